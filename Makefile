@@ -1,0 +1,39 @@
+# Everything runs in .venv, which is made on first use; nothing has to be installed by hand but Python 3.11 or newer.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test lint format docs clean
+.DELETE_ON_ERROR:
+
+quickstart: .venv/.installed
+	$(BIN)/python examples/quickstart/quickstart.py
+
+test: .venv/.installed-test
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/mypy
+
+format: .venv/.installed-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: .venv/.installed-docs
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/.installed-%: .venv/.installed
+	$(BIN)/python -m pip install --quiet --editable .[$*]
+	touch $@

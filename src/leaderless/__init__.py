@@ -1,0 +1,60 @@
+"""Fully distributed reinforcement-learning post-training: every worker computes the plan, none leads.
+
+The names below are what recipes and user code need. They are loaded on first use, so that the planner and the
+command line start without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from leaderless.config import Recipe as Recipe
+    from leaderless.config import load_recipe as load_recipe
+    from leaderless.data.batch import Batch as Batch
+    from leaderless.data.batch import Jagged as Jagged
+    from leaderless.planner import Cluster as Cluster
+    from leaderless.planner import make_plan as make_plan
+    from leaderless.rewards.protocol import RewardInput as RewardInput
+    from leaderless.rewards.protocol import RewardResult as RewardResult
+    from leaderless.stages.context import StageContext as StageContext
+    from leaderless.workflow import Workflow as Workflow
+    from leaderless.workflow import stage as stage
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Batch": "leaderless.data.batch",
+    "Cluster": "leaderless.planner",
+    "Jagged": "leaderless.data.batch",
+    "Recipe": "leaderless.config",
+    "RewardInput": "leaderless.rewards.protocol",
+    "RewardResult": "leaderless.rewards.protocol",
+    "StageContext": "leaderless.stages.context",
+    "Workflow": "leaderless.workflow",
+    "load_recipe": "leaderless.config",
+    "make_plan": "leaderless.planner",
+    "stage": "leaderless.workflow",
+}
+
+__all__ = [
+    "Batch",
+    "Cluster",
+    "Jagged",
+    "Recipe",
+    "RewardInput",
+    "RewardResult",
+    "StageContext",
+    "Workflow",
+    "load_recipe",
+    "make_plan",
+    "stage",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from the module that owns it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'leaderless' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,18 @@
+"""What a user may set, and how it is read and checked. Imports no torch."""
+
+from leaderless.config.errors import Problem, RecipeError, nearest
+from leaderless.config.json import Json
+from leaderless.config.load import LoadedRecipe, all_keys, dump_recipe, load_recipe
+from leaderless.config.recipe import Recipe
+
+__all__ = [
+    "Json",
+    "LoadedRecipe",
+    "Problem",
+    "Recipe",
+    "RecipeError",
+    "all_keys",
+    "dump_recipe",
+    "load_recipe",
+    "nearest",
+]

@@ -1,0 +1,37 @@
+"""What all sections of a recipe have in common."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
+
+
+class Section(BaseModel):
+    """A part of a recipe: typed, frozen, and closed to keys it does not know."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class ShorthandSection(Section):
+    """A section that may be written as one value, which then sets the field named by `shorthand`."""
+
+    shorthand: ClassVar[str]
+    shorthand_types: ClassVar[tuple[type, ...]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: object) -> object:
+        if isinstance(value, cls.shorthand_types) and not isinstance(value, bool):
+            return {cls.shorthand: value}
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        """The JSON Schema allows both forms."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        short = "string" if str in cls.shorthand_types else "number"
+        return {"title": cls.__name__, "anyOf": [schema, {"type": short}]}

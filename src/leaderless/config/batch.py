@@ -1,0 +1,20 @@
+"""How much data makes a step."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from leaderless.config.base import Section
+
+
+class BatchConfig(Section):
+    """The one vocabulary of batch sizes; everything else is derived from it and shown by `leaderless plan`."""
+
+    prompts_per_step: int = Field(default=128, ge=1)
+    """Prompts (for supervised fine-tuning: rows) taken from the data in each step, over all ranks."""
+    responses_per_prompt: int = Field(default=8, ge=1)
+    """Responses sampled for each prompt: the group."""
+    updates_per_step: int = Field(default=1, ge=1)
+    """Optimiser steps made from one step's samples."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Most tokens in one forward and backward pass of a rank: a memory bound that changes no number."""

@@ -1,0 +1,50 @@
+"""What a user reads when a recipe is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong in a recipe.
+
+    Attributes:
+        key: Dotted path of the setting, as in `batch.prompts_per_step`; empty for the recipe as a whole.
+        message: The rule that was broken and what to do about it.
+        place: `file:line` of the setting, or the override that set it; empty when not known yet.
+    """
+
+    key: str
+    message: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        """One line: where, what and why."""
+        return ": ".join(part for part in (self.place, self.key, self.message) if part)
+
+
+class RecipeError(ValueError):
+    """A recipe, workflow or layout that the user must correct; nothing has been started."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
+
+    @classmethod
+    def at(cls, key: str, message: str) -> RecipeError:
+        """The error for a single setting."""
+        return cls([Problem(key, message)])
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The hint ` (did you mean 'x'?)`, or the list of what is known, for a misspelt name."""
+    known = sorted(known)
+    close = get_close_matches(word, known, n=1, cutoff=0.6)
+    if close:
+        return f" (did you mean '{close[0]}'?)"
+    if len(known) <= 12:
+        return f" (known: {', '.join(known) or 'none'})"
+    return ""

@@ -1,0 +1,53 @@
+"""Functions that a user names as `package.module:function`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+
+from leaderless.config.errors import RecipeError, nearest
+
+
+def is_function_name(name: str) -> bool:
+    """Whether a name has the form `package.module:function`.
+
+    Args:
+        name: What a recipe or workflow says.
+    """
+    module, colon, function = name.partition(":")
+    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def load_function(name: str, key: str, num_arguments: int) -> Callable[..., object]:
+    """Import a user's function and check that it can be called.
+
+    Args:
+        name: `package.module:function`, found from the current directory or the environment.
+        key: The setting that names it, for the error.
+        num_arguments: Positional arguments that it will be called with.
+
+    Raises:
+        RecipeError: The module cannot be imported, has no such function, or the function does not take as many
+            arguments.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RecipeError.at(key, f"module '{module_name}' cannot be imported: {reason}") from error
+    function: object = getattr(module, function_name, None)
+    if not callable(function):
+        functions = [name for name, value in vars(module).items() if callable(value)]
+        hint = nearest(function_name, functions)
+        raise RecipeError.at(key, f"module '{module_name}' has no function '{function_name}'{hint}")
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except TypeError as error:
+        signature = f"{function_name}{inspect.signature(function)}"
+        plural = "" if num_arguments == 1 else "s"
+        raise RecipeError.at(
+            key, f"{signature} must be callable with {num_arguments} positional argument{plural}: {error}"
+        ) from error
+    return function

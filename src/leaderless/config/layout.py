@@ -1,0 +1,56 @@
+"""Where nodes run, for who wants to say so."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from leaderless.config.base import Section
+
+
+class LayoutConfig(Section):
+    """The ranks of one node and how it divides them."""
+
+    ranks: str = "all"
+    """`all`, or ranks and inclusive ranges as `0-3,8-11`."""
+    dp: int | None = Field(default=None, ge=1)
+    """Data-parallel size; what the ranks and the other sizes leave when not given."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel size."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline-parallel size."""
+    cp: int = Field(default=1, ge=1)
+    """Context-parallel size."""
+    groups: Literal["auto", "whole", "split"] = "auto"
+    """Whether all responses to a prompt stay on one rank when data arrives from another layout; `auto` keeps them
+    together where a node needs that."""
+
+    @field_validator("ranks")
+    @classmethod
+    def _ranks_are_readable(cls, value: str) -> str:
+        if value != "all" and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", value):
+            raise ValueError("must be 'all' or ranks and inclusive ranges such as '0-3,8-11'")
+        return value
+
+    def ranks_of(self, world_size: int) -> tuple[int, ...]:
+        """The ranks, ascending.
+
+        Args:
+            world_size: What `all` stands for.
+
+        Raises:
+            ValueError: A range runs backwards or a rank is named twice.
+        """
+        if self.ranks == "all":
+            return tuple(range(world_size))
+        ranks: list[int] = []
+        for part in self.ranks.split(","):
+            first, _, last = part.partition("-")
+            if last and int(last) < int(first):
+                raise ValueError(f"range '{part}' runs backwards")
+            ranks.extend(range(int(first), int(last or first) + 1))
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"'{self.ranks}' names a rank twice")
+        return tuple(sorted(ranks))

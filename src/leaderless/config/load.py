@@ -1,0 +1,130 @@
+"""From a YAML file and overrides to a recipe, or to an error that says where and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from leaderless.config.errors import Problem, RecipeError, nearest
+from leaderless.config.recipe import Recipe
+from leaderless.config.source import RecipeSource, apply_overrides, read_yaml
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe together with where its settings were written."""
+
+    recipe: Recipe
+    source: RecipeSource
+
+    def locate(self, error: RecipeError) -> RecipeError:
+        """The same error with file and line filled in.
+
+        Args:
+            error: An error raised for this recipe after it was read.
+        """
+        return RecipeError(
+            [
+                problem if problem.place else Problem(problem.key, problem.message, self.source.place_of(problem.key))
+                for problem in error.problems
+            ]
+        )
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read and check a recipe.
+
+    Args:
+        path: The YAML file.
+        overrides: `section.key=value` each, applied on top of the file in order.
+
+    Raises:
+        RecipeError: Something in it is wrong; all problems are named, each with its place.
+    """
+    source = apply_overrides(read_yaml(Path(path)), overrides)
+    try:
+        return LoadedRecipe(Recipe.model_validate(source.settings), source)
+    except ValidationError as error:
+        raise RecipeError([_problem(details, source) for details in error.errors()]) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every default written out; `load_recipe` reads it back to an equal recipe.
+
+    Args:
+        recipe: What to write.
+    """
+    return yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)
+
+
+def _problem(details: ErrorDetails, source: RecipeSource) -> Problem:
+    """What one pydantic error means to the user."""
+    path = tuple(str(part) for part in details["loc"])
+    key = ".".join(path)
+    message = details["msg"].removeprefix("Value error, ")
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return Problem(key, f"unknown key{_nearest_key(path)}", source.place_of(path))
+    if kind == "missing":
+        return Problem(key, "must be given", source.place_of(path))
+    value = details["input"]
+    if kind == "value_error" and (not path or isinstance(value, Mapping)):
+        mentioned = message.split("=")[0].split(" ")[0]
+        place = source.place_of(mentioned) if mentioned.count(".") else source.place_of(path)
+        return Problem(key, message, place)
+    if isinstance(value, str | int | float | bool | None):
+        return Problem(f"{key}={value!r}", message[:1].lower() + message[1:], source.place_of(path))
+    return Problem(key, message, source.place_of(path))
+
+
+def _nearest_key(path: tuple[str, ...]) -> str:
+    """A hint for an unknown key: a sibling that is spelt alike, else a key of that name in another section."""
+    annotation: object = Recipe
+    for part in path[:-1]:
+        annotation = _child(annotation, part)
+    section = _section_in(annotation)
+    hint = nearest(path[-1], section.model_fields if section else [])
+    if "did you mean" in hint:
+        return hint
+    elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == path[-1]]
+    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else hint
+
+
+def _child(annotation: object, part: str) -> object:
+    """The annotation of what a key holds, given that of the section or mapping that it is in."""
+    section = _section_in(annotation)
+    if section is not None:
+        field = section.model_fields.get(part)
+        return field.annotation if field else None
+    arguments = get_args(annotation)
+    return arguments[1] if get_origin(annotation) is Mapping else None
+
+
+def _section_in(annotation: object) -> type[BaseModel] | None:
+    """The pydantic model inside an annotation such as `X | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in {Union, UnionType}:
+        return next((found for arg in get_args(annotation) if (found := _section_in(arg))), None)
+    return None
+
+
+def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
+    """Dotted names of all settings that have a fixed name.
+
+    Args:
+        section: Where to begin.
+        prefix: What to put before each name.
+    """
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        inner = _section_in(field.annotation)
+        keys += all_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return keys

@@ -1,0 +1,52 @@
+"""Which models play which roles, and how they are trained."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from leaderless.config.base import Section, ShorthandSection
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, applied to matrices and not to biases, norms or embeddings' one-dimensional kin."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients with a larger global L2 norm are scaled down to it."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from its peak, after the warm-up, to the last optimiser step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps over which the learning rate rises linearly from zero."""
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of the peak that `linear` and `cosine` end at."""
+
+
+class ModelConfig(ShorthandSection):
+    """One role's model; a bare string is its path."""
+
+    shorthand: ClassVar[str] = "path"
+    shorthand_types: ClassVar[tuple[type, ...]] = (str,)
+
+    path: str = Field(min_length=1)
+    """A local folder in Hugging Face format, or the name of a model on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and of the weights while they compute; master weights and optimiser are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Leave it off unless you have read that code."""
+    optimizer: OptimizerConfig | None = None
+    """This role's own optimiser; the recipe's `optimizer` when not given."""

@@ -1,0 +1,94 @@
+"""The recipe: everything a user may set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field, field_validator, model_validator
+
+from leaderless.config.algorithm import AlgorithmConfig
+from leaderless.config.base import Section
+from leaderless.config.batch import BatchConfig
+from leaderless.config.data import DataConfig
+from leaderless.config.layout import LayoutConfig
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.rewards import RewardsConfig
+from leaderless.config.rollout import EvaluationConfig, RolloutConfig
+from leaderless.config.run import CheckpointConfig, RunConfig
+
+
+class Recipe(Section):
+    """What to train, on what, and how; on which devices is decided by the planner."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run and of its folder."""
+    workflow: str
+    """A built-in workflow, a YAML file, or `package.module:function` that returns a `Workflow`."""
+    models: Mapping[str, ModelConfig]
+    """The model of each role, as `policy`; `reference` is the untrained policy when not given."""
+    data: DataConfig
+    """Training and held-out data."""
+    reward: RewardsConfig = RewardsConfig()
+    """What a response is worth."""
+    batch: BatchConfig = BatchConfig()
+    """How much data makes a step."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How the policy answers."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantage, loss, penalty, averaging."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimiser of every trained role that has none of its own."""
+    layout: Mapping[str, LayoutConfig] = {}
+    """Ranks and parallel sizes by node. A node without an entry runs where its role is trained, if that has one; else
+    where the first node that it comes after runs; else data-parallel on all ranks."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Accuracy on held-out prompts."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the state of training is written."""
+    run: RunConfig = RunConfig()
+    """Where the run writes, how long it waits and what it shows."""
+    steps: int = Field(ge=1)
+    """Steps of the workflow to run."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of the data order and of sampling."""
+
+    @field_validator("workflow")
+    @classmethod
+    def _workflow_is_named(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("must name a workflow")
+        return value
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Recipe:
+        if self.evaluation.every_steps and self.data.evaluation is None:
+            raise ValueError("evaluation.every_steps needs data.evaluation, the held-out prompts")
+        if self.evaluation.every_steps and not self.reward.options():
+            raise ValueError("evaluation.every_steps needs a reward, to tell whether a response is correct")
+        metric = self.evaluation.metric
+        if metric is not None and metric not in self.reward.options():
+            known = ", ".join(self.reward.options()) or "none"
+            raise ValueError(f"evaluation.metric='{metric}' is not one of the recipe's rewards ({known})")
+        if self.evaluation.temperature == 0 and self.evaluation.responses_per_prompt > 1:
+            raise ValueError(
+                "evaluation.responses_per_prompt > 1 needs evaluation.temperature > 0: "
+                "greedy decoding gives the same response every time"
+            )
+        return self
+
+    def model_of(self, role: str) -> ModelConfig | None:
+        """The model of a role, or None when the recipe names none.
+
+        Args:
+            role: A role of the workflow.
+        """
+        return self.models.get(role) or (self.models.get("policy") if role == "reference" else None)
+
+    def optimizer_of(self, role: str) -> OptimizerConfig:
+        """The optimiser settings of a trained role.
+
+        Args:
+            role: A role of the workflow.
+        """
+        model = self.model_of(role)
+        return (model.optimizer if model else None) or self.optimizer

@@ -1,0 +1,138 @@
+"""Where each setting of a recipe was written, so that an error can point there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from leaderless.config.errors import Problem, RecipeError
+
+Setting = object
+"""A value as YAML gives it: text, number, boolean, null, list or mapping."""
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """A recipe's text as settings, and the place of each.
+
+    Attributes:
+        settings: What was written, overrides applied.
+        places: Place of each key by its path: `recipes/x.yaml:14`, or `override a.b=c`.
+    """
+
+    settings: Mapping[str, Setting]
+    places: Mapping[tuple[str, ...], str]
+
+    def place_of(self, key: str | Sequence[str]) -> str:
+        """Where a setting was written; where its nearest enclosing section was, when it was not written at all.
+
+        Args:
+            key: Dotted path or its parts.
+        """
+        path = tuple(key.split(".")) if isinstance(key, str) else tuple(key)
+        while path and path not in self.places:
+            path = path[:-1]
+        return self.places.get(path, "")
+
+
+def read_yaml(path: Path) -> RecipeSource:
+    """Read a YAML mapping, keeping the line of every key.
+
+    Args:
+        path: The file.
+
+    Raises:
+        RecipeError: The file is missing or unreadable, is not YAML, is not a mapping, or names a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([Problem("", f"cannot be read: {error}", str(path))]) from error
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        reason = getattr(error, "problem", None) or "not readable"
+        raise RecipeError([Problem("", f"is not valid YAML: {reason}", place)]) from error
+    if not isinstance(settings, dict) or tree is None:
+        raise RecipeError([Problem("", "must be a mapping of sections, as `name: my-run`", f"{path}:1")])
+    places: dict[tuple[str, ...], str] = {(): str(path)}
+    problems: list[Problem] = []
+    _walk(tree, (), path, places, problems)
+    if problems:
+        raise RecipeError(problems)
+    return RecipeSource(settings, places)
+
+
+def _walk(
+    node: yaml.Node,
+    prefix: tuple[str, ...],
+    path: Path,
+    places: dict[tuple[str, ...], str],
+    problems: list[Problem],
+) -> None:
+    """Record the place of every key below `node`; a key written twice is a problem."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        place = f"{path}:{key_node.start_mark.line + 1}"
+        if key in seen:
+            problems.append(Problem(".".join((*prefix, key)), "is written twice; keep one", place))
+        seen.add(key)
+        places[(*prefix, key)] = place
+        _walk(value_node, (*prefix, key), path, places, problems)
+
+
+def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSource:
+    """Set single values on top of a recipe.
+
+    Args:
+        source: The recipe as written.
+        overrides: `a.b=value` each; the value is YAML.
+
+    Raises:
+        RecipeError: An override has no `=`, its value is not YAML, or its path runs through a plain value.
+    """
+    settings = _copy(source.settings)
+    places = dict(source.places)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        path = tuple(key.strip().split("."))
+        place = f"override {override}"
+        if not equals or not all(path):
+            raise RecipeError([Problem("", "an override must look like section.key=value", place)])
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise RecipeError([Problem(key, f"the value is not valid YAML: {text!r}", place)]) from error
+        section: dict[str, Setting] = settings
+        for depth, part in enumerate(path[:-1], start=1):
+            inner = section.setdefault(part, {})
+            if not isinstance(inner, dict):
+                inner = _long_form(path[:depth], inner, place)
+                section[part] = inner
+            section = inner
+        section[path[-1]] = value
+        places[path] = place
+    return RecipeSource(settings, places)
+
+
+def _long_form(path: tuple[str, ...], value: Setting, place: str) -> dict[str, Setting]:
+    """The mapping that a section's shorthand stands for, so that an override can reach inside it."""
+    if len(path) == 2 and path[0] == "models":
+        return {"path": value}
+    if len(path) == 2 and path[0] == "reward":
+        return {"weight": value}
+    raise RecipeError([Problem(".".join(path), f"is {value!r}, not a section", place)])
+
+
+def _copy(value: Mapping[str, Setting]) -> dict[str, Setting]:
+    """A copy whose sections can be changed without changing the original's."""
+    return {key: _copy(inner) if isinstance(inner, dict) else inner for key, inner in value.items()}

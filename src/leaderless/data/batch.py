@@ -1,0 +1,295 @@
+"""Rows and their columns: what stages exchange.
+
+A batch lives in host memory. Engines move what they need to their device, one micro-batch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from leaderless.config import Json
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """A run of values for each row, one run behind the other, never padded.
+
+    Attributes:
+        values: [total, ...], of any dtype.
+        lengths: [n] int64, non-negative, summing to `total`.
+        axis: What the runs go along. Jagged columns of one batch on the same axis have the same lengths.
+    """
+
+    values: Tensor
+    lengths: Tensor
+    axis: str
+
+    def __post_init__(self) -> None:
+        if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:
+            raise ValueError(f"lengths on axis '{self.axis}' must be int64 [n], not {_describe(self.lengths)}")
+        total = int(self.lengths.sum())
+        if self.values.ndim < 1 or self.values.shape[0] != total:
+            raise ValueError(
+                f"lengths on axis '{self.axis}' sum to {total}, but there are {_describe(self.values)} values"
+            )
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Sequence[float]], dtype: torch.dtype, axis: str) -> Jagged:
+        """A jagged column of a list for each row.
+
+        Args:
+            rows: The values of each row.
+            dtype: Of the values.
+            axis: What the runs go along.
+        """
+        values = torch.tensor([value for row in rows for value in row], dtype=dtype)
+        return cls(values, torch.tensor([len(row) for row in rows], dtype=torch.int64), axis)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.lengths.shape[0]
+
+    @property
+    def offsets(self) -> Tensor:
+        """[n + 1] int64: where each row begins, and the total."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """The values of each row, as views."""
+        return torch.split(self.values, self.lengths.tolist())
+
+    def to_lists(self) -> list[list[int]]:
+        """The values of each row, as Python numbers."""
+        return [row.tolist() for row in self.rows()]
+
+    def select(self, index: Tensor) -> Jagged:
+        """Some rows, in the order asked for, repeats allowed.
+
+        Args:
+            index: [m] int64.
+        """
+        lengths = self.lengths[index]
+        return Jagged(self.values[ragged_index(self.offsets[:-1][index], lengths)], lengths, self.axis)
+
+
+Column = Tensor | Jagged | tuple[Json, ...]
+"""A dense column is a tensor [n, ...], an object column a tuple of JSON-able values."""
+
+
+def ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Indices of several runs, one behind the other.
+
+    Args:
+        starts: [m] int64, first index of each run.
+        lengths: [m] int64.
+
+    Returns:
+        [sum(lengths)] int64.
+    """
+    ends = lengths.cumsum(0)
+    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - ends + lengths, lengths)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows with unique ids, and columns that belong to them or to their prompts.
+
+    Before the rollout a row is a prompt and its id is the group id. Afterwards a row is a sample and points to its
+    prompt, whose columns are held once in `prompts` however many samples share it; looking one up repeats it for each
+    sample.
+
+    Attributes:
+        ids: [n] int64, unique.
+        columns: The rows' own columns by name.
+        prompts: The prompts that rows point to; None when rows are prompts.
+        prompt_index: [n] int64, each row's row of `prompts`.
+    """
+
+    ids: Tensor
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    prompts: Batch | None = None
+    prompt_index: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.ids.dtype != torch.int64 or self.ids.ndim != 1:
+            raise ValueError(f"ids must be int64 [n], not {_describe(self.ids)}")
+        if (self.prompts is None) != (self.prompt_index is None):
+            raise ValueError("prompts and prompt_index go together")
+        if self.prompt_index is not None and self.prompt_index.shape != self.ids.shape:
+            raise ValueError(f"prompt_index must be [{len(self)}], not {_describe(self.prompt_index)}")
+        axes: dict[str, tuple[str, Tensor]] = {}
+        for name, column in self.columns.items():
+            if len(column) != len(self):
+                raise ValueError(f"column '{name}' has {len(column)} rows, the batch has {len(self)}")
+            if isinstance(column, Jagged):
+                first, lengths = axes.setdefault(column.axis, (name, column.lengths))
+                if not torch.equal(lengths, column.lengths):
+                    raise ValueError(f"columns '{first}' and '{name}' differ in length along axis '{column.axis}'")
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.ids.shape[0]
+
+    def __contains__(self, name: str) -> bool:
+        """Whether rows or their prompts have a column."""
+        return name in self.columns or (self.prompts is not None and name in self.prompts)
+
+    def __getitem__(self, name: str) -> Column:
+        """A column with one entry per row; a prompt's column is repeated for its samples."""
+        if name in self.columns:
+            return self.columns[name]
+        if self.prompts is not None and self.prompt_index is not None and name in self.prompts:
+            return select_rows(self.prompts[name], self.prompt_index)
+        raise KeyError(f"no column '{name}' here; there are: {', '.join(self.names()) or 'none'}")
+
+    def names(self) -> list[str]:
+        """Names of all columns, sorted."""
+        return sorted({*self.columns, *(self.prompts.names() if self.prompts else ())})
+
+    def dense(self, name: str) -> Tensor:
+        """A dense column.
+
+        Args:
+            name: Of the column.
+
+        Returns:
+            [n, ...].
+        """
+        column = self[name]
+        if not isinstance(column, Tensor):
+            raise TypeError(f"column '{name}' is not dense")
+        return column
+
+    def jagged(self, name: str) -> Jagged:
+        """A jagged column.
+
+        Args:
+            name: Of the column.
+        """
+        column = self[name]
+        if not isinstance(column, Jagged):
+            raise TypeError(f"column '{name}' is not jagged")
+        return column
+
+    def objects(self, name: str) -> tuple[Json, ...]:
+        """An object column.
+
+        Args:
+            name: Of the column.
+        """
+        column = self[name]
+        if not isinstance(column, tuple):
+            raise TypeError(f"column '{name}' does not hold objects")
+        return column
+
+    @property
+    def group_ids(self) -> Tensor:
+        """[n] int64: the id of each row's prompt, equal for all samples of a group."""
+        if self.prompts is None or self.prompt_index is None:
+            return self.ids
+        return self.prompts.ids[self.prompt_index]
+
+    def with_columns(self, columns: Mapping[str, Column] | None = None, /, **more: Column) -> Batch:
+        """The same rows with some columns added or replaced.
+
+        Args:
+            columns: By name.
+            **more: By name.
+        """
+        return Batch(self.ids, {**self.columns, **(columns or {}), **more}, self.prompts, self.prompt_index)
+
+    def only(self, names: Iterable[str]) -> Batch:
+        """The same rows with these columns only, the prompts' included.
+
+        Args:
+            names: Of columns that exist.
+        """
+        names = set(names)
+        missing = names - set(self.names())
+        if missing:
+            raise KeyError(f"no column '{min(missing)}' here; there are: {', '.join(self.names()) or 'none'}")
+        own = {name: column for name, column in self.columns.items() if name in names}
+        prompts = self.prompts and self.prompts.only((names - set(own)) & set(self.prompts.names()))
+        return Batch(self.ids, own, prompts, self.prompt_index)
+
+    def select(self, index: Tensor) -> Batch:
+        """Some rows in the order asked for, with the prompts that they point to.
+
+        Args:
+            index: [m] int64, or [n] bool.
+        """
+        if index.dtype == torch.bool:
+            index = index.nonzero().squeeze(1)
+        columns = {name: select_rows(column, index) for name, column in self.columns.items()}
+        if self.prompts is None or self.prompt_index is None:
+            return Batch(self.ids[index], columns)
+        used, prompt_index = torch.unique(self.prompt_index[index], return_inverse=True)
+        return Batch(self.ids[index], columns, self.prompts.select(used), prompt_index)
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """All rows of several batches with the same columns; a prompt that several point to is held once.
+
+        Args:
+            batches: At least one.
+        """
+        if len(batches) == 1:
+            return batches[0]
+        names = batches[0].columns.keys()
+        columns = {name: concat_columns([batch.columns[name] for batch in batches]) for name in names}
+        ids = torch.cat([batch.ids for batch in batches])
+        if batches[0].prompts is None:
+            return Batch(ids, columns)
+        prompts = Batch.concat([batch.prompts for batch in batches if batch.prompts is not None])
+        unique, inverse = torch.unique(prompts.ids, return_inverse=True)
+        first = torch.full_like(unique, len(prompts)).scatter_reduce_(
+            0, inverse, torch.arange(len(prompts)), reduce="amin"
+        )
+        sizes = torch.tensor([0, *(len(batch.prompts) for batch in batches if batch.prompts is not None)]).cumsum(0)
+        index = [
+            inverse[batch.prompt_index + start]
+            for batch, start in zip(batches, sizes.tolist(), strict=False)
+            if batch.prompt_index is not None
+        ]
+        return Batch(ids, columns, prompts.select(first), torch.cat(index))
+
+
+def select_rows(column: Column, index: Tensor) -> Column:
+    """Some rows of a column, in the order asked for.
+
+    Args:
+        column: Of any kind.
+        index: [m] int64.
+    """
+    match column:
+        case Tensor():
+            return column[index]
+        case Jagged():
+            return column.select(index)
+        case _:
+            return tuple(column[position] for position in index.tolist())
+
+
+def concat_columns(columns: Sequence[Column]) -> Column:
+    """The rows of several columns of the same kind, one behind the other.
+
+    Args:
+        columns: At least one.
+    """
+    match columns[0]:
+        case Tensor():
+            return torch.cat([column for column in columns if isinstance(column, Tensor)])
+        case Jagged(axis=axis):
+            jagged = [column for column in columns if isinstance(column, Jagged)]
+            values = torch.cat([column.values for column in jagged])
+            return Jagged(values, torch.cat([column.lengths for column in jagged]), axis)
+        case _:
+            return tuple(value for column in columns if isinstance(column, tuple) for value in column)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

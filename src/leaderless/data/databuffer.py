@@ -1,0 +1,151 @@
+"""The databuffer: brings every node the columns that it reads, over any change of layout.
+
+Each rank holds, for each row set and layout, one table of rows. Nodes on the same layout read and write the same
+tensors; for another layout the ranks concerned exchange bytes, as `reshard` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.reshard import reshard
+from leaderless.data.table import ColumnKey, Table
+from leaderless.data.transport import Transport
+from leaderless.planner import Action, Layout, Load, Plan, Reshard, Run
+
+TableKey = tuple[str, tuple[int, ...], int]
+"""Row set, ranks and data-parallel size."""
+
+
+class Databuffer:
+    """What one rank holds of a step's rows."""
+
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        """Prepare for the chain of this rank.
+
+        Args:
+            plan: The plan of the run.
+            transport: Has a group for every change of layout that this rank takes part in.
+        """
+        self.plan = plan
+        self.transport = transport
+        self.rank = transport.rank
+        self._tables: dict[TableKey, Table] = {}
+        self._released_after = _last_readers(plan, self.rank)
+
+    def load(self, action: Load, batch: Batch) -> None:
+        """Put in the prompts that this rank's dataloader gives.
+
+        Args:
+            action: The entry of the chain.
+            batch: The prompts, with all columns that the action names.
+        """
+        self._tables[_key("data", action.layout)] = Table.of(batch.only(action.columns), "data")
+
+    def get(self, name: str) -> Batch:
+        """The rows of this rank with the columns that a node reads.
+
+        Args:
+            name: Of the node.
+        """
+        node = self.plan[name]
+        return self._tables[_key(node.row_set, node.layout)].batch(node.reads)
+
+    def put(self, name: str, batch: Batch) -> None:
+        """Take what a node has put out.
+
+        Args:
+            name: Of the node.
+            batch: With every column that its stage declares to write; whatever else it holds is left out.
+
+        Raises:
+            ValueError: A declared column is missing, or the rows are not those that the stage may put out.
+        """
+        node = self.plan[name]
+        missing = [column for column in node.writes if column not in batch]
+        if missing:
+            raise ValueError(f"node '{name}' (stage '{node.node.run}') did not write its column '{missing[0]}'")
+        if node.spec.rows == "same":
+            written = Batch(batch.ids, {column: batch[column] for column in node.writes})
+            self._tables[_key(node.row_set, node.layout)].add(written, name)
+        else:
+            self._tables[_key(name, node.layout)] = Table.of(batch, name)
+
+    def reshard(self, action: Reshard) -> None:
+        """Bring columns from one layout to another. All ranks of both layouts call it, in the order of the plan.
+
+        Args:
+            action: The entry of the chain.
+        """
+        group = self.transport.group(action.ranks)
+        held = wanted = None
+        if self._speaks_for(action.source_layout):
+            source = self._tables[_key(action.row_set, action.source_layout)]
+            held = source.batch(dict.fromkeys(action.columns, action.source))
+        key = _key(action.row_set, action.target_layout)
+        target = self._tables.get(key) if self.rank in action.target_layout else None
+        if target is not None and self._speaks_for(action.target_layout):
+            wanted = target.ids
+        arrived = reshard(action, group, held, wanted)
+        if arrived is None:
+            return
+        if target is None:
+            self._tables[key] = Table.of(arrived, action.source)
+        else:
+            target.add(arrived, action.source)
+
+    def release(self, position: int) -> None:
+        """Free the columns whose last reader on this rank has run.
+
+        Args:
+            position: Of the entry of the chain that has just been executed.
+        """
+        for key, column in self._released_after.get(position, ()):
+            if key in self._tables:
+                self._tables[key].drop([column])
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self._tables.clear()
+
+    def num_bytes(self) -> int:
+        """Bytes of the rows' own tensors that are held now."""
+        columns = [column for table in self._tables.values() for column in table.columns.values()]
+        tensors = [column.values if isinstance(column, Jagged) else column for column in columns]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
+
+    def _speaks_for(self, layout: Layout) -> bool:
+        return self.rank in layout and layout.is_first_of_shard(self.rank)
+
+
+def _key(row_set: str, layout: Layout) -> TableKey:
+    return row_set, layout.ranks, layout.dp
+
+
+def _last_readers(plan: Plan, rank: int) -> dict[int, list[tuple[TableKey, ColumnKey]]]:
+    """For each entry of a rank's chain, the columns that no later entry reads."""
+    last: dict[tuple[TableKey, ColumnKey], int] = {}
+    for position, action in enumerate(plan.chain(rank)):
+        for use in _reads(plan, action, rank):
+            last[use] = position
+    released: dict[int, list[tuple[TableKey, ColumnKey]]] = {}
+    for use, position in last.items():
+        released.setdefault(position, []).append(use)
+    return released
+
+
+def _reads(plan: Plan, action: Action, rank: int) -> Sequence[tuple[TableKey, ColumnKey]]:
+    """The columns that an entry of the chain reads on a rank."""
+    match action:
+        case Run(name):
+            node = plan[name]
+            key = _key(node.row_set, node.layout)
+            return [(key, (source, column)) for column, source in node.reads.items()]
+        case Reshard() if rank in action.source_layout:
+            key = _key(action.row_set, action.source_layout)
+            return [(key, (action.source, column)) for column in action.columns]
+        case _:
+            return []

@@ -1,0 +1,124 @@
+"""From a row of a dataset to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from leaderless.config import Json, RecipeError, nearest
+from leaderless.config.data import DatasetConfig
+from leaderless.data.sources import Row
+
+
+class Tokenizer(Protocol):
+    """What this package asks of a Hugging Face tokenizer."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids."""
+
+    def apply_chat_template(self, conversation: Sequence[Json], *, add_generation_prompt: bool, tokenize: bool) -> str:
+        """A conversation as the text that the model was trained on."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write the tokenizer's files into a folder."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row as token ids.
+
+    Attributes:
+        prompt: What the model is asked.
+        response: What it shall imitate, the end-of-sequence token included; empty when the dataset names none.
+    """
+
+    prompt: list[int]
+    response: list[int]
+
+
+class RowEncoder:
+    """Makes prompts, and responses to imitate, of a dataset's rows."""
+
+    def __init__(self, tokenizer: Tokenizer, config: DatasetConfig, key: str) -> None:
+        """Decide how prompts are written.
+
+        Args:
+            tokenizer: Of the model that is trained.
+            config: Columns and template.
+            key: The recipe's section, for errors.
+
+        Raises:
+            RecipeError: The tokenizer cannot do what the section asks for.
+        """
+        self.tokenizer, self.config, self.key = tokenizer, config, key
+        if tokenizer.eos_token_id is None:
+            raise RecipeError.at(
+                "models", "the tokenizer has no end-of-sequence token (eos_token), so that no response could ever end"
+            )
+        has_template = tokenizer.chat_template is not None
+        if config.template == "chat" and not has_template:
+            raise RecipeError.at(f"{key}.template", "is 'chat', but the tokenizer has no chat template: use 'plain'")
+        self.is_chat = config.template == "chat" or (config.template == "auto" and has_template)
+        if config.system is not None and not self.is_chat:
+            raise RecipeError.at(f"{key}.system", "needs a chat template, and these prompts are written without one")
+
+    def encode(self, row: Row, place: str) -> Encoded:
+        """The token ids of a row.
+
+        Args:
+            row: By column.
+            place: Where the row is, for errors.
+
+        Raises:
+            RecipeError: A column that is needed is missing or of the wrong type.
+        """
+        for column in (self.config.answer, self.config.source):
+            if column is not None:
+                self._value(row, column, place)
+        response: list[int] = []
+        if self.config.response is not None:
+            text = self._value(row, self.config.response, place)
+            assert self.tokenizer.eos_token_id is not None
+            response = [*self.tokenizer.encode(str(text), add_special_tokens=False), self.tokenizer.eos_token_id]
+        return Encoded(self._encode_prompt(row, place), response)
+
+    def _encode_prompt(self, row: Row, place: str) -> list[int]:
+        if "{" in self.config.template:
+            return self.tokenizer.encode(self._fill(self.config.template, row, place))
+        prompt = self._value(row, self.config.prompt, place)
+        if self.is_chat:
+            text = self.tokenizer.apply_chat_template(
+                self._messages(prompt), add_generation_prompt=True, tokenize=False
+            )
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        if not isinstance(prompt, str):
+            raise RecipeError.at(
+                f"{self.key}.prompt",
+                f"{place}: column '{self.config.prompt}' holds {type(prompt).__name__}; without a chat template it "
+                "must be text",
+            )
+        return self.tokenizer.encode(prompt)
+
+    def _messages(self, prompt: Json) -> list[Json]:
+        messages: list[Json] = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        return [{"role": "system", "content": self.config.system}, *messages] if self.config.system else messages
+
+    def _fill(self, template: str, row: Row, place: str) -> str:
+        try:
+            return template.format(**row)
+        except (KeyError, IndexError, ValueError) as error:
+            raise RecipeError.at(
+                f"{self.key}.template", f"{place}: cannot be filled: {error} (columns: {', '.join(row)})"
+            ) from error
+
+    def _value(self, row: Row, column: str, place: str) -> Json:
+        if row.get(column) is None:
+            raise RecipeError.at(self.key, f"{place} has no column '{column}'{nearest(column, row)}")
+        return row[column]

@@ -1,0 +1,192 @@
+"""Tables of rows on disk or on the hub, read row by row."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from typing_extensions import override
+
+from leaderless.config import Json, RecipeError
+from leaderless.config.data import DatasetConfig
+
+Row = dict[str, Json]
+
+
+class RowSource(Protocol):
+    """A dataset whose rows can be read in any order."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def row(self, index: int) -> Row:
+        """One row by column.
+
+        Args:
+            index: From 0.
+        """
+
+    def describe(self, index: int) -> str:
+        """Where a row is, for errors: a file and line, or a dataset and number."""
+
+
+class JsonlSource(RowSource):
+    """Rows of a JSON-lines file: memory-mapped, each parsed when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        breaks = np.flatnonzero(np.frombuffer(self._data, dtype=np.uint8) == ord("\n"))
+        bounds = np.concatenate([[0], breaks + 1, [len(self._data)]])
+        filled = [i for i in range(len(bounds) - 1) if self._data[bounds[i] : bounds[i + 1]].strip()]
+        self._lines = np.array(filled, dtype=np.int64)
+        self._bounds = bounds
+
+    @override
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @override
+    def row(self, index: int) -> Row:
+        line = int(self._lines[index])
+        text = self._data[self._bounds[line] : self._bounds[line + 1]]
+        try:
+            row = json.loads(text)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RecipeError.at("data", f"{self.describe(index)} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise RecipeError.at("data", f"{self.describe(index)} must be an object with the columns as its keys")
+        return row
+
+    @override
+    def describe(self, index: int) -> str:
+        return f"{self.path}:{int(self._lines[index]) + 1}"
+
+
+class ParquetSource(RowSource):
+    """Rows of a Parquet file; a row group is read when one of its rows is, and the last one is kept."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        self.path = path
+        try:
+            self._file = parquet.ParquetFile(path, memory_map=True)
+        except pa.ArrowException as error:
+            raise RecipeError.at("data", f"{path} is not a readable Parquet file: {error}") from error
+        sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
+        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        self._group = -1
+
+    @override
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @override
+    def row(self, index: int) -> Row:
+        group = int(np.searchsorted(self._starts, index, side="right")) - 1
+        if group != self._group:
+            self._table, self._group = self._file.read_row_group(group), group
+        row: Row = self._table.slice(index - int(self._starts[group]), 1).to_pylist()[0]
+        return row
+
+    @override
+    def describe(self, index: int) -> str:
+        return f"{self.path} row {index}"
+
+
+class HubSource(RowSource):
+    """Rows of a dataset on the hub, through the `datasets` library and its cache."""
+
+    def __init__(self, config: DatasetConfig) -> None:
+        import datasets
+
+        self.name = f"{config.path}/{config.subset or 'default'}/{config.split}"
+        try:
+            self._dataset = datasets.load_dataset(config.path, config.subset, split=config.split)
+        except Exception as error:
+            raise RecipeError.at(
+                "data",
+                f"'{config.path}' is no local file or folder, and the hub does not give it: "
+                f"{type(error).__name__}: {error}",
+            ) from error
+
+    @override
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @override
+    def row(self, index: int) -> Row:
+        row: Row = self._dataset[index]
+        return row
+
+    @override
+    def describe(self, index: int) -> str:
+        return f"{self.name} row {index}"
+
+
+class ConcatenatedSource(RowSource):
+    """The rows of several sources, one behind the other."""
+
+    def __init__(self, sources: Sequence[RowSource]) -> None:
+        self._sources = sources
+        self._starts = np.concatenate([[0], np.cumsum([len(source) for source in sources], dtype=np.int64)])
+
+    @override
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _find(self, index: int) -> tuple[RowSource, int]:
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._sources[part], index - int(self._starts[part])
+
+    @override
+    def row(self, index: int) -> Row:
+        source, inner = self._find(index)
+        return source.row(inner)
+
+    @override
+    def describe(self, index: int) -> str:
+        source, inner = self._find(index)
+        return source.describe(inner)
+
+
+def open_source(config: DatasetConfig) -> RowSource:
+    """Open a dataset.
+
+    Args:
+        config: Names a `.jsonl` or `.parquet` file, a folder of them, or a hub dataset.
+
+    Raises:
+        RecipeError: It does not exist, cannot be read, or has no rows.
+    """
+    path = Path(config.path)
+    source: RowSource
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _FORMATS)
+        if not files:
+            raise RecipeError.at("data", f"folder {path} holds no .jsonl or .parquet file")
+        source = ConcatenatedSource([_FORMATS[file.suffix](file) for file in files])
+    elif path.suffix in _FORMATS:
+        if not path.exists():
+            raise RecipeError.at("data", f"file {path} does not exist (looked for from {Path.cwd()})")
+        source = _FORMATS[path.suffix](path)
+    elif path.exists():
+        raise RecipeError.at("data", f"{path} must end in .jsonl or .parquet")
+    else:
+        source = HubSource(config)
+    if not len(source):
+        raise RecipeError.at("data", f"{config.path} has no rows")
+    return source
+
+
+_FORMATS: dict[str, type[JsonlSource] | type[ParquetSource]] = {
+    ".jsonl": JsonlSource,
+    ".parquet": ParquetSource,
+}

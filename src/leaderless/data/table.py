@@ -1,0 +1,106 @@
+"""The rows of one row set that a rank holds under one layout, with columns from several nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from leaderless.data.batch import Batch, Column
+
+ColumnKey = tuple[str, str]
+"""The node that wrote a column, and the column's name: two nodes may write the same name one after the other."""
+
+
+@dataclass
+class Table:
+    """Rows in ascending order of their ids, and what nodes wrote about them.
+
+    Attributes:
+        ids: [n] int64, ascending.
+        prompts: The prompts that rows point to, in ascending order of their ids; None when rows are prompts.
+        prompt_index: [n] int64, each row's row of `prompts`.
+        columns: The rows' own columns.
+    """
+
+    ids: Tensor
+    prompts: Batch | None
+    prompt_index: Tensor | None
+    columns: dict[ColumnKey, Column] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: Batch, writer: str) -> Table:
+        """The table of rows that a node, or the data, made.
+
+        Args:
+            batch: The rows, in any order.
+            writer: The node.
+
+        Raises:
+            ValueError: Two rows have the same id.
+        """
+        batch = sort_rows(batch, writer)
+        prompts, prompt_index = batch.prompts, batch.prompt_index
+        if prompts is not None and prompt_index is not None:
+            prompts = sort_rows(prompts, writer)
+            prompt_index = torch.searchsorted(prompts.ids, batch.group_ids)
+        table = cls(batch.ids, prompts, prompt_index)
+        table.add(batch, writer)
+        return table
+
+    def add(self, batch: Batch, writer: str) -> None:
+        """Take in columns about the rows that are here, and about their prompts.
+
+        Args:
+            batch: The same rows.
+            writer: The node that wrote the columns.
+
+        Raises:
+            ValueError: The rows are others.
+        """
+        batch = sort_rows(batch, writer)
+        if not torch.equal(batch.ids, self.ids):
+            raise ValueError(f"node '{writer}' must keep its {len(self.ids)} rows, but gave {len(batch)} others")
+        self.columns |= {(writer, name): column for name, column in batch.columns.items()}
+        if batch.prompts is not None and self.prompts is not None and batch.prompts.columns:
+            self.prompts = self.prompts.with_columns(sort_rows(batch.prompts, writer).columns)
+
+    def batch(self, sources: Mapping[str, str]) -> Batch:
+        """The rows with the columns that a reader asks for.
+
+        Args:
+            sources: Which node each column comes from.
+        """
+        own = {name: self.columns[source, name] for name, source in sources.items() if (source, name) in self.columns}
+        prompts = self.prompts and self.prompts.only(set(sources) - set(own))
+        return Batch(self.ids, own, prompts, self.prompt_index)
+
+    def drop(self, keys: Iterable[ColumnKey]) -> None:
+        """Free columns that nobody will read any more.
+
+        Args:
+            keys: Of columns; those of prompts stay, as other rows point to them.
+        """
+        for key in keys:
+            self.columns.pop(key, None)
+
+
+def sort_rows(batch: Batch, writer: str) -> Batch:
+    """The same rows in ascending order of their ids.
+
+    Args:
+        batch: The rows.
+        writer: The node that made them, for the error.
+
+    Raises:
+        ValueError: Two rows have the same id.
+    """
+    if bool((batch.ids[1:] > batch.ids[:-1]).all()):
+        return batch
+    batch = batch.select(torch.argsort(batch.ids))
+    twice = batch.ids[1:][batch.ids[1:] == batch.ids[:-1]]
+    if len(twice):
+        raise ValueError(f"node '{writer}' put out row {int(twice[0])} twice")
+    return batch

@@ -1,0 +1,177 @@
+"""Which node gets which column from which node, and which nodes need not run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from leaderless.config import Problem, Recipe, RecipeError, nearest
+from leaderless.workflow import (
+    COLUMNS,
+    DATA_COLUMNS,
+    DATA_RESPONSE_COLUMNS,
+    Node,
+    StageSpec,
+    Workflow,
+    spec_of,
+)
+
+DATA = "data"
+"""The source of the columns that the dataloader provides."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The columns between the nodes that run.
+
+    A row set is named by the node that made its rows: `data` for prompts, `rollout` for samples, a filter for what it
+    left. All columns that a node reads come from nodes of its own row set. A node that changes rows therefore carries
+    along the columns that later nodes need; the prompts' own columns stay in the prompt table that samples point to.
+
+    Attributes:
+        order: The nodes that run, in order.
+        pruned: Nodes that do not run because nobody reads what they write.
+        specs: Contract of each node.
+        row_set: Row set that each node works on.
+        sources: For each node, which node each of its columns comes from, carried columns included.
+    """
+
+    order: tuple[Node, ...]
+    pruned: tuple[str, ...]
+    specs: Mapping[str, StageSpec]
+    row_set: Mapping[str, str]
+    sources: Mapping[str, Mapping[str, str]]
+
+    def row_set_after(self, name: str) -> str:
+        """Row set of what a node, or the data, puts out."""
+        return name if name == DATA or self.specs[name].rows != "same" else self.row_set[name]
+
+
+def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
+    """Resolve which columns go where.
+
+    Args:
+        recipe: Decides what configurable stages read, write and need.
+        workflow: The graph.
+
+    Raises:
+        RecipeError: A contract is broken: unknown stage, column that nobody before writes, writers or row changes
+            without an order, settings that a stage refuses.
+    """
+    order = workflow.order()
+    specs = {node.name: spec_of(node) for node in order}
+    for node in order:
+        check = specs[node.name].check
+        if check is not None:
+            check(recipe, node)
+        if specs[node.name].role_use != "none" and node.role is None:
+            raise RecipeError.at(f"nodes.{node.name}.role", f"stage '{node.run}' needs a role, as role: policy")
+    tracer = _Tracer(recipe, workflow, order, specs)
+    tracer.check_writers()
+    kept = [node for node in reversed(order) if tracer.visit(node)][::-1]
+    return Flow(
+        order=tuple(kept),
+        pruned=tuple(node.name for node in order if node not in kept),
+        specs={node.name: specs[node.name] for node in kept},
+        row_set={node.name: tracer.row_set(node.name) for node in kept},
+        sources={node.name: dict(sorted(tracer.sources[node.name].items())) for node in kept},
+    )
+
+
+@dataclass
+class _Tracer:
+    """Follows columns from readers back to writers, last node first."""
+
+    recipe: Recipe
+    workflow: Workflow
+    order: tuple[Node, ...]
+    specs: Mapping[str, StageSpec]
+    sources: dict[str, dict[str, str]] = field(default_factory=dict)
+    needed: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.before = self.workflow.ancestors()
+        self.position = {node.name: index for index, node in enumerate(self.order)}
+        provided = DATA_COLUMNS + (DATA_RESPONSE_COLUMNS if self.recipe.data.train.response else ())
+        self.writers: dict[str, list[str]] = {column: [DATA] for column in provided}
+        for node in self.order:
+            for column in self.specs[node.name].writes_of(self.recipe, node):
+                self.writers.setdefault(column, []).append(node.name)
+
+    def precedes(self, first: str, second: str) -> bool:
+        """Whether one node, or the data, always runs before another."""
+        return first == DATA or (second != DATA and first in self.before[second])
+
+    def check_writers(self) -> None:
+        """Two nodes that write the same column must have an order."""
+        for column, writers in self.writers.items():
+            for first, second in pairwise(writers):
+                if not self.precedes(first, second):
+                    raise RecipeError.at(
+                        f"nodes.{second}.after",
+                        f"nodes '{first}' and '{second}' both write '{column}', and neither comes after the other: "
+                        f"add one to the other's `after`",
+                    )
+
+    def row_set(self, name: str) -> str:
+        """The node that made the rows a node works on: the last before it that changes rows."""
+        changers = [
+            node.name for node in self.order if node.name in self.before[name] and self.specs[node.name].rows != "same"
+        ]
+        for first, second in pairwise(changers):
+            if not self.precedes(first, second):
+                raise RecipeError.at(
+                    f"nodes.{name}.after",
+                    f"'{first}' and '{second}' both change rows and neither comes after the other, so node '{name}' "
+                    "would get two sets of rows: put them one after the other",
+                )
+        return changers[-1] if changers else DATA
+
+    def visit(self, node: Node) -> bool:
+        """Trace what a node reads, if the node is needed at all."""
+        spec = self.specs[node.name]
+        if node.name not in self.needed and not spec.is_effective(self.recipe):
+            return False
+        row_set = self.row_set(node.name)
+        self.needed.add(row_set)
+        for column in spec.reads_of(self.recipe, node):
+            self.trace(node, column, row_set)
+        self.sources.setdefault(node.name, {})
+        return True
+
+    def trace(self, reader: Node, column: str, row_set: str) -> None:
+        """Find where a reader gets a column, through every node that changes rows on the way."""
+        name = reader.name
+        before = [writer for writer in self.writers.get(column, []) if self.precedes(writer, name)]
+        if not before:
+            raise RecipeError([self._missing(name, column)])
+        writer = before[-1]
+        if self.row_set_after(writer) == row_set:
+            self.sources.setdefault(name, {})[column] = writer
+            self.needed.add(writer)
+            return
+        if not self.precedes(writer, row_set):
+            raise RecipeError.at(
+                f"nodes.{row_set}.after",
+                f"node '{name}' reads '{column}' of '{writer}' on rows made by '{row_set}': "
+                f"'{row_set}' must come after '{writer}' to carry the column along",
+            )
+        self.sources.setdefault(name, {})[column] = row_set
+        carrier = self.workflow[row_set]
+        self.trace(carrier, column, self.row_set(row_set))
+
+    def row_set_after(self, name: str) -> str:
+        """Row set of what a node, or the data, puts out."""
+        return name if name == DATA or self.specs[name].rows != "same" else self.row_set(name)
+
+    def _missing(self, name: str, column: str) -> Problem:
+        """Why a reader does not find a column before it."""
+        writers = self.writers.get(column, [])
+        if writers:
+            hint = f"'{writers[0]}' writes it but does not come before: add it to `after`"
+        elif column in DATA_RESPONSE_COLUMNS:
+            hint = "a rollout writes it, or the data when data.train.response is set"
+        else:
+            hint = f"no node writes it{nearest(column, {*self.writers, *COLUMNS})}"
+        return Problem(f"nodes.{name}", f"reads column '{column}', which no node before it writes: {hint}")

@@ -1,0 +1,145 @@
+"""How the ranks of a pool divide work and rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from leaderless.config import Recipe, RecipeError, nearest
+from leaderless.config.layout import LayoutConfig
+from leaderless.workflow import Workflow, spec_of
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks that a plan is made for.
+
+    Attributes:
+        world_size: Number of workers, one per device.
+    """
+
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size={self.world_size}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A pool of ranks and how it is divided.
+
+    Rows are divided into `dp` shards. The ranks of one shard are neighbours in `ranks`, so that model-parallel peers
+    share a host; they hold the same rows.
+
+    Attributes:
+        ranks: Ascending.
+        dp: Data-parallel size.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        cp: Context-parallel size.
+    """
+
+    ranks: tuple[int, ...]
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    @property
+    def ranks_per_shard(self) -> int:
+        """Ranks that hold the same rows."""
+        return self.tp * self.pp * self.cp
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
+
+    def __contains__(self, rank: int) -> bool:
+        """Whether a rank belongs to the pool."""
+        return rank in self._position
+
+    def shard_of(self, rank: int) -> int:
+        """The shard of rows that a rank of the pool holds."""
+        return self._position[rank] // self.ranks_per_shard
+
+    def is_first_of_shard(self, rank: int) -> bool:
+        """Whether a rank speaks for its shard, as one of several that hold the same rows."""
+        return self._position[rank] % self.ranks_per_shard == 0
+
+    def holds_rows_like(self, other: Layout) -> bool:
+        """Whether every rank has the same rows under both layouts."""
+        return self.ranks == other.ranks and self.dp == other.dp
+
+    def __str__(self) -> str:
+        """As in `ranks 0-3 dp=2 tp=2`."""
+        sizes = [f"{name}={size}" for name, size in self._model_parallel().items() if size > 1]
+        return " ".join([f"ranks {format_ranks(self.ranks)}", f"dp={self.dp}", *sizes])
+
+    def _model_parallel(self) -> dict[str, int]:
+        return {"tp": self.tp, "pp": self.pp, "cp": self.cp}
+
+
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """Ranks as ranges: `0-3,8`.
+
+    Args:
+        ranks: Ascending.
+    """
+    parts: list[str] = []
+    start = 0
+    for position in range(1, len(ranks) + 1):
+        if position == len(ranks) or ranks[position] != ranks[position - 1] + 1:
+            first, last = ranks[start], ranks[position - 1]
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            start = position
+    return ",".join(parts)
+
+
+def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[str, Layout]:
+    """The layout of every node.
+
+    A node that the recipe gives none runs where its role is trained, if that is laid out; else where the first node
+    that it comes after runs; else on all ranks.
+
+    Args:
+        recipe: Its `layout` section names nodes.
+        workflow: The nodes.
+        cluster: The ranks there are.
+
+    Raises:
+        RecipeError: A layout names an unknown node or rank, or its sizes do not divide its ranks.
+    """
+    names = [node.name for node in workflow.nodes]
+    for name in recipe.layout:
+        if name not in names:
+            raise RecipeError.at(
+                f"layout.{name}", f"the workflow '{workflow.name}' has no such node{nearest(name, names)}"
+            )
+    layouts = {name: _make_layout(f"layout.{name}", config, cluster) for name, config in recipe.layout.items()}
+    trainers = {node.role: node.name for node in workflow.nodes if spec_of(node).role_use == "train"}
+    for node in workflow.order():
+        if node.name not in layouts:
+            trainer = trainers.get(node.role) if node.role else None
+            leader = trainer if trainer in recipe.layout else next(iter(node.after), None)
+            layouts[node.name] = layouts[leader] if leader else _make_layout("layout", LayoutConfig(), cluster)
+    return layouts
+
+
+def _make_layout(key: str, config: LayoutConfig, cluster: Cluster) -> Layout:
+    try:
+        ranks = config.ranks_of(cluster.world_size)
+    except ValueError as error:
+        raise RecipeError.at(f"{key}.ranks", str(error)) from error
+    if ranks[-1] >= cluster.world_size:
+        raise RecipeError.at(
+            f"{key}.ranks",
+            f"names rank {ranks[-1]}, but there are {cluster.world_size} (0-{cluster.world_size - 1}): "
+            f"start at least {ranks[-1] + 1} workers or name other ranks",
+        )
+    model_parallel = config.tp * config.pp * config.cp
+    dp = config.dp or len(ranks) // model_parallel
+    if dp * model_parallel != len(ranks):
+        sizes = f"dp {dp} x " * bool(config.dp) + f"tp {config.tp} x pp {config.pp} x cp {config.cp}"
+        raise RecipeError.at(key, f"{sizes} does not divide its {len(ranks)} ranks ({format_ranks(ranks)})")
+    return Layout(ranks, dp, config.tp, config.pp, config.cp)

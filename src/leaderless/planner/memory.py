@@ -1,0 +1,134 @@
+"""An estimate of the memory that the fullest rank needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from leaderless.config import Recipe
+from leaderless.planner.layout import Layout
+from leaderless.planner.model_size import ModelSize
+
+FLOAT32_BYTES = 4
+
+
+class Instance(Protocol):
+    """What the estimate needs to know of a model on a layout."""
+
+    @property
+    def role(self) -> str:
+        """The role that the model plays."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its ranks."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients and an optimiser."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is unsharded to generate."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank. What is resident stays through the step; of the phases only one is there at a time.
+
+    Attributes:
+        resident: By what it is for: weights, gradients, optimiser.
+        phases: Working memory by phase: generation, scoring or training.
+    """
+
+    resident: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
+
+    @property
+    def peak(self) -> int:
+        """Resident memory and the largest phase."""
+        return sum(self.resident.values()) + max((sum(parts.values()) for parts in self.phases.values()), default=0)
+
+    def to_json(self) -> dict[str, object]:
+        """JSON-able values."""
+        phases = {name: dict(parts) for name, parts in self.phases.items()}
+        return {"peak": self.peak, "resident": dict(self.resident), "phases": phases}
+
+
+def estimate_memory(
+    recipe: Recipe, instances: Sequence[Instance], sizes: Mapping[str, ModelSize | None], longest_tokens: int
+) -> Memory | None:
+    """Estimate the bytes on the rank that holds most, activations included.
+
+    Weights, gradients and Adam's two moments are float32 and divided over the data-parallel ranks of a trained role
+    (FSDP); a rank that generates holds a full copy of the weights for that phase, and its KV cache. Activations follow
+    the usual count of about 16 hidden vectors and 3 feed-forward vectors per token and layer, or one hidden vector
+    when they are recomputed, and two float32 rows of logits per response token.
+
+    Args:
+        recipe: Batch sizes and models.
+        instances: All models and where they are.
+        sizes: Size of each role's model.
+        longest_tokens: Longest sequence, in tokens.
+
+    Returns:
+        None when the size of a model that is used is not known.
+    """
+    if any(sizes.get(instance.role) is None for instance in instances):
+        return None
+    ranks = {rank for instance in instances for rank in instance.layout.ranks}
+    representatives = {frozenset(i for i, x in enumerate(instances) if rank in x.layout): rank for rank in ranks}
+    estimates = [
+        _estimate_rank(recipe, [x for x in instances if rank in x.layout], sizes, longest_tokens)
+        for rank in representatives.values()
+    ]
+    return max(estimates, key=lambda memory: memory.peak, default=None)
+
+
+def _estimate_rank(
+    recipe: Recipe, instances: Sequence[Instance], sizes: Mapping[str, ModelSize | None], longest_tokens: int
+) -> Memory:
+    resident: dict[str, int] = {}
+    phases: dict[str, dict[str, int]] = {}
+    for instance in instances:
+        size = sizes[instance.role]
+        assert size is not None
+        role, shards = instance.role, instance.layout.dp
+        weights = size.num_parameters * FLOAT32_BYTES
+        resident[f"{role} weights"] = resident.get(f"{role} weights", 0) + -(-weights // shards)
+        if instance.is_trained:
+            resident[f"{role} gradients"] = -(-weights // shards)
+            resident[f"{role} optimizer"] = 2 * -(-weights // shards)
+        if instance.generates:
+            phases[f"{role} generates"] = {
+                "unsharded weights": weights if shards > 1 else 0,
+                "kv cache": recipe.rollout.max_sequences * longest_tokens * size.kv_bytes_per_token,
+            }
+        phases[f"{role} trains" if instance.is_trained else f"{role} scores"] = _forward_memory(
+            recipe, role, size, is_trained=instance.is_trained, is_sharded=shards > 1
+        )
+    return Memory(resident, phases)
+
+
+def _forward_memory(
+    recipe: Recipe, role: str, size: ModelSize, *, is_trained: bool, is_sharded: bool
+) -> dict[str, int]:
+    """Working memory of a forward pass, and of its backward pass when the role is trained."""
+    model = recipe.model_of(role)
+    assert model is not None
+    width = 2 if model.compute_dtype == "bfloat16" else FLOAT32_BYTES
+    tokens = recipe.batch.micro_batch_tokens
+    layer = 16 * size.hidden_size + 3 * size.intermediate_size
+    if not is_trained:
+        kept = layer
+    elif model.gradient_checkpointing:
+        kept = size.num_layers * size.hidden_size + layer
+    else:
+        kept = size.num_layers * layer
+    gathered = 2 * (size.num_parameters // size.num_layers) * FLOAT32_BYTES if is_sharded else 0
+    return {
+        "gathered layers": gathered,
+        "activations": tokens * kept * width,
+        "logits": 2 * tokens * size.vocab_size * FLOAT32_BYTES,
+    }

@@ -1,0 +1,291 @@
+"""The plan: what every rank does, in order, and what travels between ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from leaderless.planner.layout import Layout, format_ranks
+from leaderless.planner.memory import Memory
+from leaderless.workflow import Node, StageSpec
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """A node in its place.
+
+    Attributes:
+        node: Name, stage, role and what it comes after.
+        spec: The contract of its stage.
+        layout: Where it runs.
+        reads: For each column that it reads or carries, the node that provides it.
+        writes: Columns that it writes.
+        row_set: Rows that it works on.
+        row_set_after: Rows of what it puts out.
+    """
+
+    node: Node
+    spec: StageSpec
+    layout: Layout
+    reads: Mapping[str, str]
+    writes: tuple[str, ...]
+    row_set: str
+    row_set_after: str
+
+    @property
+    def name(self) -> str:
+        """Name of the node."""
+        return self.node.name
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The columns that go from one node to another in each step.
+
+    Attributes:
+        source: A node, or `data`.
+        target: A node.
+        columns: Their names.
+        kind: `local` when both hold the same rows on the same ranks; then nothing moves.
+        max_bytes: Size of the columns when all sequences are as long as they may be, over all ranks.
+    """
+
+    source: str
+    target: str
+    columns: tuple[str, ...]
+    kind: Literal["local", "reshard"]
+    max_bytes: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Chain entry: take this rank's prompts from the dataloader."""
+
+    layout: Layout
+    columns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Short form for a reader."""
+        return "load"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Chain entry: run a node."""
+
+    node: str
+
+    def __str__(self) -> str:
+        """Short form for a reader."""
+        return self.node
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Chain entry: re-distribute columns of one node to another layout.
+
+    Attributes:
+        source: The node that provides the columns.
+        row_set: Their rows.
+        columns: What travels: what any node on the target layout reads from the source.
+        source_layout: Where they are.
+        target_layout: Where they go.
+        keep_groups: Samples of one prompt go to one shard.
+    """
+
+    source: str
+    row_set: str
+    columns: tuple[str, ...]
+    source_layout: Layout
+    target_layout: Layout
+    keep_groups: bool
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that take part, ascending."""
+        return tuple(sorted({*self.source_layout.ranks, *self.target_layout.ranks}))
+
+    @property
+    def name(self) -> str:
+        """How errors and traces call it."""
+        return f"{self.source}->{format_ranks(self.target_layout.ranks)}"
+
+    def __str__(self) -> str:
+        """Short form for a reader."""
+        return f"reshard({self.name})"
+
+
+@dataclass(frozen=True)
+class SyncWeights:
+    """Chain entry: bring a role's new weights from where it is trained to where it is used.
+
+    Attributes:
+        role: The role.
+        source_layout: Where it is trained.
+        target_layout: Where a copy of it serves.
+    """
+
+    role: str
+    source_layout: Layout
+    target_layout: Layout
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that take part, ascending."""
+        return tuple(sorted({*self.source_layout.ranks, *self.target_layout.ranks}))
+
+    def __str__(self) -> str:
+        """Short form for a reader."""
+        return f"weights({self.role}->{format_ranks(self.target_layout.ranks)})"
+
+
+Action = Load | Run | Reshard | SyncWeights
+
+
+@dataclass(frozen=True)
+class RoleInstance:
+    """A model of a role on the ranks of a layout.
+
+    Attributes:
+        role: The role.
+        layout: Where it is.
+        is_trained: It has an optimiser; every other instance is frozen or follows the trained one.
+        generates: A rollout node uses it.
+    """
+
+    role: str
+    layout: Layout
+    is_trained: bool
+    generates: bool
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """What follows from the recipe's `batch` section.
+
+    Attributes:
+        prompts_per_step: Prompts (rows, for supervised fine-tuning) of a step, over all ranks.
+        samples_per_step: Training sequences of a step, over all ranks.
+        prompts_per_update: Prompts behind one optimiser step, at most.
+        samples_per_update: Training sequences behind one optimiser step, at most.
+        max_prompts_per_rank: Most prompts that one shard of the first node loads in a step.
+        optimizer_steps: Optimiser steps of the whole run.
+    """
+
+    prompts_per_step: int
+    samples_per_step: int
+    prompts_per_update: int
+    samples_per_update: int
+    max_prompts_per_rank: int
+    optimizer_steps: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the planner makes of a recipe, its workflow and a cluster; the same object on every rank.
+
+    Attributes:
+        recipe_name: Name of the run.
+        workflow: Name of the workflow.
+        world_size: Number of ranks.
+        nodes: The nodes that run, in order.
+        pruned: Nodes that do not, because nobody reads what they write.
+        edges: The columns between nodes.
+        schedule: All chain entries in one order that every rank keeps; a rank executes those it takes part in.
+        instances: The models and where they are.
+        batch: Derived batch sizes.
+        memory: Estimated bytes of the fullest rank by what they are for; None when a model's size is not known.
+        recipe_hash: Identifies the resolved recipe.
+    """
+
+    recipe_name: str
+    workflow: str
+    world_size: int
+    nodes: tuple[PlannedNode, ...]
+    pruned: tuple[str, ...]
+    edges: tuple[Edge, ...]
+    schedule: tuple[Action, ...]
+    instances: tuple[RoleInstance, ...]
+    batch: BatchSizes
+    memory: Memory | None
+    recipe_hash: str
+
+    def __getitem__(self, name: str) -> PlannedNode:
+        """The node of a name."""
+        return next(node for node in self.nodes if node.name == name)
+
+    def ranks_of(self, action: Action) -> tuple[int, ...]:
+        """The ranks that take part in a chain entry."""
+        match action:
+            case Run(node):
+                return self[node].layout.ranks
+            case Load(layout, _):
+                return layout.ranks
+            case _:
+                return action.ranks
+
+    def chain(self, rank: int) -> tuple[Action, ...]:
+        """What one rank does in each step, in order.
+
+        Args:
+            rank: From 0 to world_size - 1.
+        """
+        return tuple(action for action in self.schedule if rank in self.ranks_of(action))
+
+    def chains(self) -> dict[tuple[int, ...], tuple[Action, ...]]:
+        """All chains, each under the ranks that share it."""
+        members: dict[tuple[int, ...], list[int]] = {}
+        taking_part = [frozenset(self.ranks_of(action)) for action in self.schedule]
+        for rank in range(self.world_size):
+            key = tuple(index for index, ranks in enumerate(taking_part) if rank in ranks)
+            members.setdefault(key, []).append(rank)
+        return {tuple(ranks): tuple(self.schedule[i] for i in key) for key, ranks in members.items()}
+
+    def to_json(self) -> dict[str, object]:
+        """The plan as JSON-able values, ranks as ranges."""
+        return {
+            "recipe": self.recipe_name,
+            "workflow": self.workflow,
+            "world_size": self.world_size,
+            "hash": self.hash(),
+            "batch": asdict(self.batch),
+            "nodes": [
+                {
+                    "name": node.name,
+                    "run": node.node.run,
+                    "role": node.node.role,
+                    "after": list(node.node.after),
+                    "layout": str(node.layout),
+                    "reads": dict(node.reads),
+                    "writes": list(node.writes),
+                    "rows": node.row_set_after,
+                }
+                for node in self.nodes
+            ],
+            "pruned": list(self.pruned),
+            "edges": [asdict(edge) for edge in self.edges],
+            "roles": [
+                {
+                    "role": instance.role,
+                    "layout": str(instance.layout),
+                    "is_trained": instance.is_trained,
+                    "generates": instance.generates,
+                }
+                for instance in self.instances
+            ],
+            "chains": {format_ranks(ranks): [str(a) for a in actions] for ranks, actions in self.chains().items()},
+            "memory_bytes": None if self.memory is None else self.memory.to_json(),
+        }
+
+    def hash(self) -> str:
+        """Identifies the plan; equal on all ranks or they must not start together."""
+        facts = [
+            self.recipe_hash,
+            self.world_size,
+            [[n.name, n.node.run, n.node.role, str(n.layout), dict(n.reads), n.writes] for n in self.nodes],
+            [[str(action), format_ranks(self.ranks_of(action))] for action in self.schedule],
+        ]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

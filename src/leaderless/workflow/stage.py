@@ -1,0 +1,98 @@
+"""What a stage declares about itself, apart from the code that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from leaderless.config import Recipe
+    from leaderless.workflow.node import Node
+
+Rows = Literal["same", "expand", "filter", "regroup"]
+"""What a stage does to rows: keeps them, makes samples of prompts, drops some, or forms new groups."""
+
+Columns = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
+"""Names of columns, or a function of the recipe and the node that gives them."""
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+STAGE_ATTRIBUTE = "__leaderless_stage__"
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """The contract of a stage: what the planner needs to know to place it.
+
+    Attributes:
+        implementation: `package.module:function` that runs it, imported by workers only.
+        reads: Columns that it needs.
+        writes: Columns that it adds or replaces.
+        rows: What it does to rows.
+        needs_whole_groups: All samples of a prompt must be on the same rank.
+        role_use: How it uses the node's role: not at all, to generate, to score, or to train it.
+        has_effect: It matters beyond the columns that it writes (an update, a recording), so it is not pruned when
+            nobody reads them. A function of the recipe where that depends on settings.
+        check: Raises `RecipeError` for settings under which the stage cannot be right.
+        summary: One line for the reader.
+    """
+
+    implementation: str
+    reads: Columns = ()
+    writes: Columns = ()
+    rows: Rows = "same"
+    needs_whole_groups: bool = False
+    role_use: Literal["none", "generate", "score", "train"] = "none"
+    has_effect: bool | Callable[[Recipe], bool] = False
+    check: Callable[[Recipe, Node], None] | None = None
+    summary: str = ""
+
+    def reads_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
+        """Columns that a node of this stage reads under a recipe."""
+        return tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)
+
+    def writes_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
+        """Columns that a node of this stage writes under a recipe."""
+        return tuple(self.writes(recipe, node) if callable(self.writes) else self.writes)
+
+    def is_effective(self, recipe: Recipe) -> bool:
+        """Whether the stage matters beyond its columns under a recipe."""
+        return self.has_effect(recipe) if callable(self.has_effect) else self.has_effect
+
+
+def stage(
+    *,
+    reads: Sequence[str] = (),
+    writes: Sequence[str] = (),
+    rows: Rows = "same",
+    needs_whole_groups: bool = False,
+    has_effect: bool = False,
+) -> Callable[[Function], Function]:
+    """Declare a function of one's own as a stage, to be named in a workflow as `package.module:function`.
+
+    The function takes `(batch: Batch, context: StageContext)` and returns a `Batch` that holds the columns it writes.
+
+    Args:
+        reads: Columns that it needs.
+        writes: Columns that it adds or replaces; the function must return exactly these.
+        rows: What it does to rows.
+        needs_whole_groups: All samples of a prompt must be on the same rank.
+        has_effect: Run it even when nobody reads what it writes.
+    """
+
+    def declare(function: Function) -> Function:
+        summary = (function.__doc__ or "").strip().partition("\n")[0]
+        spec = StageSpec(
+            implementation=f"{function.__module__}:{function.__qualname__}",
+            reads=tuple(reads),
+            writes=tuple(writes),
+            rows=rows,
+            needs_whole_groups=needs_whole_groups,
+            has_effect=has_effect,
+            summary=summary,
+        )
+        setattr(function, STAGE_ATTRIBUTE, spec)
+        return function
+
+    return declare

@@ -1,0 +1,186 @@
+"""The built-in stages: their contracts, without their code, so that a plan needs no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from leaderless.config import RecipeError, nearest
+from leaderless.config.functions import is_function_name, load_function
+from leaderless.workflow.stage import STAGE_ATTRIBUTE, StageSpec
+
+if TYPE_CHECKING:
+    from leaderless.config import Recipe
+    from leaderless.workflow.node import Node
+
+SEQUENCE = ("prompt_tokens", "tokens", "response_mask")
+"""What a training sequence is made of."""
+
+
+def log_probs_column(role: str | None) -> str:
+    """The column that log-probabilities of a role are called.
+
+    Args:
+        role: `reference`, or a role that is trained.
+    """
+    return "ref_log_probs" if role == "reference" else "old_log_probs"
+
+
+def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    columns = [*SEQUENCE, "advantages", "reward_valid", "rollout_log_probs", "policy_versions"]
+    if recipe.batch.updates_per_step > 1:
+        columns.append("old_log_probs")
+    if recipe.algorithm.kl.coefficient > 0:
+        columns.append("ref_log_probs")
+    return columns
+
+
+def _log_probs_writes(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    return [log_probs_column(node.role)]
+
+
+def _check_rollout(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
+    if recipe.rollout.temperature == 0:
+        raise RecipeError.at("rollout.temperature", "must be above 0: training needs responses that differ")
+
+
+def _check_reward(recipe: Recipe, node: Node) -> None:
+    if not recipe.reward.options():
+        raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
+
+
+def _check_grpo(recipe: Recipe, node: Node) -> None:
+    if recipe.batch.responses_per_prompt < 2:
+        raise RecipeError.at(
+            "batch.responses_per_prompt",
+            f"must be at least 2: node '{node.name}' compares the responses of a group with each other, "
+            "and a response alone has no advantage",
+        )
+
+
+def _check_sequence_fits(recipe: Recipe, response_key: str, response_tokens: int) -> None:
+    longest = recipe.data.max_prompt_tokens + response_tokens
+    if recipe.batch.micro_batch_tokens < longest:
+        raise RecipeError.at(
+            "batch.micro_batch_tokens",
+            f"is {recipe.batch.micro_batch_tokens}, but one sample may have {longest} tokens "
+            f"(data.max_prompt_tokens + {response_key}): raise it or shorten them",
+        )
+
+
+def _check_log_probs(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
+    _check_sequence_fits(recipe, "rollout.max_response_tokens", recipe.rollout.max_response_tokens)
+
+
+def _check_update(recipe: Recipe, node: Node) -> None:
+    _check_log_probs(recipe, node)
+    _check_updates_per_step(recipe)
+    if recipe.rollout.is_truncated:
+        raise RecipeError.at(
+            "rollout",
+            "top_p, top_k and min_p cannot be combined with a ratio loss: the engine would sample from another "
+            "distribution than the one that is trained; set top_p=1, top_k=0, min_p=0",
+        )
+
+
+def _check_updates_per_step(recipe: Recipe) -> None:
+    if recipe.batch.updates_per_step > recipe.batch.prompts_per_step:
+        raise RecipeError.at(
+            "batch.updates_per_step",
+            f"is {recipe.batch.updates_per_step}, more than the {recipe.batch.prompts_per_step} prompts of a step; "
+            "each update needs at least one prompt",
+        )
+
+
+def _check_sft(recipe: Recipe, node: Node) -> None:
+    if recipe.data.train.response is None:
+        raise RecipeError.at("data.train.response", f"must name the column that node '{node.name}' imitates")
+    _check_sequence_fits(recipe, "data.max_response_tokens", recipe.data.max_response_tokens)
+    _check_updates_per_step(recipe)
+
+
+BUILTIN_STAGES: dict[str, StageSpec] = {
+    "rollout": StageSpec(
+        "leaderless.stages.rollout:rollout",
+        reads=("prompt_tokens",),
+        writes=(
+            "tokens",
+            "response_mask",
+            "response_lengths",
+            "truncated",
+            "policy_versions",
+            "rollout_log_probs",
+        ),
+        rows="expand",
+        role_use="generate",
+        check=_check_rollout,
+        summary="sample responses to each prompt",
+    ),
+    "reward": StageSpec(
+        "leaderless.stages.reward:reward",
+        reads=("rows", "tokens", "truncated"),
+        writes=("rewards", "reward_valid", "reward_details"),
+        check=_check_reward,
+        summary="compute what each response is worth",
+    ),
+    "log_probs": StageSpec(
+        "leaderless.stages.log_probs:log_probs",
+        reads=SEQUENCE,
+        writes=_log_probs_writes,
+        role_use="score",
+        check=_check_log_probs,
+        summary="log-probabilities of the sampled tokens under a role",
+    ),
+    "grpo": StageSpec(
+        "leaderless.stages.advantage:grpo",
+        reads=("rewards", "reward_valid", "response_lengths"),
+        writes=("advantages",),
+        needs_whole_groups=True,
+        check=_check_grpo,
+        summary="rewards relative to their group",
+    ),
+    "record": StageSpec(
+        "leaderless.stages.record:record",
+        reads=("rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"),
+        has_effect=lambda recipe: recipe.run.recorded_prompts > 0,
+        needs_whole_groups=True,
+        summary="keep some samples for the report",
+    ),
+    "update": StageSpec(
+        "leaderless.stages.update:update",
+        reads=_update_reads,
+        role_use="train",
+        has_effect=True,
+        check=_check_update,
+        summary="clipped policy-gradient steps",
+    ),
+    "sft": StageSpec(
+        "leaderless.stages.update:sft",
+        reads=SEQUENCE,
+        role_use="train",
+        has_effect=True,
+        check=_check_sft,
+        summary="next-token steps on given responses",
+    ),
+}
+
+
+def spec_of(node: Node) -> StageSpec:
+    """The contract of the stage that a node runs.
+
+    Args:
+        node: Names a built-in stage, or a function declared with `@stage`.
+
+    Raises:
+        RecipeError: The stage is unknown, or the function cannot be used as one.
+    """
+    key = f"nodes.{node.name}.run"
+    if node.run in BUILTIN_STAGES:
+        return BUILTIN_STAGES[node.run]
+    if not is_function_name(node.run):
+        hint = nearest(node.run, BUILTIN_STAGES)
+        raise RecipeError.at(key, f"unknown stage '{node.run}'{hint}; one of your own is 'package.module:function'")
+    function = load_function(node.run, key, num_arguments=2)
+    spec = getattr(function, STAGE_ATTRIBUTE, None)
+    if not isinstance(spec, StageSpec):
+        raise RecipeError.at(key, f"'{node.run}' must be declared with @leaderless.stage(reads=..., writes=...)")
+    return spec
