@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema
 
 
@@ -14,6 +14,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _switch_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        """YAML reads `yes` and `on` as true, which pydantic would take for the number 1."""
+        annotation = cls.model_fields[info.field_name].annotation if info.field_name else None
+        if isinstance(value, bool) and annotation in {int, float, int | None, float | None}:
+            raise ValueError("must be a number")
+        return value
 
 
 class ShorthandSection(Section):
@@ -31,7 +40,9 @@ class ShorthandSection(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
-        """The JSON Schema allows both forms."""
+        """The JSON Schema allows both forms, where one value is enough."""
         schema = handler.resolve_ref_schema(handler(core_schema))
+        if set(schema.get("required", ())) - {cls.shorthand}:
+            return schema
         short = "string" if str in cls.shorthand_types else "number"
         return {"title": cls.__name__, "anyOf": [schema, {"type": short}]}

@@ -43,11 +43,12 @@ def load_function(name: str, key: str, num_arguments: int) -> Callable[..., obje
         hint = nearest(function_name, functions)
         raise RecipeError.at(key, f"module '{module_name}' has no function '{function_name}'{hint}")
     try:
-        inspect.signature(function).bind(*range(num_arguments))
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise RecipeError.at(key, f"'{name}' must be a function written in Python") from error
+    try:
+        signature.bind(*range(num_arguments))
     except TypeError as error:
-        signature = f"{function_name}{inspect.signature(function)}"
-        plural = "" if num_arguments == 1 else "s"
-        raise RecipeError.at(
-            key, f"{signature} must be callable with {num_arguments} positional argument{plural}: {error}"
-        ) from error
+        call = f"{num_arguments} positional argument" + ("" if num_arguments == 1 else "s")
+        raise RecipeError.at(key, f"{function_name}{signature} must be callable with {call}: {error}") from error
     return function

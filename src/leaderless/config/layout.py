@@ -13,7 +13,7 @@ from leaderless.config.base import Section
 class LayoutConfig(Section):
     """The ranks of one node and how it divides them."""
 
-    ranks: str = "all"
+    ranks: str = Field(default="all", coerce_numbers_to_str=True, json_schema_extra={"type": ["string", "integer"]})
     """`all`, or ranks and inclusive ranges as `0-3,8-11`."""
     dp: int | None = Field(default=None, ge=1)
     """Data-parallel size; what the ranks and the other sizes leave when not given."""

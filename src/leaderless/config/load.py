@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,17 @@ from pydantic_core import ErrorDetails
 
 from leaderless.config.errors import Problem, RecipeError, nearest
 from leaderless.config.recipe import Recipe
+from leaderless.config.rewards import RewardOptions, RewardsConfig
 from leaderless.config.source import RecipeSource, apply_overrides, read_yaml
+
+_RULES = {
+    "model_type": "must be a section of settings",
+    "dict_type": "must be a section of settings",
+    "mapping_type": "must be a section of settings",
+    "tuple_type": "must be a list",
+    "invalid_key": "a key must be text; put it in quotes",
+}
+"""What pydantic says in terms of Python, in terms of YAML."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +41,12 @@ class LoadedRecipe:
         Args:
             error: An error raised for this recipe after it was read.
         """
-        return RecipeError(
-            [
-                problem if problem.place else Problem(problem.key, problem.message, self.source.place_of(problem.key))
-                for problem in error.problems
-            ]
-        )
+        return RecipeError([problem if problem.place else self._locate(problem) for problem in error.problems])
+
+    def _locate(self, problem: Problem) -> Problem:
+        # Nodes are not in the recipe, but it names the workflow that they are in.
+        key = "workflow" if problem.key.partition(".")[0] == "nodes" else problem.key
+        return Problem(problem.key, problem.message, self.source.place_of(key))
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -68,8 +79,9 @@ def _problem(details: ErrorDetails, source: RecipeSource) -> Problem:
     """What one pydantic error means to the user."""
     path = tuple(str(part) for part in details["loc"])
     key = ".".join(path)
-    message = details["msg"].removeprefix("Value error, ")
     kind = details["type"]
+    rule = re.sub(r"^\w+ should ", "must ", details["msg"].removeprefix("Value error, "))
+    message = _RULES.get(kind, rule)
     if kind == "extra_forbidden":
         return Problem(key, f"unknown key{_nearest_key(path)}", source.place_of(path))
     if kind == "missing":
@@ -77,10 +89,11 @@ def _problem(details: ErrorDetails, source: RecipeSource) -> Problem:
     value = details["input"]
     if kind == "value_error" and (not path or isinstance(value, Mapping)):
         mentioned = message.split("=")[0].split(" ")[0]
-        place = source.place_of(mentioned) if mentioned.count(".") else source.place_of(path)
-        return Problem(key, message, place)
+        if "." in mentioned:
+            return Problem("", message, source.place_of(mentioned))
+        return Problem(key, message, source.place_of(path))
     if isinstance(value, str | int | float | bool | None):
-        return Problem(f"{key}={value!r}", message[:1].lower() + message[1:], source.place_of(path))
+        return Problem(f"{key}={value!r}", message, source.place_of(path))
     return Problem(key, message, source.place_of(path))
 
 
@@ -102,7 +115,9 @@ def _child(annotation: object, part: str) -> object:
     section = _section_in(annotation)
     if section is not None:
         field = section.model_fields.get(part)
-        return field.annotation if field else None
+        if field is None:
+            return RewardOptions if section is RewardsConfig and ":" in part else None
+        return field.annotation
     arguments = get_args(annotation)
     return arguments[1] if get_origin(annotation) is Mapping else None
 

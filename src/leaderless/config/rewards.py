@@ -71,7 +71,9 @@ class RewardsConfig(Section):
         for name in self.__pydantic_extra__ or {}:
             if not re.fullmatch(r"[\w.]+:\w+", name):
                 hint = nearest(name, type(self).model_fields)
-                raise ValueError(f"unknown reward '{name}'{hint}; one of your own is 'package.module:function'")
+                raise ValueError(
+                    f"reward.{name} is no built-in reward{hint}; one of your own is 'package.module:function'"
+                )
         return self
 
     def options(self) -> Mapping[str, RewardOptions]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +55,10 @@ def read_yaml(path: Path) -> RecipeSource:
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         settings = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
-        reason = getattr(error, "problem", None) or "not readable"
+        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         raise RecipeError([Problem("", f"is not valid YAML: {reason}", place)]) from error
     if not isinstance(settings, dict) or tree is None:
         raise RecipeError([Problem("", "must be a mapping of sections, as `name: my-run`", f"{path}:1")])
@@ -104,13 +105,13 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
     places = dict(source.places)
     for override in overrides:
         key, equals, text = override.partition("=")
-        path = tuple(key.strip().split("."))
+        path = _path_of(key.strip())
         place = f"override {override}"
         if not equals or not all(path):
             raise RecipeError([Problem("", "an override must look like section.key=value", place)])
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise RecipeError([Problem(key, f"the value is not valid YAML: {text!r}", place)]) from error
         section: dict[str, Setting] = settings
         for depth, part in enumerate(path[:-1], start=1):
@@ -120,8 +121,19 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
                 section[part] = inner
             section = inner
         section[path[-1]] = value
-        places[path] = place
+        # What the file says below this key is gone, and so are its places.
+        places = {inner: line for inner, line in places.items() if inner[: len(path)] != path} | {path: place}
     return RecipeSource(settings, places)
+
+
+def _path_of(key: str) -> tuple[str, ...]:
+    """The parts of a dotted key; a reward `package.module:function` is one part."""
+    section, _, rest = key.partition(".")
+    function = re.match(r"[\w.]+:\w+", rest)
+    if section == "reward" and function:
+        option = rest[function.end() :]
+        return (section, function[0], *(option[1:].split(".") if option else ()))
+    return tuple(key.split("."))
 
 
 def _long_form(path: tuple[str, ...], value: Setting, place: str) -> dict[str, Setting]:

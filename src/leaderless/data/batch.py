@@ -31,6 +31,8 @@ class Jagged:
     def __post_init__(self) -> None:
         if self.lengths.dtype != torch.int64 or self.lengths.ndim != 1:
             raise ValueError(f"lengths on axis '{self.axis}' must be int64 [n], not {_describe(self.lengths)}")
+        if bool((self.lengths < 0).any()):
+            raise ValueError(f"lengths on axis '{self.axis}' must not be negative, but {int(self.lengths.min())} is")
         total = int(self.lengths.sum())
         if self.values.ndim < 1 or self.values.shape[0] != total:
             raise ValueError(
@@ -148,7 +150,7 @@ class Batch:
 
     def names(self) -> list[str]:
         """Names of all columns, sorted."""
-        return sorted({*self.columns, *(self.prompts.names() if self.prompts else ())})
+        return sorted({*self.columns, *(() if self.prompts is None else self.prompts.names())})
 
     def dense(self, name: str) -> Tensor:
         """A dense column.
@@ -213,7 +215,7 @@ class Batch:
         if missing:
             raise KeyError(f"no column '{min(missing)}' here; there are: {', '.join(self.names()) or 'none'}")
         own = {name: column for name, column in self.columns.items() if name in names}
-        prompts = self.prompts and self.prompts.only((names - set(own)) & set(self.prompts.names()))
+        prompts = None if self.prompts is None else self.prompts.only(names - set(own))
         return Batch(self.ids, own, prompts, self.prompt_index)
 
     def select(self, index: Tensor) -> Batch:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.reshard import reshard
 from leaderless.data.table import ColumnKey, Table
 from leaderless.data.transport import Transport
-from leaderless.planner import Action, Layout, Load, Plan, Reshard, Run
+from leaderless.planner import Action, Layout, Load, Plan, PlannedNode, Reshard, Run
 
 TableKey = tuple[str, tuple[int, ...], int]
 """Row set, ranks and data-parallel size."""
@@ -34,6 +35,7 @@ class Databuffer:
         self.transport = transport
         self.rank = transport.rank
         self._tables: dict[TableKey, Table] = {}
+        self._readers = _readers(plan)
         self._released_after = _last_readers(plan, self.rank)
 
     def load(self, action: Load, batch: Batch) -> None:
@@ -59,20 +61,29 @@ class Databuffer:
 
         Args:
             name: Of the node.
-            batch: With every column that its stage declares to write; whatever else it holds is left out.
+            batch: With every column that its stage declares to write, and, if it changes rows, those that later nodes
+                read through it. Whatever no node reads is left out.
 
         Raises:
-            ValueError: A declared column is missing, or the rows are not those that the stage may put out.
+            ValueError: Such a column is missing, or the rows are not those that the stage may put out.
         """
         node = self.plan[name]
-        missing = [column for column in node.writes if column not in batch]
-        if missing:
-            raise ValueError(f"node '{name}' (stage '{node.node.run}') did not write its column '{missing[0]}'")
+        readers = self._readers.get(name, {})
+        for column in node.writes:
+            if column not in batch:
+                raise ValueError(f"node '{name}' (stage '{node.node.run}') did not write its column '{column}'")
+        for column, reader in readers.items():
+            if column not in batch:
+                raise ValueError(
+                    f"node '{name}' (stage '{node.node.run}') lost column '{column}', which node '{reader}' reads: "
+                    "a stage that changes rows hands on the columns it was given"
+                )
+        table = self._tables[_key(node.row_set, node.layout)]
         if node.spec.rows == "same":
-            written = Batch(batch.ids, {column: batch[column] for column in node.writes})
-            self._tables[_key(node.row_set, node.layout)].add(written, name)
+            table.add(Batch(batch.ids, {column: batch[column] for column in readers}), name)
         else:
-            self._tables[_key(name, node.layout)] = Table.of(batch, name)
+            _check_rows(node, batch, table)
+            self._tables[_key(name, node.layout)] = Table.of(batch.only(readers), name)
 
     def reshard(self, action: Reshard) -> None:
         """Bring columns from one layout to another. All ranks of both layouts call it, in the order of the plan.
@@ -82,12 +93,12 @@ class Databuffer:
         """
         group = self.transport.group(action.ranks)
         held = wanted = None
-        if self._speaks_for(action.source_layout):
+        if self.rank in action.source_layout:
             source = self._tables[_key(action.row_set, action.source_layout)]
             held = source.batch(dict.fromkeys(action.columns, action.source))
         key = _key(action.row_set, action.target_layout)
         target = self._tables.get(key) if self.rank in action.target_layout else None
-        if target is not None and self._speaks_for(action.target_layout):
+        if target is not None and action.target_layout.is_first_of_shard(self.rank):
             wanted = target.ids
         arrived = reshard(action, group, held, wanted)
         if arrived is None:
@@ -117,12 +128,34 @@ class Databuffer:
         tensors = [column.values if isinstance(column, Jagged) else column for column in columns]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
-    def _speaks_for(self, layout: Layout) -> bool:
-        return self.rank in layout and layout.is_first_of_shard(self.rank)
-
 
 def _key(row_set: str, layout: Layout) -> TableKey:
     return row_set, layout.ranks, layout.dp
+
+
+def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
+    """Samples point to the prompts that they answer, and what a filter leaves was there."""
+    place = f"node '{node.name}' (stage '{node.node.run}')"
+    if node.spec.rows == "expand":
+        if batch.prompts is None:
+            raise ValueError(f"{place} put out samples that point to no prompts: give Batch its prompts")
+        known, parents, what = given.ids if given.prompts is None else given.prompts.ids, batch.prompts.ids, "prompt"
+    elif node.spec.rows == "filter":
+        known, parents, what = given.ids, batch.ids, "row"
+    else:
+        return
+    strange = parents[~torch.isin(parents, known)]
+    if len(strange):
+        raise ValueError(f"{place} put out {what} {int(strange[0])}, which it was not given")
+
+
+def _readers(plan: Plan) -> dict[str, dict[str, str]]:
+    """For each node, the columns that others read from it, and the first node that does."""
+    readers: dict[str, dict[str, str]] = {}
+    for node in plan.nodes:
+        for column, source in node.reads.items():
+            readers.setdefault(source, {}).setdefault(column, node.name)
+    return readers
 
 
 def _last_readers(plan: Plan, rank: int) -> dict[int, list[tuple[TableKey, ColumnKey]]]:

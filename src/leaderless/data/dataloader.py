@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from leaderless.config import Recipe, RecipeError
@@ -84,7 +83,7 @@ def open_dataset(
 ) -> Dataset:
     """Find the rows that may be used, before any are divided among ranks, so that all ranks agree on them.
 
-    Each rank tokenises its share of the dataset once.
+    Each rank reads and tokenises a contiguous share of the dataset once.
 
     Args:
         source: All rows.
@@ -98,21 +97,22 @@ def open_dataset(
     """
     config, key = encoder.config, encoder.key
     num_rows = min(len(source), config.limit or len(source))
-    mine = range(group.ranks.index(group.rank), num_rows, group.size)
+    place = group.ranks.index(group.rank)
+    mine = range(num_rows * place // group.size, num_rows * (place + 1) // group.size)
     kept: list[int] = []
     for count, index in enumerate(mine, start=1):
-        place = source.describe(index)
-        if _fits(encoder.encode(source.row(index), place), place, recipe, key):
+        where = source.describe(index)
+        if _fits(encoder.encode(source.row(index), where), where, recipe, key):
             kept.append(index)
         if progress is not None and (count % 256 == 0 or count == len(mine)):
             progress(count)
     rows = torch.cat(group.gather(torch.tensor(kept, dtype=torch.int64), f"the usable rows of {key}")).numpy()
     if not len(rows):
-        raise RecipeError.at(
-            "data.max_prompt_tokens",
-            f"all {num_rows} rows of {config.path} are overlong: raise it (now {recipe.data.max_prompt_tokens})",
-        )
-    return Dataset(source, encoder, np.sort(rows))
+        limits = f"data.max_prompt_tokens (now {recipe.data.max_prompt_tokens})"
+        if config.response is not None:
+            limits += f" or data.max_response_tokens (now {recipe.data.max_response_tokens})"
+        raise RecipeError.at("data", f"all {num_rows} rows of {config.path} are overlong: raise {limits}")
+    return Dataset(source, encoder, rows)
 
 
 def _fits(encoded: Encoded, place: str, recipe: Recipe, key: str) -> bool:

@@ -85,8 +85,13 @@ class RowEncoder:
         response: list[int] = []
         if self.config.response is not None:
             text = self._value(row, self.config.response, place)
+            if not isinstance(text, str):
+                raise RecipeError.at(
+                    f"{self.key}.response",
+                    f"{place}: column '{self.config.response}' holds {type(text).__name__}; it must be text",
+                )
             assert self.tokenizer.eos_token_id is not None
-            response = [*self.tokenizer.encode(str(text), add_special_tokens=False), self.tokenizer.eos_token_id]
+            response = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
         return Encoded(self._encode_prompt(row, place), response)
 
     def _encode_prompt(self, row: Row, place: str) -> list[int]:
@@ -111,14 +116,18 @@ class RowEncoder:
         return [{"role": "system", "content": self.config.system}, *messages] if self.config.system else messages
 
     def _fill(self, template: str, row: Row, place: str) -> str:
+        filled = {column: value for column, value in row.items() if value is not None}
         try:
-            return template.format(**row)
-        except (KeyError, IndexError, ValueError) as error:
+            return template.format(**filled)
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
             raise RecipeError.at(
-                f"{self.key}.template", f"{place}: cannot be filled: {error} (columns: {', '.join(row)})"
+                f"{self.key}.template",
+                f"{place}: cannot be filled: {error} (columns that are not null: {', '.join(filled) or 'none'})",
             ) from error
 
     def _value(self, row: Row, column: str, place: str) -> Json:
-        if row.get(column) is None:
+        if column not in row:
             raise RecipeError.at(self.key, f"{place} has no column '{column}'{nearest(column, row)}")
+        if row[column] is None:
+            raise RecipeError.at(self.key, f"{place}: column '{column}' is null")
         return row[column]

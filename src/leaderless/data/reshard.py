@@ -1,15 +1,17 @@
 """One change of layout: who has which rows, who gets them, and the bytes between the two.
 
 The ranks concerned tell each other the id, group and cost of every row (24 bytes a row), compute the same assignment,
-and send the rows straight to their new owners. A prompt travels once to each owner of some of its samples.
+and send the rows straight to their new owners. Ranks that hold the same rows share the sending. A prompt travels once
+to each owner of some of its samples.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,8 +26,8 @@ from leaderless.planner import Layout, Reshard
 
 Int = NDArray[np.int64]
 
-GROUP_COLUMN = "group_id"
-"""Rows travel with the id of their prompt in a column of this name."""
+GROUP_COLUMN = "<group id>"
+"""Rows travel with the id of their prompt in a column of this name, which no stage would take."""
 
 
 def reshard(action: Reshard, group: Group, held: Batch | None, wanted: Tensor | None) -> Batch | None:
@@ -34,7 +36,7 @@ def reshard(action: Reshard, group: Group, held: Batch | None, wanted: Tensor | 
     Args:
         action: What travels, and between which layouts.
         group: The ranks of both layouts.
-        held: The rows that this rank speaks for under the source layout.
+        held: The rows that this rank has under the source layout.
         wanted: Ids of the rows that this rank speaks for under the target layout, when an earlier change of layout has
             decided that already.
 
@@ -42,14 +44,17 @@ def reshard(action: Reshard, group: Group, held: Batch | None, wanted: Tensor | 
         This rank's rows under the target layout, or None when it is not part of that.
 
     Raises:
-        RuntimeError: Ranks disagree on a column's type, a row is held twice, or a wanted row is held by none.
+        RuntimeError: Ranks disagree on a column's type or on the rows of a shard, a row is held by two shards, or a
+            wanted row is held by none.
     """
     schemas = _agree_on_schemas(action, group, held)
+    if held is not None:
+        held = _spoken_for(held, action.source_layout, group.rank)
     routes = _agree_on_routes(action, group, held, wanted)
     parcels = _make_parcels(group.rank, routes, held)
     mine = parcels.pop(group.rank, None)
     senders = routes.senders_to(group.rank)
-    messages = {receiver: parcel.pack() for receiver, parcel in parcels.items()}
+    messages = {receiver: parcel.message for receiver, parcel in parcels.items()}
     arrived = group.exchange(messages, senders, f"edge {action.name}")
     if group.rank not in action.target_layout:
         return None
@@ -66,7 +71,7 @@ class _Schemas:
 
     @classmethod
     def of(cls, held: Batch) -> _Schemas:
-        return cls(schema_of(_with_group(held)), schema_of(held.prompts) if held.prompts else None)
+        return cls(schema_of(_with_group(held)), None if held.prompts is None else schema_of(held.prompts))
 
     def to_json(self) -> str:
         return json.dumps([schema_to_json(self.rows), None if self.prompts is None else schema_to_json(self.prompts)])
@@ -84,7 +89,9 @@ class _Parcel:
     rows: Batch
     prompts: Batch | None
 
-    def pack(self) -> Tensor:
+    @cached_property
+    def message(self) -> Tensor:
+        """The parcel as bytes, packed once for all ranks of a shard."""
         parts = [pack(self.rows), pack(self.prompts)] if self.prompts is not None else [pack(self.rows)]
         return torch.cat(parts)
 
@@ -126,21 +133,62 @@ class _Routes:
 
 
 def _agree_on_schemas(action: Reshard, group: Group, held: Batch | None) -> _Schemas:
-    """The schema that all holders have; the lowest of them tells the others."""
-    text = "" if held is None else _Schemas.of(held).to_json()
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little") + 1 if text else 0
+    """The schema that all who have rows have; the lowest of them tells the others.
+
+    A rank without rows may not know the types of its columns, so it is asked only when no rank has rows.
+    """
+    text, facts = "", (0, 0, 0)
+    if held is not None:
+        text = _Schemas.of(held).to_json()
+        facts = (_digest(text.encode()), len(held), _digest(held.ids.numpy().tobytes()))
     what = f"the columns of edge {action.name}"
-    digests = torch.cat(group.gather(torch.tensor([digest]), what))
-    holders = digests.nonzero().squeeze(1)
+    digests, num_rows, rows = torch.cat(group.gather(torch.tensor([facts]), what)).unbind(1)
+    _check_replicas(action, dict(zip(group.ranks, rows.tolist(), strict=True)))
+    holders = (num_rows if num_rows.any() else digests).nonzero().squeeze(1)
     first = int(holders[0])
-    agreed = group.broadcast_text(text, group.ranks[first], what)
+    schemas = _Schemas.from_json(group.broadcast_text(text, group.ranks[first], what))
     for other in holders.tolist():
         if digests[other] != digests[first]:
             raise RuntimeError(
                 f"edge {action.name}: rank {group.ranks[other]} holds columns of another type than rank "
-                f"{group.ranks[first]}, which has {agreed}; rank {group.rank} has {text or 'none'}"
+                f"{group.ranks[first]}{_difference(_Schemas.from_json(text), schemas) if text else ''}"
             )
-    return _Schemas.from_json(agreed)
+    return schemas
+
+
+def _digest(content: bytes) -> int:
+    """Positive, and fits int64."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:7], "little") + 1
+
+
+def _check_replicas(action: Reshard, rows: Mapping[int, int]) -> None:
+    """The ranks of one shard have the same rows, told by their digests; what each sends would not fit together else."""
+    source = action.source_layout
+    for rank in source.ranks:
+        first = source.ranks[source.shard_of(rank) * source.ranks_per_shard]
+        if rows[rank] != rows[first]:
+            raise RuntimeError(
+                f"edge {action.name}: ranks {first} and {rank} hold one shard, but not the same rows: node "
+                f"'{action.source}' must do the same on both"
+            )
+
+
+def _spoken_for(held: Batch, layout: Layout, rank: int) -> Batch:
+    """The part of a rank's rows that it answers for, as one of several that hold the same rows."""
+    size = layout.ranks_per_shard
+    if size == 1:
+        return held
+    place = layout.ranks.index(rank) % size
+    return held.select(torch.arange(len(held) * place // size, len(held) * (place + 1) // size))
+
+
+def _difference(mine: _Schemas, agreed: _Schemas) -> str:
+    """How this rank's columns differ from the others'; empty if they do not."""
+    here, there = ({*schemas.rows, *(schemas.prompts or ())} for schemas in (mine, agreed))
+    if here == there:
+        return ""
+    parts = (", ".join(sorted(map(str, columns))) or "nothing" for columns in (here - there, there - here))
+    return ": {} instead of {}".format(*parts)
 
 
 def _agree_on_routes(action: Reshard, group: Group, held: Batch | None, wanted: Tensor | None) -> _Routes:
@@ -152,7 +200,7 @@ def _agree_on_routes(action: Reshard, group: Group, held: Batch | None, wanted: 
     ids, group_ids, costs = rows[:, 0], rows[:, 1], rows[:, 2]
     unique, counts = np.unique(ids, return_counts=True)
     if len(unique) != len(ids):
-        raise RuntimeError(f"edge {action.name}: row {unique[counts > 1][0]} is held by two ranks")
+        raise RuntimeError(f"edge {action.name}: row {unique[counts > 1][0]} is held by two shards")
     claims = group.gather(torch.empty(0, dtype=torch.int64) if wanted is None else wanted, f"edge {action.name}")
     if any(len(claim) for claim in claims):
         owners = _claimed(action, group, ids, claims)
@@ -227,11 +275,16 @@ def _with_group(batch: Batch) -> Batch:
 
 def _facts(batch: Batch) -> Tensor:
     """[n, 3]: id, group and cost of each row."""
-    tokens = torch.zeros(len(batch), dtype=torch.int64)
-    for axis in ("prompt_tokens", "tokens"):
-        if axis in batch:
-            column = batch[axis]
-            assert isinstance(column, Jagged)
-            tokens += column.lengths
+    tokens = _lengths(batch, "prompt_tokens") + _lengths(batch, "tokens")
     cost = torch.from_numpy(sequence_cost(tokens.clamp(min=1).numpy()))
     return torch.stack([batch.ids, batch.group_ids, cost], dim=1)
+
+
+def _lengths(batch: Batch, name: str) -> Tensor:
+    """[n] int64: length of each row's run in a column, which may be its prompt's; 0 where there is no such column."""
+    column = batch.columns.get(name)
+    if isinstance(column, Jagged):
+        return column.lengths
+    if batch.prompts is not None and batch.prompt_index is not None:
+        return _lengths(batch.prompts, name)[batch.prompt_index]
+    return torch.zeros(len(batch), dtype=torch.int64)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Protocol
 
@@ -93,8 +95,7 @@ class ParquetSource(RowSource):
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
         if group != self._group:
             self._table, self._group = self._file.read_row_group(group), group
-        row: Row = self._table.slice(index - int(self._starts[group]), 1).to_pylist()[0]
-        return row
+        return _plain(self._table.slice(index - int(self._starts[group]), 1).to_pylist()[0], self.describe(index))
 
     @override
     def describe(self, index: int) -> str:
@@ -123,8 +124,7 @@ class HubSource(RowSource):
 
     @override
     def row(self, index: int) -> Row:
-        row: Row = self._dataset[index]
-        return row
+        return _plain(self._dataset[index], self.describe(index))
 
     @override
     def describe(self, index: int) -> str:
@@ -157,11 +157,12 @@ class ConcatenatedSource(RowSource):
         return source.describe(inner)
 
 
-def open_source(config: DatasetConfig) -> RowSource:
+def open_source(config: DatasetConfig, key: str) -> RowSource:
     """Open a dataset.
 
     Args:
         config: Names a `.jsonl` or `.parquet` file, a folder of them, or a hub dataset.
+        key: The recipe's section, for errors.
 
     Raises:
         RecipeError: It does not exist, cannot be read, or has no rows.
@@ -171,19 +172,42 @@ def open_source(config: DatasetConfig) -> RowSource:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _FORMATS)
         if not files:
-            raise RecipeError.at("data", f"folder {path} holds no .jsonl or .parquet file")
+            raise RecipeError.at(f"{key}.path", f"folder {path} holds no .jsonl or .parquet file")
         source = ConcatenatedSource([_FORMATS[file.suffix](file) for file in files])
     elif path.suffix in _FORMATS:
         if not path.exists():
-            raise RecipeError.at("data", f"file {path} does not exist (looked for from {Path.cwd()})")
+            raise RecipeError.at(f"{key}.path", f"file {path} does not exist (looked for from {Path.cwd()})")
         source = _FORMATS[path.suffix](path)
     elif path.exists():
-        raise RecipeError.at("data", f"{path} must end in .jsonl or .parquet")
+        raise RecipeError.at(f"{key}.path", f"{path} must end in .jsonl or .parquet")
     else:
         source = HubSource(config)
     if not len(source):
-        raise RecipeError.at("data", f"{config.path} has no rows")
+        raise RecipeError.at(f"{key}.path", f"{config.path} has no rows")
     return source
+
+
+def _plain(values: Mapping[str, object], place: str) -> Row:
+    """A row of what JSON can hold, as rows travel and are recorded as JSON; dates and decimals become text."""
+    row: Row = {}
+    for column, value in values.items():
+        try:
+            row[column] = json.loads(json.dumps(value, default=_as_text))
+        except (TypeError, ValueError) as error:
+            raise RecipeError.at(
+                "data", f"{place}: column '{column}' holds {error}, which a row cannot carry: leave the column out"
+            ) from error
+    return row
+
+
+def _as_text(value: object) -> str:
+    match value:
+        case date() | time():
+            return value.isoformat()
+        case Decimal():
+            return str(value)
+        case _:
+            raise TypeError(type(value).__name__)
 
 
 _FORMATS: dict[str, type[JsonlSource] | type[ParquetSource]] = {

@@ -74,7 +74,7 @@ class Table:
             sources: Which node each column comes from.
         """
         own = {name: self.columns[source, name] for name, source in sources.items() if (source, name) in self.columns}
-        prompts = self.prompts and self.prompts.only(set(sources) - set(own))
+        prompts = None if self.prompts is None else self.prompts.only(set(sources) - set(own))
         return Batch(self.ids, own, prompts, self.prompt_index)
 
     def drop(self, keys: Iterable[ColumnKey]) -> None:

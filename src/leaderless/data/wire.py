@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from leaderless.config import Json
 from leaderless.data.batch import Batch, Column, Jagged
 
 ALIGNMENT = 8
@@ -39,6 +40,11 @@ class ColumnSchema:
     dtype: str
     shape: tuple[int, ...]
     axis: str
+
+    def __str__(self) -> str:
+        """As in `'rewards' (dense float32)`."""
+        along = f" along {self.axis}" if self.axis else ""
+        return f"'{self.name}' ({self.kind} {self.dtype}{list(self.shape) or ''}{along})"
 
 
 Schema = tuple[ColumnSchema, ...]
@@ -98,14 +104,14 @@ def pack(batch: Batch) -> Tensor:
         [num_bytes] uint8.
     """
     parts = [torch.tensor([len(batch)]), batch.ids]
-    for _, column in sorted(batch.columns.items()):
+    for name, column in sorted(batch.columns.items()):
         match column:
             case Tensor():
                 parts.append(column)
             case Jagged():
                 parts += [column.lengths, column.values]
             case _:
-                texts = [json.dumps(value, ensure_ascii=False).encode() for value in column]
+                texts = [_to_json(name, value) for value in column]
                 parts.append(torch.tensor([len(text) for text in texts], dtype=torch.int64))
                 parts.append(torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8) if any(texts) else _EMPTY)
     sizes = [part.numel() * part.element_size() for part in parts]
@@ -118,6 +124,14 @@ def pack(batch: Batch) -> Tensor:
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+def _to_json(name: str, value: Json) -> bytes:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"column '{name}' holds a value that JSON cannot hold: {error}") from error
+    return text.encode("utf-8", "surrogatepass")  # text from the web may hold half a character
 
 
 def unpack(message: Tensor, schema: Schema) -> tuple[Batch, int]:

@@ -69,6 +69,8 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
             raise RecipeError.at(f"nodes.{node.name}.role", f"stage '{node.run}' needs a role, as role: policy")
     tracer = _Tracer(recipe, workflow, order, specs)
     tracer.check_writers()
+    for node in order:
+        tracer.row_set(node.name)
     kept = [node for node in reversed(order) if tracer.visit(node)][::-1]
     return Flow(
         order=tuple(kept),
@@ -115,7 +117,11 @@ class _Tracer:
                     )
 
     def row_set(self, name: str) -> str:
-        """The node that made the rows a node works on: the last before it that changes rows."""
+        """The node that made the rows a node works on: the last before it that changes rows.
+
+        Raises:
+            RecipeError: Two nodes before it change rows, and neither comes after the other.
+        """
         changers = [
             node.name for node in self.order if node.name in self.before[name] and self.specs[node.name].rows != "same"
         ]

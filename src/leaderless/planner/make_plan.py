@@ -5,23 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from leaderless.config import Recipe, RecipeError, dump_recipe
+from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.planner.flow import DATA, Flow, make_flow
 from leaderless.planner.layout import Cluster, make_layouts
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
-from leaderless.planner.plan import (
-    Action,
-    BatchSizes,
-    Edge,
-    Load,
-    Plan,
-    PlannedNode,
-    Reshard,
-    RoleInstance,
-    Run,
-    SyncWeights,
-)
+from leaderless.planner.plan import BatchSizes, Edge, Plan, PlannedNode, RoleInstance
+from leaderless.planner.schedule import make_schedule, makers
 from leaderless.workflow import COLUMNS, Workflow
 
 UNKNOWN_COLUMN_BYTES = 8
@@ -40,6 +30,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         RecipeError: A contract of the workflow is broken, a layout does not fit, or a model cannot do what is asked.
     """
     flow = make_flow(recipe, workflow)
+    _check_roles(recipe, workflow)
     layouts = make_layouts(recipe, workflow, cluster)
     nodes = tuple(
         PlannedNode(
@@ -66,7 +57,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         nodes=nodes,
         pruned=flow.pruned,
         edges=_edges(recipe, nodes),
-        schedule=_schedule(recipe, nodes, instances),
+        schedule=make_schedule(recipe, nodes, instances),
         instances=instances,
         batch=_batch_sizes(recipe, nodes),
         memory=estimate_memory(recipe, instances, sizes, longest),
@@ -74,19 +65,29 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     )
 
 
+def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
+    """A model under a misspelt role would otherwise be left out in silence."""
+    roles = {node.role for node in workflow.nodes if node.role}
+    for role in recipe.models:
+        if role not in roles:
+            raise RecipeError.at(
+                f"models.{role}", f"no node of the workflow '{workflow.name}' has this role{nearest(role, roles)}"
+            )
+
+
 def _check_idle_ranks(nodes: Sequence[PlannedNode], cluster: Cluster) -> None:
     busy = {rank for node in nodes for rank in node.layout.ranks}
     idle = sorted(set(range(cluster.world_size)) - busy)
     if idle:
-        raise RecipeError.at(
-            "layout", f"rank {idle[0]} runs no node: start {len(busy)} workers or give every rank a node"
-        )
+        fewer = f"start {len(busy)} workers or " if max(busy) < idle[0] else ""
+        raise RecipeError.at("layout", f"rank {idle[0]} runs no node: {fewer}give every rank a node")
 
 
 def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
     """Layouts against what stages need: engines, whole groups, enough rows for every shard."""
     prompts = recipe.batch.prompts_per_step
-    for node in nodes:
+    # A layout that is written is blamed before one that follows from it.
+    for node in sorted(nodes, key=lambda node: node.name not in recipe.layout):
         layout, key = node.layout, f"layout.{node.name}"
         if node.spec.role_use != "none" and layout.ranks_per_shard > 1:
             raise RecipeError.at(
@@ -132,6 +133,7 @@ def _role_instances(nodes: Sequence[PlannedNode]) -> tuple[RoleInstance, ...]:
                 layout=node.layout,
                 is_trained=any(x.spec.role_use == "train" for x in peers),
                 generates=any(x.spec.role_use == "generate" for x in peers),
+                scores=any(x.spec.role_use in {"score", "none"} for x in peers),
             )
         )
     return tuple(instances)
@@ -142,7 +144,8 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
     for instance in instances:
         model = recipe.model_of(instance.role)
         if model is None:
-            raise RecipeError.at("models", f"must name a model for role '{instance.role}'")
+            hint = nearest(instance.role, recipe.models)
+            raise RecipeError.at("models", f"must name a model for role '{instance.role}'{hint}")
         sizes[instance.role] = read_model_size(model)
     return sizes
 
@@ -165,60 +168,11 @@ def _check_models(recipe: Recipe, sizes: Mapping[str, ModelSize | None], longest
             )
 
 
-def _schedule(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> tuple[Action, ...]:
-    """All chain entries in one order. Because every rank keeps it, no two ranks wait for each other crosswise."""
-    schedule: list[Action] = list(_loads(nodes))
-    for node in nodes:
-        schedule.append(Run(node.name))
-        schedule.extend(_reshards(recipe, nodes, node))
-    for trained in instances:
-        if trained.is_trained:
-            schedule.extend(
-                SyncWeights(trained.role, trained.layout, serving.layout)
-                for serving in instances
-                if serving.role == trained.role and not serving.is_trained
-            )
-    return tuple(schedule)
-
-
-def _loads(nodes: Sequence[PlannedNode]) -> list[Load]:
-    """One load for every layout that works on the data's own rows."""
-    loads: list[Load] = []
-    for node in nodes:
-        if node.row_set != DATA or any(load.layout.holds_rows_like(node.layout) for load in loads):
-            continue
-        peers = [x for x in nodes if x.row_set == DATA and x.layout.holds_rows_like(node.layout)]
-        columns = {column for peer in peers for column, source in peer.reads.items() if source == DATA}
-        loads.append(Load(node.layout, tuple(sorted(columns))))
-    return loads
-
-
-def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode) -> list[Reshard]:
-    """One transfer from a node to every other layout that reads from it."""
-    reshards: list[Reshard] = []
-    for node in nodes:
-        layout = node.layout
-        if layout.holds_rows_like(source.layout) or any(x.target_layout.holds_rows_like(layout) for x in reshards):
-            continue
-        peers = [x for x in nodes if x.layout.holds_rows_like(layout)]
-        columns = {c for peer in peers for c, provider in peer.reads.items() if provider == source.name}
-        if not columns:
-            continue
-        readers = [x for x in peers if x.row_set == source.row_set_after]
-        keep_groups = any(
-            x.spec.needs_whole_groups or (x.name in recipe.layout and recipe.layout[x.name].groups == "whole")
-            for x in readers
-        )
-        reshards.append(
-            Reshard(source.name, source.row_set_after, tuple(sorted(columns)), source.layout, layout, keep_groups)
-        )
-    return reshards
-
-
 def _edges(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[Edge, ...]:
     layouts = {node.name: node.layout for node in nodes}
     edges: list[Edge] = []
     for node in nodes:
+        is_sampled = any(maker.spec.rows == "expand" for maker in makers(nodes, node.row_set))
         for source in sorted(set(node.reads.values())):
             columns = tuple(column for column, provider in node.reads.items() if provider == source)
             is_local = source == DATA or layouts[source].holds_rows_like(node.layout)
@@ -228,16 +182,16 @@ def _edges(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[Edge, ...]:
                     node.name,
                     columns,
                     "local" if is_local else "reshard",
-                    sum(_max_bytes(recipe, column, node.row_set) for column in columns),
+                    sum(_max_bytes(recipe, column, is_sampled=is_sampled) for column in columns),
                 )
             )
     return tuple(edges)
 
 
-def _max_bytes(recipe: Recipe, name: str, row_set: str) -> int:
+def _max_bytes(recipe: Recipe, name: str, *, is_sampled: bool) -> int:
     """Bytes of a column over all ranks, every sequence as long as it may be."""
     prompts = recipe.batch.prompts_per_step
-    samples = prompts if row_set == DATA else prompts * recipe.batch.responses_per_prompt
+    samples = prompts * recipe.batch.responses_per_prompt if is_sampled else prompts
     column = COLUMNS.get(name)
     if column is None:
         return samples * UNKNOWN_COLUMN_BYTES
@@ -247,7 +201,7 @@ def _max_bytes(recipe: Recipe, name: str, row_set: str) -> int:
     if column.axis == "prompt_tokens":
         longest = recipe.data.max_prompt_tokens
     else:
-        longest = recipe.data.max_response_tokens if row_set == DATA else recipe.rollout.max_response_tokens
+        longest = recipe.rollout.max_response_tokens if is_sampled else recipe.data.max_response_tokens
     return rows * longest * column.item_bytes
 
 
@@ -256,7 +210,7 @@ def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode]) -> BatchSizes:
     is_expanded = any(node.spec.rows == "expand" for node in nodes)
     per_prompt = batch.responses_per_prompt if is_expanded else 1
     per_update = -(-batch.prompts_per_step // batch.updates_per_step)
-    shards = max(node.layout.dp for node in nodes if node.row_set == DATA)
+    shards = min(node.layout.dp for node in nodes if node.row_set == DATA)
     return BatchSizes(
         prompts_per_step=batch.prompts_per_step,
         samples_per_step=batch.prompts_per_step * per_prompt,

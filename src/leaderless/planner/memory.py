@@ -7,10 +7,27 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from leaderless.config import Recipe
+from leaderless.config.models import ModelConfig
 from leaderless.planner.layout import Layout
 from leaderless.planner.model_size import ModelSize
 
 FLOAT32_BYTES = 4
+MAX_LOGITS = 1 << 25
+"""Logits that a forward or backward pass holds at a time; `leaderless.models.causal_lm` computes no more at once."""
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for a reader, as `1.5 GiB`.
+
+    Args:
+        count: 0 or more.
+    """
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1023.5:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"
 
 
 class Instance(Protocol):
@@ -31,6 +48,10 @@ class Instance(Protocol):
     @property
     def generates(self) -> bool:
         """Whether it is unsharded to generate."""
+
+    @property
+    def scores(self) -> bool:
+        """Whether it is asked for log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +83,10 @@ def estimate_memory(
     """Estimate the bytes on the rank that holds most, activations included.
 
     Weights, gradients and Adam's two moments are float32 and divided over the data-parallel ranks of a trained role
-    (FSDP); a rank that generates holds a full copy of the weights for that phase, and its KV cache. Activations follow
-    the usual count of about 16 hidden vectors and 3 feed-forward vectors per token and layer, or one hidden vector
-    when they are recomputed, and two float32 rows of logits per response token.
+    (FSDP); a rank that generates holds a full copy of the weights for that phase, and its KV cache, both in the
+    model's `compute_dtype`. Activations follow the usual count of about 16 hidden vectors and 3 feed-forward vectors
+    per token and layer, or one hidden vector when they are recomputed. Logits are computed in chunks, of which four
+    float32 copies are alive: as they are, divided by the temperature, exponentiated, and their gradient.
 
     Args:
         recipe: Batch sizes and models.
@@ -94,7 +116,12 @@ def _estimate_rank(
     for instance in instances:
         size = sizes[instance.role]
         assert size is not None
+        model = recipe.model_of(instance.role)
+        assert model is not None
         role, shards = instance.role, instance.layout.dp
+        width = 2 if model.compute_dtype == "bfloat16" else FLOAT32_BYTES
+        # What computes are copies of the weights where these are sharded or of another type.
+        copied = size.num_parameters * width if shards > 1 or width != FLOAT32_BYTES else 0
         weights = size.num_parameters * FLOAT32_BYTES
         resident[f"{role} weights"] = resident.get(f"{role} weights", 0) + -(-weights // shards)
         if instance.is_trained:
@@ -102,21 +129,28 @@ def _estimate_rank(
             resident[f"{role} optimizer"] = 2 * -(-weights // shards)
         if instance.generates:
             phases[f"{role} generates"] = {
-                "unsharded weights": weights if shards > 1 else 0,
-                "kv cache": recipe.rollout.max_sequences * longest_tokens * size.kv_bytes_per_token,
+                "unsharded weights": copied,
+                "kv cache": _num_sequences(recipe, shards) * longest_tokens * size.kv_values_per_token * width,
             }
-        phases[f"{role} trains" if instance.is_trained else f"{role} scores"] = _forward_memory(
-            recipe, role, size, is_trained=instance.is_trained, is_sharded=shards > 1
-        )
+        if instance.is_trained or instance.scores:
+            name = f"{role} trains" if instance.is_trained else f"{role} scores"
+            parts = _forward_memory(recipe, model, size, copied // size.num_layers, is_trained=instance.is_trained)
+            phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
     return Memory(resident, phases)
 
 
+def _num_sequences(recipe: Recipe, shards: int) -> int:
+    """Sequences that a rank decodes at the same time."""
+    if recipe.evaluation.every_steps:
+        return recipe.rollout.max_sequences  # the held-out prompts are not counted before they are read
+    samples = -(-recipe.batch.prompts_per_step // shards) * recipe.batch.responses_per_prompt
+    return min(recipe.rollout.max_sequences, samples)
+
+
 def _forward_memory(
-    recipe: Recipe, role: str, size: ModelSize, *, is_trained: bool, is_sharded: bool
+    recipe: Recipe, model: ModelConfig, size: ModelSize, copied_layer: int, *, is_trained: bool
 ) -> dict[str, int]:
     """Working memory of a forward pass, and of its backward pass when the role is trained."""
-    model = recipe.model_of(role)
-    assert model is not None
     width = 2 if model.compute_dtype == "bfloat16" else FLOAT32_BYTES
     tokens = recipe.batch.micro_batch_tokens
     layer = 16 * size.hidden_size + 3 * size.intermediate_size
@@ -126,9 +160,8 @@ def _forward_memory(
         kept = size.num_layers * size.hidden_size + layer
     else:
         kept = size.num_layers * layer
-    gathered = 2 * (size.num_parameters // size.num_layers) * FLOAT32_BYTES if is_sharded else 0
     return {
-        "gathered layers": gathered,
+        "gathered layers": 2 * copied_layer,
         "activations": tokens * kept * width,
-        "logits": 2 * tokens * size.vocab_size * FLOAT32_BYTES,
+        "logits": 4 * min(tokens * size.vocab_size, max(MAX_LOGITS, size.vocab_size)) * FLOAT32_BYTES,
     }

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from leaderless.config.models import ModelConfig
+
+QKV_BIAS = {"qwen2", "qwen2_moe"}
+"""Families with biases in queries, keys and values, whatever their configuration says."""
+NO_BIAS = {"mistral", "mixtral", "phi3"}
+"""Families without biases in attention, whatever their configuration says."""
+TIED_UNLESS_SAID = {"gemma", "smollm3"}
+"""Families whose output embedding is the input embedding when their configuration does not say."""
+FAMILIES = QKV_BIAS | NO_BIAS | TIED_UNLESS_SAID | {"granite", "llama", "qwen3", "qwen3_moe"}
+"""Families whose weights are counted, as the configuration's `model_type` calls them."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +44,9 @@ class ModelSize:
     max_positions: int
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in float32."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
+    def kv_values_per_token(self) -> int:
+        """Numbers in the keys and values of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def read_model_size(model: ModelConfig) -> ModelSize | None:
@@ -50,7 +60,7 @@ def read_model_size(model: ModelConfig) -> ModelSize | None:
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        return _decoder_size(config)
+        return _decoder_size(config) if isinstance(config, dict) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -69,28 +79,30 @@ def _config_path(model: ModelConfig) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def _decoder_size(config: dict[str, int]) -> ModelSize:
-    """Count the weights of a Llama-like decoder: Llama, Mistral, Qwen2, Qwen3 and their kin."""
+def _decoder_size(config: dict[str, int]) -> ModelSize | None:
+    """Count the weights of a Llama-like decoder; None for a family whose weights are not known."""
+    family = str(config.get("model_type"))
+    if family not in FAMILIES:
+        return None
     hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
-    intermediate, heads = config["intermediate_size"], config["num_attention_heads"]
+    heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     query, key_value = heads * head_dim, kv_heads * head_dim
     attention = hidden * (query + 2 * key_value) + query * hidden
-    model_type = str(config.get("model_type"))
-    if model_type.startswith("qwen2") or config.get("attention_bias"):
+    if family in QKV_BIAS:
         attention += query + 2 * key_value
-    if not model_type.startswith("qwen2") and config.get("attention_bias"):
-        attention += hidden
-    if model_type.startswith("qwen3"):
+    elif config.get("attention_bias") and family not in NO_BIAS:
+        attention += query + 2 * key_value + hidden
+    if family.startswith("qwen3"):
         attention += 2 * head_dim
-    layer = attention + _feed_forward(config, hidden, intermediate) + 2 * hidden
-    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings", family in TIED_UNLESS_SAID) else 2)
+    feed_forward = sum(_feed_forward(config, layer) for layer in range(layers))
     return ModelSize(
-        num_parameters=layers * layer + embeddings + hidden,
+        num_parameters=layers * (attention + 2 * hidden) + feed_forward + embeddings + hidden,
         num_layers=layers,
         hidden_size=hidden,
-        intermediate_size=intermediate,
+        intermediate_size=config["intermediate_size"],
         vocab_size=vocab,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -98,11 +110,21 @@ def _decoder_size(config: dict[str, int]) -> ModelSize:
     )
 
 
-def _feed_forward(config: dict[str, int], hidden: int, intermediate: int) -> int:
-    """Weights of one feed-forward layer, dense or a mixture of experts."""
+def _feed_forward(config: dict[str, int], layer: int) -> int:
+    """Weights of one layer's feed-forward part, dense or a mixture of experts."""
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     experts = config.get("num_experts") or config.get("num_local_experts")
-    if not experts:
-        return 3 * hidden * intermediate
+    if not experts or not _is_mixture(config, layer):
+        biases = 2 * intermediate + hidden if config.get("mlp_bias") else 0
+        return 3 * hidden * intermediate + biases
     width = config.get("moe_intermediate_size") or intermediate
     shared = config.get("shared_expert_intermediate_size") or 0
     return experts * 3 * hidden * width + hidden * experts + 3 * hidden * shared + (hidden if shared else 0)
+
+
+def _is_mixture(config: Mapping[str, int | list[int]], layer: int) -> bool:
+    """Whether a layer of a mixture-of-experts model has experts: some keep a dense layer here and there."""
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    assert isinstance(dense, list)
+    assert isinstance(step, int)
+    return layer not in dense and (layer + 1) % step == 0

@@ -154,12 +154,14 @@ class RoleInstance:
         layout: Where it is.
         is_trained: It has an optimiser; every other instance is frozen or follows the trained one.
         generates: A rollout node uses it.
+        scores: A node that neither trains it nor generates with it uses it.
     """
 
     role: str
     layout: Layout
     is_trained: bool
     generates: bool
+    scores: bool
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class BatchSizes:
         samples_per_step: Training sequences of a step, over all ranks.
         prompts_per_update: Prompts behind one optimiser step, at most.
         samples_per_update: Training sequences behind one optimiser step, at most.
-        max_prompts_per_rank: Most prompts that one shard of the first node loads in a step.
+        max_prompts_per_rank: Most prompts that one shard loads in a step.
         optimizer_steps: Optimiser steps of the whole run.
     """
 
@@ -273,6 +275,7 @@ class Plan:
                     "layout": str(instance.layout),
                     "is_trained": instance.is_trained,
                     "generates": instance.generates,
+                    "scores": instance.scores,
                 }
                 for instance in self.instances
             ],
@@ -280,12 +283,23 @@ class Plan:
             "memory_bytes": None if self.memory is None else self.memory.to_json(),
         }
 
+    def _facts_of(self, action: Action) -> list[object]:
+        """What ranks must agree on to execute an entry together."""
+        facts: list[object] = [str(action), format_ranks(self.ranks_of(action))]
+        match action:
+            case Load():
+                facts += [str(action.layout), action.columns]
+            case Reshard():
+                facts += [str(action.source_layout), str(action.target_layout)]
+                facts += [action.row_set, action.columns, action.keep_groups]
+        return facts
+
     def hash(self) -> str:
         """Identifies the plan; equal on all ranks or they must not start together."""
         facts = [
             self.recipe_hash,
             self.world_size,
             [[n.name, n.node.run, n.node.role, str(n.layout), dict(n.reads), n.writes] for n in self.nodes],
-            [[str(action), format_ranks(self.ranks_of(action))] for action in self.schedule],
+            [self._facts_of(action) for action in self.schedule],
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,1 +1,91 @@
 """What a stage is given besides its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from leaderless.rewards.pool import Graded
+from torch import Tensor
+
+from leaderless.config import Recipe
+from leaderless.data.encode import Tokenizer
+from leaderless.data.transport import Group
+from leaderless.observability.metrics import Metrics
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.planner import PlannedNode
+from leaderless.rewards.protocol import RewardInput
+from leaderless.rollout.engine import RolloutEngine
+from leaderless.training.engine import TrainEngine
+
+Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
+"""Computes rewards: the responses, and the source of each."""
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """A model on the ranks of a node.
+
+    Attributes:
+        train_engine: Scores and trains it.
+        rollout_engine: Generates with its weights; None where no node does.
+    """
+
+    train_engine: TrainEngine
+    rollout_engine: RolloutEngine | None
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """The recipe, the ranks and the tools of a node.
+
+    Attributes:
+        recipe: What the user set.
+        node: Name, stage and layout.
+        step: From 1.
+        group: The ranks of the node.
+        metrics: Takes what the stage reports.
+        run_directory: Where the run writes.
+        tokenizer: Of the policy.
+        model: Of the node's role; None for a node without one.
+        grade: Computes the recipe's rewards.
+        progress: Told a fraction between 0 and 1 of the node's work.
+    """
+
+    recipe: Recipe
+    node: PlannedNode
+    step: int
+    group: Group
+    metrics: Metrics
+    run_directory: RunDirectory
+    tokenizer: Tokenizer
+    model: ModelRole | None
+    grade: Grader
+    progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
+
+    @property
+    def role(self) -> ModelRole:
+        """The model of the node's role."""
+        assert self.model is not None, f"node '{self.node.name}' has no role"
+        return self.model
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the rows of all ranks, each row counted once however many ranks hold it.
+
+        Args:
+            values: This rank's sum, of the same shape on every rank.
+        """
+        layout = self.node.layout
+        counted = values if layout.is_first_of_shard(self.group.rank) else torch.zeros_like(values)
+        return self.group.sum(counted, f"a sum in node '{self.node.name}'")
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, each once.
+
+        Args:
+            rows: [n, ...], with an n of its own on each rank.
+        """
+        layout = self.node.layout
+        counted = rows if layout.is_first_of_shard(self.group.rank) else rows[:0]
+        return torch.cat(self.group.gather(counted, f"rows in node '{self.node.name}'"))

@@ -138,12 +138,15 @@ def write_workflow(workflow: Workflow) -> str:
 def _shape_problems(source: RecipeSource) -> list[Problem]:
     """What keeps a YAML mapping from being a workflow."""
     known = {"name": str, "nodes": dict}
-    problems = [Problem(key, f"unknown key{nearest(key, known)}") for key in source.settings if key not in known]
+    names = [str(key) for key in source.settings]
+    problems = [Problem(name, f"unknown key{nearest(name, known)}") for name in names if name not in known]
     for key, kind in known.items():
         if not isinstance(source.settings.get(key), kind):
             problems.append(Problem(key, "must be given: " + ("a name" if kind is str else "the nodes by name")))
     nodes = source.settings.get("nodes")
     for name, node in nodes.items() if isinstance(nodes, dict) else ():
+        if not isinstance(name, str):
+            problems.append(Problem(f"nodes.{name}", "a node's name must be text; put it in quotes"))
         problems.extend(_node_problems(f"nodes.{name}", node))
     return problems
 
@@ -159,8 +162,9 @@ def _node_problems(key: str, node: object) -> Iterable[Problem]:
             yield Problem(f"{key}.{inner}", f"unknown key{nearest(str(inner), known)}")
     if not isinstance(node.get("run"), str):
         yield Problem(f"{key}.run", "must name a stage")
-    if not isinstance(node.get("role"), str | None):
+    role = node.get("role")
+    if role is not None and (not isinstance(role, str) or not role):
         yield Problem(f"{key}.role", "must name a role")
-    after = node.get("after") or []
+    after = [] if node.get("after") is None else node["after"]
     if not isinstance(after, str) and not (isinstance(after, list) and all(isinstance(a, str) for a in after)):
         yield Problem(f"{key}.after", "must name a node or list nodes")

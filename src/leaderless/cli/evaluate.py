@@ -1,0 +1,78 @@
+"""`leaderless eval`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from leaderless.cli.common import Planned, console, errors, plan_recipe, print_json, recipe_path
+from leaderless.cli.export import newest_checkpoint
+from leaderless.config import RecipeError
+from leaderless.worker.place import Place
+from leaderless.workflow import Workflow
+
+
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or the folder of a run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Whose weights; of a run, its newest otherwise.")] = None,
+    role: Annotated[str, typer.Option(help="Who answers.")] = "policy",
+    workers: Annotated[int, typer.Option(min=1, help="Workers on this machine.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Answer held-out prompts and print mean@k, pass@k and maj@k."""
+    place = Place.from_environment()
+    num_workers = place.world_size if Place.is_given() else workers
+    workflow = Workflow("evaluation").node("answer", run="rollout", role=role)
+    planned = plan_recipe(recipe_path(target), overrides or [], num_workers, workflow)
+    if planned.recipe.data.evaluation is None:
+        raise planned.loaded.locate(RecipeError.at("data.evaluation", "must name the held-out prompts"))
+    if not planned.recipe.reward.options():
+        raise planned.loaded.locate(RecipeError.at("reward", "must name a reward, to tell which responses are correct"))
+    if checkpoint is not None or target.is_dir():
+        checkpoint = newest_checkpoint(checkpoint or target)
+    if Place.is_given() or num_workers == 1:
+        scores = _work(planned, place, checkpoint)
+        if place.rank == 0:
+            _print(scores, planned, as_json=as_json)
+        return
+    from leaderless.launch.local import launch_workers
+
+    arguments = ["eval", str(target), *(overrides or []), "--role", role, *(["--json"] if as_json else [])]
+    with tempfile.TemporaryDirectory() as logs:
+        launch_workers(
+            [*arguments, *(["--checkpoint", str(checkpoint)] if checkpoint else [])], num_workers, Path(logs)
+        )
+
+
+def _work(planned: Planned, place: Place, checkpoint: Path | None) -> dict[str, float]:
+    """Be a worker of the evaluation."""
+    from leaderless.observability.console import Display
+    from leaderless.worker.failure import reported_failures
+    from leaderless.worker.process import evaluate as evaluate_as_worker
+
+    with reported_failures(place.rank):
+        display = Display(errors, is_shown=place.rank == 0)
+        try:
+            return evaluate_as_worker(planned.recipe, planned.plan, place, display, checkpoint)
+        except RecipeError as error:
+            raise planned.loaded.locate(error) from error
+
+
+def _print(scores: Mapping[str, float], planned: Planned, *, as_json: bool) -> None:
+    if as_json:
+        print_json(dict(scores))
+        return
+    data = planned.recipe.data.evaluation
+    assert data is not None
+    table = Table(title=f"{planned.recipe.name} on {data.path}", title_justify="left")
+    table.add_column("measure")
+    table.add_column("score", justify="right")
+    for name, value in scores.items():
+        table.add_row(name.removeprefix("eval/"), f"{value:.0f}" if name.endswith("failed") else f"{value:.4f}")
+    console.print(table)

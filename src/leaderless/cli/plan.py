@@ -1,0 +1,34 @@
+"""`leaderless plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leaderless.cli.common import console, plan_recipe, print_json, recipe_path
+from leaderless.observability.run_directory import write_atomically
+
+
+def plan(
+    target: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the folder of a run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of workers to plan for.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw the graph into this SVG file.")] = None,
+) -> None:
+    """Show what every worker would do, what would travel and what it would take; start nothing."""
+    planned = plan_recipe(recipe_path(target), overrides or [], world_size)
+    if picture is not None:
+        from leaderless.planner.picture import draw_plan
+
+        write_atomically(picture, draw_plan(planned.plan))
+    if as_json:
+        print_json(planned.plan.to_json())
+    else:
+        from leaderless.planner.show import print_plan
+
+        print_plan(planned.plan, console)
+    if picture is not None and not as_json:
+        console.print(f"picture: [bold]{picture}")

@@ -1,0 +1,144 @@
+"""Causal language models as this package uses them: packed tokens in, log-probabilities or logits out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.models.attention import ATTENTION_NAME, Attention
+
+CHUNK_ELEMENTS = 1 << 25
+"""Most logits that are held at a time; more are computed in pieces and recomputed in the backward pass."""
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model says of the tokens that were sampled.
+
+    Attributes:
+        log_probs: [R] float32, with gradient.
+        entropies: [R] float32, of the distribution that each token was drawn from, without gradient.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor
+
+
+class CausalLM(nn.Module):
+    """A decoder of `transformers` over packed sequences."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a model that was loaded with this package's attention.
+
+        Args:
+            model: Its weights keep their names.
+        """
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        select: Tensor,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor | TokenOutputs:
+        """Logits at some tokens, or the log-probabilities of what follows them.
+
+        Args:
+            tokens: [T] int64, sequences one behind the other.
+            positions: [T] int64, place of each token in its sequence.
+            attention: How they attend.
+            select: [R] int64, tokens at which logits are wanted.
+            targets: [R] int64, the token that follows each of them.
+            temperature: Logits are divided by it before probabilities are taken.
+
+        Returns:
+            `TokenOutputs` where there are targets, else [R, vocabulary] float32 logits.
+        """
+        output = self.model.base_model(
+            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
+        )
+        hidden = output.last_hidden_state.squeeze(0).index_select(0, select)
+        if targets is None:
+            return self._logits(hidden)
+        rows = max(1, CHUNK_ELEMENTS // self.model.config.get_text_config().vocab_size)
+        if len(targets) <= rows:
+            return TokenOutputs(*self._score(hidden, targets, temperature))
+        chunks = [
+            checkpoint(self._score, part, target, temperature, use_reentrant=False)
+            for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
+        ]
+        log_probs, entropies = zip(*chunks, strict=True)
+        return TokenOutputs(torch.cat(log_probs), torch.cat(entropies))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = cast("nn.Module", self.model.get_output_embeddings())
+        logits: Tensor = head(hidden).float()
+        return logits
+
+    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of targets and entropies, in float32."""
+        logits = self._logits(hidden) / temperature
+        normalizer = logits.logsumexp(dim=-1)
+        log_probs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - normalizer
+        with torch.no_grad():
+            mean_logit = ((logits - normalizer.unsqueeze(1)).exp() * logits).sum(dim=-1)
+            entropies = normalizer - mean_logit
+        return log_probs, entropies
+
+
+def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
+    """Load a model's weights in float32 into host memory.
+
+    Args:
+        config: Where it is.
+        role: That it plays, for errors.
+
+    Raises:
+        RecipeError: It cannot be found or read, weights are missing, or it does something in its attention or logits
+            that this package does not do.
+    """
+    key = f"models.{role}"
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            revision=config.revision,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}") from error
+    if info["missing_keys"] or info["mismatched_keys"]:
+        wrong = sorted(str(name) for name in (*info["missing_keys"], *info["mismatched_keys"]))
+        raise RecipeError.at(key, f"'{config.path}' lacks {len(wrong)} of its weights, as {wrong[0]}")
+    _check_supported(model, key)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return CausalLM(model)
+
+
+class _TextConfig(Protocol):
+    layer_types: list[str] | None
+
+
+def _check_supported(model: PreTrainedModel, key: str) -> None:
+    """Refuse what would be computed wrongly in silence."""
+    config = model.config.get_text_config()
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in {None, 1}:
+            raise RecipeError.at(key, f"models with {name} are not supported")
+    kinds = set(getattr(cast("_TextConfig", config), "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise RecipeError.at(key, f"layers of type {sorted(kinds)[0]} are not supported, only full_attention")

@@ -1,0 +1,46 @@
+"""Tokenizers."""
+
+from __future__ import annotations
+
+from transformers import AutoTokenizer
+
+from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.data.encode import Tokenizer
+
+
+def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
+    """Load the tokenizer that lies beside a model.
+
+    Args:
+        config: Where it is.
+        role: That the model plays, for errors.
+
+    Raises:
+        RecipeError: There is none.
+    """
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError.at(f"models.{role}", f"the tokenizer of '{config.path}' cannot be loaded: {error}") from error
+    return tokenizer
+
+
+def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that end a response: the tokenizer's, and those that the model's generation settings add.
+
+    Args:
+        config: Where the model is.
+        tokenizer: Of the model.
+    """
+    from transformers import GenerationConfig
+
+    ends = {tokenizer.eos_token_id}
+    try:
+        extra = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
+    except OSError:
+        extra = None
+    ends.update(extra if isinstance(extra, list) else [extra])
+    return frozenset(token for token in ends if token is not None)

@@ -1,0 +1,134 @@
+"""What a person sees in the terminal while a run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+HEADLINES = (
+    ("eval/mean@", "accuracy", "{:.3f}"),
+    ("reward/mean", "reward", "{:.3f}"),
+    ("policy/loss", "loss", "{:.4f}"),
+    ("policy/entropy", "entropy", "{:.3f}"),
+    ("policy/kl", "kl", "{:.4f}"),
+    ("rollout/response_tokens", "length", "{:.1f}"),
+    ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
+)
+"""Metrics that are shown while a run goes on: the beginning of their name, a short label, and the format."""
+LINE_EVERY_S = 10.0
+"""Without a terminal, a line is printed at most this often."""
+
+
+class Display:
+    """A live progress line, or now and then a plain one where output does not go to a terminal."""
+
+    def __init__(self, console: Console, *, is_shown: bool) -> None:
+        """Prepare.
+
+        Args:
+            console: Where to.
+            is_shown: Whether this rank is the one that shows something.
+        """
+        self.console, self.is_shown = console, is_shown
+        self._progress: Progress | None = None
+        self._last_line = 0.0
+        self._first: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        """Print a line for people to read.
+
+        Args:
+            text: With rich markup.
+        """
+        if self.is_shown:
+            self.console.print(text, highlight=False)
+
+    def start(self, num_steps: int, done: int) -> None:
+        """Begin to show steps.
+
+        Args:
+            num_steps: Of the whole run.
+            done: Before this start.
+        """
+        if not self.is_shown or not self.console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("[cyan]{task.fields[numbers]}"),
+            TextColumn("[dim]{task.fields[activity]}"),
+            console=self.console,
+        )
+        self._task = self._progress.add_task("", total=num_steps, completed=done, numbers="", activity="")
+        self._progress.start()
+
+    def activity(self, name: str, fraction: float | None = None) -> None:
+        """Show what is being done within a step.
+
+        Args:
+            name: Of a node.
+            fraction: Of its work that is done, between 0 and 1.
+        """
+        if self._progress is not None:
+            share = "" if fraction is None else f" {fraction:.0%}"
+            self._progress.update(self._task, activity=f"{name}{share}")
+
+    def step(self, step: int, num_steps: int, numbers: Mapping[str, float]) -> None:
+        """Show a step that is done.
+
+        Args:
+            step: Its number.
+            num_steps: Of the whole run.
+            numbers: Its metrics.
+        """
+        for name, value in numbers.items():
+            self._first.setdefault(name, value)
+            self._latest[name] = value
+        text = "  ".join(f"{label} {layout.format(self._latest[name])}" for name, label, layout in self._headlines())
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, numbers=text)
+        elif self.is_shown and (time.monotonic() - self._last_line > LINE_EVERY_S or step == num_steps):
+            self._last_line = time.monotonic()
+            self.console.print(f"step {step}/{num_steps}  {text}", highlight=False)
+
+    def stop(self) -> None:
+        """End the live line."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def summary(self, title: str) -> None:
+        """Print a table of how the metrics have changed.
+
+        Args:
+            title: Above it.
+        """
+        if not self.is_shown or not self._latest:
+            return
+        table = Table(title=title, title_justify="left")
+        table.add_column("metric")
+        for column in ("first", "last"):
+            table.add_column(column, justify="right")
+        for name, label, layout in self._headlines():
+            table.add_row(
+                f"{label} [dim]({name})", layout.format(self._first[name]), layout.format(self._latest[name])
+            )
+        self.console.print(table)
+
+    def _headlines(self) -> list[tuple[str, str, str]]:
+        """The metrics at hand that are shown: name, label, format."""
+        return [
+            (name, label, layout)
+            for beginning, label, layout in HEADLINES
+            for name in self._latest
+            if name.startswith(beginning)
+        ]

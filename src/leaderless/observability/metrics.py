@@ -1,0 +1,115 @@
+"""Numbers that nodes report: summed on each rank, made means over all ranks once per step."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Reducer(Protocol):
+    """Ranks that can add up numbers."""
+
+    def sum(self, values: Tensor, what: str) -> Tensor:
+        """The sum over all ranks."""
+
+    def max(self, values: Tensor, what: str) -> Tensor:
+        """The largest over all ranks."""
+
+
+@dataclass
+class _Measure:
+    """One number on its way; tensors stay on their device until the end of the step, so that nothing waits for them."""
+
+    kind: Literal["mean", "total", "spread", "max"]
+    count: float | Tensor = 0.0
+    total: float | Tensor = 0.0
+    square: float | Tensor = 0.0
+    largest: float | Tensor = -torch.inf
+
+
+@dataclass
+class Metrics:
+    """What one rank has to report of a step. All ranks of a pool report the same names in the same order."""
+
+    _measures: dict[str, _Measure] = field(default_factory=dict)
+
+    def mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
+        """Add to a mean over the values of all ranks.
+
+        Args:
+            name: As `rollout/truncated`.
+            total: Sum of this rank's values.
+            count: How many they are.
+        """
+        measure = self._measures.setdefault(name, _Measure("mean"))
+        measure.total = measure.total + total
+        measure.count = measure.count + count
+
+    def total(self, name: str, value: float | Tensor) -> None:
+        """Add to a sum over all ranks.
+
+        Args:
+            name: As `reward/failed`.
+            value: This rank's share.
+        """
+        measure = self._measures.setdefault(name, _Measure("total"))
+        measure.total = measure.total + value
+
+    def spread(self, name: str, values: Tensor) -> None:
+        """Report the mean and the standard deviation over the values of all ranks, as `name/mean` and `name/std`.
+
+        Args:
+            name: As `reward`.
+            values: This rank's, of any shape.
+        """
+        measure = self._measures.setdefault(name, _Measure("spread"))
+        values = values.double()
+        measure.count = measure.count + values.numel()
+        measure.total = measure.total + values.sum()
+        measure.square = measure.square + values.square().sum()
+
+    def max(self, name: str, value: float | Tensor) -> None:
+        """Report the largest over all ranks; also a number that is the same on all.
+
+        Args:
+            name: As `policy/learning_rate`.
+            value: This rank's.
+        """
+        measure = self._measures.setdefault(name, _Measure("max"))
+        measure.largest = torch.maximum(torch.as_tensor(measure.largest), torch.as_tensor(value))
+
+    def reduce(self, group: Reducer) -> dict[str, float]:
+        """The numbers over all ranks of a pool, the same on each; means of nothing are left out.
+
+        Args:
+            group: All of it calls this together.
+
+        Raises:
+            RuntimeError: Ranks report different names.
+        """
+        names = "\n".join(f"{measure.kind} {name}" for name, measure in self._measures.items())
+        digest = float(zlib.crc32(names.encode()))
+        largest = [float(measure.largest) for measure in self._measures.values()]
+        agreed = group.max(torch.tensor([digest, -digest, *largest], dtype=torch.float64), "metrics")
+        if agreed[0] != -agreed[1]:
+            raise RuntimeError(f"ranks of one pool report different metrics; this one reports:\n{names}")
+        sums = [[float(m.count), float(m.total), float(m.square)] for m in self._measures.values()]
+        sums = group.sum(torch.tensor(sums, dtype=torch.float64).reshape(-1, 3), "metrics").tolist()
+        numbers: dict[str, float] = {}
+        for (name, measure), (count, total, square), most in zip(
+            self._measures.items(), sums, agreed[2:].tolist(), strict=True
+        ):
+            if measure.kind == "max":
+                numbers[name] = most
+            elif measure.kind == "total":
+                numbers[name] = total
+            elif count > 0 and measure.kind == "mean":
+                numbers[name] = total / count
+            elif count > 0:
+                numbers[f"{name}/mean"] = total / count
+                numbers[f"{name}/std"] = max(0.0, square / count - (total / count) ** 2) ** 0.5
+        return numbers

@@ -1,0 +1,5 @@
+"""One HTML file about a run: curves, warnings, samples, plan and recipe. Opens offline and imports no torch."""
+
+from leaderless.observability.report.page import render_report, write_report
+
+__all__ = ["render_report", "write_report"]

@@ -1,0 +1,178 @@
+// The browser of samples. All text from the run goes in through textContent and never as HTML.
+"use strict";
+{
+  const steps = JSON.parse(document.getElementById("sample-data").textContent);
+  const byId = (id) => document.getElementById(id);
+  const range = byId("step-range");
+  const list = byId("groups");
+  const GROUPS_PER_PAGE = 24;
+  let position = 0;
+  let state = "";
+  let query = "";
+  let numShown = GROUPS_PER_PAGE;
+
+  function make(tag, className, ...children) {
+    const node = document.createElement(tag);
+    if (className) node.className = className;
+    node.append(...children);
+    return node;
+  }
+
+  const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(3);
+  const number = (value) => (value === null ? "–" : String(Number(value.toPrecision(4))));
+  const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+  const holds = (text) => text.toLowerCase().includes(query);
+
+  // The text with what was searched for marked.
+  function marked(text) {
+    const lower = text.toLowerCase();
+    // Lower case can be longer than the text in a few scripts; positions would then be wrong.
+    if (!query || lower.length !== text.length) return [text];
+    const parts = [];
+    let from = 0;
+    for (let at = lower.indexOf(query); at >= 0; at = lower.indexOf(query, from)) {
+      parts.push(text.slice(from, at), make("mark", "", text.slice(at, at + query.length)));
+      from = at + query.length;
+    }
+    parts.push(text.slice(from));
+    return parts;
+  }
+
+  // A text that is folded when it is long, with a button that unfolds it.
+  function foldable(text, label) {
+    const body = make("div", "text", ...marked(text));
+    const isLong = text.length > 900 || text.split("\n").length > 10;
+    if (!isLong || (query && holds(text))) return [body];
+    body.classList.add("folded");
+    const button = make("button", "fold", `Show all of this ${label}`);
+    button.type = "button";
+    button.setAttribute("aria-expanded", "false");
+    button.addEventListener("click", () => {
+      const isFolded = body.classList.toggle("folded");
+      button.textContent = isFolded ? `Show all of this ${label}` : "Show less";
+      button.setAttribute("aria-expanded", String(!isFolded));
+    });
+    return [body, button];
+  }
+
+  function matchingSamples(group) {
+    const isFoundInGroup = holds(group.prompt) || holds(group.answer);
+    return group.samples.filter((sample) => {
+      const fits = !state || (state === "truncated" ? sample.is_truncated : sample.state === state);
+      return fits && (!query || isFoundInGroup || holds(sample.response) || sample.details.some((d) => holds(d.error)));
+    });
+  }
+
+  function matchesOf(step) {
+    return step.groups.map((group) => ({ group, samples: matchingSamples(group) })).filter(({ samples }) => samples.length);
+  }
+
+  function groupHeader(group) {
+    const valid = group.samples.filter((sample) => sample.state !== "failed");
+    const rewards = valid.map((sample) => sample.reward);
+    const facts = [];
+    const fact = (name, value) => facts.push(make("span", "", `${name} `, make("b", "", ...value)));
+    if (group.answer) fact("expected", marked(group.answer));
+    fact("correct", [`${valid.filter((sample) => sample.state === "correct").length} of ${group.samples.length}`]);
+    if (rewards.length) fact("mean reward", [number(rewards.reduce((a, b) => a + b, 0) / rewards.length)]);
+    if (group.samples.every((sample) => sample.advantage === 0)) {
+      facts.push(make("span", "", "no signal: these responses change no weight"));
+    }
+    if (group.group_id) facts.push(make("span", "", `group ${group.group_id}`));
+    return make("header", "", ...foldable(group.prompt, "prompt"), make("div", "summary", ...facts));
+  }
+
+  function sampleRow(sample) {
+    const tags = make("div", "tags", make("span", `tag ${sample.state}`, sample.state));
+    if (sample.is_truncated) tags.append(make("span", "tag cut", "cut"));
+    const verdict = make("div", "verdict", tags);
+    const line = (name, value) => verdict.append(make("div", "", `${name} `, make("b", "", value)));
+    line("reward", number(sample.reward));
+    if (sample.advantage !== null) line("advantage", signed(sample.advantage));
+    const graded = sample.details.filter((detail) => !detail.error);
+    if (graded.length > 1 || graded.some((detail) => detail.value !== sample.reward)) {
+      verdict.append(make("div", "", graded.map((detail) => `${detail.name} ${number(detail.value)}`).join(" · ")));
+    }
+    for (const detail of sample.details.filter((one) => one.error)) {
+      verdict.append(make("div", "error", `${detail.name}: `, ...marked(detail.error)));
+    }
+    return make("div", "sample", verdict, make("div", "", ...foldable(sample.response, "response")));
+  }
+
+  function showElsewhere() {
+    const place = byId("elsewhere");
+    const others = query ? steps.map((_, index) => index).filter((i) => i !== position && matchesOf(steps[i]).length) : [];
+    place.hidden = !others.length;
+    const links = others.slice(0, 20).map((index) => {
+      const button = make("button", "", String(steps[index].step));
+      button.type = "button";
+      button.addEventListener("click", () => goTo(index));
+      return button;
+    });
+    place.replaceChildren("Also found at step ", ...links.flatMap((link) => [link, " "]), others.length > 20 ? ` and ${others.length - 20} more` : "");
+  }
+
+  function render() {
+    const recorded = steps[position];
+    const matches = matchesOf(recorded);
+    const shown = matches.slice(0, numShown);
+    range.value = String(position);
+    range.setAttribute("aria-valuetext", `step ${recorded.step}`);
+    byId("step-output").value = String(recorded.step);
+    byId("step-back").disabled = position === 0;
+    byId("step-forward").disabled = position === steps.length - 1;
+    const total = recorded.groups.reduce((sum, group) => sum + group.samples.length, 0);
+    const found = matches.reduce((sum, match) => sum + match.samples.length, 0);
+    const shownOf = found === total ? "" : `${found.toLocaleString("en")} of `;
+    const more = recorded.num_recorded > total ? `; ${recorded.num_recorded - total} more are in samples/` : "";
+    byId("found").textContent = `${shownOf}${counted(total, "response")} to ${counted(matches.length, "prompt")}${more}`;
+    list.replaceChildren(
+      ...shown.map(({ group, samples }) => make("article", "group", groupHeader(group), ...samples.map(sampleRow))),
+    );
+    byId("more").hidden = matches.length <= shown.length;
+    showElsewhere();
+    document.documentElement.dataset.shownSamples = list.querySelectorAll(".sample").length;
+  }
+
+  function goTo(index) {
+    position = Math.min(Math.max(index, 0), steps.length - 1);
+    numShown = GROUPS_PER_PAGE;
+    render();
+  }
+
+  function nearest(step) {
+    const distances = steps.map((recorded) => Math.abs(recorded.step - step));
+    return distances.indexOf(Math.min(...distances));
+  }
+
+  if (steps.length) {
+    byId("browser").hidden = false;
+    range.max = String(steps.length - 1);
+    range.addEventListener("input", () => goTo(Number(range.value)));
+    byId("step-back").addEventListener("click", () => goTo(position - 1));
+    byId("step-forward").addEventListener("click", () => goTo(position + 1));
+    byId("more").addEventListener("click", () => {
+      numShown += GROUPS_PER_PAGE;
+      render();
+    });
+    for (const radio of document.querySelectorAll("input[name=state]")) {
+      radio.addEventListener("change", () => {
+        state = radio.value;
+        goTo(position);
+      });
+    }
+    let pause = 0;
+    byId("find").addEventListener("input", (event) => {
+      clearTimeout(pause);
+      pause = setTimeout(() => {
+        query = event.target.value.trim().toLowerCase();
+        goTo(position);
+      }, 150);
+    });
+    document.addEventListener("report:step", (event) => {
+      goTo(nearest(event.detail));
+      byId("samples").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+    });
+    goTo(steps.length - 1); // what the policy says now
+  }
+}

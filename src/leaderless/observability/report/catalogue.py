@@ -1,0 +1,171 @@
+"""Which charts there are, what they show, and in which order a reader meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from leaderless.observability.report.curves import Series
+from leaderless.observability.report.run_files import RunFiles
+
+MAX_OWN_CHARTS = 60
+"""Charts of metrics that the catalogue does not know."""
+
+Unit = Literal["number", "share"]
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A chart that a run may have.
+
+    Attributes:
+        title: In plain words.
+        explanation: One line.
+        metrics: Names or patterns of the metrics that it shows.
+        unit: `share` writes 0.25 as 25 %.
+        is_log: Whether its axis is logarithmic at first.
+        band: A metric drawn as a band of its size around the first one.
+    """
+
+    title: str
+    explanation: str
+    metrics: tuple[str, ...]
+    unit: Unit = "number"
+    is_log: bool = False
+    band: str | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of a run: a topic and what was logged of it."""
+
+    topic: Topic
+    series: Mapping[str, Series]
+    band: Series | None = None
+
+
+@dataclass(frozen=True)
+class ChartGroup:
+    """Charts under one heading."""
+
+    title: str
+    charts: Sequence[Chart]
+
+
+CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
+    "Is it learning?": (
+        Topic(
+            "Held-out accuracy",
+            "Correct responses (mean@k); prompts solved once (pass@k) or by majority (maj@k).",
+            ("eval/mean@*", "eval/pass@*", "eval/maj@*"),
+            unit="share",
+        ),
+        Topic(
+            "Reward",
+            "Mean over all responses of a step. The band is one standard deviation either way.",
+            ("reward/mean",),
+            band="reward/std",
+        ),
+        Topic(
+            "Rewards by name",
+            "Mean of each before weighting. If one rises alone, look for a loophole.",
+            ("reward/*",),
+        ),
+        Topic("Token accuracy", "Target tokens that the policy ranks first.", ("policy/token_accuracy",), unit="share"),
+        Topic(
+            "Loss",
+            "What the optimiser lowers. Near zero by design in on-policy reinforcement learning.",
+            ("policy/loss",),
+        ),
+    ),
+    "What it writes": (
+        Topic("Response length", "Mean sampled tokens per response.", ("rollout/response_tokens",)),
+        Topic(
+            "Cut responses", "Responses that reached the longest allowed length.", ("rollout/truncated",), unit="share"
+        ),
+        Topic(
+            "Groups without signal",
+            "Groups whose responses all earned the same: they change no weight.",
+            ("group/no_signal",),
+            unit="share",
+        ),
+        Topic(
+            "Entropy",
+            "How undecided the policy is about the next token, in nats. A fall to zero ends exploration.",
+            ("policy/entropy",),
+        ),
+    ),
+    "How it is trained": (
+        Topic("Gradient norm", "Global L2 norm before clipping.", ("policy/grad_norm",)),
+        Topic(
+            "KL to the reference",
+            "How far the policy has moved from where it began, in nats per token.",
+            ("policy/kl",),
+        ),
+        Topic("Clipped tokens", "Tokens whose ratio left the clip range.", ("policy/clip_fraction",), unit="share"),
+        Topic("Learning rate", "Of the policy, after warm-up and decay.", ("policy/learning_rate",)),
+    ),
+    "Can the numbers be trusted?": (
+        Topic(
+            "Log-prob mismatch",
+            "|rollout_log_probs - old_log_probs| of a token, mean and largest. Near zero is right.",
+            ("mismatch/abs_mean", "mismatch/abs_max"),
+            is_log=True,
+        ),
+        Topic("Mismatch as KL", "The same disagreement as a divergence, in nats per token.", ("mismatch/kl",)),
+        Topic("Failed rewards", "Responses whose reward could not be computed.", ("reward/failed",)),
+    ),
+    "How fast it is": (
+        Topic("Throughput", "Tokens of all samples per second of the whole step.", ("throughput/tokens_per_s",)),
+        Topic("Generation speed", "Sampled tokens per second of rollout.", ("rollout/tokens_per_s",)),
+        Topic("Epoch", "Passes over the training data.", ("data/epoch",)),
+    ),
+}
+
+TIME_PATTERN = "time/*"
+"""Seconds by node: a picture of their own."""
+
+
+def charts_of(run: RunFiles) -> tuple[list[ChartGroup], int]:
+    """The charts that a run has something to show in.
+
+    Args:
+        run: What was read of the run.
+
+    Returns:
+        Groups of charts, the user's own metrics last, by prefix; and how many of those are left out.
+    """
+    # The specific names first, so that a pattern such as `reward/*` takes what they leave.
+    topics = [topic for group in CATALOGUE.values() for topic in group]
+    taken = {name for topic in topics for name in (*topic.metrics, topic.band)}
+    groups: list[ChartGroup] = []
+    drawn: set[str] = set()
+    for title, members in CATALOGUE.items():
+        charts = []
+        for topic in members:
+            series = {
+                name: one
+                for name, one in run.matching(*topic.metrics).items()
+                if name in topic.metrics or name not in taken
+            }
+            if series:
+                band = run.series.get(topic.band) if topic.band else None
+                charts.append(Chart(topic, series, band))
+                drawn |= {*series, *([topic.band] if topic.band else [])}
+        if charts:
+            groups.append(ChartGroup(title, charts))
+    own = {name: one for name, one in run.series.items() if name not in drawn and not name.startswith("time/")}
+    return groups + _own_groups(own), max(0, len(own) - MAX_OWN_CHARTS)
+
+
+def _own_groups(own: Mapping[str, Series]) -> list[ChartGroup]:
+    by_prefix: dict[str, list[Chart]] = {}
+    for name in sorted(own)[:MAX_OWN_CHARTS]:
+        prefix, _, rest = name.rpartition("/")
+        topic = Topic(rest or name, "", (name,))
+        by_prefix.setdefault(prefix, []).append(Chart(topic, {name: own[name]}))
+    return [
+        ChartGroup(f"More metrics: {prefix}" if prefix else "More metrics", charts)
+        for prefix, charts in by_prefix.items()
+    ]

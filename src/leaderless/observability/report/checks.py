@@ -1,0 +1,257 @@
+"""What in a run is worth a look, and what to do about it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from leaderless.observability.report.markup import format_number
+from leaderless.observability.report.run_files import RunFiles
+
+MAX_MISMATCH = 0.05
+"""Mean |rollout_log_probs - old_log_probs| of a step; above it the engine samples from another policy."""
+MAX_NO_SIGNAL = 0.5
+"""Fraction of groups, lately, that may be without signal."""
+MAX_TRUNCATED = 0.2
+"""Fraction of responses, lately, that may be cut."""
+MIN_ENTROPY_LEFT = 0.1
+"""Fraction of its entropy at the start that the policy should keep."""
+SPIKE_FACTOR = 10.0
+"""A gradient norm so many times its running median is a spike."""
+SPIKE_WINDOW = 50
+"""Steps before a step whose median it is compared with."""
+RECENT = 0.25
+"""Part of the run that counts as lately."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something worth a look.
+
+    Attributes:
+        title: What it is.
+        seen: Where and how much.
+        meaning: Why it matters.
+        remedy: What to do.
+        example: A text from the run that shows it, or nothing.
+    """
+
+    title: str
+    seen: str
+    meaning: str
+    remedy: str
+    example: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A question that every run is asked.
+
+    Attributes:
+        rule: What holds in a run without the problem.
+        metric: The metric that answers it; None for all of them.
+        min_points: Logged values that an answer needs.
+        find: Looks for the problem.
+    """
+
+    rule: str
+    metric: str | None
+    min_points: int
+    find: Callable[[RunFiles], Finding | None]
+
+    def can_be_made(self, run: RunFiles) -> bool:
+        """Whether enough was logged.
+
+        Args:
+            run: What was read of the run.
+        """
+        if self.metric is None:
+            return bool(run.series)
+        return self.metric in run.series and len(run.series[self.metric].finite) >= self.min_points
+
+
+@dataclass(frozen=True)
+class Review:
+    """The outcome of all checks.
+
+    Attributes:
+        findings: What is worth a look, most serious first.
+        passed: Rules that hold.
+        not_made: Rules of which the run logged too little.
+    """
+
+    findings: Sequence[Finding]
+    passed: Sequence[str]
+    not_made: Sequence[str]
+
+
+def review(run: RunFiles) -> Review:
+    """Make all checks.
+
+    Args:
+        run: What was read of the run.
+    """
+    made = [check for check in CHECKS if check.can_be_made(run)]
+    outcomes = [(check, check.find(run)) for check in made]
+    return Review(
+        [finding for _, finding in outcomes if finding],
+        [check.rule for check, finding in outcomes if not finding],
+        [check.rule for check in CHECKS if check not in made],
+    )
+
+
+def _non_finite(run: RunFiles) -> Finding | None:
+    first = {
+        name: series.steps[series.values.index(None)] for name, series in run.series.items() if None in series.values
+    }
+    if not first:
+        return None
+    named = sorted(first, key=lambda name: (first[name], name))
+    listed = ", ".join(f"{name} (first at step {first[name]})" for name in named[:6])
+    more = f" and {len(named) - 6} more" if len(named) > 6 else ""
+    return Finding(
+        "Values that are no finite numbers",
+        f"{listed}{more}.",
+        "A loss, a gradient or a metric became NaN or infinite. Once it reaches the weights, all that follows is lost.",
+        "Look at the samples of that step; lower optimizer.learning_rate, use float32 for compute_dtype, "
+        "and resume from a checkpoint before that step.",
+    )
+
+
+def _reward_failures(run: RunFiles) -> Finding | None:
+    failed = [(step, count) for step, count in run.series["reward/failed"].finite if count > 0]
+    if not failed:
+        return None
+    total = sum(count for _, count in failed)
+    return Finding(
+        "Rewards that could not be computed",
+        f"{total:,.0f} responses in {len(failed)} of {len(run.series['reward/failed'].finite)} logged steps, "
+        f"the last at step {failed[-1][0]}.",
+        "A response whose reward failed carries no gradient and is left out of its group. "
+        "If failures go with certain answers, the policy learns from a biased rest.",
+        "Read the error, correct the reward function or raise its timeout_s, and test it on the failed samples below.",
+        run.samples.example_error or "No error of this kind is among the recorded samples.",
+    )
+
+
+def _mismatch(run: RunFiles) -> Finding | None:
+    points = run.series["mismatch/abs_mean"].finite
+    above = [point for point in points if point[1] > MAX_MISMATCH]
+    if not above:
+        return None
+    step, worst = max(above, key=lambda point: point[1])
+    return Finding(
+        "Engine and trainer disagree about log-probs",
+        f"The mean difference was above {MAX_MISMATCH:g} in {len(above)} of {len(points)} logged steps, "
+        f"at most {format_number(worst)} at step {step}.",
+        "Samples come from another policy than the one that is trained, so the gradient is off-policy "
+        "without the loss knowing of it.",
+        "Check that new weights reach the engine (a jump right after an update), that both sides use the same "
+        "compute_dtype, temperature and chat template; importance sampling corrects what remains.",
+    )
+
+
+def _no_signal(run: RunFiles) -> Finding | None:
+    recent, mean = _recent_mean(run, "group/no_signal")
+    if mean <= MAX_NO_SIGNAL:
+        return None
+    points = reward.recent(RECENT) if (reward := run.series.get("reward/mean")) else ()
+    reached = f" The mean reward there is {format_number(_mean(points))}." if points else ""
+    return Finding(
+        "Most groups teach nothing",
+        f"{mean:.0%} of groups had no signal in {recent}.{reached}",
+        "All responses of such a group earned the same, so their advantages are zero: they cost a rollout and "
+        "change no weight.",
+        "With a reward near its maximum the prompts are too easy, take harder ones; near its minimum they are too "
+        "hard, take easier ones, raise batch.responses_per_prompt, or check that the reward can be earned at all.",
+    )
+
+
+def _truncated(run: RunFiles) -> Finding | None:
+    recent, mean = _recent_mean(run, "rollout/truncated")
+    if mean <= MAX_TRUNCATED:
+        return None
+    limit = run.settings.get(("rollout", "max_response_tokens"))
+    limit_text = f" (rollout.max_response_tokens={limit})" if limit else ""
+    return Finding(
+        "Many responses are cut off",
+        f"{mean:.0%} of responses reached the longest allowed length{limit_text} in {recent}.",
+        "A response that is cut rarely states its answer and is graded as wrong, so the policy learns to be short "
+        "rather than right, or it never learns to stop.",
+        "Raise rollout.max_response_tokens, or read the cut samples: endless repetition points at a learning rate that "
+        "is too high, or at a stop token that the chat template never produces.",
+    )
+
+
+def _entropy_collapse(run: RunFiles) -> Finding | None:
+    points = run.series["policy/entropy"].finite
+    count = max(1, len(points) // 10)
+    start, end = _mean(points[:count]), _mean(points[-count:])
+    if start <= 0 or end >= MIN_ENTROPY_LEFT * start:
+        return None
+    return Finding(
+        "The policy's entropy has collapsed",
+        f"From {format_number(start)} at the start to {format_number(end)} at the end, "
+        f"{end / start:.1%} of what it was.",
+        "The policy gives nearly the same response every time; then groups have no signal and learning ends. "
+        "That is as it should be only if the task is solved.",
+        "Lower optimizer.learning_rate, raise algorithm.policy_loss.clip_high, or set "
+        "algorithm.kl.coefficient; keep the checkpoint from before the fall.",
+    )
+
+
+def _gradient_spikes(run: RunFiles) -> Finding | None:
+    points = run.series["policy/grad_norm"].finite
+    spikes: list[tuple[float, int, float]] = []
+    for index in range(5, len(points)):
+        # A step without signal has no gradient; it says nothing about the usual size of one.
+        before = [value for _, value in points[max(0, index - SPIKE_WINDOW) : index] if value > 0]
+        step, value = points[index]
+        if len(before) >= 5 and value > SPIKE_FACTOR * statistics.median(before):
+            spikes.append((value / statistics.median(before), step, value))
+    if not spikes:
+        return None
+    factor, step, value = max(spikes)
+    number = "1 step has" if len(spikes) == 1 else f"{len(spikes)} steps have"
+    return Finding(
+        "The gradient norm spikes",
+        f"{number} a norm above {SPIKE_FACTOR:g} times the median of up to {SPIKE_WINDOW} steps before; "
+        f"the largest is {format_number(value)} at step {step}, {factor:.0f} times the median.",
+        "A few samples dominated the update. Clipping bounds its size, not its direction.",
+        "Read the samples of that step (click the curve); check for broken prompts, extreme advantages or lengths. "
+        "Lower optimizer.max_grad_norm or optimizer.learning_rate if spikes go with drops in reward.",
+    )
+
+
+def _recent_mean(run: RunFiles, metric: str) -> tuple[str, float]:
+    points = run.series[metric].recent(RECENT)
+    first, last = points[0][0], points[-1][0]
+    return f"step {last}" if first == last else f"steps {first} to {last}", _mean(points)
+
+
+def _mean(points: Sequence[tuple[int, float]]) -> float:
+    return statistics.fmean(value for _, value in points)
+
+
+CHECKS = (
+    Check("every logged value is a finite number", None, 0, _non_finite),
+    Check("every reward could be computed", "reward/failed", 1, _reward_failures),
+    Check(
+        f"the mean log-prob difference of engine and trainer is at most {MAX_MISMATCH:g} in every step",
+        "mismatch/abs_mean",
+        1,
+        _mismatch,
+    ),
+    Check(f"at most {MAX_NO_SIGNAL:.0%} of groups are without signal lately", "group/no_signal", 1, _no_signal),
+    Check(f"at most {MAX_TRUNCATED:.0%} of responses are cut off lately", "rollout/truncated", 1, _truncated),
+    Check(
+        f"the policy keeps at least {MIN_ENTROPY_LEFT:.0%} of its first entropy",
+        "policy/entropy",
+        10,
+        _entropy_collapse,
+    ),
+    Check(
+        f"no gradient norm is above {SPIKE_FACTOR:g} times its running median", "policy/grad_norm", 6, _gradient_spikes
+    ),
+)

@@ -1,0 +1,116 @@
+"""Values from files that may hold anything: a crash cut them short, a model wrote the text in them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; bytes that are no UTF-8 become replacement characters.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: It is not there or may not be read.
+    """
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def parse_json(text: str) -> object:
+    """Parse JSON.
+
+    Args:
+        text: What should be JSON.
+
+    Raises:
+        ValueError: It is none, or it is nested too deeply to be read.
+    """
+    try:
+        value: object = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+    return value
+
+
+def parse_json_lines(text: str) -> tuple[list[Mapping[str, object]], int]:
+    """The objects of a JSONL file.
+
+    Args:
+        text: The whole file.
+
+    Returns:
+        The objects, and how many lines before the last were none. The last line does not count: a run that is killed
+        while it writes leaves it unfinished.
+    """
+    rows: list[Mapping[str, object]] = []
+    num_broken = 0
+    # JSON strings may hold line separators that str.splitlines would split at.
+    lines = [line for line in text.split("\n") if line.strip()]
+    for index, line in enumerate(lines):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif index < len(lines) - 1:
+            num_broken += 1
+    return rows, num_broken
+
+
+def as_mapping(value: object) -> Mapping[str, object]:
+    """The value if it is a JSON object, else an empty one.
+
+    Args:
+        value: Any JSON value.
+    """
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> Sequence[object]:
+    """The value if it is a JSON array, else an empty one.
+
+    Args:
+        value: Any JSON value.
+    """
+    return value if isinstance(value, list) else []
+
+
+def as_text(value: object) -> str:
+    """The value if it is a string, nothing for null, else its JSON.
+
+    Args:
+        value: Any JSON value.
+    """
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def as_number(value: object) -> float | None:
+    """The value if it is a finite number, else None.
+
+    Args:
+        value: Any JSON value.
+    """
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def as_step(value: object) -> int | None:
+    """The value if it is a whole number, else None.
+
+    Args:
+        value: Any JSON value.
+    """
+    number = as_number(value)
+    return int(number) if number is not None and number.is_integer() and not isinstance(value, bool) else None

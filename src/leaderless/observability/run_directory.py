@@ -1,0 +1,114 @@
+"""The folder of a run and what lies in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from leaderless.config import Json, Recipe
+
+
+class RunDirectory:
+    """Names of the files of a run, and how they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.plan = path / "plan.json"
+        self.picture = path / "plan.svg"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples"
+        self.traces = path / "trace"
+        self.checkpoints = path / "checkpoints"
+        self.errors = path / "errors"
+        self.logs = path / "logs"
+        self.tensorboard = path / "tensorboard"
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RunDirectory:
+        """The folder that a recipe names.
+
+        Args:
+            recipe: Its name, and `run.directory`.
+        """
+        return cls(Path(recipe.run.directory) / recipe.name)
+
+    def set_aside(self) -> Path:
+        """Rename the folder, so that a new run can take its name.
+
+        Returns:
+            Where it is now.
+        """
+        number = 1
+        while (target := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            number += 1
+        self.path.rename(target)
+        return target
+
+    def append_metrics(self, record: Mapping[str, float]) -> None:
+        """Add one step to `metrics.jsonl`.
+
+        Args:
+            record: With `step`.
+        """
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read_metrics(self) -> Iterator[dict[str, float]]:
+        """The steps of `metrics.jsonl`; a line that was cut off by a crash is passed over."""
+        if not self.metrics.exists():
+            return
+        with self.metrics.open(encoding="utf-8") as file:
+            for line in file:
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+
+    def forget_after(self, step: int) -> None:
+        """Drop what was logged of later steps, which are about to be done again.
+
+        Args:
+            step: The last one that is kept.
+        """
+        kept = [record for record in self.read_metrics() if record["step"] <= step]
+        write_atomically(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        for file in self.samples.glob("step-*.jsonl") if self.samples.exists() else ():
+            if int(file.name.removeprefix("step-").partition(".")[0]) > step:
+                file.unlink()
+
+    def write_samples(self, step: int, rank: int, samples: Iterable[Mapping[str, Json]]) -> None:
+        """Keep what was asked, answered and rewarded.
+
+        Args:
+            step: That the samples belong to.
+            rank: That writes them.
+            samples: One mapping each.
+        """
+        self.samples.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        write_atomically(self.samples / f"step-{step:06d}.rank-{rank}.jsonl", text)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first.
+
+    Args:
+        folder: Of the run's checkpoints.
+    """
+    return sorted(path for path in folder.glob("step-*") if path.is_dir()) if folder.exists() else []
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Args:
+        path: The file.
+        text: Its content.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

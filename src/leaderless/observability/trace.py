@@ -1,0 +1,68 @@
+"""A Chrome trace of what a rank did when; opens in Perfetto and in chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Tracer:
+    """Times spans, and writes them as long as it is asked to."""
+
+    def __init__(self, path: Path | None, rank: int) -> None:
+        """Begin a trace.
+
+        Args:
+            path: The file; None times without writing.
+            rank: Shown as the process.
+        """
+        self.rank = rank
+        self._file = None
+        self.seconds: dict[str, float] = {}
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # The format allows the closing bracket to be missing, so a trace is readable however the run ends.
+            self._file = path.open("w", encoding="utf-8")
+            self._file.write("[\n")
+            self._write({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+
+    @contextmanager
+    def span(self, name: str, step: int) -> Iterator[None]:
+        """Time what happens inside.
+
+        Args:
+            name: Of a node or another part of the step.
+            step: That it belongs to.
+        """
+        wall_us = time.time_ns() / 1000
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begin
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            event = {"name": name, "ph": "X", "ts": wall_us, "dur": seconds * 1e6, "pid": self.rank, "tid": 0}
+            self._write({**event, "args": {"step": step}})
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by name since the last call."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    def flush(self) -> None:
+        """Make what was timed so far readable by others."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """End the trace; spans are still timed, but not written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, event: dict[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(event) + ",\n")

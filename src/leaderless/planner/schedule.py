@@ -1,0 +1,97 @@
+"""The order of all chain entries: loads, runs, changes of layout, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from leaderless.config import Recipe
+from leaderless.planner.flow import DATA
+from leaderless.planner.layout import Layout
+from leaderless.planner.plan import Action, Load, PlannedNode, Reshard, RoleInstance, Run, SyncWeights
+
+
+def make_schedule(
+    recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]
+) -> tuple[Action, ...]:
+    """All chain entries in one order. Because every rank keeps it, no two ranks wait for each other crosswise.
+
+    Args:
+        recipe: Says which nodes want whole groups.
+        nodes: The nodes that run, in order.
+        instances: The models and where they are.
+    """
+    schedule: list[Action] = list(_loads(nodes))
+    for node in nodes:
+        schedule.append(Run(node.name))
+        schedule.extend(_reshards(recipe, nodes, node))
+    for trained in instances:
+        if trained.is_trained:
+            schedule.extend(
+                SyncWeights(trained.role, trained.layout, serving.layout)
+                for serving in instances
+                if serving.role == trained.role and not serving.is_trained
+            )
+    return tuple(schedule)
+
+
+def makers(nodes: Sequence[PlannedNode], row_set: str) -> list[PlannedNode]:
+    """The nodes that made a row set out of the data's own rows, last first.
+
+    Args:
+        nodes: The nodes that run.
+        row_set: Named by the node that made it.
+    """
+    made: list[PlannedNode] = []
+    while row_set != DATA:
+        maker = next(node for node in nodes if node.name == row_set)
+        made.append(maker)
+        row_set = maker.row_set
+    return made
+
+
+def _loads(nodes: Sequence[PlannedNode]) -> list[Load]:
+    """One load for every layout that works on the data's own rows."""
+    loads: list[Load] = []
+    for node in nodes:
+        if node.row_set != DATA or any(load.layout.holds_rows_like(node.layout) for load in loads):
+            continue
+        peers = [x for x in nodes if x.row_set == DATA and x.layout.holds_rows_like(node.layout)]
+        columns = {column for peer in peers for column, source in peer.reads.items() if source == DATA}
+        loads.append(Load(node.layout, tuple(sorted(columns))))
+    return loads
+
+
+def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode) -> list[Reshard]:
+    """One transfer from a node to every other layout that reads from it, or that works on the rows that it made."""
+    reshards: list[Reshard] = []
+    for node in nodes:
+        layout = node.layout
+        if layout.holds_rows_like(source.layout) or any(x.target_layout.holds_rows_like(layout) for x in reshards):
+            continue
+        peers = [x for x in nodes if x.layout.holds_rows_like(layout)]
+        columns = {c for peer in peers for c, provider in peer.reads.items() if provider == source.name}
+        # A layout gets its rows with the first columns that its nodes read; a first node that reads none gets the rows
+        # alone.
+        first = next((x for x in peers if x.row_set == source.name), None)
+        if not columns and (first is None or first.reads):
+            continue
+        row_set = source.row_set_after
+        keep_groups = _keeps_groups(recipe, nodes, row_set, layout)
+        reshards.append(Reshard(source.name, row_set, tuple(sorted(columns)), source.layout, layout, keep_groups))
+    return reshards
+
+
+def _keeps_groups(recipe: Recipe, nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> bool:
+    """Whether a node of a layout needs whole groups of a row set, or of what is made of it without leaving there."""
+    for node in nodes:
+        is_asked = node.name in recipe.layout and recipe.layout[node.name].groups == "whole"
+        if not node.layout.holds_rows_like(layout) or not (node.spec.needs_whole_groups or is_asked):
+            continue
+        arrived = node.row_set
+        for maker in makers(nodes, node.row_set):
+            if arrived == row_set or not maker.layout.holds_rows_like(layout):
+                break
+            arrived = maker.row_set
+        if arrived == row_set:
+            return True
+    return False

@@ -1,0 +1,164 @@
+"""The plan for a reader at a terminal, or of its output in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from leaderless.planner.layout import format_ranks
+from leaderless.planner.memory import Memory, format_bytes
+from leaderless.planner.plan import Action, Plan, PlannedNode, Reshard, RoleInstance, SyncWeights
+
+UNKNOWN_MEMORY = (
+    "unknown: the config.json of the model is not on this machine,\n"
+    "or its model_type is none of those whose weights are counted"
+)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print what runs where, what travels, and what it takes.
+
+    Args:
+        plan: Any plan.
+        console: Where to; lines are folded at its width, and nothing is cut off.
+    """
+    title = Text.assemble((plan.recipe_name, "bold"), f"  workflow {plan.workflow}, {_count(plan.world_size, 'rank')}")
+    _print(console, title.append(f", plan {plan.hash()[:12]}", "dim"))
+    _section(console, "Batch", _batch(plan))
+    _section(console, "Nodes, in order", _nodes(plan))
+    if plan.pruned:
+        reason = "nobody reads what it writes with these settings"
+        _section(console, "Nodes that do not run", _table("", "", rows=[(name, reason) for name in plan.pruned]))
+    _section(console, "Columns between nodes", _edges(plan))
+    _section(console, "What each rank does in a step", _chains(plan))
+    _section(console, "Models", _instances(plan))
+    if plan.memory is None:
+        _section(console, "Memory of the fullest rank", _table("", rows=[(UNKNOWN_MEMORY,)]))
+    else:
+        _section(console, "Memory of the fullest rank, estimated", _memory(plan.memory))
+
+
+def _section(console: Console, title: str, content: Table | Text) -> None:
+    _print(console, Text(f"\n{title}", "bold"))
+    _print(console, content)
+
+
+def _print(console: Console, content: Table | Text) -> None:
+    """Print as it is: names of a user's own are no markup."""
+    console.print(content, markup=False, highlight=False, emoji=False, overflow="fold")
+
+
+def _table(*titles: str, rows: Iterable[Sequence[str | Text]], right: Sequence[int] = ()) -> Table:
+    """A table whose cells fold; those of columns in `right` are aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_header=any(titles), padding=(0, 1))
+    for number, title in enumerate(titles):
+        table.add_column(
+            Text(title), overflow="fold", justify="right" if number in right else "left", header_style="dim"
+        )
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def _batch(plan: Plan) -> Table:
+    batch = plan.batch
+    is_sampled = batch.samples_per_step != batch.prompts_per_step
+    samples = f", {batch.samples_per_step:,} samples" if is_sampled else ""
+    per_update = f", {batch.samples_per_update:,} samples" if is_sampled else ""
+    per_rank = _count(batch.max_prompts_per_rank, "prompt")
+    rows = [
+        ("a step", f"{_count(batch.prompts_per_step, 'prompt')}{samples}; at most {per_rank} a rank"),
+        ("an update", f"at most {_count(batch.prompts_per_update, 'prompt')}{per_update}"),
+        ("the run", _count(batch.optimizer_steps, "update")),
+    ]
+    return _table("", "", rows=rows)
+
+
+def _nodes(plan: Plan) -> Table:
+    rows = [
+        (Text(node.name, "bold"), node.node.run, node.node.role or "-", str(node.layout), _columns(node))
+        for node in plan.nodes
+    ]
+    return _table("node", "run", "role", "layout", "columns", rows=rows)
+
+
+def _columns(node: PlannedNode) -> Text:
+    """What a node reads, by the node that it comes from, and what it writes."""
+    by_source: dict[str, list[str]] = {}
+    for column, source in node.reads.items():
+        by_source.setdefault(source, []).append(column)
+    lines = [
+        Text.assemble(("reads ", "dim"), ", ".join(columns), (" <- ", "dim"), (source, "cyan"))
+        for source, columns in by_source.items()
+    ]
+    if node.writes:
+        lines.append(Text.assemble(("writes ", "dim"), ", ".join(node.writes)))
+    return Text("\n").join(lines or [Text("reads and writes none", "dim")])
+
+
+def _edges(plan: Plan) -> Table:
+    rows = [
+        (
+            f"{edge.source} -> {edge.target}",
+            Text(edge.kind, "bold yellow" if edge.kind == "reshard" else ""),
+            format_bytes(edge.max_bytes),
+            ", ".join(edge.columns),
+        )
+        for edge in plan.edges
+    ]
+    return _table("edge", "kind", "at most", "columns", rows=rows, right=(2,))
+
+
+def _chains(plan: Plan) -> Table:
+    rows = [
+        (
+            f"{format_ranks(ranks)}" + (f" ({len(ranks):,} ranks)" if len(ranks) > 1 else ""),
+            Text(" -> ").join(_action(action) for action in chain),
+        )
+        for ranks, chain in plan.chains().items()
+    ]
+    return _table("ranks", "chain", rows=rows)
+
+
+def _action(action: Action) -> Text:
+    match action:
+        case Reshard():
+            return Text(str(action), "yellow")
+        case SyncWeights():
+            return Text(str(action), "magenta")
+        case _:
+            return Text(str(action))
+
+
+def _instances(plan: Plan) -> Table:
+    rows = [(Text(instance.role, "bold"), str(instance.layout), _use(instance)) for instance in plan.instances]
+    return _table("role", "layout", "use", rows=rows)
+
+
+def _use(instance: RoleInstance) -> str:
+    uses = {"generates": instance.generates, "scores": instance.scores, "is trained": instance.is_trained}
+    return ", ".join(use for use, is_so in uses.items() if is_so)
+
+
+def _memory(memory: Memory) -> Table:
+    """Every part of every phase, and the peak that follows."""
+    resident = sum(memory.resident.values())
+    rows: list[tuple[Text | str, str]] = [(Text("all the time", "bold"), format_bytes(resident))]
+    rows += _parts(memory.resident)
+    for phase, parts in memory.phases.items():
+        rows.append((Text(f"while {phase}", "bold"), format_bytes(sum(parts.values()))))
+        rows += _parts(parts)
+    rows.append((Text("peak", "bold"), format_bytes(memory.peak)))
+    return _table("", "", rows=rows, right=(1,))
+
+
+def _parts(parts: Mapping[str, int]) -> list[tuple[Text | str, str]]:
+    return [(f"  {name}", format_bytes(size)) for name, size in parts.items() if size]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,109 @@
+"""From the recipe's rewards to functions that can be called. Imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import cast
+
+from leaderless.config.errors import Problem, RecipeError
+from leaderless.config.functions import load_function
+from leaderless.config.rewards import (
+    ExactMatchOptions,
+    FormatOptions,
+    MathOptions,
+    RewardOptions,
+    RewardsConfig,
+)
+from leaderless.rewards.exact_match import ExactMatchReward
+from leaderless.rewards.format import FormatReward
+from leaderless.rewards.protocol import Reward
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward of the recipe, ready to be called.
+
+    Attributes:
+        grade: Grades one response.
+        weight: Its share in the sample's reward.
+        timeout_s: Seconds one response may take, above 0.
+        sources: Of the rows that it applies to; empty for all.
+    """
+
+    grade: Reward
+    weight: float
+    timeout_s: float
+    sources: tuple[str, ...]
+
+
+def make_rewards(config: RewardsConfig) -> dict[str, LoadedReward]:
+    """Load the rewards of a recipe, importing what the user's own need.
+
+    Args:
+        config: The recipe's `reward` section.
+
+    Returns:
+        The rewards by name, in the order of `config.options()`.
+
+    Raises:
+        RecipeError: A function of the user's cannot be imported or does not take one argument.
+    """
+    return {
+        name: LoadedReward(_load(name, options), options.weight, options.timeout_s, options.sources)
+        for name, options in config.options().items()
+    }
+
+
+def check_rewards(config: RewardsConfig) -> None:
+    """Refuse functions that cannot be called as rewards, before any process starts.
+
+    Args:
+        config: The recipe's `reward` section.
+
+    Raises:
+        RecipeError: Functions of the user's cannot be imported, do not take one argument, or could not be called from
+            a reward process; all of them are named.
+    """
+    problems: list[Problem] = []
+    for name in config.options():
+        if ":" in name:
+            try:
+                _load_function(name)
+            except RecipeError as error:
+                problems += error.problems
+    if problems:
+        raise RecipeError(problems)
+
+
+def applies_to(options: RewardOptions, source: str | None) -> bool:
+    """Whether a reward grades rows of a source.
+
+    Args:
+        options: Of the reward.
+        source: Where a row comes from; None where the recipe names no such column.
+    """
+    return not options.sources or source in options.sources
+
+
+def _load(name: str, options: RewardOptions) -> Reward:
+    if isinstance(options, MathOptions):
+        # Its library takes a while to import, and only recipes that use it should wait.
+        from leaderless.rewards.math import MathReward
+
+        return MathReward()
+    if isinstance(options, ExactMatchOptions):
+        return ExactMatchReward(options)
+    if isinstance(options, FormatOptions):
+        return FormatReward(options)
+    return _load_function(name)
+
+
+def _load_function(name: str) -> Reward:
+    key = f"reward.{name}"
+    if name.startswith("__main__:"):
+        raise RecipeError.at(key, "must be in a module that can be imported: reward processes do not run the script")
+    function = load_function(name, key=key, num_arguments=1)
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise RecipeError.at(key, "must be a plain function that returns the reward, not a coroutine or generator")
+    return cast(Reward, function)

@@ -1,0 +1,21 @@
+"""The stage that scores sampled tokens under a role."""
+
+from __future__ import annotations
+
+from leaderless.data.batch import Batch
+from leaderless.stages.context import StageContext
+from leaderless.workflow import log_probs_column
+
+
+def log_probs(batch: Batch, context: StageContext) -> Batch:
+    """Log-probabilities of the sampled tokens, at the temperature that they were sampled with.
+
+    Args:
+        batch: Samples.
+        context: Whose role scores.
+
+    Returns:
+        The samples with `old_log_probs`, or with `ref_log_probs` for the reference.
+    """
+    scores = context.role.train_engine.log_probs(batch, context.recipe.rollout.temperature)
+    return batch.with_columns({log_probs_column(context.node.node.role): scores})

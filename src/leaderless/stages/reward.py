@@ -1,0 +1,100 @@
+"""The stage that computes what responses are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from leaderless.config import Json, Recipe
+from leaderless.config.data import DatasetConfig
+from leaderless.data.batch import Batch
+from leaderless.data.encode import Tokenizer
+from leaderless.rewards.protocol import RewardInput
+from leaderless.stages.context import StageContext
+
+
+def reward(batch: Batch, context: StageContext) -> Batch:
+    """Grade each response by the recipe's rewards that apply to its source.
+
+    Args:
+        batch: Samples.
+        context: Whose `grade` computes rewards.
+
+    Returns:
+        The samples with `rewards`, `reward_valid` and `reward_details`.
+    """
+    rows = [row for row in batch.objects("rows") if isinstance(row, Mapping)]
+    texts = decode_responses(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe)
+    truncated = batch.dense("truncated").tolist()
+    inputs, sources = reward_inputs(context.recipe.data.train, rows, texts, truncated)
+    graded = context.grade(inputs, sources)
+    rewards = torch.tensor([g.value for g in graded], dtype=torch.float32)
+    is_valid = torch.tensor([g.is_valid for g in graded], dtype=torch.bool)
+    _report(context, [g.details for g in graded], rewards[is_valid], len(graded))
+    return batch.with_columns(
+        rewards=rewards, reward_valid=is_valid, reward_details=tuple(dict(g.details) for g in graded)
+    )
+
+
+def _report(
+    context: StageContext, details: Sequence[Mapping[str, Json]], rewards: torch.Tensor, num_samples: int
+) -> None:
+    context.metrics.spread("reward", rewards)
+    context.metrics.total("reward/failed", num_samples - len(rewards))
+    for name in context.recipe.reward.options():
+        values = [value for detail in details if (value := reward_value(detail, name)) is not None]
+        context.metrics.mean(f"reward/{name}", sum(values), len(values))
+
+
+def reward_value(details: Mapping[str, Json], name: str) -> float | None:
+    """The value of one reward of a sample, before weighting.
+
+    Args:
+        details: What the rewards said of the sample.
+        name: Of the reward.
+
+    Returns:
+        None where the reward failed or does not apply.
+    """
+    outcome = details.get(name)
+    value = outcome.get("value") if isinstance(outcome, Mapping) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def reward_inputs(
+    config: DatasetConfig, rows: Sequence[Mapping[str, Json]], texts: Sequence[str], truncated: Sequence[bool]
+) -> tuple[list[RewardInput], list[str | None]]:
+    """What rewards are given, and the source of each row.
+
+    Args:
+        config: Which columns mean what.
+        rows: Of the dataset, one for each response.
+        texts: The responses.
+        truncated: Which of them were cut.
+    """
+    inputs = [
+        RewardInput(
+            prompt=row.get(config.prompt),
+            response=text,
+            answer=row[config.answer] if config.answer else None,
+            row=row,
+            is_truncated=is_truncated,
+        )
+        for row, text, is_truncated in zip(rows, texts, truncated, strict=True)
+    ]
+    return inputs, [str(row[config.source]) if config.source else None for row in rows]
+
+
+def decode_responses(tokenizer: Tokenizer, responses: Sequence[Sequence[int]], recipe: Recipe) -> list[str]:
+    """Responses as text, without special tokens and without the stop text that ended them.
+
+    Args:
+        tokenizer: Of the policy.
+        responses: Token ids.
+        recipe: Names the stop texts.
+    """
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in responses]
+    for stop in recipe.rollout.stop:
+        texts = [text.partition(stop)[0] for text in texts]
+    return texts

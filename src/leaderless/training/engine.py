@@ -1,0 +1,91 @@
+"""What trains and scores a model, whatever it is sharded with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.transport import Group
+from leaderless.models.causal_lm import CausalLM, TokenOutputs
+from leaderless.training.micro_batches import MicroBatch
+
+TokenLoss = Callable[[TokenOutputs, MicroBatch], Tensor]
+"""The loss of a micro-batch, already weighted so that the sum over all micro-batches of all ranks is the loss. The
+global denominators are inside the weights, so that no engine divides by anything."""
+
+
+@dataclass(frozen=True)
+class UpdateInfo:
+    """What an optimiser step was like.
+
+    Attributes:
+        grad_norm: Global L2 norm of the gradient before clipping.
+        learning_rate: That was used.
+    """
+
+    grad_norm: float
+    learning_rate: float
+
+
+class TrainEngine(Protocol):
+    """One instance of a role's model on the ranks of a layout. All of them call every method together."""
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold this instance."""
+
+    @property
+    def policy_version(self) -> int:
+        """Optimiser steps behind the weights."""
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """Cut a batch for this engine's memory bound; as many micro-batches on every rank.
+
+        Args:
+            batch: Has `prompt_tokens`, `tokens` and `response_mask`.
+        """
+
+    def log_probs(self, batch: Batch, temperature: float) -> Jagged:
+        """Log-probabilities of the sampled tokens, float32, without gradient.
+
+        Args:
+            batch: Has `prompt_tokens`, `tokens` and `response_mask`.
+            temperature: Logits are divided by it.
+        """
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], token_loss: TokenLoss, temperature: float) -> None:
+        """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
+
+        Args:
+            micro_batches: As many on every rank.
+            token_loss: Of each; see `TokenLoss`.
+            temperature: Logits are divided by it.
+        """
+
+    def optimizer_step(self) -> UpdateInfo:
+        """Clip the gradient, change the weights and clear the gradient.
+
+        Raises:
+            RuntimeError: The gradient is not finite; weights are unchanged.
+        """
+
+    def unsharded(self) -> AbstractContextManager[CausalLM]:
+        """The module with whole weights on every rank, for generation."""
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by its name in `transformers`, whole, on every rank, one at a time."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and optimiser as named tensors, sharded as they are; written to in place when loaded."""
+
+    def state_loaded(self, policy_version: int) -> None:
+        """Take note that the tensors of `state` have been written to.
+
+        Args:
+            policy_version: Of what was loaded.
+        """

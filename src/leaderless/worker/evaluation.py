@@ -1,0 +1,138 @@
+"""Accuracy on held-out prompts, on all ranks of a model at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from leaderless.rewards.pool import Graded
+
+from leaderless.algorithms import majority_is_correct, pass_at_k
+from leaderless.config import Recipe
+from leaderless.data.dataloader import Dataset
+from leaderless.data.encode import Tokenizer
+from leaderless.data.ids import make_sample_ids
+from leaderless.observability.metrics import Metrics
+from leaderless.planner import Layout, Plan, RoleInstance
+from leaderless.rollout.engine import Request, SamplingParams
+from leaderless.stages.context import Grader, ModelRole
+from leaderless.stages.reward import decode_responses, reward_inputs, reward_value
+
+EVALUATION_SEED_OFFSET = 1 << 31
+"""Recipes' seeds are smaller, so evaluation never samples with the noise of training."""
+
+
+def evaluated_instance(plan: Plan) -> RoleInstance:
+    """The model that answers held-out prompts: the first that generates, else the first that is trained.
+
+    Args:
+        plan: Of the run.
+    """
+    generating = [instance for instance in plan.instances if instance.generates]
+    trained = [instance for instance in plan.instances if instance.is_trained]
+    return (generating or trained or list(plan.instances))[0]
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Answers held-out prompts and grades the responses.
+
+    Attributes:
+        recipe: Its `evaluation` section says how.
+        dataset: Held-out prompts.
+        model: That answers.
+        layout: Its ranks, among which prompts are divided.
+        tokenizer: Of the model.
+        grade: Computes rewards.
+    """
+
+    recipe: Recipe
+    dataset: Dataset
+    model: ModelRole
+    layout: Layout
+    tokenizer: Tokenizer
+    grade: Grader
+
+    def run(self, progress: Callable[[float], None]) -> dict[str, float]:
+        """Evaluate. All ranks of the layout call it together.
+
+        Args:
+            progress: Told a fraction between 0 and 1.
+
+        Returns:
+            `eval/mean@k`, and for several responses to a prompt `eval/pass@k` and `eval/maj@k`; `eval/failed` counts
+            the responses that could not be graded and are left out.
+        """
+        config, group = self.recipe.evaluation, self.model.train_engine.group
+        rows = self.dataset.rows[: config.max_prompts].tolist()
+        shard = self.layout.shard_of(group.rank)
+        mine = rows[len(rows) * shard // self.layout.dp : len(rows) * (shard + 1) // self.layout.dp]
+        graded = self._answer(mine, progress)
+        k = config.responses_per_prompt
+        metrics = Metrics()
+        powers = [j for j in (2**e for e in range(1, 12)) if j <= k]
+        for name in ("mean", *(f"pass@{j}" for j in powers), "maj"):
+            metrics.mean(name, 0.0, 0)
+        metrics.total("failed", 0)
+        for index in range(len(mine)):
+            self._score(graded[index * k : (index + 1) * k], powers, metrics)
+        numbers = metrics.reduce(group)
+        names = {"mean": f"mean@{k}", "maj": f"maj@{k}"}
+        return {
+            f"eval/{names.get(name, name)}": value
+            for name, value in numbers.items()
+            if k > 1 or name in {"mean", "failed"}
+        }
+
+    def _answer(self, rows: Sequence[int], progress: Callable[[float], None]) -> list[Graded]:
+        """The graded responses to some rows, those to one row side by side."""
+        config, done = self.recipe.evaluation, 0
+        k = config.responses_per_prompt
+        batch = self.dataset.batch(rows, rows)
+        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(rows)))
+        prompts = batch.jagged("prompt_tokens").to_lists()
+        requests = [Request(prompt, ids[i * k : (i + 1) * k].tolist()) for i, prompt in enumerate(prompts)]
+        rollout = self.recipe.rollout
+        params = SamplingParams(
+            config, rollout.max_response_tokens, rollout.stop, self.recipe.seed + EVALUATION_SEED_OFFSET
+        )
+
+        def report(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done / len(ids))
+
+        assert self.model.rollout_engine is not None
+        with self.model.train_engine.unsharded():
+            groups = self.model.rollout_engine.generate(requests, params, report)
+        completions = [completion for group in groups for completion in group]
+        texts = decode_responses(self.tokenizer, [c.tokens for c in completions], self.recipe)
+        data = self.recipe.data.evaluation
+        assert data is not None
+        values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
+        return self.grade(*reward_inputs(data, values, texts, [c.is_truncated for c in completions]))
+
+    def _score(self, graded: Sequence[Graded], powers: Sequence[int], metrics: Metrics) -> None:
+        """Add one prompt's responses to the measures."""
+        config = self.recipe.evaluation
+        metric = config.metric or self.recipe.reward.main()
+        assert metric is not None
+        valid = [g for g in graded if g.is_valid]
+        metrics.total("failed", len(graded) - len(valid))
+        if not valid:
+            return
+        correct = [(reward_value(g.details, metric) or 0.0) >= config.correct_at for g in valid]
+        metrics.mean("mean", sum(correct) / len(correct), 1)
+        for k in powers:
+            if k <= len(correct):
+                metrics.mean(f"pass@{k}", pass_at_k(len(correct), sum(correct), k), 1)
+        answers = [_answer_of(g, metric) for g in valid]
+        if any(answer is not None for answer in answers):
+            metrics.mean("maj", majority_is_correct(answers, correct), 1)
+
+
+def _answer_of(graded: Graded, metric: str) -> str | None:
+    outcome = graded.details.get(metric)
+    answer = outcome.get("answer") if isinstance(outcome, Mapping) else None
+    return answer if isinstance(answer, str) else None

@@ -1,0 +1,49 @@
+"""A checkpoint's model in the form that other software loads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from leaderless.worker.checkpoint import read_state
+
+
+def export_model(checkpoint: Path, role: str, out: Path) -> Path:
+    """Put the shards of a checkpoint together and write a Hugging Face folder.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        role: Whose weights.
+        out: The folder to write; it may exist if it is empty.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: The checkpoint has no such role, or `out` holds something.
+    """
+    read_state(checkpoint)
+    source = checkpoint / role
+    if not source.is_dir():
+        roles = ", ".join(sorted(path.name for path in checkpoint.iterdir() if path.is_dir()))
+        raise ValueError(f"checkpoint {checkpoint} has no role '{role}' (there are: {roles})")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"folder {out} is not empty: name another one")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+    weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=True)
+    if (source / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(source).save_pretrained(partial)
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)
+    return out

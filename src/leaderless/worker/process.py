@@ -1,0 +1,154 @@
+"""What a worker process does: builds its part of a run, trains or evaluates, and cleans up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from leaderless.planner.picture import draw_plan
+from leaderless.rewards.pool import RewardPool
+
+from leaderless.config import Recipe, dump_recipe
+from leaderless.config.data import DatasetConfig
+from leaderless.data.dataloader import Dataset, open_dataset
+from leaderless.data.encode import RowEncoder, Tokenizer
+from leaderless.data.sources import open_source
+from leaderless.data.transport import Transport
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.observability.console import Display
+from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.planner import Plan, RoleInstance
+from leaderless.stages.context import Grader
+from leaderless.worker.checkpoint import load_checkpoint
+from leaderless.worker.evaluation import Evaluator, evaluated_instance
+from leaderless.worker.join import join_workers
+from leaderless.worker.place import Place
+from leaderless.worker.roles import Roles
+from leaderless.worker.worker import Worker
+
+
+def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> None:
+    """Be one worker of a training run.
+
+    Args:
+        recipe: What the user set.
+        plan: The same on every worker.
+        place: Of this worker.
+        display: What a person sees.
+    """
+    directory = RunDirectory.of(recipe)
+    with ExitStack() as stack:
+        rewards = _start_rewards(recipe, stack)
+        transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s))
+        if place.rank == 0:
+            write_description(directory, recipe, plan)
+        parts = _Builder(recipe, plan, transport, device, display)
+        evaluator = None
+        if recipe.evaluation.every_steps:
+            evaluator = parts.evaluator(rewards.grade)
+        worker = Worker(
+            recipe=recipe,
+            plan=plan,
+            transport=transport,
+            roles=parts.roles,
+            dataset=parts.open(recipe.data.train, "data.train"),
+            evaluator=evaluator,
+            tokenizer=parts.tokenizer,
+            grade=rewards.grade,
+            directory=directory,
+            display=display,
+        )
+        try:
+            worker.run()
+        finally:
+            display.stop()
+
+
+def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpoint: Path | None) -> dict[str, float]:
+    """Be one worker of an evaluation.
+
+    Args:
+        recipe: What the user set.
+        plan: Of a workflow that only answers.
+        place: Of this worker.
+        display: What a person sees.
+        checkpoint: Whose weights answer; those that the recipe names when None.
+
+    Returns:
+        The scores, on every rank.
+    """
+    with ExitStack() as stack:
+        rewards = _start_rewards(recipe, stack)
+        transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s))
+        parts = _Builder(recipe, plan, transport, device, display)
+        if checkpoint is not None:
+            answering = parts.instance
+            load_checkpoint(checkpoint, {answering.role: parts.roles.engines[answering.role, answering.layout.ranks]})
+        evaluator = parts.evaluator(rewards.grade)
+        assert evaluator is not None, "every rank answers"
+        display.start(1, 0)
+        try:
+            return evaluator.run(lambda fraction: display.activity("evaluate", fraction))
+        finally:
+            display.stop()
+
+
+class _Builder:
+    """Makes the parts of a worker from the recipe."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, transport: Transport, device: torch.device, display: Display
+    ) -> None:
+        self.recipe, self.plan, self.transport, self.display = recipe, plan, transport, display
+        self.instance: RoleInstance = evaluated_instance(plan)
+        config = recipe.model_of(self.instance.role)
+        assert config is not None
+        display.say(f"loading [bold]{config.path}[/]")
+        self.tokenizer: Tokenizer = load_tokenizer(config, self.instance.role)
+        self.roles = Roles(recipe, plan, transport, device, self.tokenizer)
+
+    def open(self, config: DatasetConfig, key: str) -> Dataset:
+        """The usable rows of a dataset."""
+        encoder = RowEncoder(self.tokenizer, config, key)
+        dataset = open_dataset(
+            open_source(config, key), encoder, self.recipe, self.transport.world, self._progress(config.path)
+        )
+        self.display.say(f"{key}: {len(dataset.rows):,} rows of [bold]{config.path}[/]")
+        return dataset
+
+    def _progress(self, path: str) -> Callable[[int], None]:
+        def report(count: int) -> None:
+            self.display.activity(f"reading {path}: {count:,} rows")
+
+        return report
+
+    def evaluator(self, grade: Grader) -> Evaluator | None:
+        """What evaluates on this rank, if it holds the model that answers. All ranks call it together."""
+        data = self.recipe.data.evaluation
+        assert data is not None, "checked when the recipe was read"
+        dataset = self.open(data, "data.evaluation")
+        if self.transport.rank not in self.instance.layout:
+            return None
+        model = self.roles.of(self.instance.role, self.instance.layout)
+        return Evaluator(self.recipe, dataset, model, self.instance.layout, self.tokenizer, grade)
+
+
+def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan) -> None:
+    """Write what a run is made of: the resolved recipe, the plan and its picture.
+
+    Args:
+        directory: Of the run.
+        recipe: What the user set.
+        plan: What the planner made of it.
+    """
+    write_atomically(directory.config, dump_recipe(recipe))
+    write_atomically(directory.plan, json.dumps(plan.to_json(), indent=1))
+    write_atomically(directory.picture, draw_plan(plan))
+
+
+def _start_rewards(recipe: Recipe, stack: ExitStack) -> RewardPool:
+    """The processes that compute rewards beside this worker."""
+    return stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes))

@@ -1,0 +1,119 @@
+"""The models of a rank: one instance for each role and layout that it takes part in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from leaderless.config import Recipe, RecipeError
+from leaderless.data.encode import Tokenizer
+from leaderless.data.transport import Transport
+from leaderless.models.causal_lm import CausalLM, load_causal_lm
+from leaderless.models.tokenizer import end_tokens
+from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
+from leaderless.rollout.native import NativeEngine
+from leaderless.stages.context import ModelRole
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.weight_sync import sync_weights
+
+InstanceKey = tuple[str, tuple[int, ...]]
+"""Role and ranks."""
+
+
+class Roles:
+    """The models that this rank holds a part of."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, transport: Transport, device: torch.device, tokenizer: Tokenizer
+    ) -> None:
+        """Load and shard the models.
+
+        Args:
+            recipe: Names them.
+            plan: Says which ranks hold them.
+            transport: Has a group for the ranks of each.
+            device: Of this rank.
+            tokenizer: Of the policy.
+        """
+        self.recipe, self.plan, self.transport = recipe, plan, transport
+        self.device, self.tokenizer = device, tokenizer
+        self.engines: dict[InstanceKey, FsdpEngine] = {}
+        self._models: dict[InstanceKey, ModelRole] = {}
+        for instance in plan.instances:
+            if transport.rank in instance.layout:
+                self._add(instance)
+
+    def _add(self, instance: RoleInstance) -> None:
+        config = self.recipe.model_of(instance.role)
+        assert config is not None
+        model = load_causal_lm(config, instance.role)
+        check_vocabulary(model, self.tokenizer, instance.role)
+        engine = FsdpEngine(
+            model,
+            config,
+            self.transport.group(instance.layout.ranks),
+            self.device,
+            self.recipe.batch.micro_batch_tokens,
+            optimizer=self.recipe.optimizer_of(instance.role) if instance.is_trained else None,
+            num_updates=self.plan.batch.optimizer_steps,
+        )
+        generator = NativeEngine(
+            engine.model,
+            self.tokenizer,
+            end_tokens(config, self.tokenizer),
+            self.recipe.rollout.max_sequences,
+            self.device,
+        )
+        key = (instance.role, instance.layout.ranks)
+        self.engines[key], self._models[key] = engine, ModelRole(engine, generator)
+
+    def of(self, role: str, layout: Layout) -> ModelRole:
+        """The instance of a role on a layout.
+
+        Args:
+            role: Of a node.
+            layout: Of the node.
+        """
+        return self._models[role, layout.ranks]
+
+    def trained(self) -> Mapping[str, FsdpEngine]:
+        """The trained instances that this rank holds a part of, by role, in the plan's order."""
+        return {
+            instance.role: self.engines[instance.role, instance.layout.ranks]
+            for instance in self.plan.instances
+            if instance.is_trained and self.transport.rank in instance.layout
+        }
+
+    def sync(self, action: SyncWeights) -> None:
+        """Bring new weights to a serving instance. All ranks of both layouts call it together.
+
+        Args:
+            action: The entry of the chain.
+        """
+        source = self.engines.get((action.role, action.source_layout.ranks))
+        target = self.engines.get((action.role, action.target_layout.ranks))
+        sync_weights(action, self.transport.group(action.ranks), source, target)
+
+    def sync_all(self) -> None:
+        """Bring the trained weights to every serving instance, as after a checkpoint has been loaded."""
+        for action in self.plan.schedule:
+            if isinstance(action, SyncWeights) and self.transport.rank in action.ranks:
+                self.sync(action)
+
+
+def check_vocabulary(model: CausalLM, tokenizer: Tokenizer, role: str) -> None:
+    """Refuse a model that has no embedding for some of the tokenizer's tokens.
+
+    Args:
+        model: Of the role.
+        tokenizer: Of the policy.
+        role: For the error.
+    """
+    rows = model.model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise RecipeError.at(
+            f"models.{role}",
+            f"has embeddings for {rows} tokens, but the policy's tokenizer has {len(tokenizer)}: "
+            "all roles must share one tokenizer",
+        )

@@ -1,0 +1,232 @@
+"""One rank of a run: walks its chain step by step."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from leaderless.config import Recipe
+from leaderless.data.databuffer import Databuffer
+from leaderless.data.dataloader import Dataloader, Dataset
+from leaderless.data.encode import Tokenizer
+from leaderless.data.transport import Transport
+from leaderless.observability.console import Display
+from leaderless.observability.metrics import Metrics
+from leaderless.observability.run_directory import RunDirectory, list_checkpoints
+from leaderless.observability.step_log import StepLog
+from leaderless.observability.trace import Tracer
+from leaderless.planner import Action, Load, Plan, Reshard, Run, SyncWeights, format_ranks
+from leaderless.stages.context import Grader, StageContext
+from leaderless.worker.checkpoint import CheckpointWriter, RunState, load_checkpoint
+from leaderless.worker.evaluation import Evaluator, evaluated_instance
+from leaderless.worker.nodes import load_stages
+from leaderless.worker.roles import Roles
+from leaderless.worker.stop import StopRequest
+
+
+@dataclass
+class Worker:
+    """Everything that one rank needs to train.
+
+    Attributes:
+        recipe: What the user set.
+        plan: The same on every rank.
+        transport: Has all groups of the plan.
+        roles: The models.
+        dataset: Training prompts.
+        evaluator: Held-out prompts, on ranks that hold the model that answers them.
+        tokenizer: Of the policy.
+        grade: Computes rewards.
+        directory: Of the run.
+        display: What a person sees, on the first rank.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    transport: Transport
+    roles: Roles
+    dataset: Dataset
+    evaluator: Evaluator | None
+    tokenizer: Tokenizer
+    grade: Grader
+    directory: RunDirectory
+    display: Display
+    step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.rank = self.transport.rank
+        self.chain = self.plan.chain(self.rank)
+        self.stages = load_stages(self.plan, self.rank)
+        self.buffer = Databuffer(self.plan, self.transport)
+        self.loaders = {
+            action: Dataloader(self.dataset, self.recipe, action.layout.shard_of(self.rank), action.layout.dp)
+            for action in self.chain
+            if isinstance(action, Load)
+        }
+        trace = self.directory.traces / f"rank-{self.rank}.json" if self.recipe.run.trace_steps else None
+        self.tracer = Tracer(trace, self.rank)
+        self.pools = list(dict.fromkeys(self.plan.ranks_of(action) for action in self.plan.schedule))
+        self.metrics = {ranks: Metrics() for ranks in self.pools if self.rank in ranks}
+        self.log = StepLog(self.directory, enable_tensorboard=self.recipe.run.tensorboard) if self.rank == 0 else None
+        self._seconds_before = 0.0
+        self._begin = time.monotonic()
+
+    def run(self) -> None:
+        """Train to the last step, or until a signal asks to stop; the last state is written as a checkpoint."""
+        self._resume()
+        stop = StopRequest()
+        self.display.start(self.recipe.steps, self.step)
+        if self.step == 0:
+            self._log(self._evaluate())
+        is_stopping = False
+        while self.step < self.recipe.steps and not is_stopping:
+            numbers = self.run_step()
+            self._log(numbers | self._evaluate())
+            is_stopping = self._agree_to_stop(stop)
+            self._checkpoint(is_stopping=is_stopping)
+        self.display.stop()
+        self.tracer.close()
+        if self.log is not None:
+            self.log.close()
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one."""
+        checkpoints = list_checkpoints(self.directory.checkpoints)
+        if not checkpoints:
+            return
+        state = load_checkpoint(checkpoints[-1], self.roles.trained())
+        self.roles.sync_all()
+        self.step, self._seconds_before = state.step, state.time_s
+        for loader in self.loaders.values():
+            loader.position = state.data_position
+        if self.rank == 0:
+            self.directory.forget_after(state.step)
+        self.display.say(f"going on from step {state.step} ([bold]{checkpoints[-1]}[/])")
+
+    def run_step(self) -> dict[str, float]:
+        """Walk the chain once.
+
+        Returns:
+            The step's numbers, on rank 0.
+        """
+        self.step += 1
+        begin = time.perf_counter()
+        for position, action in enumerate(self.chain):
+            self.display.activity(str(action))
+            with self.tracer.span(str(action), self.step):
+                self._execute(action)
+            self.buffer.release(position)
+        self.buffer.clear()
+        return self._reduce_metrics(time.perf_counter() - begin)
+
+    def _execute(self, action: Action) -> None:
+        try:
+            match action:
+                case Load():
+                    self.buffer.load(action, self.loaders[action].next())
+                case Run(name):
+                    self.buffer.put(name, self.stages[name](self.buffer.get(name), self._context(name)))
+                case Reshard():
+                    self.buffer.reshard(action)
+                case SyncWeights():
+                    self.roles.sync(action)
+        except Exception as error:
+            error.add_note(f"at step {self.step}, in {action}, on rank {self.rank}")
+            raise
+
+    def _context(self, name: str) -> StageContext:
+        node = self.plan[name]
+        return StageContext(
+            recipe=self.recipe,
+            node=node,
+            step=self.step,
+            group=self.transport.group(node.layout.ranks),
+            metrics=self.metrics[node.layout.ranks],
+            run_directory=self.directory,
+            tokenizer=self.tokenizer,
+            model=self.roles.of(node.node.role, node.layout) if node.node.role else None,
+            grade=self.grade,
+            progress=lambda fraction: self.display.activity(name, fraction),
+        )
+
+    def _reduce_metrics(self, seconds: float) -> dict[str, float]:
+        """Add up the numbers of each pool; rank 0 gets them all, for the log."""
+        spent = self.tracer.take_seconds()
+        for action in self.chain:
+            self.metrics[self.plan.ranks_of(action)].max(f"time/{action}", spent[str(action)])
+        numbers: dict[str, float] = {}
+        for ranks in self.pools:
+            reduced = self.metrics[ranks].reduce(self.transport.group(ranks)) if self.rank in ranks else {}
+            numbers |= self._bring_to_first(ranks, reduced)
+        self.metrics = {ranks: Metrics() for ranks in self.metrics}
+        if "throughput/tokens" in numbers:
+            numbers["throughput/tokens_per_s"] = numbers.pop("throughput/tokens") / seconds
+        epoch = self.step * self.recipe.batch.prompts_per_step / len(self.dataset.rows)
+        return {**numbers, "time/step": seconds, "data/epoch": epoch}
+
+    def _bring_to_first(self, ranks: tuple[int, ...], numbers: dict[str, float]) -> dict[str, float]:
+        """Numbers that some ranks agree on, brought to rank 0 by the first of them if it is not among them."""
+        world = self.transport.world
+        if 0 in ranks or self.rank not in {0, ranks[0]}:
+            return numbers
+        if self.rank == ranks[0]:
+            text = torch.frombuffer(bytearray(json.dumps(numbers).encode()), dtype=torch.uint8)
+            world.exchange({0: text}, [], "the log")
+            return numbers
+        message = world.exchange({}, [ranks[0]], f"the numbers of ranks {format_ranks(ranks)}")[ranks[0]]
+        received: dict[str, float] = json.loads(bytes(message.numpy()))
+        return received
+
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out accuracy, where this step asks for it."""
+        every = self.recipe.evaluation.every_steps
+        if not every or (self.step % every and self.step != self.recipe.steps):
+            return {}
+        numbers: dict[str, float] = {}
+        if self.evaluator is not None:
+            with self.tracer.span("evaluate", self.step):
+                numbers = self.evaluator.run(lambda fraction: self.display.activity("evaluate", fraction))
+            numbers["time/evaluate"] = self.tracer.take_seconds()["evaluate"]
+        return self._bring_to_first(evaluated_instance(self.plan).layout.ranks, numbers)
+
+    def _log(self, numbers: dict[str, float]) -> None:
+        if self.log is not None and numbers:
+            numbers = {"time_s": self._seconds(), **numbers}
+            self.log.write(self.step, numbers)
+            self.display.step(self.step, self.recipe.steps, numbers)
+        if self.step >= self.recipe.run.trace_steps:
+            self.tracer.close()
+
+    def _seconds(self) -> float:
+        """Seconds that the run has taken, earlier starts included."""
+        return self._seconds_before + time.monotonic() - self._begin
+
+    def _agree_to_stop(self, stop: StopRequest) -> bool:
+        """Whether any rank has been asked to stop, the same answer on all."""
+        asked = torch.tensor([int(stop.is_requested)])
+        return bool(self.transport.world.max(asked, "whether to stop"))
+
+    def _checkpoint(self, *, is_stopping: bool) -> None:
+        """Write a checkpoint where this step asks for one, and always at the end."""
+        every = self.recipe.checkpoint.every_steps
+        is_last = self.step == self.recipe.steps
+        if not (is_stopping or is_last or (every and self.step % every == 0)):
+            return
+        self.display.activity("checkpoint")
+        writer = CheckpointWriter(
+            self.directory.checkpoints,
+            self.roles.trained(),
+            self.transport.world,
+            self.tokenizer,
+            self.recipe.checkpoint.keep,
+        )
+        position = self.step * self.recipe.batch.prompts_per_step
+        with self.tracer.span("checkpoint", self.step):
+            path = writer.save(RunState(self.step, position, self._seconds()))
+        self.tracer.take_seconds()
+        if is_stopping and not is_last:
+            self.display.stop()
+            self.display.say(f"stopped after step {self.step}; the same command goes on from [bold]{path}")

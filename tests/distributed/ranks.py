@@ -1,0 +1,339 @@
+"""Runs functions of test modules on several ranks.
+
+The processes are started when they are first needed, import torch once, and stay for the whole test session; only the
+process group is made anew for each call. A test asks for the fixture `ranks` and calls
+
+    results = ranks.run(4, check_something, argument)
+
+where `check_something` is a function at the top level of a test module. It runs on each rank as under torch elastic:
+the environment names its rank, and the default process group (gloo) is ready. Arguments and results are pickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+MAX_WORLD_SIZE = 4
+START_S = 120.0
+"""Longest wait for a process to import torch."""
+GRACE_S = 0.2
+"""After a failure, time for other ranks to report theirs, so that the first can be told from its consequences."""
+
+Result = TypeVar("Result")
+
+
+class RankError(AssertionError):
+    """A function failed, died or hung on some rank."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What one rank shall do.
+
+    Attributes:
+        function: `module:function`.
+        args: What it is called with.
+        environment: What torch elastic would set.
+        timeout_s: Longest wait in a collective.
+        group: Name of the default process group in the store; empty to make none.
+    """
+
+    function: str
+    args: tuple[object, ...]
+    environment: Mapping[str, str]
+    timeout_s: float
+    group: str
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """How it went on one rank.
+
+    Attributes:
+        result: What the function returned.
+        error: The traceback; empty when it returned.
+        time_s: When it ended, on a clock that all processes share.
+    """
+
+    result: object
+    error: str
+    time_s: float
+
+
+class RankPool:
+    """Processes that play the ranks."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._workers: list[_Worker] = []
+        self._num_calls = 0
+        atexit.register(self.close)
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Result],
+        *args: object,
+        timeout_s: float = 60.0,
+        deadline_s: float = 90.0,
+        init_group: bool = True,
+    ) -> list[Result]:
+        """Call a function on every rank of a fresh process group.
+
+        Args:
+            world_size: Number of ranks, 1 to 4.
+            function: At the top level of a module.
+            *args: The same for every rank.
+            timeout_s: Longest wait in a collective of the default process group.
+            deadline_s: Longest that the call may take; then the ranks that have not returned are shown and ended.
+            init_group: Make the default process group; else the function may do so, from the environment.
+
+        Returns:
+            What the function returned, by rank.
+
+        Raises:
+            RankError: It failed on some rank. All processes have been ended; the next call starts new ones.
+        """
+        __tracebackhide__ = True
+        if not 1 <= world_size <= MAX_WORLD_SIZE:
+            raise ValueError(f"world_size={world_size}: must be 1 to {MAX_WORLD_SIZE}")
+        name = f"{function.__module__}:{function.__qualname__}"
+        if "<" in name:
+            raise ValueError(f"{name} must be at the top level of its module, to be found by name in other processes")
+        try:
+            self._start(world_size)
+            self._num_calls += 1
+            # A function that makes the group itself uses plain keys, so it needs a store without those of others.
+            store = self._store if init_group else _make_store()
+            group = f"call {self._num_calls}" if init_group else ""
+            for rank, worker in enumerate(self._workers[:world_size]):
+                worker.send(_Task(name, args, _environment(rank, world_size, store.port), timeout_s, group))
+            answers = self._collect(name, world_size, deadline_s)
+            for worker in self._workers[:world_size]:
+                worker.send(None)
+        except BaseException:
+            self._kill()
+            raise
+        return [answer.result for answer in answers]  # type: ignore[misc]
+
+    def close(self) -> None:
+        """End all processes, and what they have started."""
+        self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        atexit.unregister(self.close)
+
+    @cached_property
+    def _store(self) -> TCPStore:
+        """Where ranks find each other."""
+        return _make_store()
+
+    def _start(self, world_size: int) -> None:
+        """Start processes as long as there are too few."""
+        port = self._store.port
+        new = [_Worker.start(self._folder / f"{rank}.txt", port) for rank in range(len(self._workers), world_size)]
+        self._workers += new
+        for worker in new:
+            if not worker.connection.poll(START_S):
+                raise RankError(f"a process did not start within {START_S:.0f} s")
+            worker.connection.recv_bytes()
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+
+    def _collect(self, name: str, world_size: int, deadline_s: float) -> list[_Answer]:
+        __tracebackhide__ = True
+        rank_of = {worker.connection: rank for rank, worker in enumerate(self._workers[:world_size])}
+        answers: dict[int, _Answer] = {}
+        end = time.monotonic() + deadline_s
+        while len(answers) < world_size:
+            has_failed = any(answer.error for answer in answers.values())
+            missing = [connection for connection, rank in rank_of.items() if rank not in answers]
+            ready = wait(missing, GRACE_S if has_failed else max(0.0, end - time.monotonic()))
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = rank_of[connection]
+                answers[rank] = self._workers[rank].receive()
+            if not ready:
+                break
+        failed = sorted((answer.time_s, rank) for rank, answer in answers.items() if answer.error)
+        if failed:
+            first = failed[0][1]
+            others = [rank for _, rank in failed[1:]]
+            later = f" (then on {_ranks(others)})" if others else ""
+            raise RankError(f"{name} failed on rank {first} of {world_size}{later}:\n{answers[first].error}")
+        hung = [rank for rank in range(world_size) if rank not in answers]
+        if hung:
+            stacks = "".join(f"\nrank {rank}:\n{self._workers[rank].stacks()}" for rank in hung)
+            raise RankError(f"{name} did not return within {deadline_s:g} s on {_ranks(hung)} of {world_size}:{stacks}")
+        return [answers[rank] for rank in range(world_size)]
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """One process, seen from outside.
+
+    Attributes:
+        process: Leads a process group of its own, so that what it starts ends with it, and Ctrl-C reaches only the
+            test session.
+        connection: To send tasks and get answers.
+        stack_file: Where it writes its threads' stacks when asked to.
+    """
+
+    process: SpawnProcess
+    connection: Connection
+    stack_file: Path
+
+    @classmethod
+    def start(cls, stack_file: Path, port: int) -> _Worker:
+        context = multiprocessing.get_context("spawn")
+        connection, inner = context.Pipe()
+        process = context.Process(target=_serve, args=(inner, str(stack_file), port))
+        process.start()
+        inner.close()
+        return cls(process, connection, stack_file)
+
+    def send(self, task: _Task | None) -> None:
+        self.connection.send_bytes(pickle.dumps(task))
+
+    def receive(self) -> _Answer:
+        try:
+            answer = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.process.join(START_S)
+            return _Answer(None, f"the process ended with exit code {self.process.exitcode}", 0.0)
+        assert isinstance(answer, _Answer)
+        return answer
+
+    def stacks(self) -> str:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(GRACE_S)
+        return self.stack_file.read_text()
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        with suppress(ProcessLookupError, PermissionError):  # it may have ended, or not lead its group yet
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _make_store() -> TCPStore:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torch elastic sets for a worker whose agent holds the store."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _serve(connection: Connection, stack_file: str, port: int) -> None:
+    """The life of one process."""
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with Path(stack_file).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        import torch
+        from torch.distributed import TCPStore
+
+        torch.set_num_threads(1)
+        # One connection serves all calls: where names are slow to resolve, each new one may take seconds.
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        connection.send_bytes(b"ready")
+        with suppress(EOFError):
+            while True:
+                task = pickle.loads(connection.recv_bytes())
+                if isinstance(task, _Task):
+                    connection.send_bytes(_answer(task, store))
+                else:
+                    _leave_group()
+
+
+def _end_with_parent() -> None:
+    """Even when the test session is killed, nothing stays behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answer(task: _Task, store: TCPStore) -> bytes:
+    """Run a task; the process group stays until all ranks have answered, so that none pulls it from under another."""
+    import torch
+    from torch import distributed
+
+    os.environ.update(task.environment)
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        module, _, function = task.function.partition(":")
+        run = getattr(import_module(module), function)
+        if task.group:
+            distributed.init_process_group(
+                "gloo",
+                store=distributed.PrefixStore(task.group, store),
+                rank=int(task.environment["RANK"]),
+                world_size=int(task.environment["WORLD_SIZE"]),
+                timeout=timedelta(seconds=task.timeout_s),
+            )
+        return pickle.dumps(_Answer(run(*task.args), "", time.monotonic()))
+    except BaseException:  # noqa: BLE001  (whatever it is, the test session shows it)
+        return pickle.dumps(_Answer(None, traceback.format_exc(), time.monotonic()))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _leave_group() -> None:
+    """Undo what a task has changed."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    for name in _environment(0, 1, 0):
+        os.environ.pop(name, None)

@@ -1,0 +1,214 @@
+"""The databuffer between ranks: rows, bytes, groups, prompts, versions and traffic."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, example, given, note, settings
+from tests.distributed.ranks import RankPool
+from tests.distributed.user_stages import Loop, prompts_of, recipe_of, short_workflow, whole_workflow
+from tests.distributed.walks import Case, Step, Truth, cases, plan_of, walk
+
+from leaderless.config import Json
+from leaderless.data import transport
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.ids import SIBLING_BITS, make_sample_ids
+from leaderless.data.wire import pack
+from leaderless.planner import Cluster, Reshard, make_plan
+
+SPLIT_GROUPS = Case(
+    4,
+    (
+        Step("expand", (0, 1), 2, {"prompt_tokens": "data", "rows": "data"}, ("tokens", "notes"), False),
+        Step("filter", (0, 1, 2), 3, {"tokens": "n0", "rows": "n0"}, ("group_id",), False),
+        Step("same", (1, 3), 1, {"tokens": "n1"}, ("scores",), False),
+        Step("same", (0, 1, 2, 3), 4, {"scores": "n2"}, ("tokens",), True),
+        Step("same", (0, 1, 2, 3), 2, {"tokens": "n3", "rows": "n1", "group_id": "n1"}, (), True),
+    ),
+    num_prompts=11,
+    spread="random",
+    seed=1,
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    # A failure ends the processes; each of hundreds of attempts to shrink it would start new ones.
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(case=cases())
+@example(case=SPLIT_GROUPS)
+def test_every_row_and_byte_arrives_over_any_chain_of_layouts(ranks: RankPool, case: Case) -> None:
+    note("\n".join(map(str, plan_of(case).schedule)))
+    first, second = zip(*ranks.run(case.world_size, walk, case, timeout_s=20, deadline_s=40), strict=True)
+    assert first == second  # the buffer is as good as new for the next step
+    truth = Truth(case)
+    rows = {"data": truth.prompts()}
+    for node in plan_of(case).nodes:
+        expected = rows[node.row_set]
+        rows.setdefault(node.row_set_after, truth.after(node.name, expected))
+        shards: dict[int, list[int]] = {}
+        for rank in node.layout.ranks:
+            there = first[rank][node.name]
+            assert shards.setdefault(node.layout.shard_of(rank), there) == there, f"replicas of {node.name} differ"
+        assert sorted(row for shard in shards.values() for row in shard) == expected
+        if node.spec.needs_whole_groups and any(row >> SIBLING_BITS for row in expected):
+            groups = [{row >> SIBLING_BITS for row in shard} for shard in shards.values()]
+            assert sum(map(len, groups)) == len(set().union(*groups)), f"{node.name} got parts of groups"
+
+
+def walk_in_small_pieces(case: Case) -> None:
+    transport.MESSAGE_CHUNK_BYTES = 16
+    try:
+        walk(case)
+    finally:
+        transport.MESSAGE_CHUNK_BYTES = 1 << 28
+
+
+def test_long_messages_travel_in_pieces(ranks: RankPool) -> None:
+    ranks.run(4, walk_in_small_pieces, SPLIT_GROUPS)
+
+
+# A workflow of a user's own stages
+
+
+def collected(layout: dict[str, Json], world_size: int) -> list[dict[str, Json]]:
+    """What two steps collect on one rank; a shard's replicas collect the same."""
+    loop = Loop(recipe_of(layout), whole_workflow(), world_size)
+    for _ in range(2):
+        loop.step()
+        assert loop.buffer.num_bytes() == 0
+        loop.buffer.clear()
+    return loop.context.collected
+
+
+def in_order(results: list[list[dict[str, Json]]]) -> list[dict[str, Json]]:
+    rows = {str(sorted(row.items())): row for result in results for row in result}
+    return [rows[key] for key in sorted(rows)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, {}),
+        (4, {"sample": {"ranks": "0-1"}, "score": {"ranks": "2-3"}, "collect": {"ranks": "0-3"}}),
+        (4, {"sample": {"tp": 2}, "score": {"ranks": "1-3", "tp": 3}, "centre": {"ranks": "0,3"}}),
+        (3, {"sample": {"ranks": "0"}, "look": {"ranks": "1"}, "double": {"ranks": "2"}, "positive": {"ranks": "0-2"}}),
+        (4, {"double": {"tp": 4}, "centre": {"dp": 2, "cp": 2}, "positive": {"dp": 4}, "collect": {"ranks": "3"}}),
+    ],
+)
+def test_results_do_not_depend_on_the_layout(ranks: RankPool, world_size: int, layout: dict[str, Json]) -> None:
+    alone = ranks.run(1, collected, {}, 1)[0]
+    assert len(alone) == 2 * (48 + 22)  # 48 samples looked at, 22 better than their group, in each of two steps
+    assert {row["id"]: row["first score"] for row in alone if "first score" in row}.keys() >= {
+        row["id"] for row in alone if "centred" in row
+    }
+    assert in_order(ranks.run(world_size, collected, layout, world_size)) == in_order([alone])
+
+
+def test_both_versions_of_a_column_are_kept_for_their_readers(ranks: RankPool) -> None:
+    rows = ranks.run(1, collected, {}, 1)[0]
+    first = {row["id"]: row["first score"] for row in rows if "first score" in row}
+    second = {row["id"]: row["score"] for row in rows if "score" in row}
+    assert second
+    for row, value in second.items():
+        assert value == 2 * float(str(first[row]))
+
+
+def bytes_by_entry(layout: dict[str, Json], world_size: int) -> list[tuple[str, int]]:
+    """What a rank holds after each entry of its chain."""
+    loop = Loop(recipe_of(layout), whole_workflow(), world_size)
+    held: list[tuple[str, int]] = []
+    release = loop.buffer.release
+
+    def note_and_release(position: int) -> None:
+        release(position)
+        held.append((str(loop.plan.chain(loop.transport.rank)[position]), loop.buffer.num_bytes()))
+
+    loop.buffer.release = note_and_release  # type: ignore[method-assign]
+    loop.step()
+    return held
+
+
+def test_columns_are_freed_behind_their_last_reader(ranks: RankPool) -> None:
+    (entries,) = ranks.run(1, bytes_by_entry, {}, 1)
+    held = dict(entries)
+    ids = make_sample_ids(torch.arange(12).repeat_interleave(4), torch.arange(4).repeat(12))
+    tokens, scores = 8 * int((ids % 5).sum()), 4 * len(ids)
+    kept = held.pop("positive")
+    assert held == {
+        "load": 8 * sum(1 + place % 3 for place in range(12)),
+        "sample": tokens,  # the prompts' columns belong to the samples now, and `unread` was never kept
+        "score": tokens + scores,
+        "look": tokens + scores,
+        "double": tokens + scores,  # the first version is free
+        "centre": tokens + 2 * scores,
+        "collect": 0,
+    }
+    assert 0 < kept < held["centre"]  # only what the filter left
+
+
+# What travels
+
+
+def traffic_of(layout: dict[str, Json], last: str, world_size: int) -> tuple[int, int]:
+    """Bytes that a rank sends and receives to bring answers of equal length to the last node."""
+    loop = Loop(recipe_of(layout, prompts=64, responses=8), short_workflow(last), world_size)
+    loop.stages["sample"] = even_answers
+    loop.step()
+    return astuple(loop.transport.traffic())  # type: ignore[return-value]
+
+
+def even_answers(batch: Batch, context: object) -> Batch:
+    index = torch.arange(len(batch)).repeat_interleave(8)
+    ids = make_sample_ids(batch.ids[index], torch.arange(8).repeat(len(batch)))
+    tokens = Jagged(torch.arange(len(ids) * 32), torch.full((len(ids),), 32), "tokens")
+    return Batch(ids, {"tokens": tokens, "note": ("",) * len(ids), "unread": torch.zeros(len(ids))}, batch, index)
+
+
+@pytest.mark.parametrize(
+    ("sample", "last"),
+    [
+        ({"ranks": "0-1"}, {"ranks": "2-3"}),
+        ({"ranks": "0-1"}, {"ranks": "0-3"}),
+        ({"ranks": "0-3"}, {"ranks": "2-3"}),
+        ({"ranks": "0-3"}, {"ranks": "0-3", "tp": 2}),
+        ({"ranks": "0-3", "tp": 4}, {"ranks": "0-3", "dp": 2, "tp": 2}),
+        ({"ranks": "0-1", "tp": 2}, {"ranks": "2-3"}),
+        ({"ranks": "0-2"}, {"ranks": "1-3"}),
+        ({"ranks": "0-2", "tp": 3}, {"ranks": "3"}),
+    ],
+)
+def test_no_rank_moves_more_than_its_share(ranks: RankPool, sample: dict[str, Json], last: dict[str, Json]) -> None:
+    layout: dict[str, Json] = {"sample": sample, "last": last}
+    traffic = ranks.run(4, traffic_of, layout, "use_tokens", 4)
+    plan = make_plan(recipe_of(layout, prompts=64, responses=8), short_workflow("use_tokens"), Cluster(4))
+    (edge,) = (action for action in plan.schedule if isinstance(action, Reshard))
+    total = 64 * 8 * (8 + 8 + 8 + 8 * 32) + 64 * 8  # id, group and length of each row, its tokens; ids of prompts
+    source, target = edge.source_layout, edge.target_layout
+    for rank, (sent, received) in enumerate(traffic):
+        may_send = total * target.ranks_per_shard / len(source.ranks) if rank in source else 0
+        may_receive = total / target.dp if rank in target else 0
+        assert sent <= 1.1 * may_send, f"rank {rank} sent {sent} bytes"
+        assert received <= 1.1 * may_receive, f"rank {rank} received {received} bytes"
+    assert sum(sent for sent, _ in traffic) == sum(received for _, received in traffic)
+
+
+def test_ranks_that_have_the_rows_already_are_sent_none(ranks: RankPool) -> None:
+    layout: dict[str, Json] = {"sample": {"ranks": "0-3", "tp": 4}, "last": {"ranks": "0-3"}}
+    assert ranks.run(4, traffic_of, layout, "use_tokens", 4) == [(0, 0)] * 4
+
+
+def test_only_what_is_asked_for_travels_and_prompts_travel_once(ranks: RankPool) -> None:
+    layout: dict[str, Json] = {"sample": {"ranks": "0"}, "last": {"ranks": "1"}}
+    num_rows, prompts = 64 * 8, prompts_of(0, 64)
+    rows = 8 + num_rows * (8 + 8)  # how many, and the id and group of each
+    ids = 8 + 64 * 8
+    ((sent, _), (_, received)) = ranks.run(2, traffic_of, layout, "use_tokens", 2)
+    assert sent == received == rows + ids + num_rows * (8 + 8 * 32)
+    ((sent, _), (_, received)) = ranks.run(2, traffic_of, layout, "use_prompts", 2)
+    assert sent == received == rows + pack(prompts).numel()

@@ -1,0 +1,107 @@
+"""The assignment of rows to shards."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leaderless.data.balance import QUADRATIC_TOKENS, Int, assign, sequence_cost
+
+
+def ints(values: list[int]) -> Int:
+    return np.array(values, dtype=np.int64)
+
+
+def loads_of(costs: Int, owners: Int, num_shards: int) -> Int:
+    return np.bincount(owners, weights=costs, minlength=num_shards).astype(np.int64)
+
+
+def unit_costs(costs: Int, units: Int) -> Int:
+    return np.bincount(np.unique(units, return_inverse=True)[1], weights=costs).astype(np.int64)
+
+
+def test_cost_grows_with_the_square_of_long_sequences() -> None:
+    tokens = ints([0, 1, 1000, QUADRATIC_TOKENS])
+    assert sequence_cost(tokens).tolist() == [0, 1, 1040, 2 * QUADRATIC_TOKENS]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Int, Int, Int, int]:
+    num_shards = draw(st.integers(1, 9))
+    num_rows = draw(st.integers(0, 40))
+
+    def column(low: int, high: int) -> Int:
+        return ints(draw(st.lists(st.integers(low, high), min_size=num_rows, max_size=num_rows)))
+
+    return column(0, 1000), column(0, draw(st.integers(0, 40))), column(-1, num_shards - 1), num_shards
+
+
+@given(problems())
+def test_rows_are_divided_evenly_in_whole_units(problem: tuple[Int, Int, Int, int]) -> None:
+    costs, units, holders, num_shards = problem
+    owners = assign(costs, units, holders, num_shards)
+    assert owners.shape == costs.shape
+    assert ((owners >= 0) & (owners < num_shards)).all()
+    assert np.array_equal(owners, assign(costs, units, holders, num_shards))
+    for unit in np.unique(units):
+        assert len(set(owners[units == unit].tolist())) == 1
+    if len(costs):
+        mean = -(-int(costs.sum()) // num_shards)
+        assert loads_of(costs, owners, num_shards).max() <= mean + unit_costs(costs, units).max()
+
+
+@given(problems())
+def test_the_order_of_rows_does_not_matter(problem: tuple[Int, Int, Int, int]) -> None:
+    costs, _, holders, num_shards = problem
+    units = np.arange(len(costs), dtype=np.int64)
+    order = np.random.default_rng(0).permutation(len(costs))
+    owners = assign(costs, units, holders, num_shards)
+    assert np.array_equal(assign(costs[order], units[order], holders[order], num_shards), owners[order])
+
+
+def test_rows_stay_where_they_are_when_work_is_even() -> None:
+    holders = ints([0, 1, 2, 2, 1, 0])
+    assert assign(ints([5, 3, 1, 7, 5, 3]), np.arange(6), holders, 3).tolist() == holders.tolist()
+
+
+def test_only_what_is_over_moves() -> None:
+    owners = assign(ints([4, 4, 4, 4, 4, 4]), np.arange(6), ints([0, 0, 0, 0, 1, 1]), 2)
+    assert loads_of(ints([4] * 6), owners, 2).tolist() == [12, 12]
+    assert owners[4:].tolist() == [1, 1]
+    assert (owners != ints([0, 0, 0, 0, 1, 1])).sum() == 1
+
+
+def test_rows_that_no_shard_holds_are_spread() -> None:
+    owners = assign(ints([1] * 8), np.arange(8), ints([-1] * 8), 4)
+    assert np.bincount(owners).tolist() == [2, 2, 2, 2]
+
+
+def test_a_group_held_by_several_shards_comes_together() -> None:
+    owners = assign(ints([1] * 8), ints([0, 0, 1, 1, 2, 2, 3, 3]), ints([0, 1] * 4), 2)
+    assert owners[::2].tolist() == owners[1::2].tolist()
+    assert np.bincount(owners).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("keep_groups", [True, False])
+def test_a_large_step_is_assigned_within_seconds(keep_groups: bool) -> None:
+    num_rows, num_shards, group_size = 131_072, 1024, 8
+    random = np.random.default_rng(0)
+    costs = sequence_cost(random.lognormal(6.5, 0.8, num_rows).astype(np.int64).clip(1, 16_384))
+    units = np.arange(num_rows) // (group_size if keep_groups else 1)
+    holders = np.arange(num_rows) // (num_rows // num_shards)
+    begin = time.perf_counter()
+    owners = assign(costs, units, holders, num_shards)
+    seconds = time.perf_counter() - begin
+    loads = loads_of(costs, owners, num_shards)
+    before = loads_of(costs, holders, num_shards)
+    print(  # noqa: T201
+        f"{num_rows:,} rows to {num_shards:,} shards, groups {'whole' if keep_groups else 'split'}: {seconds:.2f} s, "
+        f"fullest shard {loads.max() / loads.mean():.4f} of the mean (was {before.max() / before.mean():.2f}), "
+        f"{(owners != holders).mean():.1%} of rows moved"
+    )
+    assert seconds < 10
+    assert loads.max() <= loads.mean() + 1 + unit_costs(costs, units).max()

@@ -1,0 +1,505 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+from tests.unit.recipes import make_recipe, only_problem, write_recipe
+
+from leaderless.config import Problem, Recipe, RecipeError, all_keys, dump_recipe, load_recipe, nearest
+from leaderless.config.layout import LayoutConfig
+from leaderless.config.rewards import RewardOptions
+
+
+def problems_of(path, overrides=()):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return caught.value.problems
+
+
+def problem_of(path, overrides=()):
+    (problem,) = problems_of(path, overrides)
+    return problem
+
+
+# What is written
+
+
+def test_a_recipe_reads_back_what_was_written(tmp_path):
+    recipe = load_recipe(write_recipe(tmp_path)).recipe
+    assert recipe.name == "tiny"
+    assert recipe.models["policy"].path == "some/model"
+    assert recipe.reward.options() == {"math": recipe.reward.math}
+    assert recipe.batch.responses_per_prompt == 8
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ({"models": {"policy": "a/b"}}, {"models": {"policy": {"path": "a/b"}}}),
+        ({"reward": {"math": 2}}, {"reward": {"math": {"weight": 2.0}}}),
+        ({"reward": {"exact_match": 0.5}}, {"reward": {"exact_match": {"weight": 0.5}}}),
+        ({"reward": {"my.module:f": 0.5}}, {"reward": {"my.module:f": {"weight": 0.5}}}),
+        ({"layout": {"policy": {"ranks": 3}}}, {"layout": {"policy": {"ranks": "3"}}}),
+    ],
+)
+def test_shorthand_means_the_long_form(short, long):
+    assert make_recipe(**short) == make_recipe(**long)
+
+
+def test_a_number_may_be_written_as_yaml_1_1_reads_it_as_text(tmp_path):
+    recipe = load_recipe(write_recipe(tmp_path, more="optimizer: {learning_rate: 1e-6}\n")).recipe
+    assert recipe.optimizer.learning_rate == 1e-6
+
+
+def test_a_recipe_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        make_recipe().steps = 5
+
+
+def test_the_reference_is_the_policy_unless_it_is_named():
+    recipe = make_recipe(models={"policy": "p"})
+    assert recipe.model_of("reference") == recipe.models["policy"]
+    assert recipe.model_of("critic") is None
+    recipe = make_recipe(models={"policy": "p", "reference": "r"})
+    assert recipe.model_of("reference").path == "r"
+
+
+def test_a_role_has_the_optimizer_of_the_recipe_unless_it_has_its_own():
+    own = {"path": "c", "optimizer": {"learning_rate": 1e-4}}
+    recipe = make_recipe(models={"policy": "p", "critic": own}, optimizer={"learning_rate": 1e-5})
+    assert recipe.optimizer_of("policy").learning_rate == 1e-5
+    assert recipe.optimizer_of("critic").learning_rate == 1e-4
+    assert recipe.optimizer_of("nobody").learning_rate == 1e-5
+
+
+def test_the_main_reward_has_the_largest_weight_and_is_the_first_in_a_tie():
+    assert make_recipe(reward={"math": 1, "exact_match": 2}).reward.main() == "exact_match"
+    assert make_recipe(reward={"exact_match": 1, "math": 1}).reward.main() == "math"
+    assert make_recipe(reward={}).reward.main() is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [("all", (0, 1, 2, 3)), ("2", (2,)), ("0-2", (0, 1, 2)), ("5,0-1,3", (0, 1, 3, 5)), ("3-3", (3,))],
+)
+def test_ranks_are_read_as_ranges(ranks, expected):
+    assert LayoutConfig(ranks=ranks).ranks_of(4) == expected
+
+
+@pytest.mark.parametrize(("ranks", "message"), [("3-1", "runs backwards"), ("0-2,2", "names a rank twice")])
+def test_ranks_that_make_no_sense_are_refused(ranks, message):
+    with pytest.raises(ValueError, match=message):
+        LayoutConfig(ranks=ranks).ranks_of(4)
+
+
+@pytest.mark.parametrize("ranks", ["", "a", "1-", "-1", "1,", "0.5"])
+def test_ranks_that_cannot_be_read_are_refused(ranks):
+    with pytest.raises(ValidationError, match="'0-3,8-11'"):
+        LayoutConfig(ranks=ranks)
+
+
+# What is wrong, and where
+
+
+def test_an_unknown_key_is_placed_and_the_nearest_is_named(tmp_path):
+    path = write_recipe(tmp_path, more="batch:\n  prompt_per_step: 4\n")
+    problem = problem_of(path)
+    assert problem == Problem("batch.prompt_per_step", "unknown key (did you mean 'prompts_per_step'?)", f"{path}:9")
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "hint"),
+    [
+        ("stepz: 3", "stepz", "did you mean 'steps'?"),
+        ("prompts_per_step: 3", "prompts_per_step", "did you mean 'batch.prompts_per_step'?"),
+        ("checkpoint: {zzz: 1}", "checkpoint.zzz", "known: every_steps, keep"),
+        ("layout: {policy: {ragns: 0}}", "layout.policy.ragns", "did you mean 'ranks'?"),
+        ("evaluation: {temprature: 1}", "evaluation.temprature", "did you mean 'temperature'?"),
+    ],
+)
+def test_an_unknown_key_gets_a_hint(tmp_path, more, key, hint):
+    problem = problem_of(write_recipe(tmp_path, more=more))
+    assert (problem.key, hint in problem.message) == (key, True), problem
+
+
+def test_an_unknown_option_of_a_model_or_reward_gets_a_hint(tmp_path):
+    path = write_recipe(tmp_path, ("{policy: some/model}", "{policy: {path: a, revison: b}}"))
+    assert "did you mean 'revision'?" in problem_of(path).message
+    path = write_recipe(tmp_path, ("{math: 1.0}", "{math: {wieght: 1}}"))
+    assert "did you mean 'weight'?" in problem_of(path).message
+    path = write_recipe(tmp_path, ("{math: 1.0}", "{'a.b:f': {wieght: 1}}"))
+    assert "did you mean 'weight'?" in problem_of(path).message
+
+
+def test_an_unknown_reward_is_placed_at_its_own_line(tmp_path):
+    path = write_recipe(tmp_path, ("{math: 1.0}", "\n  math: 1.0\n  formt: 1.0"))
+    problem = problem_of(path)
+    assert problem.place == f"{path}:8"
+    assert "reward.formt is no built-in reward (did you mean 'format'?)" in problem.message
+
+
+def test_all_problems_are_named_at_once(tmp_path):
+    path = write_recipe(tmp_path, ("steps: 3", "steps: 0"), ("name: tiny", "name: a b"), more="foo: 1\n")
+    assert {problem.place for problem in problems_of(path)} == {f"{path}:{line}" for line in (1, 7, 8)}
+
+
+def test_a_setting_that_must_be_given_is_named_with_its_section(tmp_path):
+    path = write_recipe(tmp_path, ("{path: rows.jsonl}", "{}"), ("steps: 3\n", ""))
+    missing = {(problem.key, problem.place) for problem in problems_of(path)}
+    assert missing == {("data.train.path", f"{path}:5"), ("steps", str(path))}
+    assert all("must be given" in problem.message for problem in problems_of(path))
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "rule"),
+    [
+        ("seed: x", "seed='x'", "must be a valid integer"),
+        ("seed: 1.5", "seed=1.5", "must be a valid integer"),
+        ("seed: yes", "seed=True", "must be a number"),
+        ("optimizer: {learning_rate: on}", "optimizer.learning_rate=True", "must be a number"),
+        ("optimizer: {learning_rate: .nan}", "optimizer.learning_rate=nan", "must be a finite number"),
+        ("evaluation: {max_prompts: true}", "evaluation.max_prompts=True", "must be a number"),
+        ("batch: {prompts_per_step: 0}", "batch.prompts_per_step=0", "must be greater than or equal to 1"),
+        ("batch: 4", "batch=4", "must be a section of settings"),
+        ("batch:", "batch=None", "must be a section of settings"),
+        ("layout: 4", "layout=4", "must be a section of settings"),
+        ("layout: {policy: 4}", "layout.policy=4", "must be a section of settings"),
+        ("layout: {policy: {ranks: 0,1}}", "layout.policy.1=1", "must be text"),
+        ("rollout: {stop: x}", "rollout.stop='x'", "must be a list"),
+        ("rollout: {stop: [x, 1]}", "rollout.stop.1=1", "must be a valid string"),
+        ("rollout: {engine: vllm}", "rollout.engine='vllm'", "must be 'native'"),
+        ("rollout: {top_p: 0}", "rollout.top_p=0", "must be greater than 0"),
+        ("checkpoint: {keep: [1]}", "checkpoint.keep", "must be a valid integer"),
+    ],
+)
+def test_a_wrong_value_is_shown_with_the_rule(tmp_path, more, key, rule):
+    path = write_recipe(tmp_path, more=more)
+    problem = problems_of(path)[-1]
+    assert (problem.key, problem.place) == (key, f"{path}:8")
+    assert rule in problem.message
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (("name: tiny", "name: a/b"), "must match pattern"),
+        (("name: tiny", "name: 2024-01-01"), "must be a valid string"),
+        (("workflow: grpo", "workflow: ' '"), "must name a workflow"),
+        (("some/model", "''"), "must have at least 1 character"),
+        (("{policy: some/model}", "{policy: 3}"), "must be a section of settings"),
+        (("{math: 1.0}", "{math: yes}"), "must be a section of settings"),
+        (("{math: 1.0}", "{format: 1.0}"), "must be given"),
+        (("{math: 1.0}", "{format: {pattern: '('}}"), "is no regular expression"),
+        (("rows.jsonl}", "rows.jsonl, template: chta}"), "must be 'auto', 'chat', 'plain' or a text with"),
+    ],
+)
+def test_a_value_that_breaks_a_rule_of_its_own_is_refused(tmp_path, change, rule):
+    assert rule in problem_of(write_recipe(tmp_path, change)).message
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "message"),
+    [
+        ("evaluation:\n  every_steps: 2\n", 9, "needs data.evaluation"),
+        ("evaluation:\n  metric: formt\n", 9, "evaluation.metric='formt' is not one of the recipe's rewards (math)"),
+        ("evaluation:\n  responses_per_prompt: 4\n", 9, "needs evaluation.temperature > 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tmp_path, more, line, message):
+    path = write_recipe(tmp_path, more=more)
+    problem = problem_of(path)
+    assert problem.place == f"{path}:{line}"
+    assert message in problem.message
+
+
+def test_evaluation_needs_a_reward(tmp_path):
+    path = write_recipe(
+        tmp_path, ("reward: {math: 1.0}\n", ""), ("rows.jsonl}", "rows.jsonl}\n  evaluation: {path: b}")
+    )
+    assert "needs a reward" in problem_of(path, ["evaluation.every_steps=1"]).message
+
+
+def test_a_key_written_twice_is_refused_in_any_section(tmp_path):
+    path = write_recipe(tmp_path, more="name: other\nbatch:\n  prompts_per_step: 1\n  prompts_per_step: 2\n")
+    assert [(problem.key, problem.place) for problem in problems_of(path)] == [
+        ("name", f"{path}:8"),
+        ("batch.prompts_per_step", f"{path}:11"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("a: [1\n", 2, "is not valid YAML"),
+        ("a: 1\n\tb: 2\n", 2, "is not valid YAML"),
+        ("a: !!python/object/apply:os.getcwd []\n", 1, "could not determine a constructor"),
+        ("? [a]\n: 1\n", 1, "unhashable key"),
+        ("a: 2024-13-45\n", None, "month must be in 1..12"),
+        ("a: \x00\n", None, "special characters are not allowed"),
+        ("- a\n", 1, "must be a mapping of sections"),
+        ("", 1, "must be a mapping of sections"),
+    ],
+)
+def test_what_is_no_yaml_mapping_is_refused(tmp_path, text, line, message):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    problem = problem_of(path)
+    assert problem.place == (f"{path}:{line}" if line else str(path))
+    assert message in problem.message
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    for path in (tmp_path / "missing.yaml", tmp_path):
+        assert problem_of(path).place == str(path)
+        assert "cannot be read" in problem_of(path).message
+    (tmp_path / "latin.yaml").write_bytes("name: grün\n".encode("latin-1"))
+    assert "'utf-8' codec can't decode" in problem_of(tmp_path / "latin.yaml").message
+
+
+# Overrides
+
+
+def test_overrides_are_applied_in_order_on_top_of_the_file(tmp_path):
+    path = write_recipe(tmp_path, more="batch: {prompts_per_step: 4}\n")
+    overrides = ["batch.prompts_per_step=8", "batch.prompts_per_step=16", "rollout.stop=[a, b]", "seed=3"]
+    recipe = load_recipe(path, overrides).recipe
+    assert recipe.batch.prompts_per_step == 16
+    assert recipe.rollout.stop == ("a", "b")
+    assert recipe.seed == 3
+
+
+def test_an_override_reaches_inside_a_shorthand(tmp_path):
+    path = write_recipe(tmp_path, ("{math: 1.0}", "{math: 2.0, 'my.module:f': 3.0}"))
+    overrides = ["models.policy.compute_dtype=bfloat16", "reward.math.timeout_s=1", "reward.my.module:f.timeout_s=2"]
+    recipe = load_recipe(path, overrides).recipe
+    assert (recipe.models["policy"].path, recipe.models["policy"].compute_dtype) == ("some/model", "bfloat16")
+    options = recipe.reward.options()
+    assert (options["math"].weight, options["math"].timeout_s) == (2.0, 1.0)
+    assert (options["my.module:f"].weight, options["my.module:f"].timeout_s) == (3.0, 2.0)
+
+
+def test_an_override_may_add_a_reward_of_ones_own(tmp_path):
+    recipe = load_recipe(write_recipe(tmp_path), ["reward.my.module:f=2"]).recipe
+    assert recipe.reward.options()["my.module:f"].weight == 2
+
+
+def test_the_place_of_a_wrong_override_is_the_override(tmp_path):
+    path = write_recipe(tmp_path, more="batch:\n  prompts_per_step: 4\n")
+    assert problem_of(path, ["batch.prompts_per_step=0"]).place == "override batch.prompts_per_step=0"
+    section = "batch={prompts_per_step: 0}"
+    assert problem_of(path, [section]).place == f"override {section}"
+    assert problem_of(path, ["evaluation.every_steps=1"]).place == "override evaluation.every_steps=1"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "must look like section.key=value"),
+        ("=3", "must look like section.key=value"),
+        ("batch..x=3", "must look like section.key=value"),
+        ("steps=[1", "the value is not valid YAML"),
+        ("steps=2024-13-45", "the value is not valid YAML"),
+        ("steps.x=3", "is 3, not a section"),
+        ("steps=x", "must be a valid integer"),
+    ],
+)
+def test_an_override_that_makes_no_sense_is_refused(tmp_path, override, message):
+    problem = problem_of(write_recipe(tmp_path), [override])
+    assert problem.place == f"override {override}"
+    assert message in problem.message
+
+
+def test_an_error_found_later_is_placed_in_the_recipe(tmp_path):
+    path = write_recipe(tmp_path, more="batch:\n  prompts_per_step: 4\n")
+    loaded = load_recipe(path, ["seed=1"])
+    places = {
+        "batch.prompts_per_step": f"{path}:9",
+        "batch.updates_per_step": f"{path}:8",
+        "seed": "override seed=1",
+        "nodes.reward.after": f"{path}:2",
+        "elsewhere": str(path),
+    }
+    for key, place in places.items():
+        assert only_problem(loaded.locate(RecipeError.at(key, "is wrong"))).place == place
+    already = RecipeError([Problem("seed", "is wrong", "there")])
+    assert only_problem(loaded.locate(already)).place == "there"
+
+
+def test_an_error_reads_place_key_and_rule():
+    error = RecipeError([Problem("a.b", "must be odd", "x.yaml:3"), Problem("", "must exist", "x.yaml")])
+    assert str(error) == "x.yaml:3: a.b: must be odd\nx.yaml: must exist"
+
+
+def test_the_nearest_name_is_found_or_all_are_listed():
+    assert nearest("stpes", ["steps", "seed"]) == " (did you mean 'steps'?)"
+    assert nearest("x", ["b", "a"]) == " (known: a, b)"
+    assert nearest("x", []) == " (known: none)"
+    assert nearest("xyz", [f"name{i}" for i in range(20)]) == ""
+
+
+# Writing it out
+
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,12}", fullmatch=True)
+words = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+texts = st.text(min_size=1, max_size=20)
+fractions = st.floats(0, 1, exclude_max=True)
+positive = st.floats(1e-12, 1e12)
+counts = st.integers(1, 10**6)
+
+
+def sections(**fields):
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+optimizers = sections(learning_rate=positive, beta1=fractions, schedule=st.sampled_from(["linear", "cosine"]))
+models = st.fixed_dictionaries(
+    {"path": texts},
+    optional={"revision": texts, "gradient_checkpointing": st.booleans(), "optimizer": st.none() | optimizers},
+)
+rewards = st.floats(-10, 10) | sections(
+    weight=st.floats(-10, 10), timeout_s=positive, sources=st.lists(texts, max_size=3)
+)
+own_rewards = st.dictionaries(
+    st.from_regex(r"[a-z]{1,4}(\.[a-z]{1,4})?:[a-z]{1,4}", fullmatch=True), rewards, max_size=2
+)
+layouts = sections(
+    ranks=st.sampled_from(["all", "0", "0-3,8"]), dp=counts, tp=counts, groups=st.sampled_from(["whole", "split"])
+)
+recipes = st.fixed_dictionaries(
+    {
+        "name": names,
+        "workflow": texts,
+        "models": st.dictionaries(texts, models | texts, max_size=3),
+        "data": st.fixed_dictionaries(
+            {"train": st.fixed_dictionaries({"path": texts}, optional={"answer": texts, "limit": counts})},
+            optional={"max_prompt_tokens": counts, "shuffle": st.booleans()},
+        ),
+        "steps": counts,
+    },
+    optional={
+        "seed": st.integers(0, 2**31 - 1),
+        "reward": st.builds(dict.__or__, sections(math=rewards, exact_match=rewards), own_rewards),
+        "batch": sections(prompts_per_step=counts, micro_batch_tokens=counts),
+        "rollout": sections(temperature=st.floats(0, 10), stop=st.lists(texts, max_size=3)),
+        "optimizer": optimizers,
+        "layout": st.dictionaries(words, layouts, max_size=3),
+        "run": sections(directory=texts, timeout_s=positive, tensorboard=st.booleans()),
+    },
+)
+
+
+@given(settings=recipes)
+def test_a_recipe_that_is_written_out_reads_back_equal(tmp_path_factory, settings):
+    assume(settings["workflow"].strip())
+    recipe = Recipe.model_validate(settings)
+    path = tmp_path_factory.getbasetemp() / "recipe.yaml"
+    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(path).recipe == recipe
+
+
+def test_a_recipe_is_written_out_with_every_default():
+    text = dump_recipe(make_recipe())
+    assert "responses_per_prompt: 8" in text
+    assert "learning_rate: 1.0e-06" in text
+
+
+# What editors and the reference of settings are made of
+
+
+def all_sections(section: type[BaseModel] = Recipe):
+    """All sections of a recipe, each with the fields it has."""
+    found = {section}
+    for field in section.model_fields.values():
+        inner = [field.annotation]
+        while inner:
+            annotation = inner.pop()
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                found |= all_sections(annotation)
+            inner += getattr(annotation, "__args__", ())
+    return found
+
+
+def test_every_setting_has_a_description():
+    found = all_sections()
+    assert {section.__name__ for section in found} >= {
+        "LayoutConfig",
+        "ModelConfig",
+        "OptimizerConfig",
+        "FormatOptions",
+    }
+    for section in (*found, RewardOptions):
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name}"
+            assert re.search(r"[.:]$", field.description), f"{section.__name__}.{name}: {field.description!r}"
+
+
+def test_all_keys_are_named_once():
+    keys = all_keys()
+    assert len(keys) == len(set(keys))
+    assert {"name", "models", "batch.prompts_per_step", "algorithm.kl.coefficient", "reward.format.pattern"} <= set(
+        keys
+    )
+
+
+def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, object]) -> bool:
+    """Whether a JSON Schema, of the keywords that pydantic writes, accepts the shape of a value."""
+    if "$ref" in schema:
+        return accepts(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], value, root)
+    if "anyOf" in schema:
+        return any(accepts(option, value, root) for option in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
+    kinds |= {"array": (list, tuple), "object": dict}
+    allowed = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    if not any(isinstance(value, kinds[kind]) and (kind == "boolean" or value is not True) for kind in allowed):
+        return False
+    if isinstance(value, dict):
+        known, extra = schema.get("properties", {}), schema.get("additionalProperties", False)
+        inner = [(known.get(key, extra), item) for key, item in value.items()]
+        has_all = set(schema.get("required", ())) <= set(value)
+        return has_all and all(rule is not False and accepts(rule, item, root) for rule, item in inner)
+    return not isinstance(value, list) or all(accepts(schema["items"], item, root) for item in value)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_valid"),
+    [
+        ({}, True),
+        ({"models": {"policy": {"path": "a", "compute_dtype": "bfloat16"}}}, True),
+        ({"models": {"policy": "a", "critic": {"path": "a", "optimizer": {"beta1": 0.5}}}}, True),
+        ({"models": {"policy": 3}}, False),
+        ({"models": {"policy": {}}}, False),
+        ({"models": {"policy": {"path": "a", "dtype": "x"}}}, False),
+        ({"reward": {"math": {"weight": 2, "sources": ["a"]}, "my.module:f": 1.5}}, True),
+        ({"reward": {"math": "much"}}, False),
+        ({"reward": {"my.module:f": {"wieght": 1}}}, False),
+        ({"reward": {"format": {"pattern": "x"}}}, True),
+        ({"reward": {"format": 1.0}}, False),
+        ({"layout": {"rollout": {"ranks": "0-3", "tp": 2}, "policy": {"ranks": 4}}}, True),
+        ({"layout": {"rollout": {"ranks": [0]}}}, False),
+        ({"rollout": {"engine": "other"}}, False),
+        ({"stepz": 3}, False),
+    ],
+)
+def test_the_json_schema_accepts_what_the_loader_accepts(change, is_valid):
+    schema = Recipe.model_json_schema()
+    settings = {
+        "name": "a", "workflow": "grpo", "models": {"policy": "m"}, "data": {"train": {"path": "x"}}, "steps": 1
+    } | change  # fmt: skip
+    assert accepts(schema, settings, schema) == is_valid
+    try:
+        Recipe.model_validate(settings)
+    except ValidationError:
+        assert not is_valid
+    else:
+        assert is_valid
+
+
+def test_the_json_schema_describes_settings():
+    fields = Recipe.model_json_schema()["$defs"]["BatchConfig"]["properties"]
+    assert fields["prompts_per_step"]["description"].startswith("Prompts (for supervised fine-tuning: rows)")

@@ -1,0 +1,410 @@
+"""From files to the prompts of each step: sources, tokens, order, shards."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from leaderless.config import Json, Recipe, RecipeError
+from leaderless.config.data import DatasetConfig
+from leaderless.data.batch import Batch
+from leaderless.data.dataloader import Dataloader, Dataset, open_dataset
+from leaderless.data.encode import RowEncoder
+from leaderless.data.order import RowOrder
+from leaderless.data.sources import ParquetSource, Row, RowSource, open_source
+from leaderless.data.transport import Group
+
+BOS, EOS = 1, 2
+
+
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    def __init__(self, chat_template: str | None = None, eos_token_id: int | None = EOS) -> None:
+        self.chat_template, self.eos_token_id = chat_template, eos_token_id
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:  # noqa: ARG002
+        return "".join(map(chr, token_ids))
+
+    def apply_chat_template(self, conversation: Sequence[Json], *, add_generation_prompt: bool, tokenize: bool) -> str:
+        assert not tokenize
+        turns = [f"{turn['role']}:{turn['content']};" for turn in conversation if isinstance(turn, dict)]
+        return "".join(turns) + "assistant:" * add_generation_prompt
+
+    def save_pretrained(self, save_directory: str) -> object:
+        raise NotImplementedError
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join({BOS: "<", EOS: ">"}.get(token) or chr(token) for token in tokens)
+
+
+def write_jsonl(path: Path, rows: Sequence[Json]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def open_path(path: Path) -> RowSource:
+    return open_source(DatasetConfig(path=str(path)), "data.train")
+
+
+def rows_of(source: RowSource) -> list[Row]:
+    return [source.row(index) for index in range(len(source))]
+
+
+def recipe_of(path: Path | str, data: dict[str, object] | None = None, **settings: object) -> Recipe:
+    """A recipe that trains on a file; `data` and `settings` as in YAML."""
+    data = dict(data or {})
+    train = {"path": str(path), **{key: data.pop(key) for key in list(data) if key in DatasetConfig.model_fields}}
+    return Recipe.model_validate(
+        {"name": "test", "workflow": "grpo", "models": {"policy": "x"}, "steps": 1, "data": {"train": train} | data}
+        | settings
+    )
+
+
+def open_recipe(recipe: Recipe, tokenizer: Characters | None = None) -> Dataset:
+    train = recipe.data.train
+    encoder = RowEncoder(tokenizer or Characters(), train, "data.train")
+    return open_dataset(open_source(train, "data.train"), encoder, recipe, Group((0,), 0))
+
+
+# Sources
+
+
+def test_jsonl_rows_are_found_and_named_by_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\n{"prompt": "naïve 🤖"}\r\n  \n{"prompt": [1, {"b": null}]}'.encode())
+    source = open_path(path)
+    assert rows_of(source) == [{"prompt": "naïve 🤖"}, {"prompt": [1, {"b": None}]}]
+    assert [source.describe(index) for index in range(2)] == [f"{path}:2", f"{path}:4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [(b'{"prompt": ', "is not JSON"), (b'{"prompt": "\xff"}', "is not JSON.*utf-8"), (b"[1]", "must be an object")],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "good"}\n' + line + b"\n")
+    source = open_path(path)
+    assert source.row(0) == {"prompt": "good"}
+    with pytest.raises(RecipeError, match=f"a.jsonl:2 {message}"):
+        source.row(1)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n  \n"])
+def test_a_file_without_rows_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError, match="has no rows"):
+        open_path(path)
+
+
+def test_what_is_no_dataset_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt\n")
+    for name, message in (("a.csv", "must end in .jsonl or .parquet"), ("b.jsonl", "does not exist"), ("", "holds no")):
+        with pytest.raises(RecipeError, match=message):
+            open_path(tmp_path / name)
+
+
+def test_parquet_rows_are_read_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rows: list[Row] = [{"prompt": f"p{i}", "tags": [i, None], "info": {"level": i}} for i in range(10)]
+    parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    source = open_path(path)
+    assert len(source) == 10
+    for index in (9, 0, 5, 3, 2, 8):
+        assert source.row(index) == rows[index]
+    assert source.describe(4) == f"{path} row 4"
+
+
+def test_parquet_rows_hold_only_what_json_can(tmp_path: Path) -> None:
+    moment = dt.datetime(2024, 5, 6, 7, 8, 9)
+    table = pa.table({"when": [moment], "day": [moment.date()], "price": [Decimal("1.50")], "at": [[moment]]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    row = open_path(tmp_path / "a.parquet").row(0)
+    text = "2024-05-06T07:08:09"
+    assert row == {"when": text, "day": "2024-05-06", "price": "1.50", "at": [text]}
+    parquet.write_table(pa.table({"image": [b"\x00"]}), tmp_path / "b.parquet")
+    with pytest.raises(RecipeError, match=r"b.parquet row 0: column 'image' holds bytes"):
+        open_path(tmp_path / "b.parquet").row(0)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 but not really PAR1"])
+def test_a_broken_parquet_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError, match=r"a.parquet is not a readable Parquet file"):
+        ParquetSource(path)
+
+
+def test_a_folder_is_its_files_one_behind_the_other(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2"}])
+    (tmp_path / "b.jsonl").write_text("")
+    parquet.write_table(pa.table({"prompt": ["3", "4"]}), tmp_path / "c.parquet")
+    write_jsonl(tmp_path / "d.jsonl", [{"prompt": "5"}])
+    (tmp_path / "readme.md").write_text("not data")
+    source = open_path(tmp_path)
+    assert [row["prompt"] for row in rows_of(source)] == list("12345")
+    assert [Path(source.describe(index)).name for index in (1, 2, 4)] == ["a.jsonl:2", "c.parquet row 0", "d.jsonl:1"]
+
+
+def test_other_names_are_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(path: str, subset: str | None, split: str) -> list[Row]:
+        asked.append((path, subset, split))
+        if path != "owner/data":
+            raise FileNotFoundError("no such dataset")
+        return [{"prompt": "a"}, {"prompt": "b"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = open_source(DatasetConfig(path="owner/data", subset="main", split="test"), "data.train")
+    assert asked == [("owner/data", "main", "test")]
+    assert rows_of(source) == [{"prompt": "a"}, {"prompt": "b"}]
+    assert source.describe(1) == "owner/data/main/test row 1"
+    with pytest.raises(
+        RecipeError, match=r"'typo.jsonx' is no local file or folder, and the hub does not give it.*no such"
+    ):
+        open_source(DatasetConfig(path="typo.jsonx"), "data.train")
+
+
+# Tokens
+
+
+def encode(row: Row, tokenizer: Characters | None = None, **config: str | None) -> tuple[str, str]:
+    settings = DatasetConfig.model_validate({"path": "x", **config})
+    encoded = RowEncoder(tokenizer or Characters(), settings, "data.train").encode(row, "x.jsonl:7")
+    return text_of(encoded.prompt), text_of(encoded.response)
+
+
+def test_a_prompt_without_a_chat_template_is_taken_as_it_is() -> None:
+    assert encode({"prompt": "1+1="}) == ("<1+1=", "")
+    assert encode({"prompt": "1+1="}, Characters("template"), template="plain") == ("<1+1=", "")
+
+
+def test_a_prompt_is_written_as_a_chat_where_the_tokenizer_can() -> None:
+    chat = Characters("template")
+    assert encode({"q": "1+1"}, chat, prompt="q") == ("user:1+1;assistant:", "")
+    assert encode({"prompt": "1+1"}, chat, system="Be brief.") == ("system:Be brief.;user:1+1;assistant:", "")
+    turns: list[Json] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert encode({"prompt": turns}, chat) == ("user:a;assistant:b;assistant:", "")
+
+
+def test_a_template_is_filled_from_the_row() -> None:
+    assert encode({"a": 1, "b": "x"}, template="{a}+{b}=") == ("<1+x=", "")
+
+
+def test_a_response_ends() -> None:
+    assert encode({"prompt": "1+1=", "r": "2"}, response="r") == ("<1+1=", "2>")
+    assert encode({"prompt": "1+1=", "r": ""}, response="r") == ("<1+1=", ">")
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "message"),
+    [
+        ({"promt": "a"}, {}, r"data.train: x.jsonl:7 has no column 'prompt' \(did you mean 'promt'\?\)"),
+        ({"prompt": None}, {}, r"x.jsonl:7: column 'prompt' is null"),
+        ({"prompt": "a"}, {"answer": "answer"}, r"x.jsonl:7 has no column 'answer'"),
+        ({"prompt": "a", "answer": None}, {"answer": "answer"}, r"column 'answer' is null"),
+        ({"prompt": "a"}, {"source": "source"}, r"x.jsonl:7 has no column 'source'"),
+        ({"prompt": "a"}, {"response": "r"}, r"x.jsonl:7 has no column 'r'"),
+        ({"prompt": "a", "r": ["b"]}, {"response": "r"}, r"data.train.response: x.jsonl:7: column 'r' holds list"),
+        ({"prompt": ["a"]}, {}, r"data.train.prompt: x.jsonl:7: column 'prompt' holds list; without a chat template"),
+        (
+            {"a": 1},
+            {"template": "{a}{b}"},
+            r"data.train.template: x.jsonl:7: cannot be filled: 'b' \(columns that are not null: a\)",
+        ),
+        ({"a": None}, {"template": "{a}"}, r"cannot be filled: 'a' \(columns that are not null: none\)"),
+        ({"a": 1}, {"template": "{a"}, r"data.train.template: x.jsonl:7: cannot be filled"),
+        ({"a": 1}, {"template": "{a.b}"}, r"data.train.template: x.jsonl:7: cannot be filled"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(row: Row, config: dict[str, str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        encode(row, **config)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "config", "message"),
+    [
+        (Characters(eos_token_id=None), {}, "no end-of-sequence token"),
+        (Characters(), {"template": "chat"}, "data.train.template: is 'chat', but the tokenizer has no chat template"),
+        (Characters(), {"system": "Be brief."}, "data.train.system: needs a chat template"),
+        (Characters("template"), {"system": "Be brief.", "template": "{a}"}, "data.train.system: needs a chat"),
+    ],
+)
+def test_a_tokenizer_that_cannot_do_it_is_refused(tokenizer: Characters, config: dict[str, str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        RowEncoder(tokenizer, DatasetConfig.model_validate({"path": "x", **config}), "data.train")
+
+
+# Which rows are used
+
+
+def numbered(tmp_path: Path, num_rows: int) -> Path:
+    return write_jsonl(tmp_path / "n.jsonl", [{"prompt": f"{index:03}"} for index in range(num_rows)])
+
+
+def test_overlong_rows_are_dropped_before_rows_are_divided(tmp_path: Path) -> None:
+    rows: list[Json] = [{"prompt": "a" * length, "r": "b"} for length in (3, 4, 1, 9, 2)]
+    rows.append({"prompt": "a", "r": "b" * 9})
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    recipe = recipe_of(path, {"max_prompt_tokens": 4, "max_response_tokens": 4, "response": "r"})
+    assert open_recipe(recipe).rows.tolist() == [0, 2, 4]
+    assert open_recipe(recipe_of(path, {"max_prompt_tokens": 4, "limit": 3})).rows.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"overlong": "error", "max_prompt_tokens": 3},
+            r"data.max_prompt_tokens: .*a.jsonl:2 has a prompt of 4 tokens",
+        ),
+        ({"max_prompt_tokens": 1}, r"all 2 rows of .*a.jsonl are overlong: raise data.max_prompt_tokens \(now 1\)$"),
+        (
+            {"overlong": "error", "response": "prompt", "max_response_tokens": 3},
+            r"data.max_response_tokens: .*a.jsonl:2 has a response of 4 tokens",
+        ),
+        (
+            {"response": "prompt", "max_response_tokens": 1},
+            r"overlong: raise .* or data.max_response_tokens \(now 1\)$",
+        ),
+    ],
+)
+def test_overlong_rows_are_an_error_where_asked_or_where_none_is_left(
+    tmp_path: Path, data: dict[str, object], message: str
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "abc"}])
+    with pytest.raises(RecipeError, match=message):
+        open_recipe(recipe_of(path, data))
+
+
+def test_an_empty_prompt_is_an_error(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": ""}])
+    with pytest.raises(RecipeError, match=r"a.jsonl:2 has an empty prompt"):
+        open_recipe(recipe_of(path, {"template": "{prompt}"}), NoBos())
+
+
+class NoBos(Characters):
+    """Adds no token of its own, so that a prompt may have none."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
+        return super().encode(text, add_special_tokens=False)
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    path = numbered(tmp_path, 300)
+    recipe = recipe_of(path)
+    told: list[int] = []
+    encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
+    open_dataset(open_path(path), encoder, recipe, Group((0,), 0), told.append)
+    assert told == [256, 300]
+
+
+# Order
+
+
+def test_every_epoch_is_another_permutation() -> None:
+    rows = np.array([3, 5, 8, 9, 12, 40], dtype=np.int64)
+    order = RowOrder(rows, 7, shuffle=True)
+    epochs = [[order.row_at(6 * epoch + place) for place in range(6)] for epoch in range(5)]
+    assert all(sorted(epoch) == rows.tolist() for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 3
+    again = RowOrder(rows, 7, shuffle=True)
+    assert [again.row_at(place) for place in (29, 0, 13, 6)] == [epochs[4][5], epochs[0][0], epochs[2][1], epochs[1][0]]
+    other = RowOrder(rows, 8, shuffle=True)
+    assert [other.row_at(place) for place in range(30)] != [row for epoch in epochs for row in epoch]
+
+
+def test_without_shuffling_rows_come_as_they_are() -> None:
+    order = RowOrder(np.array([3, 5, 8], dtype=np.int64), 7, shuffle=False)
+    assert [order.row_at(place) for place in range(7)] == [3, 5, 8, 3, 5, 8, 3]
+
+
+# Steps and shards
+
+
+def prompts_of(batch: Batch) -> list[Json]:
+    return [row["prompt"] for row in batch.objects("rows") if isinstance(row, dict)]
+
+
+def steps_of(dataset: Dataset, recipe: Recipe, num_shards: int, num_steps: int) -> list[list[Batch]]:
+    """The shards of each step."""
+    shards = [Dataloader(dataset, recipe, shard, num_shards) for shard in range(num_shards)]
+    return [[shard.next() for shard in shards] for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_steps_do_not_depend_on_the_number_of_shards(tmp_path: Path, shuffle: bool) -> None:
+    recipe = recipe_of(numbered(tmp_path, 10), {"shuffle": shuffle}, batch={"prompts_per_step": 7})
+    dataset = open_recipe(recipe)
+    alone = [Batch.concat(shards) for shards in steps_of(dataset, recipe, 1, 5)]
+    assert [batch.ids.tolist() for batch in alone] == [list(range(7 * step, 7 * step + 7)) for step in range(5)]
+    for num_shards in (2, 3, 4, 7):
+        steps = steps_of(dataset, recipe, num_shards, 5)
+        for whole, shards in zip(alone, steps, strict=True):
+            sizes = [len(shard) for shard in shards]
+            assert max(sizes) - min(sizes) <= 1
+            together = Batch.concat(shards)
+            assert together.ids.tolist() == whole.ids.tolist()  # so every shard's part is contiguous
+            assert prompts_of(together) == prompts_of(whole)
+            assert together.jagged("prompt_tokens").to_lists() == whole.jagged("prompt_tokens").to_lists()
+
+
+def test_epochs_go_on_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    recipe = recipe_of(numbered(tmp_path, 5), batch={"prompts_per_step": 3})
+    loader = Dataloader(open_recipe(recipe), recipe, 0, 1)
+    prompts = [prompt for _ in range(5) for prompt in prompts_of(loader.next())]
+    for epoch in range(3):
+        assert sorted(map(str, prompts[5 * epoch : 5 * epoch + 5])) == [f"{index:03}" for index in range(5)]
+    assert loader.epoch == 3.0
+
+
+def test_a_step_may_be_larger_than_the_data(tmp_path: Path) -> None:
+    recipe = recipe_of(numbered(tmp_path, 2), batch={"prompts_per_step": 5})
+    batch = Dataloader(open_recipe(recipe), recipe, 0, 1).next()
+    assert batch.ids.tolist() == [0, 1, 2, 3, 4]
+    assert sorted(map(str, prompts_of(batch)[:4])) == ["000", "000", "001", "001"]
+
+
+def test_position_is_the_whole_state(tmp_path: Path) -> None:
+    recipe = recipe_of(numbered(tmp_path, 10), batch={"prompts_per_step": 4})
+    dataset = open_recipe(recipe)
+    loader = Dataloader(dataset, recipe, 0, 1)
+    for _ in range(4):
+        loader.next()
+    resumed = [Dataloader(dataset, recipe, shard, 2) for shard in range(2)]  # on another number of ranks
+    for shard in resumed:
+        shard.position = loader.position
+    for _ in range(3):
+        expected, parts = loader.next(), [shard.next() for shard in resumed]
+        assert torch.cat([part.ids for part in parts]).tolist() == expected.ids.tolist()
+        assert [prompt for part in parts for prompt in prompts_of(part)] == prompts_of(expected)
+
+
+def test_a_batch_holds_prompts_rows_and_responses(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "ab", "r": "c", "more": [1]}, {"prompt": "d", "r": ""}])
+    recipe = recipe_of(path, {"response": "r", "shuffle": False}, batch={"prompts_per_step": 2})
+    batch = Dataloader(open_recipe(recipe), recipe, 0, 1).next()
+    assert batch.names() == ["prompt_tokens", "response_mask", "rows", "tokens"]
+    assert [text_of(tokens) for tokens in batch.jagged("prompt_tokens").to_lists()] == ["<ab", "<d"]
+    assert [text_of(tokens) for tokens in batch.jagged("tokens").to_lists()] == ["c>", ">"]
+    assert batch.jagged("response_mask").values.tolist() == [True, True, True]
+    assert batch.objects("rows")[0] == {"prompt": "ab", "r": "c", "more": [1]}
+    assert Dataloader(open_recipe(recipe_of(path)), recipe_of(path), 0, 1).next().names() == ["prompt_tokens", "rows"]
