@@ -7,11 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Test modules, and the processes that run their functions, find each other as `tests.<folder>.<module>`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.distributed.ranks import RankPool
+
+settings.register_profile(
+    "patient",
+    settings(),
+    deadline=None,  # other processes may use the same cores: how long an example takes says nothing about it
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,7 @@ class RankPool:
         except BaseException:
             self._kill()
             raise
-        return [answer.result for answer in answers]  # type: ignore[misc]
+        return [answer.result for answer in answers]
 
     def close(self) -> None:
         """End all processes, and what they have started."""

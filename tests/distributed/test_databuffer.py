@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, note, settings
+from hypothesis import Phase, example, given, note, settings
 from tests.distributed.ranks import RankPool
 from tests.distributed.user_stages import Loop, prompts_of, recipe_of, short_workflow, whole_workflow
 from tests.distributed.walks import Case, Step, Truth, cases, plan_of, walk
@@ -35,10 +35,8 @@ SPLIT_GROUPS = Case(
 
 @settings(
     max_examples=60,
-    deadline=None,
     # A failure ends the processes; each of hundreds of attempts to shrink it would start new ones.
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(case=cases())
 @example(case=SPLIT_GROUPS)
@@ -77,12 +75,10 @@ def test_long_messages_travel_in_pieces(ranks: RankPool) -> None:
 
 
 def collected(layout: dict[str, Json], world_size: int) -> list[dict[str, Json]]:
-    """What two steps collect on one rank; a shard's replicas collect the same."""
+    """What a step collects on one rank; a shard's replicas collect the same."""
     loop = Loop(recipe_of(layout), whole_workflow(), world_size)
-    for _ in range(2):
-        loop.step()
-        assert loop.buffer.num_bytes() == 0
-        loop.buffer.clear()
+    loop.step()
+    assert loop.buffer.num_bytes() == 0
     return loop.context.collected
 
 
@@ -103,10 +99,7 @@ def in_order(results: list[list[dict[str, Json]]]) -> list[dict[str, Json]]:
 )
 def test_results_do_not_depend_on_the_layout(ranks: RankPool, world_size: int, layout: dict[str, Json]) -> None:
     alone = ranks.run(1, collected, {}, 1)[0]
-    assert len(alone) == 2 * (48 + 22)  # 48 samples looked at, 22 better than their group, in each of two steps
-    assert {row["id"]: row["first score"] for row in alone if "first score" in row}.keys() >= {
-        row["id"] for row in alone if "centred" in row
-    }
+    assert len(alone) == 48 + 24  # all samples were looked at, and half of them were better than their group
     assert in_order(ranks.run(world_size, collected, layout, world_size)) == in_order([alone])
 
 
@@ -129,7 +122,7 @@ def bytes_by_entry(layout: dict[str, Json], world_size: int) -> list[tuple[str, 
         release(position)
         held.append((str(loop.plan.chain(loop.transport.rank)[position]), loop.buffer.num_bytes()))
 
-    loop.buffer.release = note_and_release  # type: ignore[method-assign]
+    loop.buffer.release = note_and_release
     loop.step()
     return held
 
@@ -160,7 +153,7 @@ def traffic_of(layout: dict[str, Json], last: str, world_size: int) -> tuple[int
     loop = Loop(recipe_of(layout, prompts=64, responses=8), short_workflow(last), world_size)
     loop.stages["sample"] = even_answers
     loop.step()
-    return astuple(loop.transport.traffic())  # type: ignore[return-value]
+    return astuple(loop.transport.traffic())
 
 
 def even_answers(batch: Batch, context: object) -> Batch:

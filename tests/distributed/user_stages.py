@@ -168,8 +168,7 @@ class Loop:
         self.buffer = Databuffer(self.plan, self.transport)
         self.context = Context(recipe)
         self.stages: dict[str, Callable[..., Batch]] = {
-            node.name: load_function(node.node.run, "", 2)  # type: ignore[misc]
-            for node in self.plan.nodes
+            node.name: load_function(node.node.run, "", 2) for node in self.plan.nodes
         }
 
     def step(self, stop_before: str | None = None) -> None:

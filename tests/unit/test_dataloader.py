@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import sys
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -32,6 +33,9 @@ class Characters:
 
     def __init__(self, chat_template: str | None = None, eos_token_id: int | None = EOS) -> None:
         self.chat_template, self.eos_token_id = chat_template, eos_token_id
+
+    def __len__(self) -> int:
+        return sys.maxunicode + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + [ord(character) for character in text]

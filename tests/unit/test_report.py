@@ -309,7 +309,7 @@ def test_page_loads_nothing_and_runs_its_own_scripts_only(run):
     assert re.findall(r"sha256-([^']+)'", policy) == hashes
 
 
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&lt;b\u2028\" '"
+EVIL = "</script><script>alert(1)</script></script ><img src=x onerror=alert(2)>&lt;b\u2028\" '"
 
 
 def spoil_with(run: Path, evil: str) -> None:
@@ -335,6 +335,7 @@ def test_text_of_the_run_is_never_markup(run):
     assert page.count("script") == clean.count("script")
     assert page.count("img") == 0
     assert page.count("title") == clean.count("title")
+    assert not [script for script in page.scripts if script[:1] in "[{" and set("<>&") & set(script)]
     assert not [key for _, attributes in page.elements for key in attributes if key.startswith("on")]
     last = page.data("sample-data")[-1]["groups"][0]
     assert last["prompt"] == last["samples"][0]["response"] == last["samples"][0]["details"][0]["error"] == EVIL

@@ -130,7 +130,7 @@ def test_objects_survive(value: Json) -> None:
 
 
 def test_a_value_that_json_cannot_hold_is_refused_with_its_column() -> None:
-    batch = Batch(torch.tensor([1]), {"picture": (b"bytes",)})  # type: ignore[dict-item]
+    batch = Batch(torch.tensor([1]), {"picture": (b"bytes",)})
     with pytest.raises(TypeError, match="column 'picture'"):
         pack(batch)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit import recipes
 from tests.unit.recipes import make_recipe, only_problem
@@ -87,6 +87,7 @@ def workflows(draw):
 
 
 @given(workflow=workflows())
+@settings(deadline=None)
 def test_a_workflow_that_is_written_out_reads_back_equal(tmp_path_factory, workflow):
     path = tmp_path_factory.getbasetemp() / "workflow.yaml"
     path.write_text(write_workflow(workflow), encoding="utf-8")
@@ -97,6 +98,7 @@ def test_a_workflow_that_is_written_out_reads_back_equal(tmp_path_factory, workf
 
 
 @given(workflow=workflows())
+@settings(deadline=None)
 def test_every_node_comes_behind_those_it_is_after(workflow):
     order = [node.name for node in workflow.order()]
     assert sorted(order) == sorted(node.name for node in workflow.nodes)

@@ -69,6 +69,8 @@ class Databuffer:
         """
         node = self.plan[name]
         readers = self._readers.get(name, {})
+        table = self._tables[_key(node.row_set, node.layout)]
+        _check_rows(node, batch, table)
         for column in node.writes:
             if column not in batch:
                 raise ValueError(f"node '{name}' (stage '{node.node.run}') did not write its column '{column}'")
@@ -78,11 +80,9 @@ class Databuffer:
                     f"node '{name}' (stage '{node.node.run}') lost column '{column}', which node '{reader}' reads: "
                     "a stage that changes rows hands on the columns it was given"
                 )
-        table = self._tables[_key(node.row_set, node.layout)]
         if node.spec.rows == "same":
             table.add(Batch(batch.ids, {column: batch[column] for column in readers}), name)
         else:
-            _check_rows(node, batch, table)
             self._tables[_key(name, node.layout)] = Table.of(batch.only(readers), name)
 
     def reshard(self, action: Reshard) -> None:
@@ -142,7 +142,7 @@ def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
         known, parents, what = given.ids if given.prompts is None else given.prompts.ids, batch.prompts.ids, "prompt"
     elif node.spec.rows == "filter":
         known, parents, what = given.ids, batch.ids, "row"
-    else:
+    else:  # the table itself refuses to take other rows than it has, and new groups may be of anything
         return
     strange = parents[~torch.isin(parents, known)]
     if len(strange):

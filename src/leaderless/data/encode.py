@@ -17,6 +17,9 @@ class Tokenizer(Protocol):
     chat_template: str | None
     eos_token_id: int | None
 
+    def __len__(self) -> int:
+        """Number of tokens, added ones included."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
 

@@ -111,7 +111,7 @@ class Group:
         """
         if self.size == 1:
             return text
-        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
         size = torch.tensor([encoded.numel()])
         with self._waiting(what):
             dist.broadcast(size, source, group=self.handle)

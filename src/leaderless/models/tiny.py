@@ -56,6 +56,7 @@ def write_tiny_model(  # noqa: PLR0913
         "num_attention_heads": num_heads,
         "num_key_value_heads": max(1, num_heads // 2),
         "max_position_embeddings": max_positions,
+        "initializer_range": hidden_size**-0.5,
         "tie_word_embeddings": True,
         "eos_token_id": 0,
         "bos_token_id": None,

@@ -26,7 +26,7 @@ class StepLog:
         if enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(directory.tensorboard))  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(directory.tensorboard))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log a step.
@@ -38,9 +38,9 @@ class StepLog:
         self.directory.append_metrics({"step": step, **numbers})
         if self._writer is not None:
             for name, value in numbers.items():
-                self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write out what is left."""
         if self._writer is not None:
-            self._writer.close()  # type: ignore[no-untyped-call]
+            self._writer.close()

@@ -17,7 +17,7 @@ def expected_text(answer: Json) -> str:
         ValueError: There is none, or it is neither: such a row cannot be graded.
     """
     if answer is None:
-        raise ValueError("the row has no expected answer; set data.train.answer to the column that holds it")
+        raise ValueError("the row has no expected answer; `answer` of the dataset must name the column that holds it")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"the expected answer is a {type(answer).__name__}, but must be text or a number")
     if isinstance(answer, float) and not math.isfinite(answer):

@@ -149,6 +149,7 @@ class Dispatcher:
             )
         job.waiting.extendleft(chunk for chunk, _ in job.running.values())
         job.running.clear()
+        job.last_news = time.monotonic()
         self.stop()
 
     def _collect(self, job: _Job) -> None:

@@ -123,7 +123,7 @@ def _pack(
         rows = given[piece.index][piece.first - offset : piece.last - offset]
         parts.append(rows.contiguous().cpu().reshape(-1).view(torch.uint8))
     payload = torch.cat(parts)
-    trailer = torch.tensor([version, zlib.crc32(memoryview(payload.numpy()))], dtype=torch.int64)
+    trailer = torch.tensor([version, zlib.crc32(payload.numpy().data)], dtype=torch.int64)
     return torch.cat([payload, trailer.view(torch.uint8)])
 
 
@@ -139,7 +139,7 @@ def _unpack(
     """Write rows where they belong; returns the policy version that came with them."""
     payload, trailer = message[:-16], message[-16:].clone().view(torch.int64)
     version, checksum = (int(number) for number in trailer)
-    if zlib.crc32(memoryview(payload.numpy())) != checksum:
+    if zlib.crc32(payload.numpy().data) != checksum:
         raise RuntimeError(
             f"rank {rank}: weights of role '{action.role}' from rank {sender} arrived damaged: the checksum of "
             f"{len(payload)} bytes does not match"

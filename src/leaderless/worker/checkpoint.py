@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Group
@@ -37,6 +38,19 @@ class RunState:
     step: int
     data_position: int
     time_s: float
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """What a checkpoint holds of a trained role besides tensors.
+
+    Attributes:
+        policy_version: Optimiser steps behind the weights.
+        model: Identifies the names and shapes of the weights.
+    """
+
+    policy_version: int
+    model: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ class CheckpointWriter:
 
     def _save_role(self, folder: Path, engine: FsdpEngine) -> None:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        dcp.save(dict(engine.state()), storage_writer=writer, process_group=engine.group.handle)
+        save(dict(engine.state()), storage_writer=writer, process_group=engine.group.handle)
         if self.world.rank != engine.group.ranks[0]:
             return
         model = engine.model.model
@@ -94,8 +108,8 @@ class CheckpointWriter:
         if model.generation_config is not None:
             model.generation_config.save_pretrained(str(folder))
         self.tokenizer.save_pretrained(str(folder))
-        facts = {"policy_version": engine.policy_version, "model": fingerprint(engine)}
-        write_atomically(folder / "role.json", json.dumps(facts, indent=2))
+        role_state = RoleState(engine.policy_version, fingerprint(engine))
+        write_atomically(folder / "role.json", json.dumps(asdict(role_state), indent=2))
 
 
 def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
@@ -111,15 +125,15 @@ def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
     state = read_state(path)
     for role, engine in engines.items():
         file = path / role / "role.json"
-        facts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"model": None}
-        if facts["model"] != fingerprint(engine):
+        role_state = RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        if role_state is None or role_state.model != fingerprint(engine):
             raise ValueError(
                 f"checkpoint {path} does not fit models.{role}: its weights have other names or shapes; "
                 "use the model that the run was started with, or another run name"
             )
         reader = HuggingFaceStorageReader(str(path / role))
-        dcp.load(dict(engine.state()), storage_reader=reader, process_group=engine.group.handle)
-        engine.state_loaded(facts["policy_version"])
+        load(dict(engine.state()), storage_reader=reader, process_group=engine.group.handle)
+        engine.state_loaded(role_state.policy_version)
     return state
 
 

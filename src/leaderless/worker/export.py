@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from leaderless.worker.checkpoint import read_state
@@ -36,7 +36,7 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
         raise ValueError(f"folder {out} is not empty: name another one")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=True)
+    load(weights, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=True)
     if (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
     partial = out.with_name(f".{out.name}.partial")

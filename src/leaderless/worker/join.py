@@ -37,10 +37,11 @@ def join_workers(place: Place, plan: Plan, timeout_s: float) -> Iterator[tuple[T
     setup = setup_device(place.local_rank, place.local_world_size)
     timeout = timedelta(seconds=timeout_s)
     if place.world_size == 1:
-        dist.init_process_group(setup.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(setup.backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        store = os.environ.get(STORE_VARIABLE)
-        method = f"file://{store}" if store else "env://"
+        meeting_file = os.environ.get(STORE_VARIABLE)
+        method = f"file://{meeting_file}" if meeting_file else "env://"
         dist.init_process_group(
             setup.backend, init_method=method, rank=place.rank, world_size=place.world_size, timeout=timeout
         )

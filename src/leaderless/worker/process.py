@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -39,6 +39,23 @@ def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> None:
         place: Of this worker.
         display: What a person sees.
     """
+    with open_worker(recipe, plan, place, display) as worker:
+        worker.run()
+
+
+@contextmanager
+def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> Iterator[Worker]:
+    """Join the others and build this worker's part of a run.
+
+    Args:
+        recipe: What the user set.
+        plan: The same on every worker.
+        place: Of this worker.
+        display: What a person sees.
+
+    Yields:
+        The worker, ready for its first step.
+    """
     directory = RunDirectory.of(recipe)
     with ExitStack() as stack:
         rewards = _start_rewards(recipe, stack)
@@ -46,25 +63,19 @@ def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> None:
         if place.rank == 0:
             write_description(directory, recipe, plan)
         parts = _Builder(recipe, plan, transport, device, display)
-        evaluator = None
-        if recipe.evaluation.every_steps:
-            evaluator = parts.evaluator(rewards.grade)
-        worker = Worker(
+        stack.callback(display.stop)
+        yield Worker(
             recipe=recipe,
             plan=plan,
             transport=transport,
             roles=parts.roles,
             dataset=parts.open(recipe.data.train, "data.train"),
-            evaluator=evaluator,
+            evaluator=parts.evaluator(rewards.grade) if recipe.evaluation.every_steps else None,
             tokenizer=parts.tokenizer,
             grade=rewards.grade,
             directory=directory,
             display=display,
         )
-        try:
-            worker.run()
-        finally:
-            display.stop()
 
 
 def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpoint: Path | None) -> dict[str, float]:

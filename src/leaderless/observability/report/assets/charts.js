@@ -256,6 +256,8 @@
     }
   });
   for (const chart of charts) {
+    // What is in view is there with the first frame.
+    if (chart.element.getBoundingClientRect().top < innerHeight) draw(chart);
     observer.observe(chart.element);
     resizer.observe(chart.element);
   }

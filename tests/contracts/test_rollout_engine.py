@@ -1,0 +1,163 @@
+"""What every rollout engine promises. An engine joins by an entry in `ENGINES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from leaderless.config.models import ModelConfig
+from leaderless.config.rollout import SamplingConfig
+from leaderless.models.attention import Attention
+from leaderless.models.causal_lm import CausalLM, load_causal_lm
+from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from leaderless.rollout.kv_cache import PrefillAttention
+from leaderless.rollout.native import NativeEngine
+from tests.tiny import tiny_model
+
+PROMPT_LENGTHS = (5, 9, 3, 17, 16, 1)
+
+
+def make_native(path: str, max_sequences: int) -> RolloutEngine:
+    config = ModelConfig(path=path)
+    tokenizer = load_tokenizer(config, "policy")
+    model = load_causal_lm(config, "policy")
+    return NativeEngine(model, tokenizer, end_tokens(config, tokenizer), max_sequences, torch.device("cpu"))
+
+
+ENGINES: dict[str, Callable[[str, int], RolloutEngine]] = {"native": make_native}
+
+
+@pytest.fixture(params=ENGINES)
+def make_engine(request: pytest.FixtureRequest) -> Callable[[str, int], RolloutEngine]:
+    return ENGINES[request.param]
+
+
+def requests(num_siblings: int = 3) -> list[Request]:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 60, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    return [Request(prompt, [i * 100 + j for j in range(num_siblings)]) for i, prompt in enumerate(prompts)]
+
+
+def params(max_tokens: int = 12, stop: tuple[str, ...] = (), seed: int = 0, **sampling: float) -> SamplingParams:
+    return SamplingParams(SamplingConfig(**sampling), max_tokens, stop, seed)  # type: ignore[arg-type]
+
+
+def tokens_of(results: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[completion.tokens for completion in group] for group in results]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_greedy_tokens_are_those_of_transformers(
+    make_engine: Callable[[str, int], RolloutEngine], family: str
+) -> None:
+    path = tiny_model(family)  # type: ignore[arg-type]
+    results = make_engine(path, 4).generate(requests(2), params(temperature=0))
+    reference = load_causal_lm(ModelConfig(path=path), "policy").model
+    reference.set_attn_implementation("eager")
+    for request, group in zip(requests(2), results, strict=True):
+        expected = reference.generate(
+            torch.tensor([request.prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )[0, len(request.prompt) :].tolist()
+        assert [completion.tokens for completion in group] == [expected, expected]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_log_probs_are_those_of_the_trainer(
+    make_engine: Callable[[str, int], RolloutEngine], temperature: float
+) -> None:
+    path = tiny_model()
+    results = make_engine(path, 8).generate(requests(), params(temperature=temperature))
+    reference = load_causal_lm(ModelConfig(path=path), "policy").model
+    reference.set_attn_implementation("eager")
+    for request, group in zip(requests(), results, strict=True):
+        for completion in group:
+            sequence = torch.tensor([[*request.prompt, *completion.tokens]])
+            logits = reference(sequence).logits[0, len(request.prompt) - 1 : -1] / temperature
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None]).squeeze(1)
+            torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_tokens_depend_on_seed_and_sample_alone(make_engine: Callable[[str, int], RolloutEngine]) -> None:
+    path = tiny_model()
+    expected = tokens_of(make_engine(path, 64).generate(requests(), params()))
+    assert tokens_of(make_engine(path, 1).generate(requests(), params())) == expected, "one at a time"
+    assert tokens_of(make_engine(path, 5).generate(requests(), params())) == expected, "admitted as others end"
+    backwards = make_engine(path, 7).generate(requests()[::-1], params())
+    assert tokens_of(backwards)[::-1] == expected, "in another order"
+    halves = [make_engine(path, 7).generate(part, params()) for part in (requests()[:2], requests()[2:])]
+    assert tokens_of(halves[0] + halves[1]) == expected, "on two ranks"
+    assert tokens_of(make_engine(path, 64).generate(requests(), params(seed=1))) != expected
+    assert all(len({tuple(tokens) for tokens in group}) > 1 for group in expected), "siblings differ"
+
+
+def test_a_response_ends_with_its_end_token_or_is_marked_truncated(
+    make_engine: Callable[[str, int], RolloutEngine],
+) -> None:
+    results = make_engine(tiny_model(), 16).generate(requests(8), params(max_tokens=40, temperature=1.5))
+    completions = [completion for group in results for completion in group]
+    assert {completion.is_truncated for completion in completions} == {True, False}
+    for completion in completions:
+        assert len(completion.tokens) == len(completion.log_probs)
+        assert (completion.tokens[-1] == 0) != completion.is_truncated
+        assert 0 not in completion.tokens[:-1]
+        assert len(completion.tokens) == 40 or not completion.is_truncated
+
+
+def test_a_response_ends_behind_the_first_stop_text(make_engine: Callable[[str, int], RolloutEngine]) -> None:
+    path = tiny_model()
+    tokenizer = load_tokenizer(ModelConfig(path=path), "policy")
+    free = make_engine(path, 16).generate(requests(4), params(max_tokens=30, temperature=1.5))
+    long = tokenizer.decode(max((c.tokens for group in free for c in group), key=len), skip_special_tokens=True)
+    stops = (long[4:6], "no text has this in it")
+    stopped = make_engine(path, 16).generate(requests(4), params(max_tokens=30, temperature=1.5, stop=stops))
+    count = 0
+    for before, after in zip(tokens_of(free), tokens_of(stopped), strict=True):
+        for whole, cut in zip(before, after, strict=True):
+            assert whole[: len(cut)] == cut
+            text = tokenizer.decode(cut)
+            assert text.find(stops[0]) in {-1, len(text) - 2}, "nothing follows the stop text"
+            assert len(cut) == len(whole) or text.endswith(stops[0])
+            count += len(cut) < len(whole)
+    assert count > 0
+
+
+def test_truncated_sampling_draws_only_what_is_left(make_engine: Callable[[str, int], RolloutEngine]) -> None:
+    path = tiny_model()
+    greedy = tokens_of(make_engine(path, 16).generate(requests(), params(temperature=0)))
+    assert tokens_of(make_engine(path, 16).generate(requests(), params(top_k=1))) == greedy
+    assert tokens_of(make_engine(path, 16).generate(requests(), params(min_p=1.0))) == greedy
+    assert tokens_of(make_engine(path, 16).generate(requests(), params(top_p=1e-6))) == greedy
+    assert tokens_of(make_engine(path, 16).generate(requests(), params(top_k=3))) != greedy
+
+
+def test_progress_counts_every_response_once(make_engine: Callable[[str, int], RolloutEngine]) -> None:
+    counts: list[int] = []
+    make_engine(tiny_model(), 4).generate(requests(), params(), counts.append)
+    assert sum(counts) == 18
+    assert len(counts) > 1
+
+
+def test_no_request_gives_no_response(make_engine: Callable[[str, int], RolloutEngine]) -> None:
+    assert make_engine(tiny_model(), 4).generate([], params()) == []
+
+
+def test_the_native_engine_reads_each_prompt_once_and_computes_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[tuple[bool, int]] = []
+    forward = CausalLM.forward
+
+    def counted(self: CausalLM, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> object:
+        passes.append((isinstance(attention, PrefillAttention), len(tokens)))
+        return forward(self, tokens, positions, attention, select)
+
+    monkeypatch.setattr(CausalLM, "forward", counted)
+    results = make_native(tiny_model(), 5).generate(requests(4), params())
+    prompt_tokens = sum(count for is_prefill, count in passes if is_prefill)
+    decoded = sum(count for is_prefill, count in passes if not is_prefill)
+    assert prompt_tokens == sum(PROMPT_LENGTHS)
+    sampled = sum(len(completion.tokens) for group in results for completion in group)
+    assert decoded == sampled - 24, "each token but a response's last is read once"
+    assert max(count for is_prefill, count in passes if not is_prefill) == 5

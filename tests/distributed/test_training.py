@@ -1,0 +1,188 @@
+"""Gradients, log-probabilities and weights do not depend on how the work is divided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.distributed.ranks import RankPool
+from tests.tiny import random_samples, tiny_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from leaderless.algorithms import Denominators, clipped_policy_loss, token_weights
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.data.batch import Batch
+from leaderless.data.transport import Transport
+from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.micro_batches import MicroBatch, response_lengths
+
+LENGTHS = [(3, 9), (7, 1), (5, 14), (1, 30), (12, 2), (4, 4), (9, 21), (2, 5), (6, 0), (3, 17), (8, 8)]
+"""Prompt and response tokens of each sample: uneven, and one without a response."""
+SHARES = {1: [11], 2: [8, 3], 4: [1, 6, 0, 4]}
+"""Samples of each rank: uneven, and one rank has none."""
+
+Numbers = dict[str, Tensor]
+
+
+def train_one_update(model: str, micro_batch_tokens: int, settings: dict[str, object], num_updates: int) -> Numbers:
+    """Log-probabilities, gradients and updated weights, whole, by name."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    config = ModelConfig(path=model, **settings)  # type: ignore[arg-type]
+    engine = FsdpEngine(
+        load_causal_lm(config, "policy"),
+        config,
+        transport.world,
+        torch.device("cpu"),
+        micro_batch_tokens,
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, warmup_steps=2),
+        num_updates=num_updates,
+    )
+    numbers: Numbers = {}
+    samples = random_samples(LENGTHS)
+    shares = SHARES[transport.world.size]
+    first = sum(shares[: transport.rank])
+    rows = torch.arange(first, first + shares[transport.rank])
+    batch = samples.select(rows)
+    scores = engine.log_probs(batch, temperature=0.7)
+    for row, values in zip(rows.tolist(), scores.rows(), strict=True):
+        numbers[f"log_probs.{row}"] = values
+    for _ in range(num_updates):
+        _accumulate(engine, batch, transport)
+        for name, parameter in engine.named_weights():
+            assert parameter.grad is not None, name
+            numbers[f"gradients.{name}"] = _whole(parameter.grad)
+        numbers["grad_norm"] = torch.tensor(engine.optimizer_step().grad_norm)
+    numbers |= {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
+    return numbers
+
+
+def _accumulate(engine: FsdpEngine, batch: Batch, transport: Transport) -> None:
+    """The gradient of a clipped objective whose old policy and advantages depend on the sample alone."""
+    lengths = response_lengths(batch.jagged("response_mask"))
+    valid = batch.ids != 4
+    counts = transport.world.sum(Denominators.count(lengths, valid), "counts")
+    weights = token_weights("sequence_mean_token_mean", lengths, valid, Denominators(*counts.tolist()))
+    gain = torch.repeat_interleave((batch.ids % 5 - 2).float(), lengths)
+
+    def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
+        old = outputs.log_probs.detach() + 0.3 * gain[micro_batch.response_index]
+        tokens = clipped_policy_loss(
+            outputs.log_probs, old, gain[micro_batch.response_index], clip_low=0.2, clip_high=0.5
+        )
+        return (weights[micro_batch.response_index] * tokens.loss).sum()
+
+    engine.forward_backward(engine.micro_batches(batch), loss, temperature=0.7)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+
+
+def largest_difference(results: list[Numbers], expected: Numbers) -> float:
+    """Relative L2 distance of the tensor that differs most, over all ranks."""
+    merged: Numbers = {}
+    for result in results:
+        merged |= result
+    assert merged.keys() == expected.keys()
+    return max(
+        float((merged[name] - value).norm() / value.norm().clamp(min=1e-6))
+        for name, value in expected.items()
+        if value.numel()
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch_tokens", [31, 64, 4096])
+def test_gradients_log_probs_and_weights_depend_on_neither_ranks_nor_micro_batches(
+    ranks: RankPool, family: str, world_size: int, micro_batch_tokens: int
+) -> None:
+    model = tiny_model(family)  # type: ignore[arg-type]
+    (expected,) = ranks.run(1, train_one_update, model, 4096, {}, 2)
+    results = ranks.run(world_size, train_one_update, model, micro_batch_tokens, {}, 2)
+    difference = largest_difference(results, expected)
+    print(f"{family} on {world_size} ranks, micro-batches of {micro_batch_tokens} tokens: {difference:.1e}")
+    assert difference < 1e-5
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_recomputing_activations_changes_no_number(ranks: RankPool, world_size: int) -> None:
+    (expected,) = ranks.run(1, train_one_update, tiny_model(), 64, {}, 1)
+    results = ranks.run(world_size, train_one_update, tiny_model(), 64, {"gradient_checkpointing": True}, 1)
+    assert largest_difference(results, expected) < 1e-5
+
+
+def test_bfloat16_computes_alike_on_any_number_of_ranks_and_keeps_float32_weights(ranks: RankPool) -> None:
+    (expected,) = ranks.run(1, train_one_update, tiny_model(), 64, {}, 1)
+    (single,) = ranks.run(1, train_one_update, tiny_model(), 64, {"compute_dtype": "bfloat16"}, 1)
+    results = ranks.run(2, train_one_update, tiny_model(), 64, {"compute_dtype": "bfloat16"}, 1)
+    assert all(value.dtype == torch.float32 for value in single.values())
+    assert largest_difference([single], expected) > 1e-5, "the compute type is really another"
+    for name in ("log_probs.2", "gradients.model.embed_tokens.weight"):
+        merged = {key: value for result in results for key, value in result.items()}
+        assert (single[name] - expected[name]).norm() / expected[name].norm() < 0.05
+        assert (merged[name] - single[name]).norm() / single[name].norm() < 0.02
+
+
+def test_log_probs_equal_those_of_an_unpacked_model_of_transformers(ranks: RankPool) -> None:
+    (result,) = ranks.run(1, train_one_update, tiny_model("qwen3"), 64, {}, 1)
+    model = load_causal_lm(ModelConfig(path=tiny_model("qwen3")), "policy").model
+    model.set_attn_implementation("eager")
+    samples = random_samples(LENGTHS)
+    rows = zip(samples.jagged("prompt_tokens").rows(), samples.jagged("tokens").rows(), strict=True)
+    for index, (prompt, response) in enumerate(rows):
+        logits = model(torch.cat([prompt, response])[None]).logits[0] / 0.7
+        expected = logits.double().log_softmax(-1)[len(prompt) - 1 : -1].gather(1, response[:, None]).squeeze(1)
+        torch.testing.assert_close(result[f"log_probs.{index}"].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def refuse_bad_gradient(model: str) -> str:
+    """The error that a gradient with NaN gives, on each rank; weights must not have changed."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    config = ModelConfig(path=model)
+    engine = FsdpEngine(
+        load_causal_lm(config, "policy"),
+        config,
+        transport.world,
+        torch.device("cpu"),
+        64,
+        optimizer=OptimizerConfig(),
+        num_updates=1,
+    )
+    before = {name: value.clone() for name, value in engine.full_weights()}
+    batch = random_samples(LENGTHS[:2])
+    factor = float("nan") if transport.rank == 0 else 1.0
+    engine.forward_backward(engine.micro_batches(batch), lambda out, _: factor * out.log_probs.sum(), 1.0)
+    try:
+        engine.optimizer_step()
+    except RuntimeError as error:
+        assert all(torch.equal(value, before[name]) for name, value in engine.full_weights())
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_is_not_finite_stops_all_ranks_and_leaves_weights_alone(
+    ranks: RankPool, world_size: int
+) -> None:
+    messages = ranks.run(world_size, refuse_bad_gradient, tiny_model())
+    assert all("gradient norm of update 0 is nan" in message for message in messages)
+
+
+def count_weight_decay(model: str) -> tuple[int, int]:
+    """Weights with and without decay."""
+    from leaderless.training.optimizer import make_optimizer
+
+    module: nn.Module = load_causal_lm(ModelConfig(path=model), "policy")
+    groups = make_optimizer(module.parameters(), OptimizerConfig(weight_decay=0.1)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(p.ndim >= 2 for p in groups[0]["params"])
+    assert all(p.ndim == 1 for p in groups[1]["params"])
+    return len(groups[0]["params"]), len(groups[1]["params"])
+
+
+def test_weight_decay_spares_biases_and_norms() -> None:
+    matrices, vectors = count_weight_decay(tiny_model())
+    assert matrices == 1 + 2 * 7
+    assert vectors == 1 + 2 * (3 + 2)

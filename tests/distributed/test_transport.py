@@ -1,0 +1,80 @@
+"""What ranks tell each other: agreed numbers, rows, texts and bytes; and the dataset that they agree on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import RankPool
+from tests.unit.test_dataloader import Characters
+
+from leaderless.config import Recipe
+from leaderless.data.dataloader import Dataloader, open_dataset
+from leaderless.data.encode import RowEncoder
+from leaderless.data.sources import open_source
+from leaderless.data.transport import Transport
+
+
+def talk() -> None:
+    """Every kind of message, in the world and in a group."""
+    transport = Transport(torch.device("cpu"), timeout_s=20)
+    rank, size = transport.rank, transport.world.size
+    for ranks in ((0,), (0, size - 1), tuple(range(size))):
+        transport.add_group(tuple(sorted(set(ranks))))
+    for ranks in {(0,), tuple(sorted({0, size - 1})), tuple(range(size))}:
+        if rank not in ranks:
+            continue
+        group = transport.group(ranks)
+        assert group.sum(torch.tensor([rank, 1]), "x").tolist() == [sum(ranks), len(ranks)]
+        assert group.max(torch.tensor(-rank), "x").item() == 0
+        mine = torch.full((rank, 2), rank)  # rank 0 has no row
+        assert [part.tolist() for part in group.gather(mine, "x")] == [[[other, other]] * other for other in ranks]
+        assert [part.shape for part in group.gather(mine[:0], "x")] == [(0, 2)] * len(ranks)
+        for text in ("", "naïve 🤖 数学"):
+            assert group.broadcast_text(text if rank == ranks[-1] else "?", ranks[-1], "x") == text
+        messages = {other: torch.full((other + 1,), rank, dtype=torch.uint8) for other in ranks if other != rank}
+        before = transport.traffic()
+        arrived = group.exchange(messages, sorted(messages), "x")
+        assert {other: part.tolist() for other, part in arrived.items()} == {
+            other: [other] * (rank + 1) for other in messages
+        }
+        assert transport.traffic().sent - before.sent == sum(other + 1 for other in messages)
+        assert transport.traffic().received - before.received == (rank + 1) * len(messages)
+        assert group.exchange({}, [], "x") == {}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_understand_each_other(ranks: RankPool, world_size: int) -> None:
+    ranks.run(world_size, talk)
+
+
+def read_dataset(path: str, max_prompt_tokens: int) -> tuple[list[int], list[int]]:
+    """The rows that may be used, and the ids of this rank's prompts of two steps."""
+    recipe = Recipe.model_validate(
+        {
+            "name": "test",
+            "workflow": "grpo",
+            "models": {},
+            "steps": 1,
+            "data": {"train": {"path": path, "limit": 10}, "max_prompt_tokens": max_prompt_tokens},
+            "batch": {"prompts_per_step": 5},
+        }
+    )
+    world = Transport(torch.device("cpu"), timeout_s=20).world
+    encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
+    dataset = open_dataset(open_source(recipe.data.train, "data.train"), encoder, recipe, world)
+    loader = Dataloader(dataset, recipe, dist.get_rank(), dist.get_world_size())
+    return dataset.rows.tolist(), [*loader.next().ids.tolist(), *loader.next().ids.tolist()]
+
+
+def test_all_ranks_agree_on_the_rows_that_are_used(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lengths = [1, 9, 2, 2, 9, 9, 9, 1, 9, 1, 1, 1]
+    path.write_text("".join(json.dumps({"prompt": "x" * length}) + "\n" for length in lengths))
+    for world_size in (1, 2, 3, 4):
+        results = ranks.run(world_size, read_dataset, str(path), 5)
+        assert [rows for rows, _ in results] == [[0, 2, 3, 7, 9]] * world_size
+        assert sorted(group for _, groups in results for group in groups) == list(range(10))

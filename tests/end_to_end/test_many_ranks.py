@@ -1,0 +1,131 @@
+"""The same recipe gives the same run on any number of ranks and with any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from leaderless.config import load_recipe
+from leaderless.data.batch import Batch
+from leaderless.observability.console import Display
+from leaderless.planner import Cluster, make_plan
+from leaderless.stages.context import StageContext
+from leaderless.worker.place import Place
+from leaderless.worker.process import open_worker
+from leaderless.workflow import resolve_workflow
+from tests.distributed.ranks import RankPool
+from tests.tiny import tiny_model, write_recipe
+
+Step = dict[str, object]
+
+
+def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
+    """What one rank sees of each step: its samples, and the weights after it."""
+    loaded = load_recipe(recipe_file, [f"name={name}"])
+    place = Place.from_environment()
+    plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
+    steps: list[Step] = []
+    with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        rollout = worker.stages.get("rollout")
+        sampled: dict[int, list[int]] = {}
+
+        def watched(batch: Batch, context: StageContext) -> Batch:
+            assert rollout is not None
+            result = rollout(batch, context)
+            tokens = result.jagged("tokens").to_lists()
+            sampled.update(zip(result.ids.tolist(), tokens, strict=True))
+            return result
+
+        worker.stages = {**worker.stages, **({"rollout": watched} if rollout else {})}
+        for _ in range(num_steps):
+            sampled.clear()
+            numbers = worker.run_step()
+            trained = worker.roles.trained().get("policy")
+            weights = {} if trained is None else {name: w.clone() for name, w in trained.full_weights()}
+            steps.append({"samples": dict(sampled), "numbers": numbers, "weights": weights})
+    return steps
+
+
+def merged(results: list[list[Step]], step: int) -> Step:
+    """One step as all ranks together saw it."""
+    whole: Step = {"samples": {}, "weights": {}, "numbers": results[0][step]["numbers"]}
+    for result in results:
+        for part in ("samples", "weights"):
+            whole[part] |= result[step][part]  # type: ignore[operator]
+    return whole
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "2 ranks": (2, {}),
+    "4 ranks": (4, {}),
+    "rollout on 0-1, update on 2-3": (4, {"layout": {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}}}),
+    "update on 0, rollout and reward on 1-3": (
+        4,
+        {"layout": {"rollout": {"ranks": "1-3"}, "policy": {"ranks": "0"}}},
+    ),
+    "every node elsewhere": (
+        4,
+        {
+            "layout": {
+                "rollout": {"ranks": "0-2"},
+                "old": {"ranks": "3"},
+                "reference": {"ranks": "1,3"},
+                "advantage": {"ranks": "2"},
+                "policy": {"ranks": "0-3"},
+            }
+        },
+    ),
+}
+SETTINGS = {
+    "batch.updates_per_step": 2,
+    "algorithm.kl.coefficient": 0.1,
+    "reward": {"format": {"pattern": r".*\d.*"}},
+    "steps": 5,
+}
+"""An untrained model writes a digit now and then, so that groups have a signal."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_gradients_and_weights_are_those_of_one_rank(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    world_size, changes = LAYOUTS[layout]
+    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
+    single = ranks.run(1, walk_steps, str(recipe), "single", 5, init_group=False)
+    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS | changes)
+    several = ranks.run(world_size, walk_steps, str(recipe), "several", 5, init_group=False)
+    for step in range(5):
+        expected, result = merged(single, step), merged(several, step)
+        assert result["samples"] == expected["samples"], f"step {step + 1}"
+        worst = 0.0
+        for name, weights in expected["weights"].items():  # type: ignore[attr-defined]
+            other = result["weights"][name]  # type: ignore[index]
+            worst = max(worst, float((other - weights).norm() / weights.norm()))
+        for name in ("policy/grad_norm", "policy/kl", "policy/entropy", "reward/mean", "mismatch/kl"):
+            value = expected["numbers"][name]  # type: ignore[index]
+            assert result["numbers"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name  # type: ignore[index]
+        assert expected["numbers"]["policy/grad_norm"] > 0.1, "there is something to learn"  # type: ignore[index]
+        assert worst < 1e-4
+    print(f"{layout}: weights after step 5 differ by {worst:.1e}")
+
+
+def test_the_log_reaches_the_first_rank_whoever_computes(ranks: RankPool, tmp_path: Path) -> None:
+    layout = {"layout": {"rollout": {"ranks": "1-2"}, "policy": {"ranks": "2"}, "reward": {"ranks": "0"}}}
+    recipe = write_recipe(tmp_path, tiny_model(), layout)
+    numbers = ranks.run(3, walk_steps, str(recipe), "log", 1, init_group=False)[0][0]["numbers"]
+    for name in ("rollout/response_tokens", "reward/mean", "policy/loss", "time/policy", "time/rollout"):
+        assert name in numbers  # type: ignore[operator]
+
+
+def test_the_diamond_gives_every_rank_every_input(ranks: RankPool, tmp_path: Path) -> None:
+    """rollout -> {old, reference} -> update: both branches arrive whole on all four ranks."""
+    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
+    plan = make_plan(load_recipe(recipe).recipe, resolve_workflow("grpo"), Cluster(4))
+    sources = dict(plan["policy"].reads)
+    assert (sources["old_log_probs"], sources["ref_log_probs"]) == ("old", "reference")
+    results = ranks.run(4, walk_steps, str(recipe), "diamond", 2, init_group=False)
+    first, second = (step["numbers"] for step in results[0])
+    assert 0 < first["policy/kl"] < second["policy/kl"], "the reference stays where the policy began"  # type: ignore[index]
+    assert first["mismatch/abs_max"] < 1e-4, "old log-probabilities are those of the weights that sampled"  # type: ignore[index]
+    for result in results:
+        assert len(result[0]["samples"]) > 0  # type: ignore[arg-type]

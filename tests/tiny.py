@@ -1,0 +1,100 @@
+"""Tiny models, data and recipes that several tests share."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from leaderless.config import LoadedRecipe, load_recipe
+from leaderless.data.batch import Batch, Jagged
+from leaderless.models.tiny import write_tiny_model
+
+CHARACTERS = "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz<>|_ABCDEFGHIJKLMNOPQRSTUVWXYZ.,?!':$"
+
+
+@functools.cache
+def tiny_model(family: Literal["qwen2", "qwen3"] = "qwen2", chat_template: str | None = None) -> str:
+    """A model's folder; the same for all tests of a process."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
+    _KEPT.append(folder)
+    path = write_tiny_model(
+        Path(folder.name) / family, CHARACTERS, family=family, hidden_size=32, num_heads=4, chat_template=chat_template
+    )
+    _scatter_vectors(path)
+    return str(path)
+
+
+def _scatter_vectors(path: Path) -> None:
+    """Give biases and norms values as training leaves them: with all zeros and ones, mistakes could hide."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(path)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def write_additions(path: Path, count: int = 64) -> Path:
+    """A file of small additions."""
+    rows = [{"question": f"{i % 10}+{i // 10 % 10}=", "answer": str(i % 10 + i // 10 % 10)} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_recipe(folder: Path, model: str, changes: Mapping[str, object] | None = None) -> Path:
+    """A small GRPO recipe, as a file; `changes` are by dotted key."""
+    train = write_additions(folder / "train.jsonl")
+    data = {"path": str(train), "prompt": "question", "answer": "answer", "template": "plain"}
+    recipe: dict[str, object] = {
+        "name": "tiny",
+        "workflow": "grpo",
+        "models": {"policy": model},
+        "data": {"train": data, "max_prompt_tokens": 8},
+        "reward": {"exact_match": 1.0},
+        "batch": {"prompts_per_step": 6, "responses_per_prompt": 4, "micro_batch_tokens": 64},
+        "rollout": {"max_response_tokens": 6, "max_sequences": 16},
+        "optimizer": {"learning_rate": 1e-3},
+        "run": {"directory": str(folder / "runs"), "timeout_s": 60, "tensorboard": False},
+        "steps": 2,
+    }
+    for key, value in (changes or {}).items():
+        *path, last = key.split(".")
+        section = recipe
+        for part in path:
+            section = section.setdefault(part, {})  # type: ignore[assignment]
+        section[last] = value
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(recipe))
+    return file
+
+
+def tiny_recipe(folder: Path, model: str, changes: Mapping[str, object] | None = None) -> LoadedRecipe:
+    """The same, read."""
+    return load_recipe(write_recipe(folder, model, changes))
+
+
+def random_samples(lengths: list[tuple[int, int]], vocabulary: int = 60, seed: int = 0) -> Batch:
+    """Samples with prompts and responses of given lengths; tokens depend on the sample alone."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(1, vocabulary, (before,), generator=generator).tolist() for before, _ in lengths]
+    responses = [torch.randint(1, vocabulary, (after,), generator=generator).tolist() for _, after in lengths]
+    tokens = Jagged.from_lists(responses, torch.int64, "tokens")
+    return Batch(
+        torch.arange(len(lengths)),
+        {
+            "prompt_tokens": Jagged.from_lists(prompts, torch.int64, "prompt_tokens"),
+            "tokens": tokens,
+            "response_mask": Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens"),
+        },
+    )

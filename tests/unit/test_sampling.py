@@ -1,0 +1,93 @@
+"""What may be drawn, with which noise, and how likely."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from leaderless.config.rollout import SamplingConfig
+from leaderless.rollout.sampling import sample_tokens, truncate, uniform_noise
+
+
+def test_noise_is_uniform_and_fixed_by_seed_sample_and_position() -> None:
+    ids, positions = torch.arange(2000).repeat_interleave(50), torch.arange(50).repeat(2000)
+    noise = uniform_noise(3, ids, positions)
+    assert noise.min() >= 0
+    assert noise.max() < 1
+    counts = torch.histc(noise.float(), bins=20, min=0, max=1) / len(noise)
+    assert (counts - 0.05).abs().max() < 0.003
+    assert torch.corrcoef(torch.stack([noise[:-1], noise[1:]]))[0, 1].abs() < 0.01, "positions are independent"
+    assert torch.corrcoef(torch.stack([noise[:-50], noise[50:]]))[0, 1].abs() < 0.01, "samples are independent"
+    shuffled = torch.randperm(len(ids))
+    assert torch.equal(uniform_noise(3, ids[shuffled], positions[shuffled]), noise[shuffled])
+    assert not torch.equal(uniform_noise(4, ids, positions), noise)
+    assert len(noise.unique()) == len(noise)
+
+
+def test_noise_does_not_change_between_releases() -> None:
+    noise = uniform_noise(0, torch.tensor([0, 1 << 16, 5]), torch.tensor([0, 0, 7]))
+    expected = [splitmix_noise(0, sample, position) for sample, position in ((0, 0), (1 << 16, 0), (5, 7))]
+    assert noise.tolist() == expected
+
+
+def splitmix_noise(seed: int, sample: int, position: int) -> float:
+    """The same in Python's own integers."""
+    mask = (1 << 64) - 1
+
+    def mix(state: int) -> int:
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        return state ^ (state >> 31)
+
+    return (mix(mix(sample ^ mix(seed)) ^ (position + 1)) >> 11) * 2.0**-53
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    logits = torch.tensor([[2.0, 0.0, -1.0, 1.0]]).repeat(40_000, 1)
+    noise = uniform_noise(0, torch.arange(40_000), torch.zeros(40_000, dtype=torch.int64))
+    for temperature in (0.5, 1.0, 2.0):
+        tokens, log_probs = sample_tokens(logits, noise, SamplingConfig(temperature=temperature))
+        expected = (logits[0] / temperature).log_softmax(-1)
+        frequency = torch.bincount(tokens, minlength=4) / len(tokens)
+        assert (frequency - expected.exp()).abs().max() < 0.01
+        torch.testing.assert_close(log_probs, expected[tokens])
+
+
+def test_temperature_zero_takes_the_likeliest_token() -> None:
+    tokens, log_probs = sample_tokens(
+        torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0.99], dtype=torch.float64), SamplingConfig(temperature=0)
+    )
+    assert tokens.tolist() == [1]
+    torch.testing.assert_close(log_probs, torch.tensor([0.0, 3.0, 1.0]).log_softmax(-1)[1:2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_k": 2}, [0, 2]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_p": 0.5}, [0]),
+        ({"top_p": 0.51}, [0, 2]),
+        ({"top_p": 0.8}, [0, 2]),
+        ({"top_p": 0.85}, [0, 1, 2]),
+        ({"min_p": 0.5}, [0, 2]),
+        ({"min_p": 1.0}, [0]),
+        ({"top_k": 3, "top_p": 0.9, "min_p": 0.5}, [0, 2]),
+    ],
+)
+def test_truncation_keeps_what_it_says(settings: dict[str, float], kept: list[int]) -> None:
+    probabilities = torch.tensor([[0.5, 0.15, 0.3, 0.05]])
+    result = truncate(probabilities.log(), SamplingConfig(**settings))
+    assert result[0].isfinite().nonzero().squeeze(1).tolist() == kept
+    torch.testing.assert_close(result[0, kept], probabilities.log()[0, kept])
+
+
+def test_removed_tokens_are_never_drawn_and_log_probs_are_of_what_is_left() -> None:
+    logits = torch.randn(5000, 30, generator=torch.Generator().manual_seed(0))
+    noise = torch.linspace(0, 1 - 2**-53, 5000, dtype=torch.float64)
+    config = SamplingConfig(top_k=5, temperature=0.7)
+    tokens, log_probs = sample_tokens(logits, noise, config)
+    allowed = truncate(logits / 0.7, config)
+    assert allowed.gather(1, tokens[:, None]).isfinite().all()
+    torch.testing.assert_close(log_probs, allowed.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
