@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MAX_WORLD_SIZE = 4
 START_S = 120.0
 """Longest wait for a process to import torch."""
-GRACE_S = 0.2
+GRACE_S = 1.0
 """After a failure, time for other ranks to report theirs, so that the first can be told from its consequences."""
 
 Result = TypeVar("Result")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from tests.unit.recipes import make_recipe, only_problem, write_recipe
@@ -119,7 +119,7 @@ def test_an_unknown_key_is_placed_and_the_nearest_is_named(tmp_path):
         ("prompts_per_step: 3", "prompts_per_step", "did you mean 'batch.prompts_per_step'?"),
         ("checkpoint: {zzz: 1}", "checkpoint.zzz", "known: every_steps, keep"),
         ("layout: {policy: {ragns: 0}}", "layout.policy.ragns", "did you mean 'ranks'?"),
-        ("evaluation: {temprature: 1}", "evaluation.temprature", "did you mean 'temperature'?"),
+        ("evaluation: {temperatur_: 1}", "evaluation.temperatur_", "did you mean 'temperature'?"),
     ],
 )
 def test_an_unknown_key_gets_a_hint(tmp_path, more, key, hint):
@@ -128,19 +128,19 @@ def test_an_unknown_key_gets_a_hint(tmp_path, more, key, hint):
 
 
 def test_an_unknown_option_of_a_model_or_reward_gets_a_hint(tmp_path):
-    path = write_recipe(tmp_path, ("{policy: some/model}", "{policy: {path: a, revison: b}}"))
+    path = write_recipe(tmp_path, ("{policy: some/model}", "{policy: {path: a, revisions: b}}"))
     assert "did you mean 'revision'?" in problem_of(path).message
-    path = write_recipe(tmp_path, ("{math: 1.0}", "{math: {wieght: 1}}"))
+    path = write_recipe(tmp_path, ("{math: 1.0}", "{math: {weights: 1}}"))
     assert "did you mean 'weight'?" in problem_of(path).message
-    path = write_recipe(tmp_path, ("{math: 1.0}", "{'a.b:f': {wieght: 1}}"))
+    path = write_recipe(tmp_path, ("{math: 1.0}", "{'a.b:f': {weights: 1}}"))
     assert "did you mean 'weight'?" in problem_of(path).message
 
 
 def test_an_unknown_reward_is_placed_at_its_own_line(tmp_path):
-    path = write_recipe(tmp_path, ("{math: 1.0}", "\n  math: 1.0\n  formt: 1.0"))
+    path = write_recipe(tmp_path, ("{math: 1.0}", "\n  math: 1.0\n  formats: 1.0"))
     problem = problem_of(path)
     assert problem.place == f"{path}:8"
-    assert "reward.formt is no built-in reward (did you mean 'format'?)" in problem.message
+    assert "reward.formats is no built-in reward (did you mean 'format'?)" in problem.message
 
 
 def test_all_problems_are_named_at_once(tmp_path):
@@ -206,7 +206,11 @@ def test_a_value_that_breaks_a_rule_of_its_own_is_refused(tmp_path, change, rule
     ("more", "line", "message"),
     [
         ("evaluation:\n  every_steps: 2\n", 9, "needs data.evaluation"),
-        ("evaluation:\n  metric: formt\n", 9, "evaluation.metric='formt' is not one of the recipe's rewards (math)"),
+        (
+            "evaluation:\n  metric: formats\n",
+            9,
+            "evaluation.metric='formats' is not one of the recipe's rewards (math)",
+        ),
         ("evaluation:\n  responses_per_prompt: 4\n", 9, "needs evaluation.temperature > 0"),
     ],
 )
@@ -401,7 +405,11 @@ recipes = st.fixed_dictionaries(
 )
 
 
+MINIMAL = {"name": "a", "workflow": "w", "models": {}, "data": {"train": {"path": "x"}}, "steps": 1}
+
+
 @given(written=recipes)
+@example(written=MINIMAL | {"rollout": {"stop": ["\n", "\x85", "a\u2028b", "漢字", " ", "- a: #"]}})
 @settings(deadline=None)
 def test_a_recipe_that_is_written_out_reads_back_equal(tmp_path_factory, written):
     assume(written["workflow"].strip())
@@ -487,7 +495,7 @@ def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, obje
         ({"models": {"policy": {"path": "a", "dtype": "x"}}}, False),
         ({"reward": {"math": {"weight": 2, "sources": ["a"]}, "my.module:f": 1.5}}, True),
         ({"reward": {"math": "much"}}, False),
-        ({"reward": {"my.module:f": {"wieght": 1}}}, False),
+        ({"reward": {"my.module:f": {"weights": 1}}}, False),
         ({"reward": {"format": {"pattern": "x"}}}, True),
         ({"reward": {"format": 1.0}}, False),
         ({"layout": {"rollout": {"ranks": "0-3", "tp": 2}, "policy": {"ranks": 4}}}, True),
@@ -498,9 +506,7 @@ def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, obje
 )
 def test_the_json_schema_accepts_what_the_loader_accepts(change, is_valid):
     schema = Recipe.model_json_schema()
-    settings = {
-        "name": "a", "workflow": "grpo", "models": {"policy": "m"}, "data": {"train": {"path": "x"}}, "steps": 1
-    } | change  # fmt: skip
+    settings = MINIMAL | {"models": {"policy": "m"}} | change
     assert accepts(schema, settings, schema) == is_valid
     try:
         Recipe.model_validate(settings)

@@ -423,7 +423,7 @@ def test_start_begins_at_once_and_close_ends_all(rewards: RewardPool) -> None:
     pool.start()
     mine = reward_pids() - others
     assert len(mine) == 2
-    assert {g.value for g in pool.grade([make_sample("")] * 64, [None] * 64)} == mine
+    assert {g.value for g in pool.grade([make_sample("")] * 64, [None] * 64)} <= mine
     start = time.monotonic()
     pool.close()
     assert time.monotonic() - start < 5.0
@@ -442,7 +442,8 @@ def test_ctrl_c_does_not_reach_reward_processes(capfd: pytest.CaptureFixture[str
         for pid in pids:
             os.kill(pid, signal.SIGINT)
         graded += rewards.grade([make_sample("")] * 64, [None] * 64)
-    assert {g.value for g in graded} == pids
+        assert reward_pids() - others == pids
+    assert {g.value for g in graded} <= pids
     assert "KeyboardInterrupt" not in capfd.readouterr().err
 
 

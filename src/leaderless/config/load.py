@@ -72,7 +72,20 @@ def dump_recipe(recipe: Recipe) -> str:
     Args:
         recipe: What to write.
     """
-    return yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)
+    settings = recipe.model_dump(mode="json", exclude_none=True)
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Escapes the line breaks of Unicode, which YAML would fold into spaces on reading."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Text, in double quotes where it needs escapes."""
+        style = '"' if set(data) & set("\x85\u2028\u2029\ufeff") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _problem(details: ErrorDetails, source: RecipeSource) -> Problem:

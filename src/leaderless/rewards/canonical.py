@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from decimal import Decimal, localcontext
 from typing import TypeAlias
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 
 Extracted: TypeAlias = sympy.Basic | sympy.MatrixBase | str
 """An answer found in a text: parsed, or as it was written where it could not be parsed."""
