@@ -1,4 +1,9 @@
-"""Makes what the quickstart trains on: a tiny untrained Qwen2 model with its tokenizer, and additions to learn."""
+"""Makes what the quickstart trains on: a tiny untrained Qwen2 model with its tokenizer, and additions to learn.
+
+The demonstrations come from a careless teacher, who forgets the hundreds of most sums that have them. A model that
+imitates the teacher gets about half of its sums right. The right answers are only looked at by the reward: what
+reinforcement learning adds, it learns from being told right or wrong.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,41 @@ from pathlib import Path
 from leaderless.models.tiny import write_tiny_model
 
 NUM_HELD_OUT = 512
+CARELESSNESS = 0.75
+DEMONSTRATIONS_PER_QUESTION = 4
 
 
 def prepare(folder: Path, seed: int = 0) -> None:
-    """Write `model/`, `train.jsonl` and `test.jsonl`; no question of one file is in the other.
+    """Write `model/`, `demonstrations.jsonl`, `train.jsonl` and `test.jsonl`.
+
+    No question of `test.jsonl` is in another file.
 
     Args:
         folder: To write into.
-        seed: Of the model's weights and of the order of the questions.
+        seed: Of the model's weights, of the order of the questions and of the teacher's mistakes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(folder / "model", "0123456789+=", hidden_size=128, num_layers=2, seed=seed)
-    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(100)]
-    random.Random(seed).shuffle(rows)
-    write_rows(folder / "test.jsonl", rows[:NUM_HELD_OUT])
-    write_rows(folder / "train.jsonl", rows[NUM_HELD_OUT:])
+    generator = random.Random(seed)
+    numbers = range(10, 100)
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
+    generator.shuffle(rows)
+    test, train = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
+    shown = [demonstrate(row, generator) for row in train for _ in range(DEMONSTRATIONS_PER_QUESTION)]
+    for name, content in (("test", test), ("train", train), ("demonstrations", shown)):
+        write_rows(folder / f"{name}.jsonl", content)
+
+
+def demonstrate(row: dict[str, str], generator: random.Random) -> dict[str, str]:
+    """What the teacher writes below a question.
+
+    Args:
+        row: The question and its answer.
+        generator: Decides whether the teacher is careless.
+    """
+    is_careless = generator.random() < CARELESSNESS
+    written = int(row["answer"]) % 100 if is_careless else int(row["answer"])
+    return {"question": row["question"], "response": str(written)}
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:

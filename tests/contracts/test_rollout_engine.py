@@ -51,9 +51,7 @@ def tokens_of(results: list[list[Completion]]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_greedy_tokens_are_those_of_transformers(
-    make_engine: Callable[[str, int], RolloutEngine], family: str
-) -> None:
+def test_greedy_tokens_are_those_of_transformers(make_engine: Callable[[str, int], RolloutEngine], family: str) -> None:
     path = tiny_model(family)  # type: ignore[arg-type]
     results = make_engine(path, 4).generate(requests(2), params(temperature=0))
     reference = load_causal_lm(ModelConfig(path=path), "policy").model

@@ -59,9 +59,7 @@ def test_grpo_without_normalisation_only_subtracts_the_mean() -> None:
 
 
 @given(
-    rows=st.lists(
-        st.tuples(st.floats(-5, 5, width=32), st.booleans(), st.integers(0, 4)), min_size=1, max_size=24
-    ),
+    rows=st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans(), st.integers(0, 4)), min_size=1, max_size=24),
     normalize=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -124,9 +122,7 @@ def naive_clipped_loss(log_prob: float, old: float, advantage: float, low: float
     high=st.floats(0.01, 2),
 )
 @settings(max_examples=200, deadline=None)
-def test_clipped_loss_equals_a_naive_loop(
-    values: list[tuple[float, float, float]], low: float, high: float
-) -> None:
+def test_clipped_loss_equals_a_naive_loop(values: list[tuple[float, float, float]], low: float, high: float) -> None:
     new, old, gain = (torch.tensor(part, dtype=torch.float64) for part in zip(*values, strict=True))
     result = clipped_policy_loss(new, old, gain, clip_low=low, clip_high=high).loss
     expected = torch.tensor([naive_clipped_loss(*value, low, high) for value in values], dtype=torch.float64)

@@ -45,7 +45,12 @@ def write_tiny_model(  # noqa: PLR0913
     symbols = {symbol for text in characters for part, _ in to_symbols.pre_tokenize_str(text) for symbol in part}
     vocabulary = {token: index for index, token in enumerate([END_TOKEN, *sorted(symbols)])}
     tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary, merges=[], unk_token=None, eos_token=END_TOKEN, pad_token=END_TOKEN, chat_template=chat_template
+        vocab=vocabulary,
+        merges=[],
+        unk_token=None,
+        eos_token=END_TOKEN,
+        pad_token=END_TOKEN,
+        chat_template=chat_template,
     )
     tokenizer.save_pretrained(folder)
     sizes = {

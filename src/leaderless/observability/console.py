@@ -119,9 +119,7 @@ class Display:
         for column in ("first", "last"):
             table.add_column(column, justify="right")
         for name, label, layout in self._headlines():
-            table.add_row(
-                f"{label} [dim]({name})", layout.format(self._first[name]), layout.format(self._latest[name])
-            )
+            table.add_row(f"{label} [dim]({name})", layout.format(self._first[name]), layout.format(self._latest[name]))
         self.console.print(table)
 
     def _headlines(self) -> list[tuple[str, str, str]]:
