@@ -38,7 +38,7 @@ def _scatter_vectors(path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(path)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.tiny import tiny_model
 from torch import Tensor
 
 from leaderless.config.models import ModelConfig
@@ -16,7 +17,6 @@ from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from leaderless.rollout.kv_cache import PrefillAttention
 from leaderless.rollout.native import NativeEngine
-from tests.tiny import tiny_model
 
 PROMPT_LENGTHS = (5, 9, 3, 17, 16, 1)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.distributed.ranks import RankPool
+from tests.tiny import tiny_model, write_recipe
 
 from leaderless.config import load_recipe
 from leaderless.data.batch import Batch
@@ -15,8 +17,6 @@ from leaderless.stages.context import StageContext
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import resolve_workflow
-from tests.distributed.ranks import RankPool
-from tests.tiny import tiny_model, write_recipe
 
 Step = dict[str, object]
 

@@ -54,7 +54,7 @@ def loaded_modules(sample: RewardInput) -> RewardResult:
 
 
 def chatter(sample: RewardInput) -> float:
-    print("said by a reward")  # noqa: T201 - what it is for
+    print("said by a reward")
     os.write(1, b"said by a library\n")
     return 1.0
 

@@ -98,7 +98,7 @@ def test_a_large_step_is_assigned_within_seconds(keep_groups: bool) -> None:
     seconds = time.perf_counter() - begin
     loads = loads_of(costs, owners, num_shards)
     before = loads_of(costs, holders, num_shards)
-    print(  # noqa: T201
+    print(
         f"{num_rows:,} rows to {num_shards:,} shards, groups {'whole' if keep_groups else 'split'}: {seconds:.2f} s, "
         f"fullest shard {loads.max() / loads.mean():.4f} of the mean (was {before.max() / before.mean():.2f}), "
         f"{(owners != holders).mean():.1%} of rows moved"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from leaderless.rewards.pool import Graded
 from torch import Tensor
 
 from leaderless.config import Recipe
@@ -15,6 +14,7 @@ from leaderless.data.transport import Group
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import PlannedNode
+from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.training.engine import TrainEngine

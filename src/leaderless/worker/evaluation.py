@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from leaderless.rewards.pool import Graded
 
 from leaderless.algorithms import majority_is_correct, pass_at_k
 from leaderless.config import Recipe
@@ -15,6 +14,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.ids import make_sample_ids
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Layout, Plan, RoleInstance
+from leaderless.rewards.pool import Graded
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.reward import decode_responses, reward_inputs, reward_value

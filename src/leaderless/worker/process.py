@@ -8,8 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from leaderless.planner.picture import draw_plan
-from leaderless.rewards.pool import RewardPool
 
 from leaderless.config import Recipe, dump_recipe
 from leaderless.config.data import DatasetConfig
@@ -21,6 +19,8 @@ from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.planner import Plan, RoleInstance
+from leaderless.planner.picture import draw_plan
+from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader
 from leaderless.worker.checkpoint import load_checkpoint
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
