@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,9 @@ from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
 
 Row = dict[str, Json]
+
+PARQUET_GROUPS_KEPT = 8
+"""A shuffled order comes back to a row group again and again."""
 
 
 class RowSource(Protocol):
@@ -71,7 +75,7 @@ class JsonlSource(RowSource):
 
 
 class ParquetSource(RowSource):
-    """Rows of a Parquet file; a row group is read when one of its rows is, and the last one is kept."""
+    """Rows of a Parquet file; a row group is read when one of its rows is, and the last few are kept."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -84,7 +88,7 @@ class ParquetSource(RowSource):
             raise RecipeError.at("data", f"{path} is not a readable Parquet file: {error}") from error
         sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        self._group = -1
+        self._read_group = lru_cache(maxsize=PARQUET_GROUPS_KEPT)(self._file.read_row_group)
 
     @override
     def __len__(self) -> int:
@@ -93,9 +97,8 @@ class ParquetSource(RowSource):
     @override
     def row(self, index: int) -> Row:
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
-        if group != self._group:
-            self._table, self._group = self._file.read_row_group(group), group
-        return _plain(self._table.slice(index - int(self._starts[group]), 1).to_pylist()[0], self.describe(index))
+        row = self._read_group(group).slice(index - int(self._starts[group]), 1)
+        return _plain(row.to_pylist()[0], self.describe(index))
 
     @override
     def describe(self, index: int) -> str:

@@ -72,7 +72,6 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             "Mean of each before weighting. If one rises alone, look for a loophole.",
             ("reward/*",),
         ),
-        Topic("Token accuracy", "Target tokens that the policy ranks first.", ("policy/token_accuracy",), unit="share"),
         Topic(
             "Loss",
             "What the optimiser lowers. Near zero by design in on-policy reinforcement learning.",
@@ -114,7 +113,11 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             is_log=True,
         ),
         Topic("Mismatch as KL", "The same disagreement as a divergence, in nats per token.", ("mismatch/kl",)),
-        Topic("Failed rewards", "Responses whose reward could not be computed.", ("reward/failed",)),
+        Topic(
+            "Failed rewards",
+            "Responses whose reward could not be computed, in training and on held-out prompts.",
+            ("reward/failed", "eval/failed"),
+        ),
     ),
     "How fast it is": (
         Topic("Throughput", "Tokens of all samples per second of the whole step.", ("throughput/tokens_per_s",)),

@@ -111,7 +111,6 @@ def _figures(run: RunFiles) -> Iterator[Html]:
         yield from _change(f"Held-out {name.removeprefix('eval/')}", accuracies[name], "share")
     yield from _change("Reward", run.series.get("reward/mean"), "number")
     if not {"reward/mean"} & run.series.keys():
-        yield from _change("Token accuracy", run.series.get("policy/token_accuracy"), "share")
         yield from _change("Loss", run.series.get("policy/loss"), "number")
     yield from _change("Response length, tokens", run.series.get("rollout/response_tokens"), "number")
     yield from _pace(run)

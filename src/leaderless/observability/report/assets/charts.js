@@ -94,16 +94,18 @@
 
   const tracesOf = ({ data }) => (data.kind === "stack" ? stackTraces(data) : curveTraces(data));
 
-  // The vertical range of what is in view; without a zoom the chart finds its own.
+  // The vertical range of what is in view; without a zoom the chart finds its own, unless all values are the same.
   function verticalRange(chart) {
-    if (!zoom || chart.data.kind !== "curves") return null;
+    if (chart.data.kind !== "curves") return null;
+    const [first, last] = zoom || [-Infinity, Infinity];
     const inView = chart.data.traces.flatMap((trace) =>
-      trace.values.filter((value, i) => value !== null && trace.steps[i] >= zoom[0] && trace.steps[i] <= zoom[1]),
+      trace.values.filter((value, i) => value !== null && trace.steps[i] >= first && trace.steps[i] <= last),
     );
     const values = chart.isLog ? inView.filter((value) => value > 0).map(Math.log10) : inView;
     if (!values.length) return null;
     const low = values.reduce((a, b) => Math.min(a, b));
     const high = values.reduce((a, b) => Math.max(a, b));
+    if (!zoom) return low === high && low > 0 && !chart.isLog ? [0, 2 * high] : null;
     const margin = (high - low) * 0.08 || Math.abs(high) * 0.05 || 1;
     return [low - margin, high + margin];
   }
