@@ -1,0 +1,390 @@
+"""Writes the pages and pictures of the documentation that follow from the code: `python docs/generate.py`.
+
+What it writes is committed, so that it can be read without building anything; a test tells when it is stale.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from leaderless.cli.main import app
+from leaderless.config import Recipe, load_recipe
+from leaderless.config.base import ShorthandSection
+from leaderless.config.rewards import RewardOptions
+from leaderless.observability.report.catalogue import CATALOGUE
+from leaderless.planner import Cluster, make_plan
+from leaderless.planner.picture import draw_plan
+from leaderless.workflow import (
+    BUILTIN_STAGES,
+    COLUMNS,
+    DATA_COLUMNS,
+    DATA_RESPONSE_COLUMNS,
+    Node,
+    StageSpec,
+    resolve_workflow,
+)
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+NOTE = "<!-- Written by docs/generate.py; change the code that it describes instead. -->"
+
+
+class Picture(NamedTuple):
+    """A plan to be drawn: of a recipe of the repository, with overrides, on so many workers."""
+
+    recipe: str
+    world_size: int
+    overrides: tuple[str, ...] = ()
+
+
+GSM8K = "recipes/gsm8k/grpo.yaml"
+PICTURES = {
+    "workflow-grpo": Picture(GSM8K, 8),
+    "workflow-grpo-pruned": Picture(GSM8K, 8, ("algorithm.kl.coefficient=0", "batch.updates_per_step=1")),
+    "workflow-grpo-pools": Picture(GSM8K, 8, ("layout.rollout.ranks=0-3", "layout.policy.ranks=4-7")),
+    "workflow-sft": Picture("recipes/quickstart/sft.yaml", 2),
+    "workflow-informative": Picture("examples/own_workflow/recipe.yaml", 2),
+}
+"""Pictures by file name; their models are named, and need not be here."""
+
+
+def main() -> None:
+    """Write all of it."""
+    sys.path.insert(0, str(ROOT))  # for the stages of examples
+    for path, text in render().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def render() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    pages = {
+        "configuration": configuration_page(),
+        "cli": cli_page(),
+        "stages": stages_page(),
+        "columns": columns_page(),
+        "metrics": metrics_page(),
+    }
+    files = {DOCS / "reference" / f"{name}.md": f"{NOTE}\n\n{text.rstrip()}\n" for name, text in pages.items()}
+    return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
+
+
+def draw(picture: Picture) -> str:
+    """The picture of a plan."""
+    recipe = load_recipe(ROOT / picture.recipe, picture.overrides).recipe
+    workflow = recipe.workflow
+    local = ROOT / workflow
+    return draw_plan(
+        make_plan(recipe, resolve_workflow(str(local) if local.exists() else workflow), Cluster(picture.world_size))
+    )
+
+
+# --- configuration -----------------------------------------------------------------------------------------------
+
+
+def configuration_page() -> str:
+    """Every setting of a recipe."""
+    parts = [
+        "# Settings of a recipe",
+        (
+            "Every key that a recipe may have; on the command line each can be set as `section.key=value`. "
+            "See [Recipes and overrides](../concepts/recipe.md) for how they are read and checked."
+        ),
+        "A key without a default has to be given. Seconds end in `_s`; sizes count what their name says.",
+    ]
+    own = {name: field for name, field in Recipe.model_fields.items() if not _sections_of(field.annotation)}
+    parts += ["## The recipe itself", _settings_table(own, "")]
+    for name, field in Recipe.model_fields.items():
+        for section in _sections_of(field.annotation):
+            key = f"{name}.<name>" if get_origin(field.annotation) is Mapping else name
+            parts += list(_section(section, key, field.description or ""))
+    return "\n\n".join(parts)
+
+
+def _section(section: type[BaseModel], key: str, description: str) -> Iterator[str]:
+    heading = key.replace("<name>", {"models": "<role>", "layout": "<node>"}.get(key.partition(".")[0], "<name>"))
+    yield f"## `{heading}`" if "." not in heading or "<" in heading else f"### `{heading}`"
+    yield _cell(description, keep_lines=True)
+    if issubclass(section, ShorthandSection):
+        yield f"Written as one value, it sets `{section.shorthand}`."
+    fields = section.model_fields
+    plain = {name: field for name, field in fields.items() if not _sections_of(field.annotation)}
+    if plain:
+        yield _settings_table(plain, f"{heading}.")
+    if section.__name__ == "RewardsConfig":
+        yield "Each reward, built in or of one's own, also has:"
+        yield _settings_table(RewardOptions.model_fields, "reward.<name>.")
+        yield "A reward of one's own is named `package.module:function`; see [Rewards](../concepts/rewards.md)."
+    for name, field in fields.items():
+        for inner in _sections_of(field.annotation):
+            own = {n: f for n, f in inner.model_fields.items() if n not in RewardOptions.model_fields}
+            if issubclass(inner, RewardOptions):
+                yield f"### `{heading}.{name}`"
+                yield _cell(field.description or "", keep_lines=True)
+                if own:
+                    yield _settings_table(own, f"{heading}.{name}.")
+            elif inner.__name__ == "OptimizerConfig":
+                yield f"### `{heading}.{name}`"
+                yield f"{_cell(field.description or '')} It has the settings of [`optimizer`](#optimizer)."
+            else:
+                yield from _section(inner, f"{heading}.{name}", field.description or "")
+
+
+def _sections_of(annotation: object) -> list[type[BaseModel]]:
+    """The sections that a field's annotation holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in {Union, UnionType} or get_origin(annotation) is Mapping:
+        return [section for argument in get_args(annotation) for section in _sections_of(argument)]
+    return []
+
+
+def _settings_table(fields: Mapping[str, FieldInfo], prefix: str) -> str:
+    rows = [
+        (f"`{prefix}{name}`", f"{_type_name(field)}", _default(field), _cell(field.description or ""))
+        for name, field in fields.items()
+    ]
+    return _table(("setting", "type", "default", "meaning"), rows)
+
+
+def _type_name(field: FieldInfo) -> str:
+    """The type of a setting in words of YAML, with its bounds."""
+    bounds = []
+    for bound in field.metadata:
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+            value = getattr(bound, name, None)
+            if value is not None:
+                bounds.append(f"{sign} {value}")
+    return " ".join([_annotation_name(field.annotation), ", ".join(bounds)]).strip()
+
+
+def _annotation_name(annotation: object) -> str:
+    names = {int: "whole number", float: "number", str: "text", bool: "`true` or `false`", type(None): ""}
+    if annotation in names:
+        return names[annotation]  # type: ignore[index]
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"list of {_annotation_name(get_args(annotation)[0])}s"
+    inner = [name for argument in get_args(annotation) if (name := _annotation_name(argument))]
+    return " or ".join(inner)
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if value is PydanticUndefined:
+        return "must be given"
+    if value is None:
+        return "none"
+    if isinstance(value, tuple) and not value:
+        return "none"
+    if isinstance(value, float) and 0 < abs(value) < 1e-3:
+        return f"`{value:.0e}`".replace("e-0", "e-")
+    return f"`{json.dumps(value)}`"
+
+
+# --- command line ------------------------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """All commands and their options."""
+    group: Any = typer.main.get_command(app)
+    parts = [
+        "# Command line",
+        (
+            "`leaderless COMMAND --help` prints the same. `python -m leaderless` is the same command, as it is needed "
+            "behind `torchrun`."
+        ),
+        (
+            "Exit codes: 0 for success, 2 for something that the user has to correct, 130 after a second Ctrl-C, 1 for "
+            "any other failure."
+        ),
+    ]
+    for name, command in group.commands.items():
+        arguments = [p for p in command.params if _is_argument(p)]
+        usage = " ".join(_usage(parameter) for parameter in arguments)
+        parts += [f"## `leaderless {name}`", inspect.cleandoc(command.help or "")]
+        parts += ["```text\n" + f"leaderless {name} {usage}".rstrip() + " [OPTIONS]".rstrip() + "\n```"]
+        rows = [("`" + _usage(p).strip("[].").replace("|", "` or `") + "`", "", p.help or "") for p in arguments]
+        rows += [_option_row(p) for p in command.params if not _is_argument(p) and p.name != "help"]
+        parts += [_table(("argument or option", "default", "meaning"), rows)] if rows else []
+    return "\n\n".join(parts)
+
+
+def _is_argument(parameter: Any) -> bool:  # noqa: ANN401
+    return not parameter.opts[0].startswith("-")
+
+
+def _usage(parameter: Any) -> str:  # noqa: ANN401
+    name = (parameter.metavar or parameter.name).upper()
+    return name if parameter.required else f"[{name}]..."
+
+
+def _option_row(parameter: Any) -> tuple[str, str, str]:  # noqa: ANN401
+    value = "" if parameter.is_flag else f" {parameter.name.upper()}"
+    default = "" if parameter.default in {None, False} and not isinstance(parameter.default, int) else parameter.default
+    shown = "" if default is False or default == "" else f"`{default}`"
+    return f"`{parameter.opts[0]}{value}`", shown, _cell(parameter.help or "")
+
+
+# --- stages, columns, metrics ------------------------------------------------------------------------------------
+
+
+def stages_page() -> str:
+    """The contracts of the built-in stages."""
+    parts = [
+        "# Built-in stages",
+        (
+            "What a node may name as `run`, and the contract that the planner checks. "
+            "See [Stages and columns](../concepts/stages.md) for the words, and "
+            "[A stage of one's own](../guides/stage.md) for how to add one."
+        ),
+    ]
+    for name, spec in BUILTIN_STAGES.items():
+        parts += [f"## `{name}`", f"{spec.summary[0].upper()}{spec.summary[1:]}."]
+        parts += [_table(("", ""), list(_stage_rows(name, spec)))]
+    return "\n\n".join(parts)
+
+
+MANY = ("algorithm.kl.coefficient=0.1", "batch.updates_per_step=2")
+"""Settings under which stages read all that they may read."""
+
+
+def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
+    recipe = load_recipe(ROOT / "recipes/quickstart/grpo.yaml").recipe
+    most = load_recipe(ROOT / "recipes/quickstart/grpo.yaml", MANY).recipe
+    node = Node(name, name, "policy")
+    always = load_recipe(ROOT / "recipes/quickstart/grpo.yaml", ["algorithm.kl.coefficient=0"]).recipe
+    reads, more = spec.reads_of(always, node), spec.reads_of(most, node)
+    yield "reads", _names(reads) or "nothing"
+    conditional = [column for column in more if column not in reads]
+    conditions = {
+        "old_log_probs": "`batch.updates_per_step` is above 1",
+        "ref_log_probs": "`algorithm.kl.coefficient` is above 0",
+    }
+    for column in conditional:
+        yield f"reads, if {conditions[column]}", f"`{column}`"
+    writes = spec.writes_of(recipe, node)
+    if name == "log_probs":
+        yield "writes", "`ref_log_probs` for the role `reference`, `old_log_probs` for any other"
+    else:
+        yield "writes", _names(writes) or "nothing"
+    rows = {
+        "same": "keeps them",
+        "expand": "makes samples of prompts",
+        "filter": "leaves some out",
+        "regroup": "forms new groups",
+    }
+    yield "rows", rows[spec.rows]
+    role = {
+        "none": "none",
+        "generate": "generates with it",
+        "score": "computes log-probabilities with it",
+        "train": "trains it",
+    }
+    yield "role", role[spec.role_use]
+    yield "whole groups", "needed on one rank" if spec.needs_whole_groups else "not needed"
+    if name == "record":
+        yield "runs", "while `run.recorded_prompts` is above 0"
+    elif spec.is_effective(recipe):
+        yield "runs", "always"
+    else:
+        yield "runs", "if another node reads what it writes"
+
+
+def columns_page() -> str:
+    """The built-in columns."""
+    writers: dict[str, list[str]] = {}
+    recipe = load_recipe(ROOT / "recipes/quickstart/grpo.yaml").recipe
+    for column in (*DATA_COLUMNS, *DATA_RESPONSE_COLUMNS):
+        writers.setdefault(column, []).append("the data" + " (to imitate)" * (column in DATA_RESPONSE_COLUMNS))
+    for stage, spec in BUILTIN_STAGES.items():
+        for role in ("policy", "reference"):
+            for column in spec.writes_of(recipe, Node(stage, stage, role)):
+                if f"`{stage}`" not in writers.setdefault(column, []):
+                    writers[column].append(f"`{stage}`")
+    rows = []
+    for name, column in COLUMNS.items():
+        kind = f"{column.kind}, along `{column.axis}`" if column.axis else column.kind
+        meaning = column.meaning + (" (held once per prompt)" if column.is_prompt else "")
+        rows.append((f"`{name}`", kind, f"`{column.dtype}`", ", ".join(writers[name]), meaning))
+    return "\n\n".join(
+        [
+            "# Built-in columns",
+            (
+                "What built-in stages exchange. *Dense* is one value per row, *jagged* a run of values per row and "
+                "never padded, *object* a JSON-able value. A stage of one's own may read any of them and write "
+                "columns of any other name; those need no entry here. See [Batches](../concepts/batch.md)."
+            ),
+            _table(("column", "kind", "type", "written by", "meaning"), rows),
+        ]
+    )
+
+
+MORE_METRICS = {
+    "step": "The step, from 0 for what is measured before the first.",
+    "time_s": "Seconds since the run began, earlier starts of the same run included.",
+    "time/step": "Seconds of the whole step, evaluation and checkpoints left out.",
+    "time/<entry>": "Seconds of one entry of the chain, on the rank that took longest: a node by its name, `load`, "
+    "`reshard(a->0-3)`, `weights(policy->0-3)`.",
+    "time/evaluate": "Seconds of an evaluation.",
+    "reward/<name>": "Mean of one reward before weighting, over the responses that it could be computed for.",
+    "<role>/...": "Where the tables above say `policy/`, the name of the trained role stands.",
+}
+
+
+def metrics_page() -> str:
+    """What a run logs."""
+    parts = [
+        "# Metrics",
+        (
+            "What a run writes into `metrics.jsonl` and TensorBoard, one record a step, in the order of its report. "
+            "All are over the samples of all ranks; none depends on how many ranks there are, except "
+            "times and speeds. `*` stands for a number or a name."
+        ),
+    ]
+    for title, topics in CATALOGUE.items():
+        rows = []
+        for topic in topics:
+            names = [*topic.metrics, *([topic.band] if topic.band else [])]
+            rows.append((", ".join(f"`{name}`" for name in names), topic.title, _cell(topic.explanation)))
+        parts += [f"## {title}", _table(("metric", "chart", "meaning"), rows)]
+    rows = [(f"`{name}`", _cell(text)) for name, text in MORE_METRICS.items()]
+    parts += ["## Beside these", _table(("metric", "meaning"), rows)]
+    parts += [
+        (
+            "A stage of one's own adds metrics through its [context](../guides/stage.md#metrics); the report draws "
+            "them below the others."
+        )
+    ]
+    return "\n\n".join(parts)
+
+
+def _names(columns: tuple[str, ...]) -> str:
+    return ", ".join(f"`{column}`" for column in columns)
+
+
+def _cell(text: str, *, keep_lines: bool = False) -> str:
+    """A text on one line, safe inside a table."""
+    text = " ".join(text.split())
+    return text if keep_lines else text.replace("|", "\\|")
+
+
+def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [titles, tuple("---" for _ in titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""A stage of one's own: a function of a batch that says which columns it reads and writes."""
+
+from __future__ import annotations
+
+from leaderless import Batch, StageContext, stage
+
+PENALTY = 0.05
+"""Taken from the reward for each token of a response."""
+
+
+@stage(reads=["rewards", "response_lengths"], writes=["rewards"])
+def length_penalty(batch: Batch, context: StageContext) -> Batch:
+    """Of two right answers the shorter one is worth more.
+
+    Args:
+        batch: Samples.
+        context: Takes what is reported.
+    """
+    penalty = PENALTY * batch.dense("response_lengths").float()
+    context.metrics.mean("length_penalty", penalty.sum(), len(batch))
+    return batch.with_columns(rewards=batch.dense("rewards") - penalty)
