@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from leaderless.config import LoadedRecipe, Recipe, RecipeError, load_recipe
 from leaderless.planner import Cluster, Plan, make_plan
@@ -58,6 +59,16 @@ def recipe_path(target: Path) -> Path:
         target: Of the command.
     """
     return target / "config.yaml" if target.is_dir() else target
+
+
+def print_path(label: str, path: Path) -> None:
+    """Print where something is, on one line that can be copied.
+
+    Args:
+        label: What it is.
+        path: Where.
+    """
+    console.print(f"{label}: [bold]{escape(str(path))}", highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leaderless.cli.common import console
+from leaderless.cli.common import print_path
 
 
 def export(
@@ -19,7 +19,7 @@ def export(
     from leaderless.worker.export import export_model
 
     path = export_model(newest_checkpoint(checkpoint), role, out)
-    console.print(f"model: [bold]{path}", highlight=False)
+    print_path("model", path)
 
 
 def newest_checkpoint(path: Path) -> Path:

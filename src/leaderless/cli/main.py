@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 
 from leaderless.cli.common import errors
 from leaderless.cli.evaluate import evaluate
@@ -37,7 +38,7 @@ def main() -> None:
     try:
         app()
     except RecipeError as error:
-        errors.print(f"[red bold]error[/] {error}", highlight=False, soft_wrap=True)
+        errors.print(f"[red bold]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         errors.print("[red bold]interrupted[/]")
@@ -50,11 +51,11 @@ def _exit_with(error: Exception) -> None:
     """Print a failure: of a worker, its own traceback."""
     failure = getattr(error, "failure", None)
     if failure is not None and failure.is_recipe:
-        errors.print(f"[red bold]error[/] {failure.message}", highlight=False, soft_wrap=True)
+        errors.print(f"[red bold]error[/] {escape(failure.message)}", highlight=False, soft_wrap=True)
         sys.exit(2)
     if failure is not None:
         errors.print(failure.trace, highlight=False, markup=False, soft_wrap=True)
     elif not hasattr(error, "failure"):
         errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False, soft_wrap=True)
-    errors.print(f"[red bold]error[/] {error}", highlight=False, soft_wrap=True)
+    errors.print(f"[red bold]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
     sys.exit(1)

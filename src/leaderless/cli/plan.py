@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leaderless.cli.common import console, plan_recipe, print_json, recipe_path
+from leaderless.cli.common import console, plan_recipe, print_json, print_path, recipe_path
 from leaderless.observability.run_directory import write_atomically
 
 
@@ -31,4 +31,4 @@ def plan(
 
         print_plan(planned.plan, console)
     if picture is not None and not as_json:
-        console.print(f"picture: [bold]{picture}")
+        print_path("picture", picture)

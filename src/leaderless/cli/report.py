@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leaderless.cli.common import console
+from leaderless.cli.common import print_path
 from leaderless.observability.report import write_report
 
 
@@ -15,4 +15,4 @@ def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) ->
     """Write `report.html` of a run: curves, timing, graph and samples in one file."""
     if not (run / "config.yaml").exists():
         raise typer.BadParameter(f"{run} is not the folder of a run: it holds no config.yaml")
-    console.print(f"report: [bold]{write_report(run)}", highlight=False)
+    print_path("report", write_report(run))

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
-from leaderless.cli.common import Planned, console, plan_recipe, recipe_path
+from leaderless.cli.common import Planned, console, plan_recipe, print_path, recipe_path
 from leaderless.config import Problem, Recipe, RecipeError, load_recipe
-from leaderless.observability.run_directory import RunDirectory, list_checkpoints
+from leaderless.observability.run_directory import RunDirectory
 from leaderless.worker.place import Place
 
 FREE_KEYS = ("steps", "run.", "checkpoint.", "evaluation.", "layout.")
@@ -28,10 +29,20 @@ def train(
     num_workers = place.world_size if Place.is_given() else workers or _num_accelerators()
     planned = plan_recipe(recipe_path(target), overrides or [], num_workers)
     directory = RunDirectory.of(planned.recipe)
+    # Every worker looks for itself: none may wait for others that see that there is nothing to do.
+    is_finished = not fresh and directory.last_step() >= planned.recipe.steps
     if place.rank == 0:
         _check_inputs(planned)
-        if not _prepare(directory, planned, fresh=fresh):
-            return
+        _prepare(directory, planned, fresh=fresh)
+    if is_finished:
+        if place.rank == 0:
+            console.print(
+                f"[bold]{escape(str(directory.path))}[/] has all of its {planned.recipe.steps} steps: nothing to do. "
+                "Raise `steps` to go on, or pass --fresh to begin anew.",
+                highlight=False,
+                soft_wrap=True,
+            )
+        return
     if Place.is_given() or num_workers == 1:
         _work(planned, place)
     else:
@@ -56,7 +67,7 @@ def _num_accelerators() -> int:
 def _work(planned: Planned, place: Place) -> None:
     """Be a worker of the run."""
     from leaderless.observability.console import Display
-    from leaderless.worker.failure import reported_failures
+    from leaderless.worker.failure import FOLDER_VARIABLE, reported_failures
     from leaderless.worker.process import train as train_as_worker
 
     with reported_failures(place.rank):
@@ -66,7 +77,7 @@ def _work(planned: Planned, place: Place) -> None:
         except RecipeError as error:
             raise planned.loaded.locate(error) from error
         finally:
-            if place.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
+            if place.rank == 0 and FOLDER_VARIABLE not in os.environ:
                 _report(RunDirectory.of(planned.recipe))
         display.summary(f"{planned.recipe.name}: what has changed")
 
@@ -77,30 +88,18 @@ def _report(directory: RunDirectory) -> None:
         return
     from leaderless.observability.report import write_report
 
-    console.print(f"report: [bold]{write_report(directory.path)}", highlight=False)
+    print_path("report", write_report(directory.path))
 
 
-def _prepare(directory: RunDirectory, planned: Planned, *, fresh: bool) -> bool:
-    """Make the run's folder ready: begin, go on, or see that there is nothing to do.
-
-    Returns:
-        Whether there are steps to train.
-    """
-    checkpoints = list_checkpoints(directory.checkpoints)
-    if directory.path.exists() and (fresh or not checkpoints):
+def _prepare(directory: RunDirectory, planned: Planned, *, fresh: bool) -> None:
+    """Make the run's folder ready, to begin or to go on."""
+    has_checkpoint = directory.last_step() > 0
+    if directory.path.exists() and (fresh or not has_checkpoint):
         if directory.metrics.exists() or fresh:
-            console.print(f"the earlier run is now in [bold]{directory.set_aside()}", highlight=False)
-    elif checkpoints:
+            print_path("the earlier run is now in", directory.set_aside())
+    elif has_checkpoint:
         _check_same_settings(directory, planned)
-        if int(checkpoints[-1].name.removeprefix("step-")) >= planned.recipe.steps:
-            console.print(
-                f"[bold]{directory.path}[/] has all of its {planned.recipe.steps} steps: nothing to do. "
-                "Raise `steps` to go on, or pass --fresh to begin anew.",
-                highlight=False,
-            )
-            return False
     directory.path.mkdir(parents=True, exist_ok=True)
-    return True
 
 
 def _check_same_settings(directory: RunDirectory, planned: Planned) -> None:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Mapping
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 HEADLINES = (
     ("eval/mean@", "accuracy", "{:.3f}"),
@@ -46,7 +47,7 @@ class Display:
             text: With rich markup.
         """
         if self.is_shown:
-            self.console.print(text, highlight=False)
+            self.console.print(text, highlight=False, soft_wrap=True)
 
     def start(self, num_steps: int, done: int) -> None:
         """Begin to show steps.
@@ -57,15 +58,17 @@ class Display:
         """
         if not self.is_shown or not self.console.is_terminal:
             return
+        # In a narrow terminal the numbers fold, and what is being done is cut; steps and times stay whole.
+        whole = Column(no_wrap=True)
         self._progress = Progress(
             TextColumn("[bold]step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TimeElapsedColumn(),
+            MofNCompleteColumn(table_column=whole),
+            BarColumn(bar_width=10, table_column=whole),
+            TimeElapsedColumn(table_column=whole),
             TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("[cyan]{task.fields[numbers]}"),
-            TextColumn("[dim]{task.fields[activity]}"),
+            TimeRemainingColumn(table_column=whole),
+            TextColumn("[cyan]{task.fields[numbers]}", table_column=Column()),
+            TextColumn("[dim]{task.fields[activity]}", table_column=Column(no_wrap=True, max_width=16)),
             console=self.console,
         )
         self._task = self._progress.add_task("", total=num_steps, completed=done, numbers="", activity="")
@@ -80,7 +83,7 @@ class Display:
         """
         if self._progress is not None:
             share = "" if fraction is None else f" {fraction:.0%}"
-            self._progress.update(self._task, activity=f"{name}{share}")
+            self._progress.update(self._task, activity=escape(f"{name}{share}"))
 
     def step(self, step: int, num_steps: int, numbers: Mapping[str, float]) -> None:
         """Show a step that is done.

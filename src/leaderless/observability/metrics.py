@@ -80,7 +80,9 @@ class Metrics:
             value: This rank's.
         """
         measure = self._measures.setdefault(name, _Measure("max"))
-        measure.largest = torch.maximum(torch.as_tensor(measure.largest), torch.as_tensor(value))
+        if not isinstance(value, Tensor):
+            value = torch.tensor(value, dtype=torch.float64)
+        measure.largest = torch.maximum(torch.as_tensor(measure.largest), value)
 
     def reduce(self, group: Reducer) -> dict[str, float]:
         """The numbers over all ranks of a pool, the same on each; means of nothing are left out.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -35,8 +36,13 @@ class RunDirectory:
         """
         return cls(Path(recipe.run.directory) / recipe.name)
 
+    def last_step(self) -> int:
+        """The step of the newest checkpoint; 0 when there is none."""
+        checkpoints = list_checkpoints(self.checkpoints)
+        return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
+
     def set_aside(self) -> Path:
-        """Rename the folder, so that a new run can take its name.
+        """Rename the folder, so that a new run can take its name; the new one may begin from the same `config.yaml`.
 
         Returns:
             Where it is now.
@@ -45,6 +51,9 @@ class RunDirectory:
         while (target := self.path.with_name(f"{self.path.name}.{number}")).exists():
             number += 1
         self.path.rename(target)
+        if (target / self.config.name).exists():
+            self.path.mkdir()
+            shutil.copy(target / self.config.name, self.config)
         return target
 
     def append_metrics(self, record: Mapping[str, float]) -> None:

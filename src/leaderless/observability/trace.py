@@ -16,7 +16,7 @@ class Tracer:
         """Begin a trace.
 
         Args:
-            path: The file; None times without writing.
+            path: The file; None times without writing. What an earlier start of the run has traced there is kept.
             rank: Shown as the process.
         """
         self.rank = rank
@@ -24,10 +24,10 @@ class Tracer:
         self.seconds: dict[str, float] = {}
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             # The format allows the closing bracket to be missing, so a trace is readable however the run ends.
             self._file = path.open("w", encoding="utf-8")
-            self._file.write("[\n")
-            self._write({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+            self._file.write("[\n" + "".join(f"{line}\n" for line in before if line.endswith("},")))
 
     @contextmanager
     def span(self, name: str, step: int) -> Iterator[None]:
@@ -52,14 +52,11 @@ class Tracer:
         seconds, self.seconds = self.seconds, {}
         return seconds
 
-    def flush(self) -> None:
-        """Make what was timed so far readable by others."""
-        if self._file is not None:
-            self._file.flush()
-
     def close(self) -> None:
         """End the trace; spans are still timed, but not written."""
         if self._file is not None:
+            name = {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}
+            self._file.write(json.dumps(name) + "\n]\n")
             self._file.close()
             self._file = None
 

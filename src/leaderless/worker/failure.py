@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from leaderless.config import RecipeError
+from leaderless.observability.run_directory import write_atomically
 
 FOLDER_VARIABLE = "LEADERLESS_FAILURES"
 """Where the launcher wants each rank to write its failure; without it a worker prints it."""
@@ -38,24 +39,29 @@ class Failure:
 
 @contextmanager
 def reported_failures(rank: int) -> Iterator[None]:
-    """Write down an error that ends the worker, for the launcher, and let it go on.
+    """Write down an error that ends the worker, for the launcher to show; without a launcher, let it go on.
 
     Args:
         rank: Of this worker.
+
+    Raises:
+        SystemExit: The error has been written down.
     """
     try:
         yield
     except BaseException as error:
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder is not None and not isinstance(error, SystemExit):
+            is_recipe = isinstance(error, RecipeError)
             failure = Failure(
                 rank=rank,
                 time_ns=time.time_ns(),
-                is_recipe=isinstance(error, RecipeError),
-                message=str(error),
+                is_recipe=is_recipe,
+                message=str(error) if is_recipe else f"{type(error).__name__}: {error}",
                 trace="".join(traceback.format_exception(error)),
             )
-            (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+            write_atomically(Path(folder) / f"rank-{rank}.json", json.dumps(asdict(failure)))
+            raise SystemExit(2 if is_recipe else 1) from None
         raise
 
 

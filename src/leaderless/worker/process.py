@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from rich.markup import escape
 
 from leaderless.config import Recipe, dump_recipe
 from leaderless.config.data import DatasetConfig
@@ -117,7 +118,7 @@ class _Builder:
         self.instance: RoleInstance = evaluated_instance(plan)
         config = recipe.model_of(self.instance.role)
         assert config is not None
-        display.say(f"loading [bold]{config.path}[/]")
+        display.say(f"loading [bold]{escape(config.path)}[/]")
         self.tokenizer: Tokenizer = load_tokenizer(config, self.instance.role)
         self.roles = Roles(recipe, plan, transport, device, self.tokenizer)
 
@@ -127,7 +128,7 @@ class _Builder:
         dataset = open_dataset(
             open_source(config, key), encoder, self.recipe, self.transport.world, self._progress(config.path)
         )
-        self.display.say(f"{key}: {len(dataset.rows):,} rows of [bold]{config.path}[/]")
+        self.display.say(f"{key}: {len(dataset.rows):,} rows of [bold]{escape(config.path)}[/]")
         return dataset
 
     def _progress(self, path: str) -> Callable[[int], None]:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+from rich.markup import escape
 
 from leaderless.config import Recipe
 from leaderless.data.databuffer import Databuffer
@@ -104,7 +105,7 @@ class Worker:
             loader.position = state.data_position
         if self.rank == 0:
             self.directory.forget_after(state.step)
-        self.display.say(f"going on from step {state.step} ([bold]{checkpoints[-1]}[/])")
+        self.display.say(f"going on from step {state.step} ([bold]{escape(str(checkpoints[-1]))}[/])")
 
     def run_step(self) -> dict[str, float]:
         """Walk the chain once.
@@ -229,4 +230,4 @@ class Worker:
         self.tracer.take_seconds()
         if is_stopping and not is_last:
             self.display.stop()
-            self.display.say(f"stopped after step {self.step}; the same command goes on from [bold]{path}")
+            self.display.say(f"stopped after step {self.step}; the same command goes on from [bold]{escape(str(path))}")

@@ -1,0 +1,104 @@
+"""Runs the command line: in processes that stay, or as a person does."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.distributed.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command went.
+
+    Attributes:
+        code: Exit code.
+        output: What it printed.
+        errors: What it printed beside that.
+    """
+
+    code: int
+    output: str
+    errors: str
+
+
+def command(folder: str, arguments: list[str]) -> Outcome:
+    """Run `leaderless ARGUMENTS` in this process, which counts as started by torch elastic where its place is given."""
+    from leaderless.cli.main import main
+
+    output, errors = io.StringIO(), io.StringIO()
+    before, path = Path.cwd(), list(sys.path)
+    os.chdir(folder)
+    try:
+        with redirect_stdout(output), redirect_stderr(errors), patch.object(sys, "argv", ["leaderless", *arguments]):
+            main()
+            code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+    return Outcome(code, output.getvalue(), errors.getvalue())
+
+
+def run(ranks: RankPool, folder: Path, *arguments: object, num_ranks: int = 1) -> Outcome:
+    """A command as the first of some ranks runs it; all have to end alike."""
+    outcomes = ranks.run(num_ranks, command, str(folder), [str(a) for a in arguments], init_group=False)
+    assert len({outcome.code for outcome in outcomes}) == 1, outcomes
+    return outcomes[0]
+
+
+def succeed(ranks: RankPool, folder: Path, *arguments: object, num_ranks: int = 1) -> str:
+    """The output of a command that has to succeed."""
+    outcome = run(ranks, folder, *arguments, num_ranks=num_ranks)
+    assert outcome.code == 0, outcome.errors
+    return outcome.output
+
+
+def environment() -> dict[str, str]:
+    """Of processes that a person starts."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+
+
+def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    """Begin `python ARGUMENTS` as a person does."""
+    return subprocess.Popen(
+        [sys.executable, *(str(argument) for argument in arguments)],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Outcome:
+    """Wait for it; it is ended when it takes too long."""
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
+    return Outcome(process.returncode, output, errors)
+
+
+def metrics(run_folder: Path, *, with_times: bool = False) -> list[Mapping[str, float]]:
+    """The lines of a run's log, usually without what depends on the clock."""
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    if with_times:
+        return lines
+    clocks = ("time", "throughput/", "rollout/tokens_per_s")
+    return [{name: value for name, value in line.items() if not name.startswith(clocks)} for line in lines]

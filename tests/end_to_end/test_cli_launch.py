@@ -1,0 +1,96 @@
+"""How workers start and end: by our own launcher, by torchrun, and by Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import finish, metrics, start, succeed
+from tests.tiny import tiny_model, write_recipe
+
+SETTINGS = {"reward": {"format": {"pattern": r".*\d.*"}}, "batch.prompts_per_step": 5, "run.tensorboard": False}
+ELASTIC = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", 2)
+
+
+def test_our_launcher_and_torchrun_give_the_run_of_one_worker(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
+    own = start(tmp_path, "-m", "leaderless", "train", recipe, "name=own", "--workers", 2)
+    outcome = finish(own)
+    assert outcome.code == 0, outcome.errors
+    assert "own: what has changed" in outcome.output
+    assert f"report: {tmp_path}/runs/own/report.html" in outcome.output
+    elastic = start(tmp_path, "-m", *ELASTIC, "-m", "leaderless", "train", recipe, "name=elastic")
+    outcome = finish(elastic)
+    assert outcome.code == 0, outcome.errors
+    assert outcome.output.count("what has changed") == 1, "one worker speaks"
+    assert f"report: {tmp_path}/runs/elastic/report.html" in outcome.output
+    succeed(ranks, tmp_path, "train", recipe, "name=single")
+    expected = metrics(tmp_path / "runs/single")
+    for name in ("own", "elastic"):
+        assert (tmp_path / "runs" / name / "report.html").exists()
+        for line, numbers in zip(metrics(tmp_path / "runs" / name), expected, strict=True):
+            assert line == pytest.approx(numbers, rel=1e-4, abs=1e-5)
+    assert metrics(tmp_path / "runs/own") == metrics(tmp_path / "runs/elastic")
+
+
+def test_ctrl_c_ends_the_step_writes_a_checkpoint_and_the_run_can_go_on(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS | {"steps": 100_000})
+    process = start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", 2)
+    log = tmp_path / "runs/tiny/metrics.jsonl"
+    end = time.monotonic() + 60
+    while (not log.exists() or log.read_text().count("\n") < 3) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    outcome = finish(process)
+    assert time.monotonic() - asked < 15
+    assert outcome.code == 0, outcome.errors
+    assert "the same command goes on from" in outcome.output
+    lines = metrics(tmp_path / "runs/tiny")
+    (checkpoint,) = (tmp_path / "runs/tiny/checkpoints").iterdir()
+    assert checkpoint.name == f"step-{len(lines):06d}"
+    assert (tmp_path / "runs/tiny/report.html").exists()
+    steps = len(lines) + 1
+    output = succeed(ranks, tmp_path, "train", recipe, f"steps={steps}")
+    assert f"going on from step {len(lines)}" in output
+    assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == list(range(1, steps + 1))
+
+
+FAILING = """
+import leaderless
+
+@leaderless.stage(reads=["rewards"], has_effect=True)
+def fail(batch, context):
+    if context.group.rank == 1 and context.step == 2:
+        raise KeyError("no such thing")
+    return batch
+"""
+WORKFLOW = """
+name: own
+nodes:
+  rollout: {run: rollout, role: policy}
+  reward: {run: reward, after: rollout}
+  fail: {run: "failing:fail", after: reward}
+  advantage: {run: grpo, after: reward}
+  policy: {run: update, role: policy, after: [advantage, fail]}
+"""
+
+
+def test_the_traceback_of_the_worker_that_failed_is_what_the_user_reads(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    (tmp_path / "own.yaml").write_text(WORKFLOW)
+    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS | {"workflow": "own.yaml", "steps": 50})
+    begin = time.monotonic()
+    outcome = finish(start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", 2))
+    seconds = time.monotonic() - begin
+    assert outcome.code == 1
+    assert outcome.errors.count("Traceback (most recent call last)") == 1
+    assert 'raise KeyError("no such thing")' in outcome.errors
+    assert "at step 2, in fail, on rank 1" in outcome.errors
+    assert "error rank 1 failed: KeyError" in outcome.errors
+    assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [1]
+    assert (tmp_path / "runs/tiny/report.html").exists(), "also of a run that failed"
+    assert seconds < 40
