@@ -375,3 +375,9 @@ def test_ranks_are_written_as_ranges(ranks, text):
 def test_a_cluster_has_a_rank():
     with pytest.raises(ValueError, match="world_size=0: must be at least 1"):
         Cluster(0)
+
+
+def test_a_workflow_without_any_effect_is_refused():
+    problem = refused(begin())
+    assert problem.key == "nodes"
+    assert "no node trains a role or has another effect" in problem.message

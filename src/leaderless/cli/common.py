@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from leaderless.config import LoadedRecipe, Recipe, RecipeError, load_recipe
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.workflow import Workflow, resolve_workflow
+from leaderless.workflow import resolve_workflow
 
 console = Console()
 errors = Console(stderr=True)
@@ -32,21 +32,20 @@ class Planned:
         return self.loaded.recipe
 
 
-def plan_recipe(path: Path, overrides: Sequence[str], num_workers: int, workflow: Workflow | None = None) -> Planned:
+def plan_recipe(path: Path, overrides: Sequence[str], num_workers: int) -> Planned:
     """Read a recipe and plan it.
 
     Args:
         path: The recipe.
         overrides: `section.key=value` each.
         num_workers: To plan for.
-        workflow: Instead of the one that the recipe names.
 
     Raises:
         RecipeError: Something is wrong with it; every problem has its place.
     """
     loaded = load_recipe(path, overrides)
     try:
-        workflow = workflow or resolve_workflow(loaded.recipe.workflow)
+        workflow = resolve_workflow(loaded.recipe.workflow)
         return Planned(loaded, make_plan(loaded.recipe, workflow, Cluster(num_workers)))
     except RecipeError as error:
         raise loaded.locate(error) from error

@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from leaderless.cli.common import Planned, console, errors, plan_recipe, print_json, recipe_path
+from leaderless.cli.common import Planned, console, errors, print_json, recipe_path
 from leaderless.cli.export import newest_checkpoint
-from leaderless.config import RecipeError
+from leaderless.config import LoadedRecipe, RecipeError, load_recipe, nearest
+from leaderless.planner import Cluster, make_plan
 from leaderless.worker.place import Place
-from leaderless.workflow import Workflow
+from leaderless.workflow.evaluation import evaluation_workflow
 
 
 def evaluate(
@@ -28,12 +29,7 @@ def evaluate(
     """Answer held-out prompts and print mean@k, pass@k and maj@k."""
     place = Place.from_environment()
     num_workers = place.world_size if Place.is_given() else workers
-    workflow = Workflow("evaluation").node("answer", run="rollout", role=role)
-    planned = plan_recipe(recipe_path(target), overrides or [], num_workers, workflow)
-    if planned.recipe.data.evaluation is None:
-        raise planned.loaded.locate(RecipeError.at("data.evaluation", "must name the held-out prompts"))
-    if not planned.recipe.reward.options():
-        raise planned.loaded.locate(RecipeError.at("reward", "must name a reward, to tell which responses are correct"))
+    planned = _plan(load_recipe(recipe_path(target), overrides or []), role, num_workers)
     if checkpoint is not None or target.is_dir():
         checkpoint = newest_checkpoint(checkpoint or target)
     if Place.is_given() or num_workers == 1:
@@ -48,6 +44,25 @@ def evaluate(
         launch_workers(
             [*arguments, *(["--checkpoint", str(checkpoint)] if checkpoint else [])], num_workers, Path(logs)
         )
+
+
+def _plan(loaded: LoadedRecipe, role: str, num_workers: int) -> Planned:
+    """A plan in which one role answers on all workers, whatever the recipe says of training."""
+    recipe = loaded.recipe
+    model = recipe.model_of(role)
+    try:
+        if recipe.data.evaluation is None:
+            raise RecipeError.at("data.evaluation", "must name the held-out prompts")
+        if not recipe.reward.options():
+            raise RecipeError.at("reward", "must name a reward, to tell which responses are correct")
+        if model is None:
+            raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")
+        batch = recipe.batch.model_copy(update={"prompts_per_step": max(recipe.batch.prompts_per_step, num_workers)})
+        recipe = recipe.model_copy(update={"models": {role: model}, "layout": {}, "batch": batch})
+        plan = make_plan(recipe, evaluation_workflow(role), Cluster(num_workers))
+    except RecipeError as error:
+        raise loaded.locate(error) from error
+    return Planned(LoadedRecipe(recipe, loaded.source), plan)
 
 
 def _work(planned: Planned, place: Place, checkpoint: Path | None) -> dict[str, float]:

@@ -72,6 +72,10 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
     for node in order:
         tracer.row_set(node.name)
     kept = [node for node in reversed(order) if tracer.visit(node)][::-1]
+    if not kept:
+        raise RecipeError.at(
+            "nodes", "no node trains a role or has another effect, so that nobody reads what they write: add an update"
+        )
     return Flow(
         order=tuple(kept),
         pruned=tuple(node.name for node in order if node not in kept),

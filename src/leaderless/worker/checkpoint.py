@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from leaderless.config import RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Group
 from leaderless.observability.run_directory import list_checkpoints, write_atomically
@@ -120,16 +121,17 @@ def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
         engines: The trained instances that this rank holds a part of, by role.
 
     Raises:
-        ValueError: It is the checkpoint of another model.
+        RecipeError: It is the checkpoint of another model, or none at all.
     """
     state = read_state(path)
     for role, engine in engines.items():
         file = path / role / "role.json"
         role_state = RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
         if role_state is None or role_state.model != fingerprint(engine):
-            raise ValueError(
-                f"checkpoint {path} does not fit models.{role}: its weights have other names or shapes; "
-                "use the model that the run was started with, or another run name"
+            raise RecipeError.at(
+                f"models.{role}",
+                f"checkpoint {path} does not fit: its weights have other names or shapes; "
+                "use the model that the run was started with, or another run name",
             )
         reader = HuggingFaceStorageReader(str(path / role))
         load(dict(engine.state()), storage_reader=reader, process_group=engine.group.handle)
@@ -144,12 +146,12 @@ def read_state(path: Path) -> RunState:
         path: The checkpoint's folder.
 
     Raises:
-        ValueError: It is not a checkpoint.
+        RecipeError: It is not a checkpoint.
     """
     try:
         return RunState(**json.loads((path / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a checkpoint: {error}") from error
+        raise RecipeError.at("", f"{path} is not a checkpoint: {error}") from error
 
 
 def fingerprint(engine: FsdpEngine) -> str:

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from leaderless.config import RecipeError
 from leaderless.worker.checkpoint import read_state
 
 
@@ -25,15 +26,15 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
         The folder.
 
     Raises:
-        ValueError: The checkpoint has no such role, or `out` holds something.
+        RecipeError: The checkpoint has no such role, or `out` holds something.
     """
     read_state(checkpoint)
     source = checkpoint / role
     if not source.is_dir():
         roles = ", ".join(sorted(path.name for path in checkpoint.iterdir() if path.is_dir()))
-        raise ValueError(f"checkpoint {checkpoint} has no role '{role}' (there are: {roles})")
+        raise RecipeError.at("", f"checkpoint {checkpoint} has no role '{role}' (there are: {roles})")
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"folder {out} is not empty: name another one")
+        raise RecipeError.at("", f"folder {out} is not empty: name another one")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     load(weights, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=True)

@@ -1,0 +1,38 @@
+"""The workflow of `leaderless eval`: a model answers, and the worker grades its responses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from leaderless.workflow.stage import STAGE_ATTRIBUTE
+from leaderless.workflow.stages import BUILTIN_STAGES
+from leaderless.workflow.workflow import Workflow
+
+if TYPE_CHECKING:
+    from leaderless.data.batch import Batch
+    from leaderless.stages.context import StageContext
+
+
+def evaluation_workflow(role: str) -> Workflow:
+    """A workflow of one node.
+
+    Args:
+        role: Who answers.
+    """
+    return Workflow("evaluation").node("answer", run=f"{__name__}:{answer.__name__}", role=role)
+
+
+def answer(batch: Batch, context: StageContext) -> Batch:
+    """What `rollout` does, also where no other node reads it, and greedily if asked to.
+
+    Args:
+        batch: Prompts.
+        context: Whose role generates.
+    """
+    from leaderless.stages.rollout import rollout
+
+    return rollout(batch, context)
+
+
+setattr(answer, STAGE_ATTRIBUTE, replace(BUILTIN_STAGES["rollout"], has_effect=True, check=None))

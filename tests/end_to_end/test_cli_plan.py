@@ -1,0 +1,112 @@
+"""Commands that start nothing: `plan`, `schema`, `report`, `--help`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import ROOT, Outcome, environment, run, succeed
+from tests.tiny import tiny_model, write_recipe
+
+from leaderless.config import load_recipe
+
+WITHOUT = """
+import sys
+from leaderless.cli.main import main
+sys.argv = ["leaderless", *sys.argv[1:]]
+try:
+    main()
+finally:
+    heavy = {"torch", "transformers", "datasets", "pyarrow", "numpy"}
+    print(*sorted(heavy & {name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+"""
+
+
+def light(folder: Path, *arguments: object) -> Outcome:
+    """A command in a process of its own; its last line of errors names the large libraries that it has imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *(str(argument) for argument in arguments)],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("plan",), ("schema",), ("eval", "--help")])
+def test_commands_that_only_say_something_import_no_large_library(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    recipe = write_recipe(tmp_path, tiny_model())
+    outcome = light(tmp_path, *arguments, *([recipe] if arguments == ("plan",) else []))
+    assert outcome.code == 0, outcome.errors
+    assert outcome.errors.strip() == ""
+    assert len(outcome.output) > 200
+
+
+def test_a_recipe_is_refused_without_a_large_library_too(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model())
+    outcome = light(tmp_path, "train", recipe, "batch.prompts_per_stop=3")
+    assert outcome.code == 2
+    assert outcome.errors.splitlines()[-1] == ""
+    assert "did you mean 'prompts_per_step'?" in outcome.errors
+
+
+def test_a_plan_for_1024_workers_takes_less_than_five_seconds(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    recipe = ROOT / "recipes/gsm8k/grpo.yaml"
+    model = f"models.policy.path={tiny_model('qwen3')}"
+    picture = tmp_path / "plan.svg"
+    changes = (model, "data.max_prompt_tokens=64", "rollout.max_response_tokens=64")
+    outcome = light(tmp_path, "plan", recipe, *changes, "--world-size", 1024, "--json", "--picture", picture)
+    seconds = time.monotonic() - begin
+    assert outcome.code == 0, outcome.errors
+    plan = json.loads(outcome.output)
+    assert plan["world_size"] == 1024
+    assert {node["name"] for node in plan["nodes"]} >= {"rollout", "reward", "old", "reference", "advantage", "policy"}
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+    assert seconds < 5 * 2, "twice the limit, for other processes use the same cores"
+
+
+def test_a_plan_says_what_every_worker_does(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model())
+    layout = "layout={rollout: {ranks: 0-1}, policy: {ranks: 2-3}}"
+    picture = tmp_path / "graph.svg"
+    output = " ".join(succeed(ranks, tmp_path, "plan", recipe, layout, "--world-size=4", "--picture", picture).split())
+    for words in ("rollout", "reshard", "weights", "0-1", "2-3", "6 prompts, 24 samples", f"picture: {picture}"):
+        assert words in output
+    assert not (tmp_path / "runs").exists(), "nothing is started"
+    assert "rollout" in picture.read_text()
+    outcome = run(ranks, tmp_path, "plan", recipe, "layout.rolout.ranks=0", "--world-size=2")
+    assert outcome.code == 2
+    assert "did you mean 'rollout'?" in " ".join(outcome.errors.split())
+
+
+def test_the_schema_knows_every_setting_of_the_recipes_that_come_along(ranks: RankPool, tmp_path: Path) -> None:
+    schema = json.loads(succeed(ranks, tmp_path, "schema"))
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    recipes = sorted((ROOT / "recipes").rglob("*.yaml"))
+    assert len(recipes) >= 3
+    for path in recipes:
+        assert load_recipe(path).recipe.model_dump(exclude_unset=True).keys() <= schema["properties"].keys()
+    assert schema["additionalProperties"] is False
+
+
+def test_a_report_can_be_written_again(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model(), {"steps": 1})
+    succeed(ranks, tmp_path, "train", recipe)
+    page = tmp_path / "runs/tiny/report.html"
+    before = page.read_text()
+    page.unlink()
+    assert f"report: {page}" in succeed(ranks, tmp_path, "report", page.parent)
+    assert page.read_text() == before
+    outcome = run(ranks, tmp_path, "report", tmp_path)
+    assert outcome.code == 2
+    assert "holds no config.yaml" in outcome.errors
