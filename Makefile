@@ -23,7 +23,7 @@ format: .venv/.installed-lint
 
 docs: .venv/.installed-docs
 	$(BIN)/python docs/generate.py
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache

@@ -21,4 +21,4 @@ def convert(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    convert(HERE / "additions.csv", Path("runs/own-data/train.parquet"))
+    convert(HERE / "additions.csv", Path("runs/own-data-rows/train.parquet"))
