@@ -41,7 +41,7 @@ def sync_weights(action: SyncWeights, group: Group, source: FsdpEngine | None, t
         target: The serving instance, on ranks that have it.
 
     Raises:
-        RuntimeError: What arrived is not what was sent.
+        RuntimeError: What arrived is not what was sent, or not of one policy version.
     """
     engine = source or target
     assert engine is not None
@@ -49,6 +49,7 @@ def sync_weights(action: SyncWeights, group: Group, source: FsdpEngine | None, t
     given = [_local(parameter) for _, parameter in source.named_weights()] if source else []
     taken = [_local(parameter) for _, parameter in target.named_weights()] if target else []
     version = source.policy_version if source else 0
+    versions: set[int] = set()
     for bucket in _buckets(shapes):
         sent = {
             receiver: pieces
@@ -67,9 +68,16 @@ def sync_weights(action: SyncWeights, group: Group, source: FsdpEngine | None, t
         senders = [sender for sender in expected if sender != group.rank]
         arrived = group.exchange(messages, senders, f"weights of role '{action.role}'")
         for sender, message in (*arrived.items(), *([(group.rank, own)] if own is not None else ())):
-            version = _unpack(message, taken, expected[sender], shapes, action, group.rank, sender)
-    if target is not None:
-        target.policy_version = version
+            versions.add(_unpack(message, taken, expected[sender], shapes, action, group.rank, sender))
+    if target is None:
+        return
+    if len(versions) != 1:
+        found = " and ".join(map(str, sorted(versions))) or "unknown"
+        raise RuntimeError(
+            f"rank {group.rank}: weights of role '{action.role}' are of policy versions {found}: "
+            "the ranks that train it are not at the same update"
+        )
+    target.policy_version = versions.pop()
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
