@@ -1,0 +1,78 @@
+"""Workers that would do different things never begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.distributed.ranks import RankPool
+from tests.tiny import tiny_model, write_recipe
+
+from leaderless.config import load_recipe
+from leaderless.data.batch import Batch
+from leaderless.observability.console import Display
+from leaderless.planner import Cluster, make_plan
+from leaderless.stages.context import StageContext
+from leaderless.worker.join import join_workers
+from leaderless.worker.place import Place
+from leaderless.worker.process import open_worker
+from leaderless.workflow import resolve_workflow
+
+
+def join_with(recipe_file: str, overrides: dict[int, str]) -> str:
+    """The error that this rank gets, when some ranks have other settings."""
+    place = Place.from_environment()
+    recipe = load_recipe(recipe_file, [overrides[place.rank]] if place.rank in overrides else []).recipe
+    plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
+    try:
+        with join_workers(place, plan, 20):
+            return ""
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("override", ["optimizer.learning_rate=0.5", "steps=9"])
+def test_ranks_with_different_plans_all_stop_and_name_who_differs(
+    ranks: RankPool, tmp_path: Path, override: str
+) -> None:
+    recipe = write_recipe(tmp_path, tiny_model())
+    messages = ranks.run(4, join_with, str(recipe), {1: override, 3: override}, init_group=False)
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"rank {rank}: ranks 1,3 have made another plan than rank 0")
+        assert "start all workers with the same recipe, overrides, code and number of workers" in message
+    assert ranks.run(4, join_with, str(recipe), {}, init_group=False) == [""] * 4
+
+
+def train_with_stale_samples(recipe_file: str) -> tuple[str, bool]:
+    """The error where a rollout says that its samples are of an earlier policy; and whether weights have changed."""
+    recipe = load_recipe(recipe_file).recipe
+    place = Place.from_environment()
+    plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
+    with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        rollout = worker.stages["rollout"]
+
+        def stale(batch: Batch, context: StageContext) -> Batch:
+            result = rollout(batch, context)
+            return result.with_columns(policy_versions=result.dense("policy_versions") - 1)
+
+        worker.run_step()
+        before = {name: weight.clone() for name, weight in worker.roles.trained()["policy"].full_weights()}
+        worker.stages = {**worker.stages, "rollout": stale}
+        try:
+            worker.run_step()
+        except RuntimeError as error:
+            weights = worker.roles.trained()["policy"].full_weights()
+            notes = "".join(getattr(error, "__notes__", ()))
+            return f"{error} {notes}", all(bool((before[name] == weight).all()) for name, weight in weights)
+    return "", False
+
+
+def test_samples_of_an_earlier_policy_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model())
+    for rank, (message, is_unchanged) in enumerate(
+        ranks.run(2, train_with_stale_samples, str(recipe), init_group=False)
+    ):
+        assert "was drawn by policy version 0, but version 1 is trained" in message
+        assert f"at step 2, in policy, on rank {rank}" in message
+        assert is_unchanged

@@ -1,0 +1,199 @@
+"""What a run shows and writes while it goes on: the terminal, the trace, the run directory."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from leaderless.observability.console import Display
+from leaderless.observability.run_directory import RunDirectory, list_checkpoints, write_atomically
+from leaderless.observability.trace import Tracer
+from leaderless.worker.place import Place
+
+NUMBERS = {"reward/mean": 0.5, "policy/loss": 1.25, "eval/mean@4": 0.75, "time/step": 3.0}
+
+
+def display(*, is_terminal: bool = False, is_shown: bool = True) -> tuple[Display, io.StringIO]:
+    text = io.StringIO()
+    console = Console(file=text, width=200, force_terminal=is_terminal, legacy_windows=False)
+    return Display(console, is_shown=is_shown), text
+
+
+# The terminal.
+
+
+def test_lines_are_rare_without_a_terminal_and_the_last_step_is_always_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, text = display()
+    clock = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    shown.start(50, 0)
+    for step in range(1, 51):
+        clock += 1.0
+        shown.step(step, 50, NUMBERS | {"reward/mean": step / 100})
+        shown.activity("rollout", 0.5)
+    shown.stop()
+    lines = text.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"step {n}/50" for n in (1, 12, 23, 34, 45, 50)]
+    assert "accuracy 0.750  reward 0.500  loss 1.2500" in lines[-1]
+    assert "time" not in lines[-1]
+
+
+def test_a_terminal_shows_step_numbers_and_what_is_being_done() -> None:
+    shown, text = display(is_terminal=True)
+    shown.start(5, 2)
+    shown.step(3, 5, NUMBERS)
+    shown.activity("reading [/old]/rows.jsonl", 0.25)
+    shown.stop()
+    assert "3/5" in text.getvalue()
+    assert "reward 0.500" in text.getvalue()
+    assert "reading [/old]/" in text.getvalue()
+    shown.activity("after the end")
+    shown.stop()
+
+
+def test_the_summary_compares_the_first_with_the_last_value() -> None:
+    shown, text = display()
+    shown.summary("nothing yet")
+    assert text.getvalue() == ""
+    shown.step(1, 3, {"reward/mean": 0.125})
+    shown.step(2, 3, {"reward/mean": 0.25, "policy/kl": 0.5})
+    shown.step(3, 3, {"reward/mean": 0.875})
+    shown.summary("changes")
+    row = next(line for line in text.getvalue().splitlines() if "(reward/mean)" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["reward (reward/mean)", "0.125", "0.875"]
+    assert "kl (policy/kl)" in text.getvalue()
+
+
+def test_other_ranks_show_nothing() -> None:
+    shown, text = display(is_terminal=True, is_shown=False)
+    shown.say("hello")
+    shown.start(3, 0)
+    shown.activity("rollout")
+    shown.step(3, 3, NUMBERS)
+    shown.summary("x")
+    shown.stop()
+    assert text.getvalue() == ""
+
+
+# The trace.
+
+
+def spans(path: Path) -> list[dict[str, object]]:
+    return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+
+
+def test_a_trace_is_valid_and_spans_last_as_long_as_what_they_time(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "trace/rank-3.json", 3)
+    begin = time.time_ns() / 1000
+    with tracer.span("outer", 1), tracer.span("inner", 1):
+        time.sleep(0.02)
+    with pytest.raises(ValueError, match="x"), tracer.span("fails", 2):
+        raise ValueError("x")
+    seconds = tracer.take_seconds()
+    tracer.close()
+    events = {str(event["name"]): event for event in spans(tmp_path / "trace/rank-3.json")}
+    inner, outer = events["inner"], events["outer"]
+    assert begin <= outer["ts"] <= inner["ts"] <= time.time_ns() / 1000  # type: ignore[operator]
+    assert 20_000 <= inner["dur"] <= outer["dur"] < 1e6  # type: ignore[operator]
+    assert inner["dur"] == pytest.approx(seconds["inner"] * 1e6)
+    assert events["fails"]["args"] == {"step": 2}
+    names = [event for event in json.loads((tmp_path / "trace/rank-3.json").read_text()) if event["ph"] == "M"]
+    assert names == [{"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3"}}]
+
+
+def test_a_trace_goes_on_where_an_earlier_start_ended_even_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json"
+    for name, torn in (("first", ""), ("second", '{"name": "thi'), ("third", "")):
+        tracer = Tracer(path, 0)
+        with tracer.span(name, 1):
+            pass
+        tracer.close()
+        with path.open("a") as file:
+            file.write(torn)
+    assert [event["name"] for event in spans(path)] == ["first", "second", "third"]
+
+
+def test_times_are_taken_without_a_file_and_only_once(tmp_path: Path) -> None:
+    for tracer in (Tracer(None, 0), Tracer(tmp_path / "rank-0.json", 0)):
+        tracer.close()
+        for _ in range(2):
+            with tracer.span("load", 1):
+                pass
+        assert tracer.take_seconds()["load"] > 0
+        assert tracer.take_seconds() == {}
+        tracer.close()
+
+
+# The run directory.
+
+
+def test_lines_of_lost_steps_are_forgotten_with_their_samples(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    assert list(run.read_metrics()) == []
+    for step in range(6):
+        run.append_metrics({"step": step, "loss": step / 2})
+        run.write_samples(step, 0, [{"step": step, "text": "naïve\n"}])
+        run.write_samples(step, 12, [{"step": step}])
+    with run.metrics.open("a") as file:
+        file.write('{"step": 6, "los')
+    run.forget_after(3)
+    assert [record["step"] for record in run.read_metrics()] == [0, 1, 2, 3]
+    assert len(run.metrics.read_text().splitlines()) == 4
+    names = sorted(path.name for path in run.samples.iterdir())
+    assert names == sorted(f"step-{step:06d}.rank-{rank}.jsonl" for step in range(4) for rank in (0, 12))
+    assert json.loads((run.samples / "step-000003.rank-0.jsonl").read_text())["text"] == "naïve\n"
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.last_step() == 0
+    for name in ("step-000009", "step-000100", ".step-000200.partial", "other"):
+        (run.checkpoints / name).mkdir(parents=True)
+    (run.checkpoints / "step-000300").write_text("no folder")
+    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000009", "step-000100"]
+    assert run.last_step() == 100
+
+
+def test_a_run_that_is_set_aside_keeps_all_and_leaves_its_recipe(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    for number in (1, 2):
+        run.path.mkdir(exist_ok=True)
+        run.config.write_text(f"name: {number}")
+        run.append_metrics({"step": number})
+        assert run.set_aside() == tmp_path / f"run.{number}"
+        assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
+    assert (tmp_path / "run.1/config.yaml").read_text() == "name: 1"
+    assert (tmp_path / "run.2/metrics.jsonl").read_text() == '{"step": 2}\n'
+
+
+def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new/folder/file.txt"
+    write_atomically(path, "first")
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        write_atomically(path, "second")
+    assert path.read_text() == "first"
+
+
+# Places.
+
+
+def test_a_place_is_what_torch_elastic_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not Place.is_given()
+    assert Place.from_environment() == Place(0, 1, 0, 1)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert Place.is_given()
+    assert Place.from_environment() == Place(5, 8, 1, 4)
