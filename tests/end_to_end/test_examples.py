@@ -1,0 +1,108 @@
+"""The examples do what they say, with a tiny model in the place of the quickstart's."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from examples.own_data.convert import convert
+from examples.own_reward.rewards import digits_right, is_short
+from examples.own_workflow.workflow import informative
+from rich.console import Console
+from tests.distributed.ranks import RankPool
+from tests.tiny import tiny_model, write_additions
+
+from leaderless import RewardInput
+from leaderless.config import load_recipe
+from leaderless.observability.console import Display
+from leaderless.planner import Cluster, make_plan
+from leaderless.worker.place import Place
+from leaderless.worker.process import open_worker
+from leaderless.workflow import read_workflow, resolve_workflow
+
+ROOT = Path(__file__).parents[2]
+Numbers = dict[str, float]
+
+
+def train_example(recipe: str, overrides: list[str], num_steps: int) -> list[Numbers]:
+    """The numbers of some steps, as rank 0 logs them, the held-out accuracy last."""
+    os.chdir(ROOT)
+    loaded = load_recipe(recipe, overrides)
+    place = Place.from_environment()
+    plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
+    with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        steps = [worker.run_step() for _ in range(num_steps)]
+        if worker.evaluator is not None:
+            steps.append(worker.evaluator.run(float))
+    return steps
+
+
+def small(tmp_path: Path, *more: str) -> list[str]:
+    """Overrides by which an example is done in a moment."""
+    rows = write_additions(tmp_path / "train.jsonl")
+    return [
+        f"models.policy={tiny_model()}",
+        f"run.directory={tmp_path / 'runs'}",
+        "run.tensorboard=false",
+        "run.timeout_s=60",
+        "batch.prompts_per_step=6",
+        f"data.train.path={rows}",
+        *more,
+    ]
+
+
+def with_evaluation(tmp_path: Path) -> list[str]:
+    return [f"data.evaluation.path={tmp_path / 'train.jsonl'}", "evaluation.max_prompts=4"]
+
+
+def sample(response: str, answer: str) -> RewardInput:
+    return RewardInput(prompt="", response=response, answer=answer, row={}, is_truncated=False)
+
+
+def test_own_reward_trains_on_what_its_functions_say(ranks: RankPool, tmp_path: Path) -> None:
+    assert digits_right(sample("135", "145")).value == pytest.approx(2 / 3)
+    assert digits_right(sample("", "145")).value == 0
+    assert [is_short(sample(text, "1")) for text in ("123", "1234")] == [1.0, 0.0]
+    overrides = [*small(tmp_path), *with_evaluation(tmp_path)]
+    (steps,) = ranks.run(1, train_example, "examples/own_reward/recipe.yaml", overrides, 2, init_group=False)
+    for numbers in steps[:2]:
+        weighted = numbers["reward/examples.own_reward.rewards:digits_right"]
+        weighted += 0.1 * numbers["reward/examples.own_reward.rewards:is_short"]
+        assert numbers["reward/mean"] == pytest.approx(weighted)
+        assert numbers["reward/failed"] == 0
+    assert "eval/mean@1" in steps[-1]
+
+
+def test_own_stage_takes_its_penalty_from_the_reward(ranks: RankPool, tmp_path: Path) -> None:
+    overrides = [*small(tmp_path, "run.recorded_prompts=6"), *with_evaluation(tmp_path)]
+    ranks.run(1, train_example, "examples/own_stage/recipe.yaml", overrides, 1, init_group=False)
+    (file,) = (tmp_path / "runs/own-stage/samples").iterdir()
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(samples) == 48
+    assert all(one["reward"] < one["details"]["exact_match"]["value"] for one in samples)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_own_workflow_trains_on_groups_with_a_signal_only(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    assert read_workflow(ROOT / "examples/own_workflow/workflow.yaml") == informative()
+    # An untrained model writes a digit now and then, so that some groups have a signal.
+    overrides = [*small(tmp_path, r"reward={format: {pattern: .*\d.*}}"), *with_evaluation(tmp_path)]
+    recipe = "examples/own_workflow/recipe.yaml"
+    first, second = ranks.run(world_size, train_example, recipe, overrides, 2, init_group=False)[0][:2]
+    assert 0 < first["informative/kept"] == 1 - first["group/no_signal"]
+    assert first["policy/kl"] == pytest.approx(0, abs=1e-6)
+    assert second["policy/kl"] > 0
+
+
+def test_own_data_grades_kinds_of_rows_by_their_own_rewards(ranks: RankPool, tmp_path: Path) -> None:
+    convert(ROOT / "examples/own_data/additions.csv", tmp_path / "rows.parquet")
+    overrides = [*small(tmp_path, "run.recorded_prompts=6"), f"data.train.path={tmp_path / 'rows.parquet'}"]
+    ranks.run(1, train_example, "examples/own_data/recipe.yaml", overrides, 1, init_group=False)
+    (file,) = (tmp_path / "runs/own-data/samples").iterdir()
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    by_answer = {one["answer"]: set(one["details"]) for one in samples}
+    for answer, rewards in by_answer.items():
+        is_easy = answer in {42, 92, 65, 48}
+        assert rewards == ({"math", "format"} if is_easy else {"math"}), answer

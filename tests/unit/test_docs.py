@@ -1,0 +1,263 @@
+"""What the documentation says can be followed: links lead somewhere, code is code, recipes and commands are valid."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import leaderless
+from leaderless.cli.main import app
+from leaderless.config import Recipe, load_recipe
+from leaderless.config.source import Setting, apply_overrides, read_yaml
+from leaderless.workflow import read_workflow
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")],
+    key=lambda path: path.relative_to(ROOT).parts,
+)
+MAX_IMAGE_BYTES = 300_000
+BLOCK = re.compile(r"(?:<!-- from: (?P<source>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+NAMED_BY = {"models": "role", "layout": "node"}
+ATTRIBUTES = {"batch.group_ids", "batch.ids", "batch.prompts"}
+"""Of a `Batch`; they only look like settings."""
+PLACEHOLDERS = {"RECIPE", "RUN", "COMMAND"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    source: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, text.count("\n", 0, m.start()) + 1, m["language"], m["text"], m["source"])
+        for m in BLOCK.finditer(text)
+    ]
+
+
+def blocks(*languages: str) -> list[Block]:
+    return [block for page in PAGES for block in blocks_of(page) if block.language in languages]
+
+
+def prose_of(page: Path) -> str:
+    """The text of a page without its code."""
+    return re.sub(r"`[^`\n]*`", "", BLOCK.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What links may point to on a page, as GitHub and MkDocs both make it of a heading."""
+    headings = re.findall(r"^#{1,6} (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_place(items: list[Block]) -> Any:
+    return pytest.mark.parametrize("block", items, ids=str)
+
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def test_generated_pages_and_pictures_are_not_stale() -> None:
+    stale = [
+        str(path.relative_to(ROOT))
+        for path, text in load_generator().render().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    assert not stale, "run `python docs/generate.py`"
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", prose_of(page))
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        if page.is_relative_to(ROOT / "docs"):
+            assert target.is_relative_to(ROOT / "docs"), f"{link} does not exist on the site"
+        if anchor:
+            assert anchor in anchors_of(target), f"{link}: there are {sorted(anchors_of(target))}"
+
+
+@by_page
+def test_every_picture_says_what_it_shows(page: Path) -> None:
+    for text in re.findall(r"!\[([^\]]*)\]", prose_of(page)):
+        assert len(text) > 10
+
+
+def test_pictures_are_small_load_nothing_and_are_shown() -> None:
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for picture in (ROOT / "docs/images").iterdir():
+        assert picture.stat().st_size < MAX_IMAGE_BYTES, picture.name
+        assert picture.name in shown, f"{picture.name} is on no page"
+        if picture.suffix == ".svg":
+            text = picture.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+            assert not re.search(r"https?:|<script|@import", text), picture.name
+
+
+def test_every_page_is_on_the_site() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"([\w/-]+\.md)$", text, re.M)
+    there = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert sorted(listed) == sorted(there)
+
+
+def test_code_blocks_have_a_language() -> None:
+    assert not [str(block) for block in blocks("")]
+    known = {"python", "yaml", "shell", "text", "json"}
+    assert {block.language for page in PAGES for block in blocks_of(page)} <= known
+
+
+@by_place([block for page in PAGES for block in blocks_of(page) if block.source])
+def test_quoted_code_stands_in_its_file(block: Block) -> None:
+    assert block.source is not None
+    assert block.text in (ROOT / block.source).read_text(encoding="utf-8")
+
+
+@by_place(blocks("python"))
+def test_python_is_python_and_imports_what_exists(block: Block) -> None:
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "leaderless":
+            assert {name.name for name in node.names} <= set(leaderless.__all__)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if not block.source and not names & {"AutoTokenizer"}:
+        exec(compile(tree, str(block), "exec"), {"__name__": "docs"})
+
+
+@by_place(blocks("json"))
+def test_json_is_json(block: Block) -> None:
+    json.loads(block.text)
+
+
+@by_place(blocks("yaml"))
+def test_yaml_is_a_recipe_or_part_of_one_or_a_workflow(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "block.yaml"
+    file.write_text(block.text, encoding="utf-8")
+    settings = yaml.safe_load(block.text)
+    if "nodes" in settings:
+        read_workflow(file)
+    elif "workflow" in settings:
+        load_recipe(file)
+    else:
+        assert settings.keys() <= Recipe.model_fields.keys()
+        file.write_text(yaml.safe_dump(merged(base_recipe(), read_yaml(file).settings)), encoding="utf-8")
+        load_recipe(file)
+
+
+def base_recipe() -> dict[str, Setting]:
+    """What a part of a recipe is completed with."""
+    data = {"train": {"path": "rows.jsonl"}, "evaluation": {"path": "test.jsonl"}}
+    return {"name": "a", "workflow": "grpo", "models": {"policy": "m"}, "data": data, "reward": {"math": 1}, "steps": 1}
+
+
+def merged(base: dict[str, Setting], part: Any) -> dict[str, Setting]:
+    """A recipe with a part of it replaced, section by section."""
+    result = dict(base)
+    for key, value in part.items():
+        inner = result.get(key)
+        is_section = isinstance(inner, dict) and isinstance(value, dict) and key == "data"
+        result[key] = merged(inner, value) if is_section else value  # type: ignore[arg-type]
+    return result
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every call of the command line in shell blocks and in the prose, with its place."""
+    for block in blocks("shell"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if "leaderless" in words and words[0] != "pip":
+                yield str(block), words[words.index("leaderless") + 1 :]
+    for page in PAGES:
+        for line in re.findall(r"`leaderless ([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8"))):
+            if page.parent.name != "reference" and not PLACEHOLDERS & set(line.split()):
+                yield str(page.relative_to(ROOT)), shlex.split(line)
+
+
+@pytest.mark.parametrize(("place", "words"), list(commands()), ids=lambda value: str(value)[:60])
+def test_commands_are_taken_by_the_command_line(place: str, words: list[str]) -> None:
+    group: Any = typer.main.get_command(app)
+    name, *arguments = words[: words.index(">")] if ">" in words else words
+    if name == "--help" or not arguments:
+        assert name in {"--help", *group.commands}, place
+        return
+    context = group.commands[name].make_context(name, list(arguments))
+    target = Path(str(context.params.get("target", "")))
+    if target.suffix == ".yaml":
+        load_recipe(ROOT / target, context.params["overrides"] or [])
+    elif context.params.get("overrides"):
+        source = read_yaml(ROOT / "recipes/quickstart/grpo.yaml")
+        Recipe.model_validate(apply_overrides(source, context.params["overrides"]).settings)
+
+
+@by_place([block for block in blocks("shell") if "#!" in block.text])
+def test_scripts_are_valid_shell(block: Block) -> None:
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for page in PAGES:
+        named = re.findall(r"^make ([a-z]+)|`make ([a-z ]+)`", page.read_text(encoding="utf-8"), re.M)
+        assert {word for match in named for word in " ".join(match).split()} <= targets, page
+
+
+def test_the_chinese_readme_has_the_same_sections_code_links_and_pictures() -> None:
+    english, chinese = ROOT / "README.md", ROOT / "README.zh.md"
+
+    def levels(page: Path) -> list[int]:
+        return [len(marks) for marks in re.findall(r"^(#+) ", BLOCK.sub("", page.read_text(encoding="utf-8")), re.M)]
+
+    def links(page: Path) -> list[str]:
+        found = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
+        return [link for link in found if link not in {english.name, chinese.name}]
+
+    assert levels(english) == levels(chinese)
+    assert [b.text for b in blocks_of(english)] == [b.text for b in blocks_of(chinese)]
+    assert links(english) == links(chinese)
+
+
+def test_pages_name_settings_that_exist() -> None:
+    reference = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"`([^`]+)`", reference))
+    setting = re.compile(r"`((?:" + "|".join(Recipe.model_fields) + r")(?:\.[a-z_]+)+)`")
+    for page in PAGES:
+        for name in setting.findall(page.read_text(encoding="utf-8")):
+            general = re.sub(r"^(models|layout)\.[a-z_]+", lambda m: f"{m[1]}.<{NAMED_BY[m[1]]}>", name)
+            assert {name, general} & known or name in ATTRIBUTES, f"{page.relative_to(ROOT)}: {name}"
