@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-import traceback
+import time
 from pathlib import Path
 
 import typer
@@ -16,7 +18,12 @@ from leaderless.cli.plan import plan
 from leaderless.cli.report import report
 from leaderless.cli.schema import schema
 from leaderless.cli.train import train
-from leaderless.config import RecipeError
+from leaderless.worker.failure import FOLDER_VARIABLE, Failure, WorkersFailed
+from leaderless.worker.place import Place
+from leaderless.worker.stop import Interrupted, follow_launcher
+
+OTHERS_SPEAK_S = 5.0
+"""How long a worker that only has what others have as well lets them speak first."""
 
 app = typer.Typer(
     help="Fully distributed reinforcement-learning post-training: every worker computes the plan, none leads.",
@@ -33,29 +40,35 @@ app.command()(schema)
 
 
 def main() -> None:
-    """Run a command: exit code 0 for success, 2 for what the user has to correct, 1 for any other failure."""
+    """Run a command.
+
+    Exit code 0 means success, 2 something that the user has to correct, 128 + n that signal n stopped it (130: Ctrl-C),
+    and 1 any other failure.
+    """
     sys.path.insert(0, str(Path.cwd()))
+    if FOLDER_VARIABLE in os.environ:
+        follow_launcher()
     try:
         app()
-    except RecipeError as error:
-        errors.print(f"[red bold]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+    except Interrupted as error:
+        sys.exit(128 + error.signal)
     except KeyboardInterrupt:
         errors.print("[red bold]interrupted[/]")
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:  # noqa: BLE001 - the end of the process, where every failure is reported
-        _exit_with(error)
+        sys.exit(_explain(error))
 
 
-def _exit_with(error: Exception) -> None:
-    """Print a failure: of a worker, its own traceback."""
-    failure = getattr(error, "failure", None)
-    if failure is not None and failure.is_recipe:
-        errors.print(f"[red bold]error[/] {escape(failure.message)}", highlight=False, soft_wrap=True)
-        sys.exit(2)
-    if failure is not None:
+def _explain(error: Exception) -> int:
+    """Print a failure, once for all workers that have it, and give the exit code."""
+    place = Place.from_environment()
+    failure = error.failure if isinstance(error, WorkersFailed) else Failure.of(error, place.rank)
+    is_recipe = failure.kind == "recipe"
+    if Place.is_given() and (failure.kind == "lost_peers" or (is_recipe and place.local_rank > 0)):
+        # Torch elastic ends this process as soon as the one that knows better has printed it and ended.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(OTHERS_SPEAK_S)
+    if failure.kind == "error":
         errors.print(failure.trace, highlight=False, markup=False, soft_wrap=True)
-    elif not hasattr(error, "failure"):
-        errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False, soft_wrap=True)
-    errors.print(f"[red bold]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-    sys.exit(1)
+    errors.print(f"[red bold]error[/] {escape(failure.message)}", highlight=False, soft_wrap=True)
+    return 2 if is_recipe else 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +16,7 @@ from leaderless.cli.common import Planned, console, plan_recipe, print_path, rec
 from leaderless.config import Problem, Recipe, RecipeError, load_recipe
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.worker.place import Place
+from leaderless.worker.stop import Interrupted
 
 FREE_KEYS = ("steps", "run.", "checkpoint.", "evaluation.", "layout.")
 """Settings that may change when a run goes on."""
@@ -43,16 +47,38 @@ def train(
                 soft_wrap=True,
             )
         return
-    if Place.is_given() or num_workers == 1:
+    if Place.is_given():
         _work(planned, place)
-    else:
-        from leaderless.launch.local import launch_workers
+        return
+    arguments = ["train", str(recipe_path(target)), *(overrides or [])]
+    step_before = directory.last_step()
+    try:
+        _start(planned, arguments, num_workers)
+    except (Interrupted, KeyboardInterrupt) as error:
+        if directory.last_step() >= planned.recipe.steps:
+            return
+        if directory.last_step() == step_before:
+            goes_on = f": the same command goes on from step {step_before}" if step_before else ""
+            console.print(f"stopped before another checkpoint was written{goes_on}", highlight=False, soft_wrap=True)
+        raise error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT) from None
+    except Exception:
+        if directory.last_step():
+            console.print(f"saved up to step {directory.last_step()}: the same command goes on from there")
+        raise
 
-        arguments = ["train", str(recipe_path(target)), *(overrides or [])]
-        try:
-            launch_workers(arguments, num_workers, directory.logs)
-        finally:
-            _report(directory)
+
+def _start(planned: Planned, arguments: list[str], num_workers: int) -> None:
+    """Train on workers of this machine, or be the only one."""
+    if num_workers == 1:
+        stopped_by = _work(planned, Place.from_environment())
+        if stopped_by is not None:
+            raise Interrupted(stopped_by)
+        return
+    from leaderless.launch.local import launch_workers
+
+    directory = RunDirectory.of(planned.recipe)
+    with _reporting(directory):
+        launch_workers(arguments, num_workers, directory.logs)
 
 
 def _num_accelerators() -> int:
@@ -64,27 +90,45 @@ def _num_accelerators() -> int:
     return max(1, torch.accelerator.device_count())
 
 
-def _work(planned: Planned, place: Place) -> None:
-    """Be a worker of the run."""
+def _work(planned: Planned, place: Place) -> int | None:
+    """Be a worker of the run.
+
+    Returns:
+        The signal that stopped it before the last step, if one did.
+    """
     from leaderless.observability.console import Display
     from leaderless.worker.failure import FOLDER_VARIABLE, reported_failures
     from leaderless.worker.process import train as train_as_worker
 
+    speaks_last = place.rank == 0 and FOLDER_VARIABLE not in os.environ
     with reported_failures(place.rank):
         display = Display(console, is_shown=place.rank == 0)
         try:
-            train_as_worker(planned.recipe, planned.plan, place, display)
+            with _reporting(RunDirectory.of(planned.recipe)) if speaks_last else nullcontext():
+                stopped_by = train_as_worker(planned.recipe, planned.plan, place, display)
         except RecipeError as error:
             raise planned.loaded.locate(error) from error
-        finally:
-            if place.rank == 0 and FOLDER_VARIABLE not in os.environ:
-                _report(RunDirectory.of(planned.recipe))
         display.summary(f"{planned.recipe.name}: what has changed")
+    return stopped_by
+
+
+@contextmanager
+def _reporting(directory: RunDirectory) -> Iterator[None]:
+    """Write the report in the end, also of a run that has failed; that must not hide why it has."""
+    try:
+        yield
+    except BaseException:
+        try:
+            _report(directory)
+        except OSError as error:
+            console.print(f"the report could not be written: {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise
+    _report(directory)
 
 
 def _report(directory: RunDirectory) -> None:
-    """Write the report, also of a run that has failed."""
-    if not directory.config.exists():
+    """Write the report, if there is anything to report."""
+    if not directory.config.exists() or not directory.metrics.exists():
         return
     from leaderless.observability.report import write_report
 

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from leaderless.data.errors import CollectiveError
+
 MESSAGE_CHUNK_BYTES = 1 << 28
 """Longer messages travel in pieces of this size."""
-
-
-class CollectiveError(RuntimeError):
-    """A rank did not get what it waited for from its peers."""
 
 
 @dataclass

@@ -7,27 +7,18 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from leaderless.worker.failure import FOLDER_VARIABLE, Failure, first_failure
+from leaderless.worker.failure import FOLDER_VARIABLE, Failure, WorkersFailed, first_failure
 from leaderless.worker.join import STORE_VARIABLE
-
-
-class WorkersFailed(RuntimeError):  # noqa: N818
-    """A run ended because a worker failed.
-
-    Attributes:
-        failure: The first one; None when the worker was killed before it could say why.
-    """
-
-    def __init__(self, message: str, failure: Failure | None) -> None:
-        super().__init__(message)
-        self.failure = failure
+from leaderless.worker.stop import Interrupted, Presses
 
 
 def launch_workers(arguments: Sequence[str], num_workers: int, logs: Path) -> None:
@@ -43,6 +34,7 @@ def launch_workers(arguments: Sequence[str], num_workers: int, logs: Path) -> No
 
     Raises:
         WorkersFailed: One of them failed; the others have been ended.
+        Interrupted: A signal stopped them.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -63,7 +55,7 @@ def launch_workers(arguments: Sequence[str], num_workers: int, logs: Path) -> No
             rdzv_configs={"store_type": "file", "timeout": 60},
             max_restarts=0,
             local_addr="127.0.0.1",
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+            signals_to_handle="SIGQUIT",
             logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, num_workers), Std.ALL)),
         )
         environment = {
@@ -72,19 +64,39 @@ def launch_workers(arguments: Sequence[str], num_workers: int, logs: Path) -> No
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // num_workers))),
         }
-        with _environment(environment), _interrupts_forwarded():
+        with _environment(environment), _signals_forwarded() as presses:
             try:
                 elastic_launch(config, sys.executable)("-m", "leaderless", *arguments)
             except ChildFailedError as error:
                 failure = first_failure(failures)
-                raise WorkersFailed(_describe(error, failure, logs), failure) from None
+                if presses.first is None or (failure is not None and failure.kind not in {"interrupt", "lost_peers"}):
+                    codes = {rank: lost.exitcode for rank, lost in error.failures.items()}
+                    raise WorkersFailed(_first_cause(codes, failure, logs)) from None
+            if presses.first is not None:
+                raise Interrupted(presses.first)
 
 
-def _describe(error: Exception, failure: Failure | None, logs: Path) -> str:
-    if failure is not None:
-        return f"rank {failure.rank} failed: {failure.message}"
-    reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-    return f"a worker ended without saying why ({reason}); its output is in {logs}"
+def _first_cause(codes: Mapping[int, int], failure: Failure | None, logs: Path) -> Failure:
+    """Why workers failed: what one of them wrote down, or how it ended.
+
+    Args:
+        codes: Exit codes by rank of those that ended first; negative where a signal ended it.
+        failure: The first that was written down.
+        logs: Where their output is.
+    """
+    if failure is not None and failure.kind == "recipe":
+        return failure
+    killed = next((rank for rank, code in codes.items() if code < 0), None)
+    if killed is not None and (failure is None or failure.kind == "lost_peers"):
+        name = signal.Signals(-codes[killed]).name
+        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+        message = f"rank {killed} was ended by {name}{hint}"
+    elif failure is not None:
+        return replace(failure, message=f"rank {failure.rank} failed: {failure.message}")
+    else:
+        message = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in codes.items())
+    message += f"; the output of all ranks but the first is in {logs}"
+    return Failure(rank=killed or 0, time_ns=time.time_ns(), kind="lost_peers", message=message, trace="")
 
 
 def _cores() -> int:
@@ -107,15 +119,25 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_forwarded() -> Iterator[None]:
-    """Pass Ctrl-C on to the workers, which run in sessions of their own and finish their step first."""
+def _signals_forwarded() -> Iterator[Presses]:
+    """Pass what asks to stop on to the workers, which run in sessions of their own and finish their step first.
 
-    def forward(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        for child in psutil.Process().children():
-            child.send_signal(signum)
+    SIGTERM reaches them as Ctrl-C does: from torch elastic it means that others have failed.
+    """
+    presses = Presses()
 
-    before = signal.signal(signal.SIGINT, forward)
+    def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        is_first = presses.first is None
+        workers = psutil.Process().children()
+        if (presses.add(number) or is_first) and not workers:
+            raise KeyboardInterrupt
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
+        yield presses
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -84,14 +86,12 @@ class CheckpointWriter:
         final = self.folder / f"step-{state.step:06d}"
         partial = self.folder / f".step-{state.step:06d}.partial"
         is_first = self.world.rank == self.world.ranks[0]
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            write_atomically(partial / "state.json", json.dumps(asdict(state), indent=2))
-        self.world.sum(torch.zeros(1), f"the folder of checkpoint {final.name}")
-        for role, engine in self.engines.items():
-            self._save_role(partial / role, engine)
-        self.world.sum(torch.zeros(1), f"all parts of checkpoint {final.name}")
+        try:
+            self._save_parts(partial, state, is_first=is_first)
+        except BaseException:
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         if is_first:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -99,9 +99,21 @@ class CheckpointWriter:
                 shutil.rmtree(old)
         return final
 
+    def _save_parts(self, partial: Path, state: RunState, *, is_first: bool) -> None:
+        if is_first:
+            for left_over in self.folder.glob(".step-*.partial"):
+                shutil.rmtree(left_over)
+            partial.mkdir(parents=True)
+            write_atomically(partial / "state.json", json.dumps(asdict(state), indent=2))
+        self.world.sum(torch.zeros(1), f"the folder of checkpoint {partial.name}")
+        for role, engine in self.engines.items():
+            self._save_role(partial / role, engine)
+        self.world.sum(torch.zeros(1), f"all parts of checkpoint {partial.name}")
+
     def _save_role(self, folder: Path, engine: FsdpEngine) -> None:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(dict(engine.state()), storage_writer=writer, process_group=engine.group.handle)
+        with _cause_raised(f"while writing checkpoint {folder}"):
+            save(dict(engine.state()), storage_writer=writer, process_group=engine.group.handle)
         if self.world.rank != engine.group.ranks[0]:
             return
         model = engine.model.model
@@ -111,6 +123,17 @@ class CheckpointWriter:
         self.tokenizer.save_pretrained(str(folder))
         role_state = RoleState(engine.policy_version, fingerprint(engine))
         write_atomically(folder / "role.json", json.dumps(asdict(role_state), indent=2))
+
+
+@contextmanager
+def _cause_raised(note: str) -> Iterator[None]:
+    """Raise what went wrong on some rank, in place of an exception that `except Exception` does not catch."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        cause.add_note(f"{note}, on rank {rank}")
+        raise cause from None
 
 
 def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
@@ -134,7 +157,8 @@ def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
                 "use the model that the run was started with, or another run name",
             )
         reader = HuggingFaceStorageReader(str(path / role))
-        load(dict(engine.state()), storage_reader=reader, process_group=engine.group.handle)
+        with _cause_raised(f"while reading checkpoint {path}: remove it to go on from the one before"):
+            load(dict(engine.state()), storage_reader=reader, process_group=engine.group.handle)
         engine.state_loaded(role_state.policy_version)
     return state
 

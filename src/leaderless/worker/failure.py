@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -10,12 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
 
 from leaderless.config import RecipeError
+from leaderless.data.errors import CollectiveError
 from leaderless.observability.run_directory import write_atomically
 
 FOLDER_VARIABLE = "LEADERLESS_FAILURES"
 """Where the launcher wants each rank to write its failure; without it a worker prints it."""
+Kind = Literal["recipe", "storage", "lost_peers", "interrupt", "error"]
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+_COMMANDS = ("leaderless.cli.train", "leaderless.cli.evaluate", "leaderless.cli.export", "leaderless.cli.plan")
 
 
 @dataclass(frozen=True)
@@ -25,16 +32,40 @@ class Failure:
     Attributes:
         rank: That failed.
         time_ns: When; when one rank fails the others lose it and fail soon after.
-        is_recipe: The user has to correct the recipe; there is no bug to trace.
+        kind: `recipe`: the user has to correct it; `storage`: a file could not be written; `lost_peers`: it waited in
+            vain for others, whose failure is the cause; `interrupt`: Ctrl-C; `error`: anything else.
         message: For people.
         trace: The traceback.
     """
 
     rank: int
     time_ns: int
-    is_recipe: bool
+    kind: Kind
     message: str
     trace: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Self:
+        """What is to be said of an error.
+
+        Args:
+            error: As caught.
+            rank: That it ends.
+        """
+        trace = "".join(traceback.format_exception(error.with_traceback(_own_trace(error.__traceback__))))
+        return cls(rank, time.time_ns(), _kind(error), _message(error), trace)
+
+
+class WorkersFailed(RuntimeError):  # noqa: N818
+    """A run ended because a worker failed.
+
+    Attributes:
+        failure: The first one.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 @contextmanager
@@ -52,24 +83,46 @@ def reported_failures(rank: int) -> Iterator[None]:
     except BaseException as error:
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder is not None and not isinstance(error, SystemExit):
-            is_recipe = isinstance(error, RecipeError)
-            failure = Failure(
-                rank=rank,
-                time_ns=time.time_ns(),
-                is_recipe=is_recipe,
-                message=str(error) if is_recipe else f"{type(error).__name__}: {error}",
-                trace="".join(traceback.format_exception(error)),
-            )
+            failure = Failure.of(error, rank)
             write_atomically(Path(folder) / f"rank-{rank}.json", json.dumps(asdict(failure)))
-            raise SystemExit(2 if is_recipe else 1) from None
+            raise SystemExit(2 if failure.kind == "recipe" else 1) from None
         raise
 
 
+def _kind(error: BaseException) -> Kind:
+    if isinstance(error, RecipeError):
+        return "recipe"
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        return "storage"
+    # What waits inside torch, as its sharding does, raises errors of the backend; gloo has no type of its own for them.
+    is_backend = type(error).__name__.startswith("Dist") or "/gloo/transport/" in str(error)
+    if isinstance(error, CollectiveError) or (isinstance(error, RuntimeError) and is_backend):
+        return "lost_peers"
+    return "interrupt" if isinstance(error, KeyboardInterrupt) else "error"
+
+
+def _message(error: BaseException) -> str:
+    """An error in few words, with where in the run it happened."""
+    if isinstance(error, RecipeError):
+        return str(error)
+    places = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    remedy = ": make room, or name another run.directory" if _kind(error) == "storage" else ""
+    return f"{type(error).__name__}{': ' if str(error) else ''}{error}{places}{remedy}"
+
+
+def _own_trace(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the machinery that called the command."""
+    own = trace
+    while own is not None and not own.tb_frame.f_globals.get("__name__", "").startswith(_COMMANDS):
+        own = own.tb_next
+    return own or trace
+
+
 def first_failure(folder: Path) -> Failure | None:
-    """The failure that came before all others; None when no rank could write one.
+    """The failure that caused all others; None when no rank could write one.
 
     Args:
         folder: That the ranks wrote into.
     """
     failures = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("rank-*.json")]
-    return min(failures, key=lambda failure: failure.time_ns, default=None)
+    return min(failures, key=lambda failure: (failure.kind == "lost_peers", failure.time_ns), default=None)

@@ -31,7 +31,7 @@ from leaderless.worker.roles import Roles
 from leaderless.worker.worker import Worker
 
 
-def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> None:
+def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> int | None:
     """Be one worker of a training run.
 
     Args:
@@ -39,9 +39,12 @@ def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> None:
         plan: The same on every worker.
         place: Of this worker.
         display: What a person sees.
+
+    Returns:
+        The signal that stopped it before the last step, if one did.
     """
     with open_worker(recipe, plan, place, display) as worker:
-        worker.run()
+        return worker.run()
 
 
 @contextmanager

@@ -75,10 +75,18 @@ class Worker:
         self._seconds_before = 0.0
         self._begin = time.monotonic()
 
-    def run(self) -> None:
-        """Train to the last step, or until a signal asks to stop; the last state is written as a checkpoint."""
+    def run(self) -> int | None:
+        """Train to the last step, or until a signal asks to stop; the last state is written as a checkpoint.
+
+        Returns:
+            The signal, when this rank was stopped by one before the last step.
+        """
         self._resume()
-        stop = StopRequest()
+        with StopRequest(self._announce_stop, has_peers=self.transport.world.size > 1) as stop:
+            self._run_steps(stop)
+        return stop.signal if self.step < self.recipe.steps else None
+
+    def _run_steps(self, stop: StopRequest) -> None:
         self.display.start(self.recipe.steps, self.step)
         if self.step == 0:
             self._log(self._evaluate())
@@ -92,6 +100,9 @@ class Worker:
         self.tracer.close()
         if self.log is not None:
             self.log.close()
+
+    def _announce_stop(self) -> None:
+        self.display.say("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once without one")
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint, if there is one."""
@@ -207,7 +218,7 @@ class Worker:
 
     def _agree_to_stop(self, stop: StopRequest) -> bool:
         """Whether any rank has been asked to stop, the same answer on all."""
-        asked = torch.tensor([int(stop.is_requested)])
+        asked = torch.tensor([int(stop.signal is not None)])
         return bool(self.transport.world.max(asked, "whether to stop"))
 
     def _checkpoint(self, *, is_stopping: bool) -> None:
