@@ -207,8 +207,8 @@ def cli_page() -> str:
             "behind `torchrun`."
         ),
         (
-            "Exit codes: 0 for success, 2 for something that the user has to correct, 130 after a second Ctrl-C, 1 for "
-            "any other failure."
+            "Exit codes: 0 for success, 2 for something that the user has to correct, 128 + n when signal n stopped it "
+            "(130: Ctrl-C), 1 for any other failure."
         ),
     ]
     for name, command in group.commands.items():
