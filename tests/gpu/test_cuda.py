@@ -1,0 +1,193 @@
+"""Training and transport on a GPU: the numbers of the CPU, within what bfloat16 allows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import RankPool
+from tests.distributed.test_training import LENGTHS
+from tests.end_to_end.cli import metrics, succeed
+from tests.tiny import random_samples, tiny_model, write_recipe
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.transport import Transport
+from leaderless.device import peak_memory_bytes, setup_device
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.observability.metrics import Metrics
+from leaderless.rollout.engine import Request, SamplingParams
+from leaderless.rollout.native import NativeEngine
+from leaderless.training.fsdp import FsdpEngine
+
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
+needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="nccl needs a device for each of two ranks")
+
+Numbers = dict[str, Tensor]
+
+
+def join() -> tuple[Transport, torch.device]:
+    """A process group on this rank's device, as a worker makes it."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    setup = setup_device(rank, size)
+    dist.init_process_group(setup.backend, rank=rank, world_size=size)
+    return Transport(setup.payload_device, timeout_s=60), setup.device
+
+
+def train_one_update(model: str, compute_dtype: str, device_name: str) -> Numbers:
+    """Log-probabilities, gradients and updated weights of one update, whole, in host memory."""
+    transport, device = join()
+    if device_name == "cpu":
+        device = torch.device("cpu")
+    config = ModelConfig(path=model, compute_dtype=compute_dtype)  # type: ignore[arg-type]
+    engine = FsdpEngine(
+        load_causal_lm(config, "policy"),
+        config,
+        transport.world,
+        device,
+        64,
+        optimizer=OptimizerConfig(learning_rate=1e-3, epsilon=1e-3),
+        num_updates=1,
+    )
+    samples = random_samples(LENGTHS)
+    mine = torch.arange(transport.rank, len(LENGTHS), transport.world.size)
+    batch = samples.select(mine)
+    scores = engine.log_probs(batch, 1.0).rows()
+    numbers = {f"log_probs.{row}": values for row, values in zip(mine.tolist(), scores, strict=True)}
+    engine.forward_backward(engine.micro_batches(batch), lambda outputs, _: -outputs.log_probs.sum() / 50, 1.0)
+    for name, parameter in engine.named_weights():
+        assert parameter.grad is not None
+        numbers[f"gradients.{name}"] = _whole(parameter.grad)
+        assert parameter.dtype == torch.float32, "master weights"
+    numbers["grad_norm"] = torch.tensor(engine.optimizer_step().grad_norm)
+    assert device.type == "cpu" or peak_memory_bytes(device) > 0
+    return numbers | {f"weights.{name}": value.cpu().clone() for name, value in engine.full_weights()}
+
+
+def _whole(value: Tensor) -> Tensor:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.cpu().clone()
+
+
+def largest_difference(result: Numbers, expected: Numbers, kind: str) -> float:
+    """Relative L2 distance over all tensors of a kind."""
+    names = [name for name in expected if name.startswith(kind)]
+    assert names
+    difference = torch.cat([(result[name] - expected[name]).flatten().double() for name in names])
+    return float(difference.norm() / torch.cat([expected[name].flatten().double() for name in names]).norm())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("compute_dtype", "limit"), [("float32", 1e-4), ("bfloat16", 5e-2)])
+def test_an_update_on_cuda_is_that_of_the_cpu(ranks: RankPool, family: str, compute_dtype: str, limit: float) -> None:
+    model = tiny_model(family)  # type: ignore[arg-type]
+    (expected,) = ranks.run(1, train_one_update, model, "float32", "cpu", init_group=False)
+    (result,) = ranks.run(1, train_one_update, model, compute_dtype, "cuda", init_group=False)
+    assert result.keys() == expected.keys()
+    for kind in ("log_probs", "gradients", "weights"):
+        difference = largest_difference(result, expected, kind)
+        print(f"{family}, {compute_dtype}, {kind}: {difference:.1e}")
+        assert difference < limit
+    assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=limit)
+
+
+@needs_two
+def test_two_gpus_give_the_update_of_one(ranks: RankPool) -> None:
+    (expected,) = ranks.run(1, train_one_update, tiny_model(), "float32", "cuda", init_group=False)
+    results = ranks.run(2, train_one_update, tiny_model(), "float32", "cuda", init_group=False)
+    merged = results[0] | results[1]
+    for kind in ("log_probs", "gradients", "weights"):
+        assert largest_difference(merged, expected, kind) < 1e-4
+
+
+def answer(model: str, device_name: str, temperature: float) -> list[tuple[list[int], list[float]]]:
+    """Tokens of each response with their log-probabilities."""
+    config, device = ModelConfig(path=model), torch.device(device_name)
+    tokenizer = load_tokenizer(config, "policy")
+    module = load_causal_lm(config, "policy").to(device)
+    engine = NativeEngine(module, tokenizer, end_tokens(config, tokenizer), 5, device)
+    requests = [Request([7 + i, 3, 12], [10 * i + sibling for sibling in range(3)]) for i in range(4)]
+    params = SamplingParams(SamplingConfig(temperature=temperature), 12, (), seed=5)
+    groups = engine.generate(requests, params)
+    return [(completion.tokens, completion.log_probs) for group in groups for completion in group]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_native_engine_samples_the_same_tokens_on_cuda(temperature: float) -> None:
+    expected, result = (answer(tiny_model(), device, temperature) for device in ("cpu", "cuda"))
+    assert [tokens for tokens, _ in result] == [tokens for tokens, _ in expected]
+    for (_, log_probs), (_, others) in zip(result, expected, strict=True):
+        assert log_probs == pytest.approx(others, abs=1e-4)
+
+
+def test_metrics_mix_numbers_of_host_and_device() -> None:
+    metrics_of_step = Metrics()
+    for value in (0.5, torch.tensor(2.0, device="cuda"), 1.0):
+        metrics_of_step.max("max", value)
+        metrics_of_step.mean("mean", value, 1)
+        metrics_of_step.total("total", value)
+    metrics_of_step.spread("spread", torch.tensor([1.0, 3.0], device="cuda"))
+
+    class Alone:
+        def sum(self, values: Tensor, what: str) -> Tensor:  # noqa: ARG002
+            return values
+
+        def max(self, values: Tensor, what: str) -> Tensor:  # noqa: ARG002
+            return values
+
+    numbers = metrics_of_step.reduce(Alone())
+    assert numbers == pytest.approx({"max": 2.0, "mean": 3.5 / 3, "total": 3.5, "spread/mean": 2.0, "spread/std": 1.0})
+
+
+def test_a_whole_run_on_cuda_logs_what_the_cpu_logs(ranks: RankPool, tmp_path: Path) -> None:
+    changes = {
+        "reward": {"format": {"pattern": r".*\d.*"}},
+        "batch.updates_per_step": 2,
+        "algorithm.kl.coefficient": 0.1,
+    }
+    recipe = write_recipe(tmp_path, tiny_model(), changes)
+    succeed(ranks, tmp_path, "train", recipe, "name=cuda", "models.policy.compute_dtype=bfloat16")
+    succeed(ranks, tmp_path, "train", recipe, "name=exact")
+    for name, mismatch in (("cuda", 0.05), ("exact", 1e-4)):
+        lines = metrics(tmp_path / "runs" / name)
+        assert [line["step"] for line in lines] == [1, 2]
+        for line in lines:
+            assert line["policy/grad_norm"] > 0
+            assert line["mismatch/abs_mean"] < mismatch
+
+
+def exchange_over_nccl() -> list[bytes]:
+    """What this rank receives, through the device."""
+    transport, device = join()
+    world = transport.world
+    assert world.payload_device == device
+    peers = [rank for rank in world.ranks if rank != world.rank]
+    messages = {peer: torch.full((1000 + peer,), 10 * world.rank + peer, dtype=torch.uint8) for peer in peers}
+    assert int(world.sum(torch.tensor(world.rank), "host memory")) == sum(world.ranks)
+    arrived = world.exchange(messages, peers, "bytes")
+    return [bytes(arrived[peer].numpy()) for peer in peers]
+
+
+@needs_two
+def test_bytes_cross_from_gpu_to_gpu(ranks: RankPool) -> None:
+    for rank, received in enumerate(ranks.run(2, exchange_over_nccl, init_group=False)):
+        assert received == [bytes([10 * (1 - rank) + rank]) * (1000 + rank)]
+
+
+def test_a_process_group_on_one_gpu_sums_on_host_and_device(ranks: RankPool) -> None:
+    assert ranks.run(1, sum_on_both, init_group=False) == [(3.0, 4.0)]
+
+
+def sum_on_both() -> tuple[float, float]:
+    _, device = join()
+    host, there = torch.tensor(3.0), torch.tensor(4.0, device=device)
+    dist.all_reduce(host)
+    dist.all_reduce(there)
+    return float(host), float(there)
