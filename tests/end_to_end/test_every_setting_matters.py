@@ -1,0 +1,106 @@
+"""Every setting of a recipe is read by the code that it is for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import datasets
+from pydantic import BaseModel
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import ROOT, command
+from tests.tiny import tiny_model, write_additions, write_recipe
+
+from leaderless.config import Recipe
+from leaderless.config.base import Section
+from leaderless.config.rewards import RewardOptions
+
+NOT_READ = {("RolloutConfig", "engine")}
+"""There is one rollout engine as yet: its name is checked when the recipe is read, and chooses nothing."""
+
+
+def sections(section: type[BaseModel] = Recipe) -> set[type[BaseModel]]:
+    """All sections that a recipe may have."""
+    found = {section}
+    for field in section.model_fields.values():
+        inner = [field.annotation]
+        while inner:
+            annotation = inner.pop()
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                found |= sections(annotation)
+            inner += getattr(annotation, "__args__", ())
+    return found
+
+
+def watched_reads(folder: str, commands: list[list[str]], rows: list[dict[str, str]]) -> set[tuple[str, str]]:
+    """Section and name of each setting that is read while commands run; where recipes are checked does not count."""
+    reads: set[tuple[str, str]] = set()
+
+    def read(self: Section, name: str) -> object:
+        if name in type(self).model_fields:
+            frame = sys._getframe(1)
+            module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+            is_check = module.startswith("leaderless.config") and function.startswith("_")
+            if module.startswith("leaderless.") and not is_check and function != "_check_inputs":
+                reads.add((type(self).__name__, name))
+        return object.__getattribute__(self, name)
+
+    def hub(path: str, subset: str, split: str) -> datasets.Dataset:
+        assert (path, subset, split) == ("some/additions", "small", "held-out")
+        return datasets.Dataset.from_list(rows)
+
+    with patch.object(Section, "__getattribute__", read, create=True), patch.object(datasets, "load_dataset", hub):
+        for arguments in commands:
+            outcome = command(folder, arguments)
+            assert outcome.code == 0, outcome.errors
+    return reads
+
+
+def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_path: Path) -> None:
+    held_out = {"path": "some/additions", "subset": "small", "split": "held-out", "prompt": "question"}
+    grpo = write_recipe(
+        tmp_path,
+        tiny_model(),
+        {
+            "data.evaluation": held_out | {"answer": "answer", "template": "plain"},
+            "algorithm.kl.coefficient": 0.1,
+            "batch.updates_per_step": 2,
+            "reward": {
+                "exact_match": {"weight": 1.0, "timeout_s": 9.0, "sources": []},
+                "format": {"pattern": r".*\d.*"},
+                "math": 0.0,
+            },
+            "evaluation": {"every_steps": 1, "responses_per_prompt": 2, "temperature": 1.0, "top_p": 0.9},
+            "layout": {"rollout": {"ranks": "0", "dp": 1}},
+            "optimizer": {"schedule": "cosine", "final_fraction": 0.1},
+            "steps": 1,
+        },
+    )
+    rows = [json.loads(line) for line in write_additions(tmp_path / "rows.jsonl", 4).read_text().splitlines()]
+    own_optimizer = "models.policy.optimizer={learning_rate: 0.5}"
+    sft = ["workflow=sft", "data.train.response=answer", "data.max_response_tokens=2", "evaluation.every_steps=0"]
+    commands = [
+        ["train", str(grpo)],
+        ["train", str(grpo), "name=imitate", "layout={}", own_optimizer, *sft],
+        ["plan", str(grpo)],
+    ]
+    (reads,) = ranks.run(1, watched_reads, str(tmp_path), commands, rows, init_group=False)
+    # Rewards are graded in processes of their own, where nobody watches; their own tests show what these settings do.
+    elsewhere = {("ExactMatchOptions", "ignore_case"), ("FormatOptions", "pattern")}
+    wanted = {
+        (section.__name__, name)
+        for section in sections() - {RewardOptions}
+        for name in section.model_fields
+        if section.__name__ != "RewardsConfig"  # read by name, all in one place
+    }
+    assert wanted - reads - elsewhere == NOT_READ
+    assert len(wanted) > 80
+
+
+def test_settings_that_only_reward_processes_read_are_read_there() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "src/leaderless/rewards").glob("*.py")]
+    names = {node.attr for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
+    assert {"ignore_case", "pattern"} <= names
