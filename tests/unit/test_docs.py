@@ -19,6 +19,7 @@ import typer
 import yaml
 
 import leaderless
+from leaderless.cli.common import plan_recipe
 from leaderless.cli.main import app
 from leaderless.config import Recipe, load_recipe
 from leaderless.config.source import Setting, apply_overrides, read_yaml
@@ -178,12 +179,13 @@ def test_yaml_is_a_recipe_or_part_of_one_or_a_workflow(block: Block, tmp_path: P
     else:
         assert settings.keys() <= Recipe.model_fields.keys()
         file.write_text(yaml.safe_dump(merged(base_recipe(), read_yaml(file).settings)), encoding="utf-8")
-        load_recipe(file)
+        last_ranks = re.findall(r"(\d+)[\"}]", str(settings.get("layout", "")).replace("'", '"'))
+        plan_recipe(file, [], max((int(rank) + 1 for rank in last_ranks), default=1))
 
 
 def base_recipe() -> dict[str, Setting]:
     """What a part of a recipe is completed with."""
-    data = {"train": {"path": "rows.jsonl"}, "evaluation": {"path": "test.jsonl"}}
+    data = {"train": {"path": "rows.jsonl", "source": "kind"}, "evaluation": {"path": "test.jsonl"}}
     return {"name": "a", "workflow": "grpo", "models": {"policy": "m"}, "data": data, "reward": {"math": 1}, "steps": 1}
 
 
@@ -211,19 +213,23 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("place", "words"), list(commands()), ids=lambda value: str(value)[:60])
-def test_commands_are_taken_by_the_command_line(place: str, words: list[str]) -> None:
+def test_commands_are_taken_and_can_be_planned(place: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = typer.main.get_command(app)
     name, *arguments = words[: words.index(">")] if ">" in words else words
     if name == "--help" or not arguments:
         assert name in {"--help", *group.commands}, place
         return
-    context = group.commands[name].make_context(name, list(arguments))
-    target = Path(str(context.params.get("target", "")))
+    params = group.commands[name].make_context(name, list(arguments)).params
+    target = Path(str(params.get("target", "")))
     if target.suffix == ".yaml":
-        load_recipe(ROOT / target, context.params["overrides"] or [])
-    elif context.params.get("overrides"):
+        monkeypatch.chdir(ROOT)
+        overrides = params["overrides"] or []
+        named = re.findall(r"ranks=\S*?(\d+)(?=\s|$)", " ".join(overrides))
+        needed = max((int(rank) + 1 for rank in named), default=1)
+        plan_recipe(target, overrides, params.get("world_size") or max(params.get("workers") or 1, needed))
+    elif params.get("overrides"):
         source = read_yaml(ROOT / "recipes/quickstart/grpo.yaml")
-        Recipe.model_validate(apply_overrides(source, context.params["overrides"]).settings)
+        Recipe.model_validate(apply_overrides(source, params["overrides"]).settings)
 
 
 @by_place([block for block in blocks("shell") if "#!" in block.text])
