@@ -1,4 +1,4 @@
-"""Rewards that behave as badly as a user's may, for test_rewards.py; imported by reward processes."""
+"""Rewards that behave as badly as a user's may, for tests of rewards; imported by reward processes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,61 @@
+"""A browser draws the page, light and dark."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.unit.report.runs import (
+    EVIL,
+    Page,
+    metrics_row,
+    spoil_with,
+    write_lines,
+)
+
+from leaderless.observability.report import write_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium to open the page with")
+
+
+def browse(path: Path, profile: Path, *, is_dark: bool) -> str:
+    """The document as a browser has it after all scripts have run."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}"]
+    flags += [f"--blink-settings=preferredColorScheme={0 if is_dark else 1}", "--window-size=1400,8000"]
+    command = [CHROMIUM, *flags, "--virtual-time-budget=5000", "--dump-dom", path.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@needs_browser
+def test_browser_draws_charts_and_samples_without_an_error(run, tmp_path):
+    spoil_with(run, EVIL)
+    path = write_report(run)
+    num_charts = len(Page(path.read_text(encoding="utf-8")).data("chart-data"))
+    document = browse(path, tmp_path / "profile", is_dark=False)
+    page = Page(document)
+    root = dict(page.elements)["html"]
+    assert not {"data-error", "data-blocked"} & root.keys()
+    assert root["data-drawn-charts"] == str(num_charts)
+    assert document.count('class="main-svg"') >= num_charts
+    assert re.search(r'class="xtick"><text[^>]*fill: rgb\(107, 105, 99\)', document)
+    assert sum(attributes.get("class") == "sample" for _, attributes in page.elements) == 32
+    assert "32 responses to 5 prompts" in page.text
+    assert page.count("img") == 0
+
+
+@needs_browser
+def test_browser_draws_in_dark_and_tells_the_reader_of_a_fault(run, tmp_path):
+    write_lines(run / "metrics.jsonl", [metrics_row(1, 1, random.Random(0))])
+    path = write_report(run)
+    path.write_text(path.read_text(encoding="utf-8").replace('id="groups"', 'id="gone"'), encoding="utf-8")
+    document = browse(path, tmp_path / "profile", is_dark=True)
+    page = Page(document)
+    assert re.search(r'class="xtick"><text[^>]*fill: rgb\(157, 154, 145\)', document)
+    assert "replaceChildren" in dict(page.elements)["html"]["data-error"]
+    assert "Part of this page could not be drawn" in page.text

@@ -1,0 +1,99 @@
+"""Long runs and long texts stay small on the page, and it says so."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+from tests.unit.report.runs import (
+    Page,
+    metrics_row,
+    sample_rows,
+    write_lines,
+)
+
+from leaderless.observability.report import render_report
+from leaderless.observability.report.curves import MAX_POINTS, Series, mean_per_run, thin
+from leaderless.observability.report.run_files import read_run
+from leaderless.observability.report.sample_files import BUDGET_BYTES, read_samples
+from leaderless.observability.report.samples import MAX_TEXT_CHARACTERS, Judge
+
+
+def test_thinned_curve_keeps_ends_and_spikes():
+    values = [math.sin(i / 50) for i in range(10_000)]
+    values[1234], values[7777] = 99.0, -99.0
+    series = thin(Series(tuple(range(10_000)), tuple(values)))
+    assert 1000 < len(series.steps) <= MAX_POINTS
+    assert (series.steps[0], series.steps[-1]) == (0, 9_999)
+    assert {(1234, 99.0), (7777, -99.0)} <= set(series.finite)
+    assert list(series.steps) == sorted(set(series.steps))
+    assert all(values[step] == value for step, value in series.finite)
+
+
+def test_thinning_leaves_short_curves_alone_and_shows_long_gaps():
+    short = Series(tuple(range(MAX_POINTS)), (0.5,) * MAX_POINTS)
+    assert thin(short) is short
+    gap = Series(tuple(range(100)), tuple(None if 40 <= i < 60 else 1.0 for i in range(100)))
+    assert None in thin(gap, 20).values
+
+
+def test_page_of_a_long_run_stays_small_and_says_so(run):
+    num_steps = 6000
+    rng = random.Random(0)
+    write_lines(run / "metrics.jsonl", [metrics_row(step, num_steps, rng) for step in range(num_steps)])
+    page = Page(render_report(run))
+    for chart in page.data("chart-data").values():
+        lengths = [len(trace["steps"]) for trace in chart.get("traces", [chart])]
+        assert max(lengths) <= MAX_POINTS
+    assert "Curves of more than 2,000 points are thinned" in page.text
+    assert "Each point is a mean over neighbouring steps" in page.text
+
+
+def test_stacked_means_by_hand():
+    series = {"a": Series((1, 2, 3, 4), (1.0, 3.0, 5.0, None)), "b": Series((4,), (8.0,))}
+    assert mean_per_run(series, 2) == ([1, 3], {"a": [2.0, 2.5], "b": [0.0, 4.0]})
+    assert mean_per_run({}, 2) == ([], {})
+
+
+def size_on_page(samples) -> int:
+    return sum(step.size_bytes for step in samples.steps)
+
+
+@pytest.mark.parametrize("budget", [30_000, 60_000, 150_000])
+def test_samples_fill_the_budget_with_evenly_spread_steps(run, budget):
+    samples = read_samples(run / "samples", Judge(), budget)
+    steps = [step.step for step in samples.steps]
+    gaps = [later - earlier for earlier, later in pairwise(steps)]
+    assert budget / 2 < size_on_page(samples) <= budget
+    assert (steps[0], steps[-1], samples.num_recorded_steps) == (1, 40, 40)
+    assert max(gaps) - min(gaps) <= 1
+    assert all(len(group.samples) == 8 for step in samples.steps for group in step.groups)
+
+
+def test_page_says_how_many_steps_it_shows(run, monkeypatch):
+    monkeypatch.setattr(read_samples, "__defaults__", (60_000,))
+    page = Page(render_report(run))
+    assert f"40 steps were recorded; {len(page.data('sample-data'))} of them" in page.text
+    assert "to stay within 0.06 MB" in page.text
+
+
+def test_steps_that_are_too_large_are_cut_between_samples(run):
+    for step in (1, 40):
+        rows = sample_rows(step, 1.0, random.Random(0))
+        rows = [row | {"response": "x" * 15_000 + "&" * 4_000} for row in rows]
+        write_lines(run / f"samples/step-{step:06d}.jsonl", rows)
+    samples = read_samples(run / "samples", Judge(), 400_000)
+    assert [step.step for step in samples.steps] == [1, 40]
+    assert 250_000 < size_on_page(samples) <= 400_000
+    assert [step.num_recorded for step in samples.steps] == [32, 32]
+    assert 0 < samples.num_samples < 64
+
+
+def test_a_very_long_text_is_cut_and_says_so(run):
+    row = sample_rows(40, 1.0, random.Random(0))[0] | {"response": "y" * (MAX_TEXT_CHARACTERS + 1500)}
+    write_lines(run / "samples/step-000040.jsonl", [row])
+    response = read_run(run).samples.steps[-1].groups[0].samples[0].response
+    assert response == "y" * MAX_TEXT_CHARACTERS + "\n[… 1,500 more characters are in the file]"
+    assert size_on_page(read_run(run).samples) < BUDGET_BYTES
