@@ -267,3 +267,16 @@ def test_pages_name_settings_that_exist() -> None:
         for name in setting.findall(page.read_text(encoding="utf-8")):
             general = re.sub(r"^(models|layout)\.[a-z_]+", lambda m: f"{m[1]}.<{NAMED_BY[m[1]]}>", name)
             assert {name, general} & known or name in ATTRIBUTES, f"{page.relative_to(ROOT)}: {name}"
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    said = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # texts that go on in the next line
+    page = (ROOT / "docs/guides/troubleshooting.md").read_text(encoding="utf-8")
+    before_learning = page.partition("## It runs, but does not learn")[0]
+    messages = re.findall(r"^(?:\| |\*\*)`([^`]+)`", before_learning, re.M)
+    assert len(messages) > 15
+    for message in messages:  # what stands between values
+        parts = re.split(r"…|[()]|'[^']*'|\d[\d.]*|[a-z_]+\.[a-z_.]+:?|SIG\w+", message)
+        longest = max((part.strip(" :,();.") for part in parts), key=len)
+        assert longest in said, f"no message says '{longest}'"
