@@ -15,12 +15,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "leaderless"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""What some models ask of their attention besides queries, keys and values."""
 BUCKET_FILL = 0.75
 """Sequences share one padded attention call when the shortest is at least this fraction of the longest."""
 
 
 class Attention(Protocol):
     """How the tokens of one forward pass attend."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """The attention of one layer.
@@ -46,9 +52,18 @@ def _attention_function(
     *,
     scaling: float,
     attention: Attention,
-    **kwargs: object,  # noqa: ARG001
+    sliding_window: int | None = None,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """What `transformers` calls in each layer, with [1, heads, T, head_dim] tensors."""
+    if sliding_window is not None and attention.longest > sliding_window:
+        raise RuntimeError(
+            f"a sequence of {attention.longest} tokens is longer than the model's sliding window of {sliding_window}, "
+            "which is not supported: lower data.max_prompt_tokens or rollout.max_response_tokens"
+        )
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise RuntimeError(f"attention with {name} is not supported")
     layer = module.layer_idx
     assert isinstance(layer, int)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
@@ -71,6 +86,7 @@ class PackedAttention:
             lengths: Of the sequences, each at least 1.
             device: Where the pass runs.
         """
+        self.longest = max(lengths)
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
         buckets: list[list[int]] = []

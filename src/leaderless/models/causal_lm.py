@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.models.attention import ATTENTION_NAME, Attention
+from leaderless.models.support import check_supported
 
 CHUNK_ELEMENTS = 1 << 25
 """Most logits that are held at a time; more are computed in pieces and recomputed in the backward pass."""
@@ -110,35 +114,52 @@ def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
     """
     key = f"models.{role}"
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            revision=config.revision,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError) as error:
+        with _quiet_transformers():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                config.path,
+                revision=config.revision,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except Exception as error:
+        # Whatever a folder holds, `transformers` and what it calls have errors of every kind for it.
         raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}") from error
-    if info["missing_keys"] or info["mismatched_keys"]:
-        wrong = sorted(str(name) for name in (*info["missing_keys"], *info["mismatched_keys"]))
-        raise RecipeError.at(key, f"'{config.path}' lacks {len(wrong)} of its weights, as {wrong[0]}")
-    _check_supported(model, key)
+    if info["mismatched_keys"]:
+        name, saved, expected = sorted(info["mismatched_keys"])[0]
+        sizes = f"its {name} is {tuple(saved)}, but its config.json asks for {tuple(expected)}"
+        raise RecipeError.at(key, f"'{config.path}' has weights of another size than it says: {sizes}")
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise RecipeError.at(key, f"'{config.path}' lacks {len(missing)} of its weights, as {missing[0]}")
+    check_supported(model, key)
+    _remove_dropout(model)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        _enable_gradient_checkpointing(model)
     return CausalLM(model)
 
 
-class _TextConfig(Protocol):
-    layer_types: list[str] | None
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """What is wrong with a model's weights is said by this package, in one line."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
-def _check_supported(model: PreTrainedModel, key: str) -> None:
-    """Refuse what would be computed wrongly in silence."""
-    config = model.config.get_text_config()
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in {None, 1}:
-            raise RecipeError.at(key, f"models with {name} are not supported")
-    kinds = set(getattr(cast("_TextConfig", config), "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
-        raise RecipeError.at(key, f"layers of type {sorted(kinds)[0]} are not supported, only full_attention")
+def _remove_dropout(model: PreTrainedModel) -> None:
+    """The policy that is trained shall be the one that sampled and was scored, in every pass."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """By the name that the installed version of `transformers` has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

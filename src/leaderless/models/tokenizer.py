@@ -23,8 +23,12 @@ def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        # Whatever a folder holds, `transformers` and what it calls have errors of every kind for it.
         raise RecipeError.at(f"models.{role}", f"the tokenizer of '{config.path}' cannot be loaded: {error}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # Without its files, transformers makes an empty one.
+        raise RecipeError.at(f"models.{role}", f"'{config.path}' has no tokenizer: put its files beside the model")
     return tokenizer
 
 

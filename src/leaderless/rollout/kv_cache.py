@@ -94,9 +94,9 @@ class DecodeAttention:
             positions: [n] int64, place of the new token in its sequence; sequence i is in slot i.
         """
         self.cache, self.positions = cache, positions
-        self._longest = int(positions.max()) + 1
+        self.longest = int(positions.max()) + 1
         self._slots = torch.arange(len(positions), device=positions.device)
-        steps = torch.arange(self._longest, device=positions.device)
+        steps = torch.arange(self.longest, device=positions.device)
         self._mask = (steps[None, :] <= positions[:, None])[:, None, None, :]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -108,8 +108,8 @@ class DecodeAttention:
         queries = query.view(count, key.shape[1], heads // key.shape[1], width)
         output = scaled_dot_product_attention(
             queries,
-            stored.keys[:count, :, : self._longest],
-            stored.values[:count, :, : self._longest],
+            stored.keys[:count, :, : self.longest],
+            stored.values[:count, :, : self.longest],
             attn_mask=self._mask,
             scale=scale,
         )

@@ -53,14 +53,17 @@ class FsdpEngine:
             num_updates: Optimiser steps of the whole run, for the schedule.
         """
         self._group, self.device, self.micro_batch_tokens = group, device, micro_batch_tokens
-        self.model = model.to(device)
+        # Activations are recomputed in training mode only; there is no dropout that would tell the modes apart.
+        self.model = model.train(optimizer is not None)
         self.policy_version = 0
         self._optimizer_config, self._num_updates = optimizer, num_updates
         for parameter in self.model.parameters():
             parameter.requires_grad_(optimizer is not None)
         self._units: list[FSDPModule] = []
         if group.size > 1 or config.compute_dtype != "float32":
+            # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
             self._shard(getattr(torch, config.compute_dtype))
+        self.model.to(device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
 
     @property

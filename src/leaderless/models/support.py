@@ -1,0 +1,103 @@
+"""Refuses models that this package would compute wrongly in silence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from leaderless.config import RecipeError
+from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttention
+
+_LENGTHS = (5, 9)
+"""Tokens of the two sequences by which a model is tried."""
+_TOLERANCE = 1e-2
+"""Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
+
+
+class _TextConfig(Protocol):
+    layer_types: list[str] | None
+    rope_parameters: dict[str, object] | None
+
+
+def check_supported(model: PreTrainedModel, key: str) -> None:
+    """Refuse a model that does something that this package does not do.
+
+    What it is known to lack is looked up in its settings. Then the model is tried on two short sequences: packed
+    into one pass, with this package's attention, it must say what it says of each alone with its own attention.
+
+    Args:
+        model: In float32, with this package's attention.
+        key: The setting that names it, for errors.
+
+    Raises:
+        RecipeError: It is not supported.
+    """
+    _check_settings(model, key)
+    was_training = model.training
+    model.eval()
+    try:
+        problem = _try_packed(model)
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        problem = f"a forward pass fails: {error}"
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+        model.train(was_training)
+    if problem:
+        raise RecipeError.at(key, f"models of type {model.config.model_type} are not supported: {problem}")
+
+
+def _check_settings(model: PreTrainedModel, key: str) -> None:
+    config = model.config.get_text_config()
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in {None, 1}:
+            raise RecipeError.at(key, f"models with {name} are not supported")
+    kinds = set(getattr(cast("_TextConfig", config), "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise RecipeError.at(key, f"layers of type {sorted(kinds)[0]} are not supported, only full_attention")
+    rope = getattr(cast("_TextConfig", config), "rope_parameters", None) or {}
+    if rope.get("rope_type") in {"dynamic", "longrope"}:
+        raise RecipeError.at(
+            key,
+            f"rotary embeddings of type {rope['rope_type']} are not supported: they depend on the longest sequence of "
+            "a pass, so that how samples are packed would change the numbers",
+        )
+
+
+@torch.no_grad()
+def _try_packed(model: PreTrainedModel) -> str:
+    """What is wrong with a model; nothing when it is right."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    sequences = [torch.arange(length) * 7919 % vocabulary for length in _LENGTHS]
+    watched = _Watched(PackedAttention(_LENGTHS, torch.device("cpu")))
+    packed = model(
+        input_ids=torch.cat(sequences)[None],
+        position_ids=torch.cat([torch.arange(length) for length in _LENGTHS])[None],
+        use_cache=False,
+        attention=watched,
+    ).logits[0]
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if watched.calls != Counter(range(num_layers)):
+        return f"their attention runs {sum(watched.calls.values())} times in a pass through {num_layers} layers"
+    model.set_attn_implementation("eager")
+    alone = torch.cat([model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in sequences])
+    error = float((packed - alone).abs().max() / alone.std().clamp(min=1e-6))
+    if not error < _TOLERANCE:
+        return f"packed sequences give other logits than each alone, by {error:.2g} standard deviations"
+    return ""
+
+
+class _Watched:
+    """An attention that counts its calls."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention, self.longest = attention, attention.longest
+        self.calls: Counter[int] = Counter()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Attention`."""
+        self.calls[layer] += 1
+        return self.attention.attend(layer, query, key, value, scale)

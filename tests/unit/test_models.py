@@ -1,0 +1,152 @@
+"""Which models are taken, and what they do in a pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+import transformers
+from tests.tiny import random_samples, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.data.transport import Group
+from leaderless.models.attention import PackedAttention
+from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.micro_batches import MicroBatch
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
+SMALL = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+
+
+def saved(folder: Path, config: PretrainedConfig) -> ModelConfig:
+    """An untrained model on disk."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+def packed_logits(model: CausalLM, sequences: list[Tensor]) -> Tensor:
+    """Of all tokens of sequences that share a pass."""
+    lengths = [len(sequence) for sequence in sequences]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    everywhere = torch.arange(sum(lengths))
+    logits = model(torch.cat(sequences), positions, PackedAttention(lengths, torch.device("cpu")), everywhere)
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+TAKEN = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "qwen3 with heads of its own size": transformers.Qwen3Config(head_dim=16, **SIZES),
+    "mixture of experts": transformers.Qwen3MoeConfig(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=8, **SIZES
+    ),
+    "yarn": transformers.Qwen2Config(
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+        },
+        **SIZES,
+    ),
+    "gpt2": transformers.GPT2Config(**SMALL),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TAKEN)
+def test_packed_sequences_get_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+    config = saved(tmp_path, TAKEN[name])
+    sequences = [torch.arange(length) * 5 % 64 for length in (40, 7)]
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    expected = torch.cat([reference(input_ids=sequence[None]).logits[0] for sequence in sequences])
+    torch.testing.assert_close(packed_logits(load_causal_lm(config, "policy"), sequences), expected, atol=1e-5, rtol=0)
+
+
+REFUSED = {
+    "alibi": transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+    "attention of its own": transformers.CodeGenConfig(rotary_dim=4, **SMALL),
+    "state that runs through the pass": transformers.RwkvConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=256
+    ),
+    "scaled logits": transformers.GraniteConfig(logits_scaling=8.0, **SIZES),
+    "rotary embeddings that depend on the pass": transformers.Qwen2Config(
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, **SIZES
+    ),
+    "windows in some layers": transformers.Qwen2Config(
+        use_sliding_window=True, sliding_window=8, max_window_layers=1, **SIZES
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path: Path, name: str) -> None:
+    config = saved(tmp_path, REFUSED[name])
+    with pytest.raises(RecipeError, match="not supported") as caught:
+        load_causal_lm(config, "policy")
+    assert caught.value.problems[0].key == "models.policy"
+
+
+def test_a_sequence_longer_than_the_sliding_window_is_refused(tmp_path: Path) -> None:
+    model = load_causal_lm(saved(tmp_path, transformers.MistralConfig(sliding_window=20, **SIZES)), "policy")
+    packed_logits(model, [torch.arange(20), torch.arange(15)])
+    with pytest.raises(RuntimeError, match="21 tokens is longer than the model's sliding window of 20"):
+        packed_logits(model, [torch.arange(21)])
+
+
+def engine_of(config: ModelConfig) -> FsdpEngine:
+    """A trained instance on one rank."""
+    model, group = load_causal_lm(config, "policy"), cast("Group", Alone())
+    return FsdpEngine(model, config, group, torch.device("cpu"), 256, optimizer=OptimizerConfig(), num_updates=1)
+
+
+class Alone:
+    """A group of one rank."""
+
+    rank, size, ranks, handle = 0, 1, (0,), None
+
+    def max(self, values: Tensor, what: str) -> Tensor:  # noqa: ARG002
+        """Of one rank."""
+        return values
+
+
+def test_activations_are_recomputed_from_the_first_pass_on() -> None:
+    engine = engine_of(ModelConfig(path=tiny_model(), gradient_checkpointing=True))
+    calls = 0
+    layers = engine.model.model.base_model.layers
+    original = layers[0]._gradient_checkpointing_func
+
+    def counted(*args: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        return original(*args, **options)
+
+    for layer in layers:
+        layer._gradient_checkpointing_func = counted
+    batch = random_samples([(3, 5)])
+
+    def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
+        return -outputs.log_probs.sum()
+
+    engine.forward_backward(engine.micro_batches(batch), loss, 1.0)
+    assert calls == len(layers)
+
+
+def test_there_is_no_dropout(tmp_path: Path) -> None:
+    engine = engine_of(saved(tmp_path, transformers.GPT2Config(resid_pdrop=0.5, embd_pdrop=0.5, **SMALL)))
+    batch = random_samples([(3, 5), (4, 6)])
+    assert torch.equal(engine.log_probs(batch, 1.0).values, engine.log_probs(batch, 1.0).values)
