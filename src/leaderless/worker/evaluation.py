@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from leaderless.algorithms import majority_is_correct, pass_at_k
 from leaderless.config import Recipe
 from leaderless.data.dataloader import Dataset
 from leaderless.data.encode import Tokenizer
 from leaderless.data.ids import make_sample_ids
-from leaderless.observability.metrics import Metrics
 from leaderless.planner import Layout, Plan, RoleInstance
 from leaderless.rewards.pool import Graded
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.stages.context import Grader, ModelRole
-from leaderless.stages.reward import decode_responses, reward_inputs, reward_value
+from leaderless.stages.reward import decode_responses, reward_inputs
+from leaderless.worker.scores import Scores
 
 EVALUATION_SEED_OFFSET = 1 << 31
 """Recipes' seeds are smaller, so evaluation never samples with the noise of training."""
@@ -62,7 +61,7 @@ class Evaluator:
 
         Returns:
             `eval/mean@k`, and for several responses to a prompt `eval/pass@k` and `eval/maj@k`; `eval/failed` counts
-            the responses that could not be graded and are left out.
+            the responses that could not be graded and are left out; see `Scores`.
         """
         config, group = self.recipe.evaluation, self.model.train_engine.group
         rows = self.dataset.rows[: config.max_prompts].tolist()
@@ -70,20 +69,10 @@ class Evaluator:
         mine = rows[len(rows) * shard // self.layout.dp : len(rows) * (shard + 1) // self.layout.dp]
         graded = self._answer(mine, progress)
         k = config.responses_per_prompt
-        metrics = Metrics()
-        powers = [j for j in (2**e for e in range(1, 12)) if j <= k]
-        for name in ("mean", *(f"pass@{j}" for j in powers), "maj"):
-            metrics.mean(name, 0.0, 0)
-        metrics.total("failed", 0)
+        scores = Scores(self.recipe)
         for index in range(len(mine)):
-            self._score(graded[index * k : (index + 1) * k], powers, metrics)
-        numbers = metrics.reduce(group)
-        names = {"mean": f"mean@{k}", "maj": f"maj@{k}"}
-        return {
-            f"eval/{names.get(name, name)}": value
-            for name, value in numbers.items()
-            if k > 1 or name in {"mean", "failed"}
-        }
+            scores.add(graded[index * k : (index + 1) * k])
+        return scores.numbers(scores.metrics.reduce(group))
 
     def _answer(self, rows: Sequence[int], progress: Callable[[float], None]) -> list[Graded]:
         """The graded responses to some rows, those to one row side by side."""
@@ -112,27 +101,3 @@ class Evaluator:
         assert data is not None
         values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
         return self.grade(*reward_inputs(data, values, texts, [c.is_truncated for c in completions]))
-
-    def _score(self, graded: Sequence[Graded], powers: Sequence[int], metrics: Metrics) -> None:
-        """Add one prompt's responses to the measures."""
-        config = self.recipe.evaluation
-        metric = config.metric or self.recipe.reward.main()
-        assert metric is not None
-        valid = [g for g in graded if g.is_valid]
-        metrics.total("failed", len(graded) - len(valid))
-        if not valid:
-            return
-        correct = [(reward_value(g.details, metric) or 0.0) >= config.correct_at for g in valid]
-        metrics.mean("mean", sum(correct) / len(correct), 1)
-        for k in powers:
-            if k <= len(correct):
-                metrics.mean(f"pass@{k}", pass_at_k(len(correct), sum(correct), k), 1)
-        answers = [_answer_of(g, metric) for g in valid]
-        if any(answer is not None for answer in answers):
-            metrics.mean("maj", majority_is_correct(answers, correct), 1)
-
-
-def _answer_of(graded: Graded, metric: str) -> str | None:
-    outcome = graded.details.get(metric)
-    answer = outcome.get("answer") if isinstance(outcome, Mapping) else None
-    return answer if isinstance(answer, str) else None
