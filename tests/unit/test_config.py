@@ -73,12 +73,6 @@ def test_a_role_has_the_optimizer_of_the_recipe_unless_it_has_its_own():
     assert recipe.optimizer_of("nobody").learning_rate == 1e-5
 
 
-def test_the_main_reward_has_the_largest_weight_and_is_the_first_in_a_tie():
-    assert make_recipe(reward={"math": 1, "exact_match": 2}).reward.main() == "exact_match"
-    assert make_recipe(reward={"exact_match": 1, "math": 1}).reward.main() == "math"
-    assert make_recipe(reward={}).reward.main() is None
-
-
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [("all", (0, 1, 2, 3)), ("2", (2,)), ("0-2", (0, 1, 2)), ("5,0-1,3", (0, 1, 3, 5)), ("3-3", (3,))],

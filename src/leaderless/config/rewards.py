@@ -84,8 +84,3 @@ class RewardsConfig(Section):
             for name, options in (builtin | (self.__pydantic_extra__ or {})).items()
             if options is not None
         }
-
-    def main(self) -> str | None:
-        """The reward of largest weight, the first of them in case of a tie; None without any."""
-        options = self.options()
-        return max(options, key=lambda name: options[name].weight, default=None)

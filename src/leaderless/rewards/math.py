@@ -17,6 +17,11 @@ _MARKED = re.compile(r"\\boxed|\$|(?<!\\)\\[(\[]|answer", re.IGNORECASE)
 """What shows the library where the mathematics is in a text."""
 _NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d*)?([eE][+-]?\d{1,3})?")
 """A number alone, as programs write it; the exponent is kept short, for all digits are written out."""
+_WITH_UNIT = re.compile(rf"[$€£]?\s*({_NUMBER.pattern}%?)\s*(?=.*[A-Za-z]{{2}})[A-Za-z(][A-Za-z()/.\s°²³-]*")
+"""A number with words behind it and no mathematics: `18 dollars`, `18 km/h`, `18 (eighteen)`."""
+_MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)/(\d+)")
+"""A whole number and a fraction: `2 1/2`."""
+_BOX = "\\boxed{"
 _FINAL_LINE = re.compile(r"^####([^\n]+)\Z", re.MULTILINE)
 """A last line as GSM8K ends its solutions."""
 
@@ -27,8 +32,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 class MathReward:
     r"""1 where the response's final answer equals the expected one mathematically, else 0.
 
-    The final answer of a response is its last line where that is `#### ...`, else what the `math-verify` library finds:
-    what follows "final answer is", the last `\boxed{...}`, what follows "answer", the last formula or number.
+    The final answer of a response is its last line where that is `#### ...`, else what the `math-verify` library finds
+    from the last `\boxed{...}` on, or without one: what follows "final answer is", what follows "answer", the last
+    formula or number. Emphasis, a full stop and words behind a number (`**18 dollars**.`) do not count.
     """
 
     def __call__(self, sample: RewardInput, /) -> RewardResult:
@@ -61,11 +67,41 @@ def _parse_expected(text: str) -> tuple[Extracted, ...]:
 
 def _parse_response(text: str) -> tuple[Extracted, ...]:
     line = _FINAL_LINE.search(text)
-    return (_parse_answer(line[1].strip()) if line else ()) or _parse_text(text)
+    if line and (found := _parse_answer(line[1].strip())):
+        return found
+    # The library would take all boxes that lie close together for one answer of several parts.
+    start = text.rfind(_BOX)
+    if start < 0:
+        return _parse_text(text)
+    content = _in_braces(text[start + len(_BOX) :])
+    if content is not None and (found := _parse_answer(content)):
+        return found
+    return _parse_text(text[start:])
+
+
+def _in_braces(text: str) -> str | None:
+    """What comes before the brace that closes one which was opened before the text; None where it is missing."""
+    depth = 1
+    for place, character in enumerate(text):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return text[:place]
+    return None
+
+
+def _plain(text: str) -> str:
+    """An answer without what writers put around it."""
+    text = text.strip().strip("*").rstrip(".,").strip()
+    if unit := _WITH_UNIT.fullmatch(text):
+        return unit[1]
+    if mixed := _MIXED.fullmatch(text):
+        return f"{mixed[1]}({mixed[2]}+{mixed[3]}/{mixed[4]})"
+    return text
 
 
 def _parse_answer(text: str) -> tuple[Extracted, ...]:
     """Parse a text that is nothing but an answer, or in which the answer is marked."""
+    text = _plain(text)
     if not text:
         return ()
     if _NUMBER.fullmatch(text):

@@ -48,6 +48,31 @@ def test_math_reads_expected_answers_as_datasets_write_them(expected: Json, righ
     assert reward(make_sample(wrong, expected)).value == 0.0
 
 
+@pytest.mark.parametrize(
+    "response",
+    [
+        "#### 42 dollars",
+        "#### 42 km/h",
+        "#### **42**.",
+        "#### 42,",
+        "#### 42 (forty-two)",
+        r"\boxed{42 dollars}",
+        r"First \boxed{43}. Wait, that is wrong; so \boxed{42}",
+        r"Step 1: \boxed{6}. Step 2: \boxed{7}. Thus \boxed{42}.",
+        r"\boxed{43}. So the final answer is $42$.",
+    ],
+)
+def test_the_last_answer_counts_without_what_writers_put_around_it(response: str) -> None:
+    assert MathReward()(make_sample(response, "42")).value == 1
+    assert MathReward()(make_sample(response, "43")).value == 0
+
+
+def test_a_whole_number_and_a_fraction_are_one_number() -> None:
+    assert MathReward()(make_sample("#### 2 1/2", "2.5")).value == 1
+    assert MathReward()(make_sample("#### -2 1/2", "-2.5")).value == 1
+    assert MathReward()(make_sample("#### 2 1/2", "1")).value == 0
+
+
 @pytest.mark.parametrize("expected", [None, "", "  ", "18 = 9 * 2\n#### ", "}{", [42], {"a": 1}, True, math.nan])
 def test_math_fails_without_a_usable_expected_answer(expected: Json) -> None:
     with pytest.raises(ValueError, match="expected answer"):
