@@ -21,6 +21,8 @@ _WITH_UNIT = re.compile(rf"[$€£]?\s*({_NUMBER.pattern}%?)\s*(?=.*[A-Za-z]{{2}
 """A number with words behind it and no mathematics: `18 dollars`, `18 km/h`, `18 (eighteen)`."""
 _MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)/(\d+)")
 """A whole number and a fraction: `2 1/2`."""
+_ANNOUNCED = re.compile(r"final answer", re.IGNORECASE)
+"""What the library gives precedence over a box."""
 _BOX = "\\boxed{"
 _FINAL_LINE = re.compile(r"^####([^\n]+)\Z", re.MULTILINE)
 """A last line as GSM8K ends its solutions."""
@@ -73,10 +75,11 @@ def _parse_response(text: str) -> tuple[Extracted, ...]:
     start = text.rfind(_BOX)
     if start < 0:
         return _parse_text(text)
-    content = _in_braces(text[start + len(_BOX) :])
-    if content is not None and (found := _parse_answer(content)):
+    text = text[start:]
+    content = _in_braces(text[len(_BOX) :])
+    if content is not None and not _ANNOUNCED.search(text) and (found := _parse_answer(content)):
         return found
-    return _parse_text(text[start:])
+    return _parse_text(text)
 
 
 def _in_braces(text: str) -> str | None:
@@ -91,7 +94,7 @@ def _in_braces(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     """An answer without what writers put around it."""
-    text = text.strip().strip("*").rstrip(".,").strip()
+    text = text.lstrip("* ").rstrip("*., ")
     if unit := _WITH_UNIT.fullmatch(text):
         return unit[1]
     if mixed := _MIXED.fullmatch(text):
