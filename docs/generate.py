@@ -32,6 +32,7 @@ from leaderless.workflow import (
     DATA_RESPONSE_COLUMNS,
     Node,
     StageSpec,
+    Workflow,
     resolve_workflow,
 )
 
@@ -306,12 +307,12 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
 def columns_page() -> str:
     """The built-in columns."""
     writers: dict[str, list[str]] = {}
-    recipe = load_recipe(ROOT / "recipes/quickstart/grpo.yaml").recipe
     for column in (*DATA_COLUMNS, *DATA_RESPONSE_COLUMNS):
         writers.setdefault(column, []).append("the data" + " (to imitate)" * (column in DATA_RESPONSE_COLUMNS))
     for stage, spec in BUILTIN_STAGES.items():
         for role in ("policy", "reference"):
-            for column in spec.writes_of(recipe, Node(stage, stage, role)):
+            node = Node(stage, stage, role)
+            for column in spec.writes_of(node, Workflow("one", (node, Node("trainer", "update", "policy")))):
                 if f"`{stage}`" not in writers.setdefault(column, []):
                     writers[column].append(f"`{stage}`")
     rows = []
