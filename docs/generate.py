@@ -278,7 +278,10 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
         yield f"reads, if {conditions[column]}", f"`{column}`"
     writes = spec.writes_of(node, Workflow("one", (node,)))
     if name == "log_probs":
-        yield "writes", "`old_log_probs` for a role that is trained, `ref_log_probs` for `reference`, `<role>_log_probs` for any other"
+        yield (
+            "writes",
+            "`old_log_probs` for a role that is trained, `ref_log_probs` for `reference`, `<role>_log_probs` for any other",
+        )
     else:
         yield "writes", _names(writes) or "nothing"
     rows = {

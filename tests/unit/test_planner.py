@@ -232,6 +232,58 @@ def test_a_model_of_a_node_that_is_left_out_may_be_named():
     assert "reference" in plan_of("grpo", models={"policy": "p", "reference": "r"}).pruned
 
 
+def with_teacher(*after_teacher: str) -> Workflow:
+    """GRPO with a role that is only scored, before the log-probabilities of the policy or alone."""
+    workflow = begin().node("teacher", run="log_probs", role="teacher", after="reward")
+    for name in after_teacher:
+        workflow = workflow.node(name, run="log_probs", role="policy", after="teacher")
+    return end(workflow, ["teacher", *after_teacher])
+
+
+TWO_UPDATES = {"models": {"policy": "p", "teacher": "t"}, "batch": {"updates_per_step": 2}}
+
+
+def test_an_update_does_not_take_log_probs_of_another_role_for_its_own(stages):
+    problem = refused(with_teacher(), **TWO_UPDATES)
+    assert problem.key == "nodes.policy"
+    assert "reads column 'old_log_probs', which no node before it writes" in problem.message
+    plan = plan_of(with_teacher("old"), **TWO_UPDATES)
+    assert plan["policy"].reads["old_log_probs"] == "old"
+    assert plan.pruned == ("teacher",)
+    stages("distil", ["teacher_log_probs"], has_effect=True)
+    plan = plan_of(with_teacher("old").node("distil", run="distil", after="teacher"), **TWO_UPDATES)
+    assert plan["teacher"].writes == ("teacher_log_probs",)
+    (edge,) = [edge for edge in plan.edges if edge.target == "distil"]
+    assert edge.max_bytes == 128 * 8 * 512 * 4
+
+
+def test_two_trained_roles_need_log_probs_of_their_own(stages):
+    stages("keep", ["rewards"], rows="filter")
+    workflow = with_teacher("old").node("learn", run="update", role="teacher", after="policy")
+    workflow = workflow.node("keep", run="keep", after="policy")
+    problem = refused(workflow.node("again", run="update", role="teacher", after="keep"), **TWO_UPDATES)
+    assert problem.key == "nodes.learn.after"
+    assert "trains role 'teacher', but would read old_log_probs of role 'policy' from node 'old'" in problem.message
+    problem = refused(
+        with_teacher("old")
+        .node("keep", run="keep", after="policy")
+        .node("again", run="update", role="teacher", after="keep"),
+        **TWO_UPDATES,
+    )
+    assert problem.key == "nodes.again.after"
+    own = with_teacher("old").node("theirs", run="log_probs", role="teacher", after="policy")
+    plan = plan_of(own.node("learn", run="update", role="teacher", after="theirs"), **TWO_UPDATES)
+    assert (plan["policy"].reads["old_log_probs"], plan["learn"].reads["old_log_probs"]) == ("old", "theirs")
+
+
+@pytest.mark.parametrize("role", ["old", "rollout", "ref"])
+def test_no_role_takes_the_name_of_a_column_that_is_another_owners(role):
+    workflow = end(begin().node("mine", run="log_probs", role=role, after="rollout"), ["reward", "mine"])
+    problem = refused(workflow, models={"policy": "p", role: "q"})
+    assert problem.key == "nodes.mine.role"
+    assert f"'{role}' cannot be the name of a role that is scored" in problem.message
+
+
 # Settings that a stage refuses
 
 

@@ -222,7 +222,7 @@ def test_a_function_declares_its_contract():
     spec = spec_of(Node("penalty", "tests.unit.recipes:length_penalty"))
     recipe, node = make_recipe(), Node("penalty", "x")
     assert spec.reads_of(recipe, node) == ("response_lengths", "rewards")
-    assert spec.writes_of(recipe, node) == ("rewards",)
+    assert spec.writes_of(node, GRPO) == ("rewards",)
     assert spec.implementation == "tests.unit.recipes:length_penalty"
     assert spec.summary == "Take a little off long responses."
     assert (spec.rows, spec.role_use, spec.is_effective(recipe)) == ("same", "none", False)
@@ -264,7 +264,8 @@ def test_columns_of_built_in_stages_are_documented():
     for name, spec in BUILTIN_STAGES.items():
         for role in ("policy", "reference"):
             node = Node("n", name, role)
-            assert {*spec.reads_of(recipe, node), *spec.writes_of(recipe, node)} <= set(COLUMNS), name
+            workflow = Workflow("w", (node, Node("trainer", "update", "policy")))
+            assert {*spec.reads_of(recipe, node), *spec.writes_of(node, workflow)} <= set(COLUMNS), name
 
 
 def test_built_in_stages_name_functions_that_exist():
@@ -279,5 +280,7 @@ def test_built_in_stages_name_functions_that_exist():
 
 
 def test_log_probs_are_named_by_their_owner():
-    assert log_probs_column("reference") == "ref_log_probs"
-    assert log_probs_column("policy") == log_probs_column("planner_agent") == "old_log_probs"
+    assert log_probs_column("reference", GRPO) == "ref_log_probs"
+    assert log_probs_column("policy", GRPO) == "old_log_probs"
+    assert log_probs_column("teacher", GRPO) == "teacher_log_probs"
+    assert log_probs_column("teacher", GRPO.node("more", run="sft", role="teacher")) == "old_log_probs"

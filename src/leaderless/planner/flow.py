@@ -20,6 +20,8 @@ from leaderless.workflow import (
 DATA = "data"
 """The source of the columns that the dataloader provides."""
 
+OLD_LOG_PROBS = "old_log_probs"
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -76,6 +78,8 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
         raise RecipeError.at(
             "nodes", "no node trains a role or has another effect, so that nobody reads what they write: add an update"
         )
+    for node in kept:
+        tracer.check_old_log_probs(node)
     return Flow(
         order=tuple(kept),
         pruned=tuple(node.name for node in order if node not in kept),
@@ -102,7 +106,7 @@ class _Tracer:
         provided = DATA_COLUMNS + (DATA_RESPONSE_COLUMNS if self.recipe.data.train.response else ())
         self.writers: dict[str, list[str]] = {column: [DATA] for column in provided}
         for node in self.order:
-            for column in self.specs[node.name].writes_of(self.recipe, node):
+            for column in self.specs[node.name].writes_of(node, self.workflow):
                 self.writers.setdefault(column, []).append(node.name)
 
     def precedes(self, first: str, second: str) -> bool:
@@ -170,6 +174,22 @@ class _Tracer:
         self.sources.setdefault(name, {})[column] = row_set
         carrier = self.workflow[row_set]
         self.trace(carrier, column, self.row_set(row_set))
+
+    def check_old_log_probs(self, trainer: Node) -> None:
+        """A role is updated against its own log-probabilities, not against those of another one."""
+        writer = self.sources[trainer.name].get(OLD_LOG_PROBS, DATA)
+        if self.specs[trainer.name].role_use != "train" or writer == DATA:
+            return
+        while OLD_LOG_PROBS not in self.specs[writer].writes_of(self.workflow[writer], self.workflow):
+            writer = self.sources[writer][OLD_LOG_PROBS]
+        owner = self.workflow[writer].role
+        if owner not in {None, trainer.role}:
+            raise RecipeError.at(
+                f"nodes.{trainer.name}.after",
+                f"node '{trainer.name}' trains role '{trainer.role}', but would read {OLD_LOG_PROBS} of role "
+                f"'{owner}' from node '{writer}': put a node {{run: log_probs, role: {trainer.role}}} behind "
+                f"'{writer}' and before '{trainer.name}'",
+            )
 
     def row_set_after(self, name: str) -> str:
         """Row set of what a node, or the data, puts out."""

@@ -38,7 +38,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             spec=flow.specs[node.name],
             layout=layouts[node.name],
             reads=flow.sources[node.name],
-            writes=flow.specs[node.name].writes_of(recipe, node),
+            writes=flow.specs[node.name].writes_of(node, workflow),
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
         )
@@ -192,7 +192,7 @@ def _max_bytes(recipe: Recipe, name: str, *, is_sampled: bool) -> int:
     """Bytes of a column over all ranks, every sequence as long as it may be."""
     prompts = recipe.batch.prompts_per_step
     samples = prompts * recipe.batch.responses_per_prompt if is_sampled else prompts
-    column = COLUMNS.get(name)
+    column = COLUMNS["old_log_probs"] if name.endswith("_log_probs") else COLUMNS.get(name)
     if column is None:
         return samples * UNKNOWN_COLUMN_BYTES
     rows = prompts if column.is_prompt else samples

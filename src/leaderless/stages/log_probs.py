@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from leaderless.data.batch import Batch
 from leaderless.stages.context import StageContext
-from leaderless.workflow import log_probs_column
 
 
 def log_probs(batch: Batch, context: StageContext) -> Batch:
@@ -15,7 +14,9 @@ def log_probs(batch: Batch, context: StageContext) -> Batch:
         context: Whose role scores.
 
     Returns:
-        The samples with `old_log_probs`, or with `ref_log_probs` for the reference.
+        The samples with `old_log_probs` for a role that is trained, `ref_log_probs` for the reference, and
+        `<role>_log_probs` for any other.
     """
     scores = context.role.train_engine.log_probs(batch, context.recipe.rollout.temperature)
-    return batch.with_columns({log_probs_column(context.node.node.role): scores})
+    (column,) = context.node.writes
+    return batch.with_columns({column: scores})

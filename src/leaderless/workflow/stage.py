@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 if TYPE_CHECKING:
     from leaderless.config import Recipe
     from leaderless.workflow.node import Node
+    from leaderless.workflow.workflow import Workflow
 
 Rows = Literal["same", "expand", "filter", "regroup"]
 """What a stage does to rows: keeps them, makes samples of prompts, drops some, or forms new groups."""
 
 Columns = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
 """Names of columns, or a function of the recipe and the node that gives them."""
+
+WrittenColumns = Sequence[str] | Callable[["Node", "Workflow"], Sequence[str]]
+"""Names of columns, or a function of the node and its workflow that gives them."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -40,7 +44,7 @@ class StageSpec:
 
     implementation: str
     reads: Columns = ()
-    writes: Columns = ()
+    writes: WrittenColumns = ()
     rows: Rows = "same"
     needs_whole_groups: bool = False
     role_use: Literal["none", "generate", "score", "train"] = "none"
@@ -52,9 +56,9 @@ class StageSpec:
         """Columns that a node of this stage reads under a recipe."""
         return tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)
 
-    def writes_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
-        """Columns that a node of this stage writes under a recipe."""
-        return tuple(self.writes(recipe, node) if callable(self.writes) else self.writes)
+    def writes_of(self, node: Node, workflow: Workflow) -> tuple[str, ...]:
+        """Columns that a node of this stage writes in a workflow."""
+        return tuple(self.writes(node, workflow) if callable(self.writes) else self.writes)
 
     def is_effective(self, recipe: Recipe) -> bool:
         """Whether the stage matters beyond its columns under a recipe."""

@@ -11,18 +11,30 @@ from leaderless.workflow.stage import STAGE_ATTRIBUTE, StageSpec
 if TYPE_CHECKING:
     from leaderless.config import Recipe
     from leaderless.workflow.node import Node
+    from leaderless.workflow.workflow import Workflow
 
 SEQUENCE = ("prompt_tokens", "tokens", "response_mask")
 """What a training sequence is made of."""
 
+OWNERS_OF_LOG_PROBS = {
+    "rollout": "the engine that sampled",
+    "old": "the trained role before this step's updates",
+    "ref": "the reference",
+}
+"""Whose log-probabilities columns hold that are named after no role."""
 
-def log_probs_column(role: str | None) -> str:
-    """The column that log-probabilities of a role are called.
+
+def log_probs_column(role: str | None, workflow: Workflow) -> str:
+    """The column that log-probabilities of a role are called: by their owner.
 
     Args:
-        role: `reference`, or a role that is trained.
+        role: Whose they are.
+        workflow: Decides which roles are trained.
     """
-    return "ref_log_probs" if role == "reference" else "old_log_probs"
+    if role == "reference":
+        return "ref_log_probs"
+    is_trained = any(node.role == role and spec_of(node).role_use == "train" for node in workflow.nodes)
+    return "old_log_probs" if is_trained else f"{role}_log_probs"
 
 
 def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -34,8 +46,8 @@ def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return columns
 
 
-def _log_probs_writes(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return [log_probs_column(node.role)]
+def _log_probs_writes(node: Node, workflow: Workflow) -> list[str]:
+    return [log_probs_column(node.role, workflow)]
 
 
 def _check_rollout(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
@@ -67,12 +79,22 @@ def _check_sequence_fits(recipe: Recipe, response_key: str, response_tokens: int
         )
 
 
-def _check_log_probs(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
+def _check_sample_fits(recipe: Recipe) -> None:
     _check_sequence_fits(recipe, "rollout.max_response_tokens", recipe.rollout.max_response_tokens)
 
 
+def _check_log_probs(recipe: Recipe, node: Node) -> None:
+    _check_sample_fits(recipe)
+    if node.role in OWNERS_OF_LOG_PROBS:
+        raise RecipeError.at(
+            f"nodes.{node.name}.role",
+            f"'{node.role}' cannot be the name of a role that is scored: {node.role}_log_probs holds those of "
+            f"{OWNERS_OF_LOG_PROBS[node.role]}; give the role another name",
+        )
+
+
 def _check_update(recipe: Recipe, node: Node) -> None:
-    _check_log_probs(recipe, node)
+    _check_sample_fits(recipe)
     _check_updates_per_step(recipe)
     if recipe.rollout.is_truncated:
         raise RecipeError.at(
