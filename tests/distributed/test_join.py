@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_recipe
 
 from leaderless.config import load_recipe
 from leaderless.data.batch import Batch
+from leaderless.data.transport import Transport
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import StageContext
+from leaderless.worker import join
 from leaderless.worker.join import join_workers
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
@@ -76,3 +79,22 @@ def test_samples_of_an_earlier_policy_are_refused(ranks: RankPool, tmp_path: Pat
         assert "was drawn by policy version 0, but version 1 is trained" in message
         assert f"at step 2, in policy, on rank {rank}" in message
         assert is_unchanged
+
+
+def look_for_folder(folders: list[str]) -> str:
+    """The error of a rank that looks for the run's folder in a place of its own."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    join.SHARED_FOLDER_S = 0.3
+    try:
+        join.check_shared(Path(folders[transport.rank]), transport.world)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_workers_that_see_other_folders_stop_together(ranks: RankPool, tmp_path: Path) -> None:
+    shared, own = str(tmp_path / "shared"), str(tmp_path / "own")
+    assert ranks.run(3, look_for_folder, [shared] * 3) == ["", "", ""]
+    assert list((tmp_path / "shared").iterdir()) == []
+    errors = ranks.run(3, look_for_folder, [shared, own, shared])
+    assert all("ranks 1 do not see the folder" in error for error in errors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from pathlib import Path
 
@@ -197,3 +198,18 @@ def test_a_place_is_what_torch_elastic_says(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     assert Place.is_given()
     assert Place.from_environment() == Place(5, 8, 1, 4)
+
+
+def test_two_processes_never_write_into_one_run(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "runs" / "a")
+    with directory.held():
+        with pytest.raises(BlockingIOError, match=rf"process {os.getpid()} on "), directory.held():
+            pass
+        with RunDirectory(tmp_path / "runs" / "b").held():
+            pass
+        directory.path.mkdir()
+        directory.set_aside()
+        with pytest.raises(BlockingIOError), directory.held():
+            pass
+    with directory.held():
+        pass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +19,16 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.worker.place import Place
 from leaderless.worker.stop import Interrupted
 
-FREE_KEYS = ("steps", "run.", "checkpoint.", "evaluation.", "layout.")
-"""Settings that may change when a run goes on."""
+FREE_KEYS = (
+    "steps",
+    "run.",
+    "checkpoint.",
+    "evaluation.",
+    "layout.",
+    "batch.micro_batch_tokens",
+    "rollout.max_sequences",
+)
+"""Settings that may change when a run goes on: those that change no number, and how long and where it goes on."""
 
 
 def train(
@@ -32,6 +41,12 @@ def train(
     place = Place.from_environment()
     num_workers = place.world_size if Place.is_given() else workers or _num_accelerators()
     planned = plan_recipe(recipe_path(target), overrides or [], num_workers)
+    with _held(planned, place):
+        _train(planned, place, ["train", str(recipe_path(target)), *(overrides or [])], num_workers, fresh=fresh)
+
+
+def _train(planned: Planned, place: Place, arguments: list[str], num_workers: int, *, fresh: bool) -> None:
+    """Make the run's folder ready, then be a worker or start some."""
     directory = RunDirectory.of(planned.recipe)
     # Every worker looks for itself: none may wait for others that see that there is nothing to do.
     is_finished = not fresh and directory.last_step() >= planned.recipe.steps
@@ -50,7 +65,6 @@ def train(
     if Place.is_given():
         _work(planned, place)
         return
-    arguments = ["train", str(recipe_path(target)), *(overrides or [])]
     step_before = directory.last_step()
     try:
         _start(planned, arguments, num_workers)
@@ -65,6 +79,24 @@ def train(
         if directory.last_step():
             console.print(f"saved up to step {directory.last_step()}: the same command goes on from there")
         raise
+
+
+@contextmanager
+def _held(planned: Planned, place: Place) -> Iterator[None]:
+    """Keep a second run from writing into the folder of this one."""
+    from leaderless.worker.failure import FOLDER_VARIABLE
+
+    with ExitStack() as stack:
+        # Workers that `leaderless train` has started are covered by it.
+        if place.rank == 0 and FOLDER_VARIABLE not in os.environ:
+            try:
+                stack.enter_context(RunDirectory.of(planned.recipe).held())
+            except BlockingIOError as error:
+                reason = f"is the name of a run that {error} is writing now: take another name, or end that process"
+                raise planned.loaded.locate(RecipeError.at("name", reason)) from error
+            except OSError:
+                pass  # a folder that cannot be written is reported with its reason when it is made ready
+        yield
 
 
 def _start(planned: Planned, arguments: list[str], num_workers: int) -> None:
@@ -83,7 +115,8 @@ def _start(planned: Planned, arguments: list[str], num_workers: int) -> None:
 
 def _num_accelerators() -> int:
     """Accelerators of this machine, without asking torch where there can be none."""
-    if not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/davinci0")):
+    patterns = ("nvidia[0-9]*", "davinci[0-9]*", "kfd")
+    if not any(True for pattern in patterns for _ in Path("/dev").glob(pattern)):
         return 1
     import torch
 
@@ -143,7 +176,13 @@ def _prepare(directory: RunDirectory, planned: Planned, *, fresh: bool) -> None:
             print_path("the earlier run is now in", directory.set_aside())
     elif has_checkpoint:
         _check_same_settings(directory, planned)
-    directory.path.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory.path):
+            pass
+    except OSError as error:
+        reason = f"folder {directory.path} cannot be written: {error.strerror}"
+        raise planned.loaded.locate(RecipeError.at("run.directory", reason)) from error
 
 
 def _check_same_settings(directory: RunDirectory, planned: Planned) -> None:
@@ -186,7 +225,9 @@ def _check_inputs(planned: Planned) -> None:
     problems: list[Problem] = []
     for role, model in recipe.models.items():
         path = Path(model.path)
-        if path.is_dir() and not (path / "config.json").exists():
+        if path.is_file():
+            problems.append(Problem(f"models.{role}", f"{path} is a file; name the folder that holds config.json"))
+        elif path.is_dir() and not (path / "config.json").exists():
             problems.append(Problem(f"models.{role}", f"folder {path} holds no config.json, so it is not a model"))
         elif not path.exists() and (path.is_absolute() or model.path.startswith(".") or len(path.parts) > 2):
             problems.append(Problem(f"models.{role}", f"folder {path} does not exist (looked for from {Path.cwd()})"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from leaderless.config import Json, Recipe
@@ -35,6 +38,25 @@ class RunDirectory:
             recipe: Its name, and `run.directory`.
         """
         return cls(Path(recipe.run.directory) / recipe.name)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from writing here; one that is killed lets go.
+
+        Raises:
+            BlockingIOError: Another process holds it; the error says which.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_name(f".{self.path.name}.lock").open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise BlockingIOError(file.read()) from error
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
 
     def last_step(self) -> int:
         """The step of the newest checkpoint; 0 when there is none."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from leaderless.data.transport import Transport
+from leaderless.data.transport import Group, Transport
 from leaderless.device import setup_device
 from leaderless.planner import Plan, format_ranks
 from leaderless.worker.place import Place
 
+SHARED_FOLDER_S = 5.0
+"""Longest time that a new file may take to appear on other machines."""
 STORE_VARIABLE = "LEADERLESS_STORE"
 """A file that the workers of one machine meet at; without it they meet as torch elastic has arranged."""
 
@@ -54,6 +59,45 @@ def join_workers(place: Place, plan: Plan, timeout_s: float) -> Iterator[tuple[T
     yield transport, setup.device
     # After an error the peers may be gone, and taking leave could wait for them: the process just ends.
     dist.destroy_process_group()
+
+
+def check_shared(folder: Path, world: Group) -> None:
+    """Make sure that all workers see the same folder. All ranks call it together.
+
+    Args:
+        folder: Of the run; made if it is not there.
+        world: All ranks.
+
+    Raises:
+        RuntimeError: Some rank has another folder of that name.
+    """
+    what = "whether all workers see the run's folder"
+    is_first = world.rank == 0
+    name = world.broadcast_text(f".met-{uuid4().hex}" if is_first else "", 0, what)
+    token = folder / name
+    if is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        token.touch()
+    world.sum(torch.zeros(1), what)
+    is_seen = _appears(token)
+    blind = torch.cat(world.gather(torch.tensor([int(not is_seen)]), what)).nonzero().squeeze(1).tolist()
+    if is_first:
+        token.unlink(missing_ok=True)
+    if blind:
+        raise RuntimeError(
+            f"ranks {format_ranks(tuple(blind))} do not see the folder {folder} of rank 0: "
+            "give run.directory as an absolute path on storage that all machines share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or comes soon: shared storage may be a little late."""
+    end = time.monotonic() + SHARED_FOLDER_S
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _compare_plans(plan: Plan, transport: Transport) -> None:

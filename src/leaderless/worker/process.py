@@ -25,7 +25,7 @@ from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader
 from leaderless.worker.checkpoint import load_checkpoint
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
-from leaderless.worker.join import join_workers
+from leaderless.worker.join import check_shared, join_workers
 from leaderless.worker.place import Place
 from leaderless.worker.roles import Roles
 from leaderless.worker.worker import Worker
@@ -64,6 +64,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
     with ExitStack() as stack:
         rewards = _start_rewards(recipe, stack)
         transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s))
+        check_shared(directory.path, transport.world)
         if place.rank == 0:
             write_description(directory, recipe, plan)
         parts = _Builder(recipe, plan, transport, device, display)
@@ -131,7 +132,9 @@ class _Builder:
         dataset = open_dataset(
             open_source(config, key), encoder, self.recipe, self.transport.world, self._progress(config.path)
         )
-        self.display.say(f"{key}: {len(dataset.rows):,} rows of [bold]{escape(config.path)}[/]")
+        left_out = min(len(dataset.source), config.limit or len(dataset.source)) - len(dataset.rows)
+        note = f", {left_out:,} overlong left out" if left_out else ""
+        self.display.say(f"{key}: {len(dataset.rows):,} rows of [bold]{escape(config.path)}[/]{note}")
         return dataset
 
     def _progress(self, path: str) -> Callable[[int], None]:
