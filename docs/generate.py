@@ -278,10 +278,8 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
         yield f"reads, if {conditions[column]}", f"`{column}`"
     writes = spec.writes_of(node, Workflow("one", (node,)))
     if name == "log_probs":
-        yield (
-            "writes",
-            "`old_log_probs` for a role that is trained, `ref_log_probs` for `reference`, `<role>_log_probs` for any other",
-        )
+        own, other = "`old_log_probs` for a role that is trained", "`<role>_log_probs` for any other"
+        yield "writes", f"{own}, `ref_log_probs` for `reference`, {other}"
     else:
         yield "writes", _names(writes) or "nothing"
     rows = {

@@ -89,7 +89,7 @@ def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
     # A layout that is written is blamed before one that follows from it.
     for node in sorted(nodes, key=lambda node: node.name not in recipe.layout):
         layout, key = node.layout, f"layout.{node.name}"
-        if node.spec.role_use != "none" and layout.ranks_per_shard > 1:
+        if node.node.role is not None and layout.ranks_per_shard > 1:
             raise RecipeError.at(
                 key, f"{layout}: models divide their ranks by data parallelism only; leave out tp, pp and cp"
             )
@@ -126,6 +126,13 @@ def _role_instances(nodes: Sequence[PlannedNode]) -> tuple[RoleInstance, ...]:
         role = node.node.role
         if role is None or any(x.role == role and x.layout.holds_rows_like(node.layout) for x in instances):
             continue
+        twin = next((x for x in instances if x.role == role and x.layout.ranks == node.layout.ranks), None)
+        if twin is not None:
+            raise RecipeError.at(
+                f"layout.{node.name}",
+                f"is {node.layout}, but role '{role}' has another layout on these ranks, {twin.layout}: "
+                "give the nodes of a role one layout, or other ranks",
+            )
         peers = [x for x in nodes if x.node.role == role and x.layout.holds_rows_like(node.layout)]
         instances.append(
             RoleInstance(

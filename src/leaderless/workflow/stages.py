@@ -93,7 +93,7 @@ def _check_log_probs(recipe: Recipe, node: Node) -> None:
         )
 
 
-def _check_update(recipe: Recipe, node: Node) -> None:
+def _check_update(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
     _check_sample_fits(recipe)
     _check_updates_per_step(recipe)
     if recipe.rollout.is_truncated:
