@@ -170,6 +170,18 @@ def test_two_filters_without_an_order_are_refused_where_they_come_together():
     assert "'first' and 'second' both change rows and neither comes after the other" in problem.message
 
 
+@pytest.mark.parametrize("between", [(), ("keep",)])
+def test_samples_are_made_once(stages, between):
+    stages("keep", ["rewards"], rows="filter")
+    workflow = begin()
+    for name in between:
+        workflow = workflow.node(name, run=name, after="reward")
+    workflow = workflow.node("again", run="rollout", role="policy", after=between or "reward")
+    problem = refused(end(workflow.node("more", run="reward", after="again"), "more"))
+    assert problem.key == "nodes.again.after"
+    assert "the rows behind node 'rollout' are samples already: leave one of the two nodes out" in problem.message
+
+
 # Contracts of columns and roles
 
 

@@ -73,6 +73,7 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
     tracer.check_writers()
     for node in order:
         tracer.row_set(node.name)
+        tracer.check_expansion(node)
     kept = [node for node in reversed(order) if tracer.visit(node)][::-1]
     if not kept:
         raise RecipeError.at(
@@ -141,6 +142,19 @@ class _Tracer:
                     "would get two sets of rows: put them one after the other",
                 )
         return changers[-1] if changers else DATA
+
+    def check_expansion(self, node: Node) -> None:
+        """Samples are made of prompts, once: the samples of a sample would have no ids."""
+        if self.specs[node.name].rows != "expand":
+            return
+        ancestors = [other.name for other in self.order if other.name in self.before[node.name]]
+        before = [name for name in ancestors if self.specs[name].rows == "expand"]
+        if before:
+            raise RecipeError.at(
+                f"nodes.{node.name}.after",
+                f"stage '{node.run}' makes samples of prompts, but the rows behind node '{before[-1]}' are samples "
+                "already: leave one of the two nodes out",
+            )
 
     def visit(self, node: Node) -> bool:
         """Trace what a node reads, if the node is needed at all."""
