@@ -11,6 +11,8 @@ Int = NDArray[np.int64]
 
 QUADRATIC_TOKENS = 24_576
 """Length at which attention costs as much as all matrix products: about 12 times the hidden size, here of 2,048."""
+EVEN_ENOUGH = 9 / 8
+"""Work of the fullest shard, in even shares, up to which rows stay where they are rather than being spread anew."""
 
 
 def sequence_cost(tokens: Int) -> Int:
@@ -29,6 +31,8 @@ def assign(costs: Int, units: Int, holders: Int, num_shards: int) -> Int:
     """Give every row to a shard. Every rank that calls it with the same arguments gets the same answer.
 
     Rows stay with their holder up to an even share; what is over goes, dearest first, to the shard with least work.
+    Where that is not even enough, all rows are spread anew. The fullest shard gets at most the dearest unit, or 4/3 of
+    what the best assignment would give it (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
     Args:
         costs: [n] non-negative.
@@ -42,24 +46,73 @@ def assign(costs: Int, units: Int, holders: Int, num_shards: int) -> Int:
     names, first, unit_of_row = np.unique(units, return_index=True, return_inverse=True)
     unit_costs = np.zeros(len(names), dtype=np.int64)
     np.add.at(unit_costs, unit_of_row, costs)
-    unit_holders = holders[first]
+    if not len(names):
+        return unit_of_row
+    dearest_first = np.lexsort((names, -unit_costs))
+    unit_costs, unit_holders = unit_costs[dearest_first], holders[first][dearest_first]
     share = -(-int(unit_costs.sum()) // num_shards)
 
-    owners = np.full(len(names), -1, dtype=np.int64)
+    owners = _kept(unit_costs, unit_holders, share, num_shards)
+    fullest = _fullest(unit_costs, owners)
+    if fullest > max(int(unit_costs[0]), EVEN_ENOUGH * share):
+        spread = _spread(unit_costs, unit_holders, num_shards)
+        if _fullest(unit_costs, spread) < fullest:
+            owners = spread
+    by_name = np.empty_like(owners)
+    by_name[dearest_first] = owners
+    return by_name[unit_of_row]
+
+
+def _fullest(costs: Int, owners: Int) -> int:
+    return int(np.bincount(owners, weights=costs).max())
+
+
+def _kept(costs: Int, holders: Int, share: int, num_shards: int) -> Int:
+    """Owners of units, dearest first: the holder up to an even share, then the shard with least work.
+
+    Units above an even share come first, each alone, so that none finds all shards filled by others.
+    """
+    owners = np.full(len(costs), -1, dtype=np.int64)
     loads = [0] * num_shards
-    dearest_first = np.lexsort((names, -unit_costs))
+    num_dear = int((costs > share).sum())
     surplus: list[int] = []
-    for unit in dearest_first.tolist():
-        holder, cost = int(unit_holders[unit]), int(unit_costs[unit])
-        if holder >= 0 and loads[holder] + cost <= share:
+    for unit, (holder, cost) in enumerate(zip(holders.tolist(), costs.tolist(), strict=True)):
+        if unit == num_dear:
+            surplus = _place(surplus, costs, owners, loads)
+        if holder >= 0 and (loads[holder] + cost <= share or (unit < num_dear and not loads[holder])):
             owners[unit] = holder
             loads[holder] += cost
         else:
             surplus.append(unit)
+    _place(surplus, costs, owners, loads)
+    return owners
+
+
+def _place(units: list[int], costs: Int, owners: Int, loads: list[int]) -> list[int]:
+    """Give units to the shards with least work, and leave none."""
     heap = [(load, shard) for shard, load in enumerate(loads)]
     heapq.heapify(heap)
-    for unit in surplus:
+    for unit in units:
         load, shard = heap[0]
         owners[unit] = shard
-        heapq.heapreplace(heap, (load + int(unit_costs[unit]), shard))
-    return owners[unit_of_row]
+        loads[shard] = load + int(costs[unit])
+        heapq.heapreplace(heap, (loads[shard], shard))
+    return []
+
+
+def _spread(costs: Int, holders: Int, num_shards: int) -> Int:
+    """Owners of units, dearest first, each to the heap with least work; a heap goes to who holds most of it."""
+    heaps = np.empty(len(costs), dtype=np.int64)
+    _place(list(range(len(costs))), costs, heaps, [0] * num_shards)
+    held = np.flatnonzero(holders >= 0)
+    pairs, index = np.unique(heaps[held] * num_shards + holders[held], return_inverse=True)
+    dearest_first = np.lexsort((pairs, -np.bincount(index, weights=costs[held], minlength=len(pairs))))
+    shard_of = np.full(num_shards, -1, dtype=np.int64)
+    is_taken = np.zeros(num_shards, dtype=np.bool_)
+    for pair in pairs[dearest_first].tolist():
+        heap, holder = divmod(pair, num_shards)
+        if shard_of[heap] < 0 and not is_taken[holder]:
+            shard_of[heap] = holder
+            is_taken[holder] = True
+    shard_of[shard_of < 0] = np.flatnonzero(~is_taken)
+    return shard_of[heaps]
