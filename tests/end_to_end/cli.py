@@ -16,7 +16,8 @@ from unittest.mock import patch
 from tests.distributed.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 240
+"""Longest that a command may take: many times what it does take, for other processes may use the same cores."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def command(folder: str, arguments: list[str]) -> Outcome:
 
 def run(ranks: RankPool, folder: Path, *arguments: object, num_ranks: int = 1) -> Outcome:
     """A command as the first of some ranks runs it; all have to end alike."""
-    outcomes = ranks.run(num_ranks, command, str(folder), [str(a) for a in arguments], init_group=False)
+    words = [str(argument) for argument in arguments]
+    outcomes = ranks.run(num_ranks, command, str(folder), words, init_group=False, deadline_s=TIMEOUT_S)
     assert len({outcome.code for outcome in outcomes}) == 1, outcomes
     return outcomes[0]
 

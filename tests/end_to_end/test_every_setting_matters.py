@@ -87,7 +87,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
         ["train", str(grpo), "name=imitate", "layout={}", own_optimizer, *sft],
         ["plan", str(grpo)],
     ]
-    (reads,) = ranks.run(1, watched_reads, str(tmp_path), commands, rows, init_group=False)
+    (reads,) = ranks.run(1, watched_reads, str(tmp_path), commands, rows, init_group=False, deadline_s=240)
     # Rewards are graded in processes of their own, where nobody watches; their own tests show what these settings do.
     elsewhere = {("ExactMatchOptions", "ignore_case"), ("FormatOptions", "pattern")}
     wanted = {
