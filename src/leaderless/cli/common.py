@@ -10,9 +10,9 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from leaderless.config import LoadedRecipe, Recipe, RecipeError, load_recipe
+from leaderless.config import LoadedRecipe, Recipe, RecipeError
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.workflow import Workflow, resolve_workflow
+from leaderless.workflow import Workflow, load_recipe, resolve_workflow
 
 console = Console()
 errors = Console(stderr=True)

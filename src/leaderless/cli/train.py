@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from leaderless.cli.common import Planned, console, plan_recipe, recipe_path
-from leaderless.config import Problem, Recipe, RecipeError, load_recipe
+from leaderless.config import Problem, Recipe, RecipeError
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.worker.place import Place
+from leaderless.workflow import load_recipe
 
 FREE_KEYS = ("steps", "run.", "checkpoint.", "evaluation.", "layout.")
 """Settings that may change when a run goes on."""

@@ -71,11 +71,12 @@ class CheckpointWriter:
     tokenizer: Tokenizer
     keep: int
 
-    def save(self, state: RunState) -> Path:
+    def save(self, nodes: Mapping[str, Mapping[str, float]], state: RunState) -> Path:
         """Write a checkpoint, then remove old ones. All ranks call it together.
 
         Args:
-            state: All but the tensors.
+            nodes: What nodes remember from step to step, of those whose first rank this is.
+            state: All else but the tensors.
 
         Returns:
             The checkpoint's folder.
@@ -88,6 +89,9 @@ class CheckpointWriter:
             partial.mkdir(parents=True)
             write_atomically(partial / "state.json", json.dumps(asdict(state), indent=2))
         self.world.sum(torch.zeros(1), f"the folder of checkpoint {final.name}")
+        for name, remembered in nodes.items():
+            if remembered:
+                write_atomically(_node_file(partial, name), json.dumps(dict(remembered)))
         for role, engine in self.engines.items():
             self._save_role(partial / role, engine)
         self.world.sum(torch.zeros(1), f"all parts of checkpoint {final.name}")
@@ -150,6 +154,22 @@ def read_state(path: Path) -> RunState:
         return RunState(**json.loads((path / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} is not a checkpoint: {error}") from error
+
+
+def read_node_state(path: Path, name: str) -> dict[str, float]:
+    """What a node remembered when a checkpoint was written.
+
+    Args:
+        path: The checkpoint's folder.
+        name: Of the node.
+    """
+    file = _node_file(path, name)
+    remembered: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return remembered
+
+
+def _node_file(path: Path, name: str) -> Path:
+    return path / f"node-{name}.json"
 
 
 def fingerprint(engine: FsdpEngine) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import yaml
 
 from leaderless.config import Problem, RecipeError, nearest
-from leaderless.config.source import RecipeSource, read_yaml
+from leaderless.config.load import merge_settings
+from leaderless.config.source import RecipeSource, Setting, read_yaml
 from leaderless.workflow.node import Node
 
 
@@ -22,10 +23,16 @@ class Workflow:
     YAML and this builder give equal objects:
 
         Workflow("grpo").node("rollout", run="rollout", role="policy").node("reward", run="reward", after="rollout")
+
+    Attributes:
+        name: Of the workflow.
+        nodes: Its nodes.
+        algorithm: Settings of the recipe's section `algorithm`, which hold where the recipe has none.
     """
 
     name: str
     nodes: tuple[Node, ...] = ()
+    algorithm: Mapping[str, Setting] = field(default_factory=dict)
 
     def node(self, name: str, *, run: str, role: str | None = None, after: str | Sequence[str] = ()) -> Workflow:
         """This workflow with one more node.
@@ -37,7 +44,7 @@ class Workflow:
             after: The node or nodes that it comes after.
         """
         after = (after,) if isinstance(after, str) else tuple(after)
-        return Workflow(self.name, (*self.nodes, Node(name, run, role, after)))
+        return replace(self, nodes=(*self.nodes, Node(name, run, role, after)))
 
     def __getitem__(self, name: str) -> Node:
         """The node of a name."""
@@ -93,11 +100,14 @@ class Workflow:
             raise RecipeError(problems)
 
 
-def read_workflow(path: Path) -> Workflow:
+def read_workflow(path: Path, base_of: Callable[[str], Workflow]) -> Workflow:
     """Read a workflow from YAML.
 
     Args:
-        path: A file with `name` and `nodes`; each node has `run` and may have `role` and `after`.
+        path: A file with `name` and `nodes`; each node has `run` and may have `role` and `after`. It may have
+            `algorithm`, and `base`: another workflow, whose nodes and settings it takes over where it has none of its
+            own.
+        base_of: The workflow of a name.
 
     Raises:
         RecipeError: The file is missing, is not YAML, or is not such a mapping.
@@ -106,16 +116,28 @@ def read_workflow(path: Path) -> Workflow:
     problems = _shape_problems(source)
     if problems:
         raise RecipeError([Problem(p.key, p.message, source.place_of(p.key)) for p in problems])
-    name, nodes = source.settings["name"], source.settings["nodes"]
-    assert isinstance(name, str)
-    assert isinstance(nodes, Mapping)
-    workflow = Workflow(name)
-    for node_name, node in nodes.items():
-        workflow = workflow.node(str(node_name), run=node["run"], role=node.get("role"), after=node.get("after") or ())
+    settings = source.settings
     try:
+        base = base_of(str(settings["base"])) if "base" in settings else Workflow("")
+        workflow = _workflow_of(settings, base)
         workflow.order()
     except RecipeError as error:
-        raise RecipeError([Problem(p.key, p.message, source.place_of(p.key)) for p in error.problems]) from error
+        raise RecipeError(
+            [Problem(p.key, p.message, p.place or source.place_of(p.key)) for p in error.problems]
+        ) from error
+    return workflow
+
+
+def _workflow_of(settings: Mapping[str, Setting], base: Workflow) -> Workflow:
+    """The workflow that checked settings describe."""
+    name, nodes, algorithm = settings["name"], settings.get("nodes", {}), settings.get("algorithm", {})
+    assert isinstance(name, str)
+    assert isinstance(nodes, Mapping)
+    assert isinstance(algorithm, Mapping)
+    kept = tuple(node for node in base.nodes if node.name not in nodes)
+    workflow = Workflow(name, kept, merge_settings(base.algorithm, algorithm))
+    for node_name, node in nodes.items():
+        workflow = workflow.node(str(node_name), run=node["run"], role=node.get("role"), after=node.get("after") or ())
     return workflow
 
 
@@ -132,17 +154,20 @@ def write_workflow(workflow: Workflow) -> str:
             nodes[node.name]["role"] = node.role
         if node.after:
             nodes[node.name]["after"] = list(node.after)
-    return yaml.safe_dump({"name": workflow.name, "nodes": nodes}, sort_keys=False)
+    algorithm = {"algorithm": dict(workflow.algorithm)} if workflow.algorithm else {}
+    return yaml.safe_dump({"name": workflow.name, **algorithm, "nodes": nodes}, sort_keys=False)
 
 
 def _shape_problems(source: RecipeSource) -> list[Problem]:
     """What keeps a YAML mapping from being a workflow."""
-    known = {"name": str, "nodes": dict}
+    known = {"name": (str, "a name"), "base": (str, "a workflow"), "algorithm": (dict, "settings of the algorithm")}
+    known["nodes"] = (dict, "the nodes by name")
+    required = {"name"} if "base" in source.settings else {"name", "nodes"}
     names = [str(key) for key in source.settings]
     problems = [Problem(name, f"unknown key{nearest(name, known)}") for name in names if name not in known]
-    for key, kind in known.items():
-        if not isinstance(source.settings.get(key), kind):
-            problems.append(Problem(key, "must be given: " + ("a name" if kind is str else "the nodes by name")))
+    for key, (kind, meaning) in known.items():
+        if (key in required or key in names) and not isinstance(source.settings.get(key), kind):
+            problems.append(Problem(key, f"must be given: {meaning}"))
     nodes = source.settings.get("nodes")
     for name, node in nodes.items() if isinstance(nodes, dict) else ():
         if not isinstance(name, str):
