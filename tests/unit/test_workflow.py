@@ -32,7 +32,7 @@ GRPO = (
     .node("reward", run="reward", after="rollout")
     .node("old", run="log_probs", role="policy", after="rollout")
     .node("reference", run="log_probs", role="reference", after="rollout")
-    .node("advantage", run="grpo", after="reward")
+    .node("advantage", run="advantage", after=["reward", "old", "reference"])
     .node("samples", run="record", after="advantage")
     .node("policy", run="update", role="policy", after=["advantage", "old", "reference"])
 )
@@ -56,7 +56,9 @@ def refused(function, *args):
 
 def test_yaml_and_builder_give_equal_workflows():
     assert resolve_workflow("grpo") == GRPO
-    assert resolve_workflow("sft") == Workflow("sft").node("policy", run="sft", role="policy")
+    assert resolve_workflow("sft") == Workflow("sft", algorithm={"aggregation": "token_mean"}).node(
+        "policy", run="sft", role="policy"
+    )
 
 
 def test_after_may_be_one_name_or_a_list(tmp_path):
@@ -203,7 +205,7 @@ def test_built_in_workflows_are_called_as_their_files():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpro", "unknown workflow 'gpro' (did you mean 'grpo'?); a file must end in .yaml"),
+        ("grrpo", "unknown workflow 'grrpo' (did you mean 'grpo'?); a file must end in .yaml"),
         ("no/such.yaml", "cannot be read"),
         ("tests.unit.recipes:no_workflow", "returned str, not a Workflow"),
         ("tests.unit.recipes:needs_argument", "must be callable with 0 positional arguments"),

@@ -74,7 +74,7 @@ def clipped_surrogate(
     Returns:
         The loss of each token.
     """
-    ratio = ratio_of(log_ratio)
+    ratio, advantages = ratio_of(log_ratio), widen(advantages)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     gain, is_clipped = torch.minimum(unclipped, clipped), unclipped > clipped
