@@ -116,7 +116,7 @@ def test_nodes_without_an_order_stay_as_written():
 
 def test_ancestors_are_those_before_at_any_distance():
     assert chain("a", "b", "c").ancestors() == {"a": set(), "b": {"a"}, "c": {"a", "b"}}
-    assert GRPO.ancestors()["samples"] == {"rollout", "reward", "advantage"}
+    assert GRPO.ancestors()["samples"] == {"rollout", "reward", "old", "reference", "advantage"}
 
 
 def test_a_cycle_is_refused_with_its_nodes():

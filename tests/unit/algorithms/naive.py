@@ -190,7 +190,9 @@ CASES: dict[str, Case] = {
         each(lambda token: -clip(ratio(token), 0.8, 1.3) * token[2]),
     ),
     "sapo": Case(per_token(sapo_loss, temperature_positive=1.0, temperature_negative=2.5), each(sapo, 1.0, 2.5)),
-    "cpgd": Case(per_token(cpgd_loss, **SETTINGS_CPGD), each(cpgd, 0.2, 0.3, 0.1), each(cpgd_slope, 0.2, 0.3, 0.1, 0.5)),
+    "cpgd": Case(
+        per_token(cpgd_loss, **SETTINGS_CPGD), each(cpgd, 0.2, 0.3, 0.1), each(cpgd_slope, 0.2, 0.3, 0.1, 0.5)
+    ),
     "gspo": Case(
         partial(gspo_loss, clip_low=0.1, clip_high=0.2), lambda t: gspo(t, 0.1, 0.2), lambda t: gspo_slope(t, 0.1, 0.2)
     ),

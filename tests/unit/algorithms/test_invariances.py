@@ -163,7 +163,9 @@ def test_a_batch_in_which_nothing_counts_has_zero_loss_and_gradient(name: str, a
     lengths, is_valid = torch.tensor([2, 3]), torch.tensor([False, False])
     totals = Denominators(*Denominators.count(lengths, is_valid).tolist())
     new.requires_grad_()
-    loss = (token_weights(aggregation, lengths, is_valid, totals) * CASES[name].loss(new, old, gain, lengths).loss).sum()
+    loss = (
+        token_weights(aggregation, lengths, is_valid, totals) * CASES[name].loss(new, old, gain, lengths).loss
+    ).sum()
     assert loss == 0
     assert not torch.autograd.grad(loss, new)[0].any()
 

@@ -87,7 +87,9 @@ def test_overlong_penalty_equals_the_three_cases_of_its_equation(
 def test_gae_equals_a_naive_loop(batch: list[list[tuple[float, float]]], discount: float, decay: float) -> None:
     rewards, values, lengths = packed(batch)
     advantages, returns = gae_advantages(rewards, values, lengths, discount=discount, decay=decay)
-    expected = [a for sample in batch if sample for a in naive_gae(*map(list, zip(*sample, strict=True)), discount, decay)]
+    expected = [
+        a for sample in batch if sample for a in naive_gae(*map(list, zip(*sample, strict=True)), discount, decay)
+    ]
     torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64))
     torch.testing.assert_close(returns, advantages + values)
 
@@ -149,7 +151,9 @@ def test_advantages_pass_over_what_the_policy_did_not_write(held: float) -> None
     # Two turns of two tokens, with two tokens of a tool between them and padding behind: as if they were one turn.
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0, 1]]).bool()
     noise = torch.Generator().manual_seed(0)
-    rewards, values = (torch.randn(2, 7, dtype=torch.float64, generator=noise).masked_fill(~mask, held) for _ in range(2))
+    rewards, values = (
+        torch.randn(2, 7, dtype=torch.float64, generator=noise).masked_fill(~mask, held) for _ in range(2)
+    )
     (packed_rewards, lengths), (packed_values, _) = pack(rewards, mask), pack(values, mask)
     advantages, returns = gae_advantages(packed_rewards, packed_values, lengths, discount=0.9, decay=0.8)
     for row in range(2):

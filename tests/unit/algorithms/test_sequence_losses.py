@@ -52,8 +52,12 @@ def test_gmpo_worked_by_hand() -> None:
 def test_gmpo_cuts_bad_responses_at_its_lower_bound() -> None:
     # A < 0 and ratio 1/8: at least 1/4, whatever the upper bound is.
     result = gmpo_loss(
-        torch.tensor([0.125]).log(), torch.zeros(1), -torch.ones(1), torch.tensor([1]),
-        clip_low=math.log(4), clip_high=math.log(2),
+        torch.tensor([0.125]).log(),
+        torch.zeros(1),
+        -torch.ones(1),
+        torch.tensor([1]),
+        clip_low=math.log(4),
+        clip_high=math.log(2),
     )
     torch.testing.assert_close(result.loss, torch.tensor([0.25]))
 
