@@ -103,8 +103,8 @@ def show(console: Console) -> None:
     """
     if not console.is_terminal:
         for entry in entries():
-            line = "\t".join((entry.kind, entry.name, entry.formula, entry.source))
-            console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+            # Straight to the file, because a console makes spaces of tabs.
+            console.file.write("\t".join((entry.kind, entry.name, entry.formula, entry.source)) + "\n")
         return
     table = Table("kind", "name", "formula", "source", show_lines=True)
     for entry in entries():

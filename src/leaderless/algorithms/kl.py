@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from leaderless.algorithms.ratios import MAX_LOG_RATIO, log_ratio_of, with_gradient_of
+from leaderless.algorithms.ratios import MAX_LOG_RATIO, log_ratio_of, widen, with_gradient_of
 
 KlEstimator = Literal["k1", "k2", "k3", "absolute"]
 
@@ -40,19 +40,20 @@ def kl_penalty(
         [total], at least float32.
     """
     difference = log_ratio_of(log_probs, ref_log_probs)
-    squared = 0.5 * difference.square()
     match estimator:
         case "k1":
             value = difference
         case "k2":
-            value = squared
+            value = 0.5 * difference.square()
         case "k3":
             bounded = difference.clamp(min=-MAX_LOG_RATIO)
             # expm1, because near 0 the three terms cancel to less than the rounding of the first.
             value = (-bounded).expm1() + bounded
         case "absolute":
             value = difference.abs()
-    return with_gradient_of(value, squared) if unbiased_gradient else value
+    if not unbiased_gradient:
+        return value
+    return with_gradient_of(value, difference.detach() * widen(log_probs))
 
 
 def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
