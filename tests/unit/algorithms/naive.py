@@ -165,14 +165,14 @@ def penalty(estimator: str, *, unbiased: bool = False) -> Case:
 
 
 def per_token(function: Callable[..., PolicyLoss], **settings: float) -> Callable[..., PolicyLoss]:
-    return lambda new, old, gain, lengths: function(new, old, gain, **settings)
+    return lambda new, old, gain, _: function(new, old, gain, **settings)
 
 
 SETTINGS_CPGD = {"clip_low": 0.2, "clip_high": 0.3, "drift_coefficient": 0.1, "drift_clip": 0.5}
 
 CASES: dict[str, Case] = {
     "reinforce": Case(
-        lambda new, old, gain, lengths: reinforce_loss(new, gain), each(lambda token: -token[2] * token[0])
+        lambda new, _old, gain, _lengths: reinforce_loss(new, gain), each(lambda token: -token[2] * token[0])
     ),
     "ppo": Case(per_token(clipped_policy_loss, clip_low=0.2, clip_high=0.2), each(clipped, 0.2, 0.2)),
     "clip_higher": Case(per_token(clipped_policy_loss, clip_low=0.2, clip_high=0.4), each(clipped, 0.2, 0.4)),
@@ -199,7 +199,7 @@ CASES: dict[str, Case] = {
     "gmpo": Case(partial(gmpo_loss, clip_low=0.2, clip_high=0.3), lambda t: gmpo(t, 0.2, 0.3), is_per_response=True),
     "clip_cov": Case(clip_cov, each(clipped, 0.2, 0.3), clip_cov_slope, is_reinforce_on_policy=False),
     "kl_cov": Case(
-        lambda new, old, gain, lengths: kl_cov_loss(new, old, gain, chosen(new, gain), coefficient=0.7),
+        lambda new, old, gain, _: kl_cov_loss(new, old, gain, chosen(new, gain), coefficient=0.7),
         each(kl_cov, 0.7),
     ),
     "value": Case(per_token(clipped_value_loss, clip=0.3), each(value_loss, 0.3), is_reinforce_on_policy=False),

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev, stdev
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -62,26 +62,26 @@ def naive_pass_at_k(k: int) -> Twin:
 
 ESTIMATES: dict[str, tuple[Estimate, Twin]] = {
     "grpo": (
-        lambda r, v, n, g, s: grpo_advantages(r, v, g, normalize_by_std=True, epsilon=EPSILON),
-        lambda r, n, s: [(x - fmean(r)) / (stdev(r) + EPSILON) for x in r],
+        lambda r, v, _n, g, _s: grpo_advantages(r, v, g, normalize_by_std=True, epsilon=EPSILON),
+        lambda r, _n, _s: [(x - fmean(r)) / (stdev(r) + EPSILON) for x in r],
     ),
     "dr_grpo": (
-        lambda r, v, n, g, s: grpo_advantages(r, v, g, normalize_by_std=False, epsilon=EPSILON),
-        lambda r, n, s: [x - fmean(r) for x in r],
+        lambda r, v, _n, g, _s: grpo_advantages(r, v, g, normalize_by_std=False, epsilon=EPSILON),
+        lambda r, _n, _s: [x - fmean(r) for x in r],
     ),
-    "rloo": (lambda r, v, n, g, s: rloo_advantages(r, v, g), naive_rloo),
-    "opo": (lambda r, v, n, g, s: opo_advantages(r, v, n, g), naive_opo),
+    "rloo": (lambda r, v, _n, g, _s: rloo_advantages(r, v, g), naive_rloo),
+    "opo": (lambda r, v, n, g, _s: opo_advantages(r, v, n, g), naive_opo),
     "gpg": (
-        lambda r, v, n, g, s: gpg_advantages(r, v, g, signal_share=s),
-        lambda r, n, s: [(x - fmean(r)) / s for x in r],
+        lambda r, v, _n, g, s: gpg_advantages(r, v, g, signal_share=s),
+        lambda r, _n, s: [(x - fmean(r)) / s for x in r],
     ),
     "cpgd": (
-        lambda r, v, n, g, s: cpgd_advantages(r, v, g, signal_share=s, max_weight=2.0),
-        lambda r, n, s: [min(2.0, 1 / s) * (x - fmean(r)) for x in r],
+        lambda r, v, _n, g, s: cpgd_advantages(r, v, g, signal_share=s, max_weight=2.0),
+        lambda r, _n, s: [min(2.0, 1 / s) * (x - fmean(r)) for x in r],
     ),
     **{
         f"pass_at_{k}": (
-            lambda r, v, n, g, s, k=k: pass_at_k_advantages(r > 0, v, g, k=k),
+            lambda r, v, _n, g, _s, k=k: pass_at_k_advantages(r > 0, v, g, k=k),
             naive_pass_at_k(k),
         )
         for k in (1, 2, 4)
@@ -128,6 +128,7 @@ def global_share(parts: list[tuple[Tensor, Tensor, Tensor]]) -> float:
 
 @pytest.mark.parametrize("name", ESTIMATES)
 @given(samples=rows, seed=st.integers(0, 99))
+@settings(max_examples=50)
 def test_advantages_equal_a_naive_loop_in_any_order(
     name: str, samples: list[tuple[float, bool, int, int]], seed: int
 ) -> None:
@@ -170,6 +171,17 @@ def test_groups_without_a_signal_have_no_advantage(name: str) -> None:
     assert count_groups_without_signal(result, groups) == (6, 6)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "cpgd", "pass_at_1"])
+def test_a_failed_reward_leaves_its_group_and_the_others_are_as_if_it_had_never_been(name: str) -> None:
+    rewards = torch.tensor([1.0, math.nan, math.nan, 1.0, 0.0, 1e30])
+    valid, groups = torch.tensor([True, False, False, True, True, False]), torch.tensor([0, 0, 0, 1, 1, 1])
+    result = ESTIMATES[name][0](rewards, valid, torch.full((6,), 5), groups, 0.5)
+    kept = ESTIMATES[name][0](rewards[3:5], valid[3:5], torch.full((2,), 5), groups[3:5], 0.5)
+    assert result.tolist() == [0.0, 0.0, 0.0, *kept.tolist(), 0.0]
+    assert result[3] > 0 > result[4]
+    assert count_groups_without_signal(result, groups) == (1, 2)
+
+
 @pytest.mark.parametrize("name", ESTIMATES)
 def test_no_samples_give_no_advantages(name: str) -> None:
     empty, ids = torch.empty(0), torch.empty(0, dtype=torch.int64)
@@ -203,7 +215,7 @@ def test_dr_grpo_worked_by_hand() -> None:
 
 
 def test_rloo_worked_by_hand() -> None:
-    # 1 - (0 + 3) / 2, 0 - (1 + 3) / 2, 3 - (1 + 0) / 2.
+    # The means of the others are (0 + 3) / 2, (1 + 3) / 2 and (1 + 0) / 2.
     torch.testing.assert_close(rloo_advantages(*one_group([1.0, 0.0, 3.0])), torch.tensor([-0.5, -2.0, 2.5]))
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.unit.algorithms.naive import AGGREGATIONS, CASES, Case, random_batch
 from torch import Tensor
 
 from leaderless.algorithms import Aggregation, Denominators, pack, token_weights
-from tests.unit.algorithms.naive import AGGREGATIONS, CASES, Case, random_batch
 
 LENGTHS = (3, 0, 6, 1, 4, 2, 6, 5)
 IS_VALID = torch.tensor([True, True, True, True, False, True, True, True])
@@ -145,6 +145,16 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(name: str, dtype: t
         (gradient,) = torch.autograd.grad(loss.sum(), new)
         assert loss.isfinite().all()
         assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "k2" and not name.startswith("value")])
+def test_a_log_prob_that_stands_for_impossible_gives_a_finite_loss(name: str) -> None:
+    new = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    old, gain = torch.full((3,), -1e30), torch.tensor([1.0, -1.0, 0.0])
+    loss = CASES[name].loss(new, old, gain, torch.tensor([1, 1, 1])).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert loss.isfinite().all()
+    assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -202,7 +202,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
 
 @given(batch=samples, decay=shares)
 def test_sums_over_segments_equal_a_naive_loop(batch: list[list[tuple[float, float]]], decay: float) -> None:
-    values, others, lengths = packed(batch)
+    values, _, lengths = packed(batch)
     parts = [[v for v, _ in sample] for sample in batch]
 
     def check(result: Tensor, expected: list[float]) -> None:

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from hypothesis import given
+from tests.unit.algorithms.naive import Token, packed, random_batch, responses, with_one_advantage
 from torch import Tensor
 
 from leaderless.algorithms import Denominators, gmpo_loss, gspo_loss, token_weights
-from tests.unit.algorithms.naive import Token, packed, random_batch, responses, with_one_advantage
 
 
 def response_mean(losses: Tensor, lengths: Tensor) -> Tensor:
