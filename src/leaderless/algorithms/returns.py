@@ -29,7 +29,7 @@ def token_level_rewards(rewards: Tensor, is_valid: Tensor, penalties: Tensor, le
     Returns:
         [total], at least float32.
     """
-    token_rewards = add_to_last(-penalties, torch.where(is_valid, rewards, 0.0), lengths)
+    token_rewards = add_to_last(-penalties, rewards, lengths)
     return torch.where(repeat_per_token(is_valid, lengths), token_rewards, 0.0)
 
 

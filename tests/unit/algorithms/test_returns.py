@@ -195,6 +195,8 @@ def test_bfloat16_is_summed_in_float32() -> None:
     advantages, returns = gae_advantages(rewards, torch.zeros_like(rewards), lengths, discount=1.0, decay=1.0)
     torch.testing.assert_close(advantages, expected)
     torch.testing.assert_close(returns, expected)
+    assert segment_sum(rewards, lengths).tolist() == [1000]
+    assert segment_mean(rewards, lengths).tolist() == [1]
     valid = torch.ones(1, dtype=torch.bool)
     token_rewards = token_level_rewards(torch.tensor([257.0]), valid, torch.zeros(1).bfloat16(), torch.tensor([1]))
     assert token_rewards.item() == 257
