@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from leaderless.cli.main import app
-from leaderless.config import Recipe, load_recipe
+from leaderless.config import Recipe
 from leaderless.config.base import ShorthandSection
 from leaderless.config.rewards import RewardOptions
 from leaderless.observability.report.catalogue import CATALOGUE
@@ -33,6 +33,7 @@ from leaderless.workflow import (
     Node,
     StageSpec,
     Workflow,
+    load_recipe,
     resolve_workflow,
 )
 
@@ -128,7 +129,11 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
         yield _settings_table(RewardOptions.model_fields, "reward.<name>.")
         yield "A reward of one's own is named `package.module:function`; see [Rewards](../concepts/rewards.md)."
     for name, field in fields.items():
-        for inner in _sections_of(field.annotation):
+        inner_sections = _sections_of(field.annotation)
+        if len(inner_sections) > 1:
+            yield from _typed_sections(inner_sections, f"{heading}.{name}", field)
+            continue
+        for inner in inner_sections:
             own = {n: f for n, f in inner.model_fields.items() if n not in RewardOptions.model_fields}
             if issubclass(inner, RewardOptions):
                 yield f"### `{heading}.{name}`"
@@ -142,11 +147,25 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
                 yield from _section(inner, f"{heading}.{name}", field.description or "")
 
 
+def _typed_sections(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:
+    """Sections of which `type` chooses one."""
+    yield f"### `{heading}`"
+    yield f"{_cell(field.description or '')} Its `type` says which; `{field.default.type}` when not given."
+    rows: list[tuple[str, ...]] = []
+    for section in sections:
+        kind = section.model_fields["type"].default
+        rows.append((f"**`{kind}`**", "", "", _cell(inspect.cleandoc(section.__doc__ or ""))))
+        for name, inner in section.model_fields.items():
+            if name != "type":
+                rows.append((f"`{name}`", _type_name(inner), _default(inner), _cell(inner.description or "")))
+    yield _table((f"type, and its settings as `{heading}.<setting>`", "type", "default", "meaning"), rows)
+
+
 def _sections_of(annotation: object) -> list[type[BaseModel]]:
     """The sections that a field's annotation holds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in {Union, UnionType} or get_origin(annotation) is Mapping:
+    if get_origin(annotation) in {Union, UnionType, Annotated, Mapping}:
         return [section for argument in get_args(annotation) for section in _sections_of(argument)]
     return []
 
@@ -258,30 +277,35 @@ def stages_page() -> str:
     return "\n\n".join(parts)
 
 
-MANY = ("algorithm.kl.coefficient=0.1", "batch.updates_per_step=2")
-"""Settings under which stages read all that they may read."""
+CONDITIONS = {
+    "batch.updates_per_step=2": "`batch.updates_per_step` is above 1",
+    "algorithm.kl.coefficient=0.1": "`algorithm.kl.coefficient` is above 0",
+    "algorithm.kl={coefficient: 0.1, place: reward}": "that is so and `algorithm.kl.place` is `reward`",
+    "algorithm.overlong.filter=true": "`algorithm.overlong.filter` is set",
+    "algorithm.advantage={type: gae}": "`algorithm.advantage.type` is `gae`",
+}
+"""Settings under which stages read or write more, in words."""
 
 
 def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
-    recipe = load_recipe(ROOT / "recipes/quickstart/grpo.yaml").recipe
-    most = load_recipe(ROOT / "recipes/quickstart/grpo.yaml", MANY).recipe
     node = Node(name, name, "policy")
-    always = load_recipe(ROOT / "recipes/quickstart/grpo.yaml", ["algorithm.kl.coefficient=0"]).recipe
-    reads, more = spec.reads_of(always, node), spec.reads_of(most, node)
+    workflow = Workflow("one", (node,))
+    recipe = _recipe_with()
+    reads, writes = spec.reads_of(recipe, node), spec.writes_of(recipe, node, workflow)
     yield "reads", _names(reads) or "nothing"
-    conditional = [column for column in more if column not in reads]
-    conditions = {
-        "old_log_probs": "`batch.updates_per_step` is above 1",
-        "ref_log_probs": "`algorithm.kl.coefficient` is above 0",
-    }
-    for column in conditional:
-        yield f"reads, if {conditions[column]}", f"`{column}`"
-    writes = spec.writes_of(node, Workflow("one", (node,)))
+    for settings, condition in CONDITIONS.items():
+        more = [column for column in spec.reads_of(_recipe_with(settings), node) if column not in reads]
+        if more:
+            yield f"reads, if {condition}", _names(more)
     if name == "log_probs":
         own, other = "`old_log_probs` for a role that is trained", "`<role>_log_probs` for any other"
         yield "writes", f"{own}, `ref_log_probs` for `reference`, {other}"
     else:
         yield "writes", _names(writes) or "nothing"
+    for settings, condition in CONDITIONS.items():
+        more = [c for c in spec.writes_of(_recipe_with(settings), node, workflow) if c not in writes]
+        if more:
+            yield f"writes, if {condition}", _names(more)
     rows = {
         "same": "keeps them",
         "expand": "makes samples of prompts",
@@ -305,15 +329,21 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
         yield "runs", "if another node reads what it writes"
 
 
+def _recipe_with(*overrides: str) -> Recipe:
+    """A recipe without a penalty, but for what is asked for."""
+    return load_recipe(ROOT / "recipes/quickstart/grpo.yaml", ["algorithm.kl.coefficient=0", *overrides]).recipe
+
+
 def columns_page() -> str:
     """The built-in columns."""
+    recipe = _recipe_with("algorithm.advantage={type: gae}")
     writers: dict[str, list[str]] = {}
     for column in (*DATA_COLUMNS, *DATA_RESPONSE_COLUMNS):
         writers.setdefault(column, []).append("the data" + " (to imitate)" * (column in DATA_RESPONSE_COLUMNS))
     for stage, spec in BUILTIN_STAGES.items():
         for role in ("policy", "reference"):
             node = Node(stage, stage, role)
-            for column in spec.writes_of(node, Workflow("one", (node, Node("trainer", "update", "policy")))):
+            for column in spec.writes_of(recipe, node, Workflow("one", (node, Node("trainer", "update", "policy")))):
                 if f"`{stage}`" not in writers.setdefault(column, []):
                     writers[column].append(f"`{stage}`")
     rows = []

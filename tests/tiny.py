@@ -12,9 +12,10 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from leaderless.config import LoadedRecipe, load_recipe
+from leaderless.config import LoadedRecipe
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.tiny import write_tiny_model
+from leaderless.workflow import load_recipe
 
 CHARACTERS = "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz<>|_ABCDEFGHIJKLMNOPQRSTUVWXYZ.,?!':$"
 

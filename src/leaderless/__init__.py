@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe as Recipe
-    from leaderless.config import load_recipe as load_recipe
     from leaderless.data.batch import Batch as Batch
     from leaderless.data.batch import Jagged as Jagged
     from leaderless.planner import Cluster as Cluster
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from leaderless.rewards.protocol import RewardResult as RewardResult
     from leaderless.stages.context import StageContext as StageContext
     from leaderless.workflow import Workflow as Workflow
+    from leaderless.workflow import load_recipe as load_recipe
     from leaderless.workflow import stage as stage
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ _HOME = {
     "RewardResult": "leaderless.rewards.protocol",
     "StageContext": "leaderless.stages.context",
     "Workflow": "leaderless.workflow",
-    "load_recipe": "leaderless.config",
+    "load_recipe": "leaderless.workflow",
     "make_plan": "leaderless.planner",
     "stage": "leaderless.workflow",
 }

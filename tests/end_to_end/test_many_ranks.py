@@ -9,14 +9,13 @@ from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_recipe
 
-from leaderless.config import load_recipe
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import StageContext
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
-from leaderless.workflow import resolve_workflow
+from leaderless.workflow import load_recipe, resolve_workflow
 
 Step = dict[str, object]
 

@@ -64,7 +64,7 @@ def begin() -> Workflow:
 
 def end(workflow: Workflow, after: str | list[str]) -> Workflow:
     """The same workflow with advantage and update."""
-    workflow = workflow.node("advantage", run="grpo", after=after)
+    workflow = workflow.node("advantage", run="advantage", after=after)
     return workflow.node("policy", run="update", role="policy", after="advantage")
 
 

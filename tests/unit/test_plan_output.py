@@ -285,7 +285,7 @@ def test_the_print_says_why_memory_is_unknown():
 def test_names_are_no_markup():
     role = "[red]:smile:[/red]"
     workflow = Workflow("[w]").node("rollout", run="rollout", role=role).node("reward", run="reward", after="rollout")
-    workflow = workflow.node("advantage", run="grpo", after="reward")
+    workflow = workflow.node("advantage", run="advantage", after="reward")
     workflow = workflow.node("policy", run="update", role=role, after="advantage")
     text = printed(plan_of(workflow, models={role: "m"}))
     assert text.count(role) == 3, "of two nodes and a model"

@@ -205,7 +205,7 @@ def test_a_column_that_nobody_writes_is_refused(stages):
 
 
 def test_a_column_that_is_not_written_before_is_refused():
-    workflow = begin().node("advantage", run="grpo", after="rollout")
+    workflow = begin().node("advantage", run="advantage", after="rollout")
     problem = refused(workflow.node("policy", run="update", role="policy", after=["advantage", "reward"]))
     assert problem.key == "nodes.advantage"
     assert "'reward' writes it but does not come before: add it to `after`" in problem.message

@@ -32,7 +32,7 @@ GRPO = (
     .node("reward", run="reward", after="rollout")
     .node("old", run="log_probs", role="policy", after="rollout")
     .node("reference", run="log_probs", role="reference", after="rollout")
-    .node("advantage", run="grpo", after="reward")
+    .node("advantage", run="advantage", after=["reward", "old", "reference"])
     .node("samples", run="record", after="advantage")
     .node("policy", run="update", role="policy", after=["advantage", "old", "reference"])
 )
@@ -56,7 +56,9 @@ def refused(function, *args):
 
 def test_yaml_and_builder_give_equal_workflows():
     assert resolve_workflow("grpo") == GRPO
-    assert resolve_workflow("sft") == Workflow("sft").node("policy", run="sft", role="policy")
+    assert resolve_workflow("sft") == Workflow("sft", algorithm={"aggregation": "token_mean"}).node(
+        "policy", run="sft", role="policy"
+    )
 
 
 def test_after_may_be_one_name_or_a_list(tmp_path):
@@ -114,7 +116,7 @@ def test_nodes_without_an_order_stay_as_written():
 
 def test_ancestors_are_those_before_at_any_distance():
     assert chain("a", "b", "c").ancestors() == {"a": set(), "b": {"a"}, "c": {"a", "b"}}
-    assert GRPO.ancestors()["samples"] == {"rollout", "reward", "advantage"}
+    assert GRPO.ancestors()["samples"] == {"rollout", "reward", "old", "reference", "advantage"}
 
 
 def test_a_cycle_is_refused_with_its_nodes():
@@ -203,7 +205,7 @@ def test_built_in_workflows_are_called_as_their_files():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpro", "unknown workflow 'gpro' (did you mean 'grpo'?); a file must end in .yaml"),
+        ("grrpo", "unknown workflow 'grrpo' (did you mean 'grpo'?); a file must end in .yaml"),
         ("no/such.yaml", "cannot be read"),
         ("tests.unit.recipes:no_workflow", "returned str, not a Workflow"),
         ("tests.unit.recipes:needs_argument", "must be callable with 0 positional arguments"),
@@ -222,7 +224,7 @@ def test_a_function_declares_its_contract():
     spec = spec_of(Node("penalty", "tests.unit.recipes:length_penalty"))
     recipe, node = make_recipe(), Node("penalty", "x")
     assert spec.reads_of(recipe, node) == ("response_lengths", "rewards")
-    assert spec.writes_of(node, GRPO) == ("rewards",)
+    assert spec.writes_of(recipe, node, GRPO) == ("rewards",)
     assert spec.implementation == "tests.unit.recipes:length_penalty"
     assert spec.summary == "Take a little off long responses."
     assert (spec.rows, spec.role_use, spec.is_effective(recipe)) == ("same", "none", False)
@@ -265,7 +267,7 @@ def test_columns_of_built_in_stages_are_documented():
         for role in ("policy", "reference"):
             node = Node("n", name, role)
             workflow = Workflow("w", (node, Node("trainer", "update", "policy")))
-            assert {*spec.reads_of(recipe, node), *spec.writes_of(node, workflow)} <= set(COLUMNS), name
+            assert {*spec.reads_of(recipe, node), *spec.writes_of(recipe, node, workflow)} <= set(COLUMNS), name
 
 
 def test_built_in_stages_name_functions_that_exist():

@@ -1,20 +1,26 @@
-"""How much better a response was than could be expected."""
+"""How much better a response was than could be expected, judged by the other responses to its prompt.
+
+All functions here follow one rule about rewards without a signal. A response whose reward failed leaves its group's
+statistics and has advantage 0. So has every response of a group with fewer than two rewards, or with equal ones.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from leaderless.algorithms.groups import Groups
+
 
 def grpo_advantages(
     rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, normalize_by_std: bool, epsilon: float
 ) -> Tensor:
-    """Group-relative advantages, (r - mean) / (std + epsilon) over the responses to a prompt.
+    """Group-relative advantages; without the division, those of Dr. GRPO.
 
-    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome supervision). The paper does not say which standard
-    deviation it means; this is that of a sample (n - 1), as is common. A response whose reward failed leaves the
-    group's statistics and has advantage 0. So has every response of a group with fewer than two valid rewards, or with
-    equal ones: such a group has no signal.
+    Formula: (r - mean) / (std + epsilon), or r - mean.
+
+    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome supervision); Dr. GRPO, arXiv 2503.20783, section
+    3.2. GRPO's paper does not say which standard deviation it means; this is that of a sample (n - 1), as is common.
 
     Args:
         rewards: [n] float.
@@ -26,22 +32,157 @@ def grpo_advantages(
     Returns:
         [n] float32.
     """
-    _, group = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(group.max()) + 1 if len(group) else 0
-    values = torch.where(is_valid, rewards.double(), 0.0)
-    count = torch.zeros(num_groups, dtype=torch.float64).index_add(0, group, is_valid.double())
-    mean = torch.zeros(num_groups, dtype=torch.float64).index_add(0, group, values) / count.clamp(min=1)
-    centered = torch.where(is_valid, values - mean[group], 0.0)
-    lowest = torch.full((num_groups,), torch.inf, dtype=torch.float64)
-    lowest = lowest.scatter_reduce(0, group, torch.where(is_valid, values, torch.inf), "amin")
-    highest = torch.full((num_groups,), -torch.inf, dtype=torch.float64)
-    highest = highest.scatter_reduce(0, group, torch.where(is_valid, values, -torch.inf), "amax")
-    has_signal = (count >= 2) & (highest > lowest)
+    groups = Groups.of(rewards, is_valid, group_ids)
+    advantages = groups.centered()
     if normalize_by_std:
-        variance = torch.zeros(num_groups, dtype=torch.float64).index_add(0, group, centered.square())
-        std = (variance / (count - 1).clamp(min=1)).sqrt()
-        centered = centered / (std + epsilon)[group]
-    return torch.where(has_signal[group], centered, 0.0).float()
+        advantages = advantages / (groups.std() + epsilon)[groups.index]
+    return groups.keep_signal(advantages)
+
+
+def rloo_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Tensor:
+    """Leave-one-out advantages: each reward less the mean of the others of its group.
+
+    Formula: n / (n - 1) (r - mean).
+
+    Source: RLOO, Ahmadian et al., arXiv 2402.14740; Kool et al., "Buy 4 REINFORCE samples, get a baseline for free",
+    2019. n counts the rewards that did not fail.
+
+    Args:
+        rewards: [n] float.
+        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        group_ids: [n] int64; whole groups, in any order.
+
+    Returns:
+        [n] float32.
+    """
+    groups = Groups.of(rewards, is_valid, group_ids)
+    scale = groups.count / (groups.count - 1).clamp(min=1)
+    return groups.keep_signal(groups.centered() * scale[groups.index])
+
+
+def opo_advantages(rewards: Tensor, is_valid: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
+    """Advantages over the length-weighted baseline, of least variance on policy.
+
+    Formula: r - sum(l r) / sum(l), with l the response's tokens.
+
+    Source: OPO, arXiv 2505.23585, its practical form: tokens' gradients are taken as orthogonal and of equal size.
+
+    Args:
+        rewards: [n] float.
+        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        lengths: [n] int64, response tokens.
+        group_ids: [n] int64; whole groups, in any order.
+
+    Returns:
+        [n] float32.
+    """
+    groups = Groups.of(rewards, is_valid, group_ids)
+    baseline = groups.sum(groups.values * lengths) / groups.sum(lengths.double()).clamp(min=1)
+    return groups.keep_signal(groups.values - baseline[groups.index])
+
+
+def gpg_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, signal_share: float) -> Tensor:
+    """Mean-centred rewards, scaled up for the groups that say nothing.
+
+    A mean over all groups shrinks the gradient by the share of groups with a signal; the scale undoes that.
+
+    Formula: (r - mean) / signal_share.
+
+    Source: GPG, arXiv 2504.02546, with F_norm = 1. The paper counts samples, B / (B - M); groups are the same where all
+    are equally large.
+
+    Args:
+        rewards: [n] float.
+        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        group_ids: [n] int64; whole groups, in any order.
+        signal_share: Groups with a signal over all groups, on all ranks; see `count_groups`.
+
+    Returns:
+        [n] float32.
+    """
+    groups = Groups.of(rewards, is_valid, group_ids)
+    return groups.keep_signal(groups.centered() / max(signal_share, 1e-12))
+
+
+def cpgd_advantages(
+    rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, signal_share: float, max_weight: float
+) -> Tensor:
+    """CPGD's clip-filter-like weighting: mean-centred rewards, scaled up for the groups that say nothing, to a limit.
+
+    Formula: min(max_weight, 1 / signal_share) (r - mean).
+
+    Source: CPGD, arXiv 2505.12504. Its two other weightings are 1, Dr. GRPO's, and 1 / std, GRPO's. The
+    paper leaves open over what the share is taken; here it is over the groups of the step, on all ranks.
+
+    Args:
+        rewards: [n] float.
+        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        group_ids: [n] int64; whole groups, in any order.
+        signal_share: Groups with a signal over all groups, on all ranks; see `count_groups`.
+        max_weight: At least 1.
+
+    Returns:
+        [n] float32.
+    """
+    groups = Groups.of(rewards, is_valid, group_ids)
+    weight = min(max_weight, 1 / max(signal_share, 1e-12))
+    return groups.keep_signal(weight * groups.centered())
+
+
+def pass_at_k_advantages(is_correct: Tensor, is_valid: Tensor, group_ids: Tensor, *, k: int) -> Tensor:
+    """Advantages under which a set of k responses is worth the best of them, averaged over all such sets.
+
+    Formula: (1 - p) / s for a correct response and (1 - p - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / s for a wrong one,
+    with p = 1 - C(wrong, k) / C(n, k) and s = sqrt(p (1 - p)).
+
+    Source: Pass@k Training, arXiv 2508.10751, analytical derivation. A group with fewer than k rewards has no
+    signal, nor has one in which every set of k holds a correct response.
+
+    Args:
+        is_correct: [n] bool.
+        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        group_ids: [n] int64; whole groups, in any order.
+        k: Size of the sets, at least 1.
+
+    Returns:
+        [n] float32.
+    """
+    groups = Groups.of(is_correct.double(), is_valid, group_ids)
+    wrong = groups.count - groups.sum(groups.values)
+    all_wrong = _ratio_of_binomials(wrong, groups.count, k)
+    deviation = (all_wrong * (1 - all_wrong)).sqrt()
+    for_wrong = all_wrong - _ratio_of_binomials(wrong - 1, groups.count - 1, k - 1)
+    advantages = torch.where(groups.values > 0, all_wrong[groups.index], for_wrong[groups.index])
+    has_deviation = (deviation > 0)[groups.index]
+    return groups.keep_signal(torch.where(has_deviation, advantages / deviation[groups.index], 0.0))
+
+
+def _ratio_of_binomials(top: Tensor, bottom: Tensor, k: int) -> Tensor:
+    """C(top, k) / C(bottom, k) where top <= bottom; 0 where top < k."""
+    ratio = torch.ones_like(top)
+    for i in range(k):
+        ratio = ratio * (top - i).clamp(min=0) / (bottom - i).clamp(min=1)
+    return ratio
+
+
+def remax_advantages(rewards: Tensor, is_valid: Tensor, greedy_rewards: Tensor, is_greedy_valid: Tensor) -> Tensor:
+    """Rewards less that of the greedy response to the same prompt.
+
+    Formula: r - r_greedy.
+
+    Source: ReMax, arXiv 2310.10505, its greedy baseline. No group is needed: one response to a prompt is enough.
+
+    Args:
+        rewards: [n] float.
+        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        greedy_rewards: [n] float, of the greedy response to each sample's prompt.
+        is_greedy_valid: [n] bool.
+
+    Returns:
+        [n] float32; 0 where either reward failed.
+    """
+    difference = rewards.double() - greedy_rewards.double()
+    return torch.where(is_valid & is_greedy_valid, difference, 0.0).float()
 
 
 def count_groups_without_signal(advantages: Tensor, group_ids: Tensor) -> tuple[int, int]:
@@ -55,5 +196,7 @@ def count_groups_without_signal(advantages: Tensor, group_ids: Tensor) -> tuple[
         Groups whose advantages are all 0, and all groups.
     """
     groups, group = torch.unique(group_ids, return_inverse=True)
-    size = torch.zeros(len(groups), dtype=torch.float64).index_add(0, group, advantages.double().abs())
+    size = torch.zeros(len(groups), dtype=torch.float64, device=advantages.device).index_add(
+        0, group, advantages.double().abs()
+    )
     return int((size == 0).sum()), len(groups)

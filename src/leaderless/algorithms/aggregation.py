@@ -10,7 +10,9 @@ from torch import Tensor
 
 from leaderless.algorithms.segments import repeat_per_token
 
-Aggregation = Literal["sequence_mean_token_mean", "token_mean"]
+Aggregation = Literal[
+    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
+]
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,39 @@ class Denominators:
         return torch.stack([(counted > 0).sum(), counted.sum()]).double()
 
 
-def token_weights(aggregation: Aggregation, lengths: Tensor, is_valid: Tensor, totals: Denominators) -> Tensor:
+def token_weights(
+    aggregation: Aggregation, lengths: Tensor, is_valid: Tensor, totals: Denominators, *, norm_tokens: int = 1
+) -> Tensor:
     """The weight of each token, such that the loss is the weighted sum over all tokens of all ranks.
 
     Because the weights hold the global denominators, the loss and its gradient depend on neither micro-batches nor
-    ranks nor packing. `sequence_mean_token_mean` is GRPO's 1/G sum 1/|o_i| (arXiv 2402.03300, equation 3);
-    `token_mean` is DAPO's 1 / sum |o_i| (arXiv 2503.14476, equation 8).
+    ranks nor packing. Of N samples with tokens, and T tokens in all:
+
+    - `token_mean`: 1 / T; DAPO, arXiv 2503.14476, equation 8.
+    - `sequence_mean_token_mean`: 1 / (N |o_i|); GRPO, arXiv 2402.03300, equation 3.
+    - `sequence_mean_token_sum`: 1 / N; the policy gradient itself.
+    - `sequence_mean_token_sum_norm`: 1 / (N norm_tokens); Dr. GRPO, arXiv 2503.20783, section 3.2.
+
+    Source: as named; each paper writes its mean for the responses to one prompt. Here, as in their code, it is over
+    the whole mini-batch, which differs for `token_mean`: prompts with longer responses weigh more.
 
     Args:
         aggregation: The mean that is meant.
         lengths: [n] int64, response tokens of each sample.
         is_valid: [n] bool; samples that do not count have weight 0.
         totals: Over the whole mini-batch.
+        norm_tokens: The constant of `sequence_mean_token_sum_norm`, as the longest response allowed.
 
     Returns:
         [sum(lengths)] float32.
     """
-    if aggregation == "token_mean":
-        per_sample = is_valid / max(totals.num_tokens, 1.0)
-    else:
-        per_sample = is_valid / (lengths.clamp(min=1) * max(totals.num_samples, 1.0))
+    match aggregation:
+        case "token_mean":
+            per_sample = is_valid.double() / max(totals.num_tokens, 1.0)
+        case "sequence_mean_token_mean":
+            per_sample = is_valid.double() / (lengths.clamp(min=1) * max(totals.num_samples, 1.0))
+        case "sequence_mean_token_sum":
+            per_sample = is_valid.double() / max(totals.num_samples, 1.0)
+        case "sequence_mean_token_sum_norm":
+            per_sample = is_valid.double() / (norm_tokens * max(totals.num_samples, 1.0))
     return repeat_per_token(per_sample.float(), lengths)

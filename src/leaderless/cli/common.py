@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from leaderless.config import LoadedRecipe, Recipe, RecipeError, load_recipe
+from leaderless.config import LoadedRecipe, Recipe, RecipeError
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.workflow import resolve_workflow
+from leaderless.workflow import load_recipe, resolve_workflow
 
 console = Console()
 errors = Console(stderr=True)

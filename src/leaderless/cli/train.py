@@ -14,10 +14,11 @@ import typer
 from rich.markup import escape
 
 from leaderless.cli.common import Planned, console, plan_recipe, print_path, recipe_path
-from leaderless.config import Problem, Recipe, RecipeError, load_recipe
+from leaderless.config import Problem, Recipe, RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.worker.place import Place
 from leaderless.worker.stop import Interrupted
+from leaderless.workflow import load_recipe
 
 FREE_KEYS = (
     "steps",

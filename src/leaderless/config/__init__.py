@@ -2,8 +2,9 @@
 
 from leaderless.config.errors import Problem, RecipeError, nearest
 from leaderless.config.json import Json
-from leaderless.config.load import LoadedRecipe, all_keys, dump_recipe, load_recipe
+from leaderless.config.load import LoadedRecipe, dump_recipe, load_recipe
 from leaderless.config.recipe import Recipe
+from leaderless.config.shape import all_keys
 
 __all__ = [
     "Json",

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from leaderless.config.errors import Problem, RecipeError, nearest
 from leaderless.config.recipe import Recipe
-from leaderless.config.rewards import RewardOptions, RewardsConfig
-from leaderless.config.source import RecipeSource, apply_overrides, read_yaml
+from leaderless.config.shape import nearest_key, written_path
+from leaderless.config.source import RecipeSource, Setting, apply_overrides, read_yaml
 
 _RULES = {
     "model_type": "must be a section of settings",
@@ -24,6 +22,8 @@ _RULES = {
     "mapping_type": "must be a section of settings",
     "tuple_type": "must be a list",
     "invalid_key": "a key must be text; put it in quotes",
+    "missing": "must be given",
+    "union_tag_not_found": "must be a section of settings",
 }
 """What pydantic says in terms of Python, in terms of YAML."""
 
@@ -49,21 +49,54 @@ class LoadedRecipe:
         return Problem(problem.key, problem.message, self.source.place_of(key))
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def no_defaults(workflow: str) -> Mapping[str, Setting]:  # noqa: ARG001
+    """Every setting that a recipe leaves out has its own default, whatever the workflow."""
+    return {}
+
+
+def load_recipe(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    defaults_of: Callable[[str], Mapping[str, Setting]] = no_defaults,
+) -> LoadedRecipe:
     """Read and check a recipe.
 
     Args:
         path: The YAML file.
         overrides: `section.key=value` each, applied on top of the file in order.
+        defaults_of: Settings of the workflow of a name, which hold where the recipe has none.
 
     Raises:
         RecipeError: Something in it is wrong; all problems are named, each with its place.
     """
     source = apply_overrides(read_yaml(Path(path)), overrides)
+    workflow = source.settings.get("workflow")
     try:
-        return LoadedRecipe(Recipe.model_validate(source.settings), source)
+        defaults = defaults_of(workflow) if isinstance(workflow, str) else {}
+    except RecipeError as error:
+        raise RecipeError(
+            [Problem(p.key, p.message, p.place or source.place_of(p.key)) for p in error.problems]
+        ) from error
+    try:
+        return LoadedRecipe(Recipe.model_validate(merge_settings(defaults, source.settings)), source)
     except ValidationError as error:
         raise RecipeError([_problem(details, source) for details in error.errors()]) from error
+
+
+def merge_settings(defaults: Mapping[str, Setting], settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Settings on top of defaults. A section of another `type` than the default's inherits nothing from it.
+
+    Args:
+        defaults: What holds where nothing is set.
+        settings: What is set.
+    """
+    merged = {**defaults, **settings}
+    for key, default in defaults.items():
+        value = settings.get(key)
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            is_other = "type" in value and value["type"] != default.get("type")
+            merged[key] = value if is_other else merge_settings(default, value)
+    return merged
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -90,69 +123,20 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 def _problem(details: ErrorDetails, source: RecipeSource) -> Problem:
     """What one pydantic error means to the user."""
-    path = tuple(str(part) for part in details["loc"])
+    path = written_path(details["loc"])
     key = ".".join(path)
-    kind = details["type"]
+    kind, value = details["type"], details["input"]
     rule = re.sub(r"^\w+ should ", "must ", details["msg"].removeprefix("Value error, "))
     message = _RULES.get(kind, rule)
     if kind == "extra_forbidden":
-        return Problem(key, f"unknown key{_nearest_key(path)}", source.place_of(path))
-    if kind == "missing":
-        return Problem(key, "must be given", source.place_of(path))
-    value = details["input"]
-    if kind == "value_error" and (not path or isinstance(value, Mapping)):
+        message = "unknown key" + nearest_key(details["loc"])
+    elif kind == "union_tag_invalid":
+        wrong, known = details["ctx"]["tag"], re.findall(r"'([^']+)'", details["ctx"]["expected_tags"])
+        path, key, message = (*path, "type"), f"{key}.type={wrong!r}", f"unknown type{nearest(wrong, known)}"
+    elif kind == "value_error" and (not path or isinstance(value, Mapping)):
         mentioned = message.split("=")[0].split(" ")[0]
         if "." in mentioned:
-            return Problem("", message, source.place_of(mentioned))
-        return Problem(key, message, source.place_of(path))
-    if isinstance(value, str | int | float | bool | None):
-        return Problem(f"{key}={value!r}", message, source.place_of(path))
+            path, key = tuple(mentioned.split(".")), ""
+    elif kind != "missing" and isinstance(value, str | int | float | bool | None):
+        key = f"{key}={value!r}"
     return Problem(key, message, source.place_of(path))
-
-
-def _nearest_key(path: tuple[str, ...]) -> str:
-    """A hint for an unknown key: a sibling that is spelt alike, else a key of that name in another section."""
-    annotation: object = Recipe
-    for part in path[:-1]:
-        annotation = _child(annotation, part)
-    section = _section_in(annotation)
-    hint = nearest(path[-1], section.model_fields if section else [])
-    if "did you mean" in hint:
-        return hint
-    elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == path[-1]]
-    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else hint
-
-
-def _child(annotation: object, part: str) -> object:
-    """The annotation of what a key holds, given that of the section or mapping that it is in."""
-    section = _section_in(annotation)
-    if section is not None:
-        field = section.model_fields.get(part)
-        if field is None:
-            return RewardOptions if section is RewardsConfig and ":" in part else None
-        return field.annotation
-    arguments = get_args(annotation)
-    return arguments[1] if get_origin(annotation) is Mapping else None
-
-
-def _section_in(annotation: object) -> type[BaseModel] | None:
-    """The pydantic model inside an annotation such as `X | None`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in {Union, UnionType}:
-        return next((found for arg in get_args(annotation) if (found := _section_in(arg))), None)
-    return None
-
-
-def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
-    """Dotted names of all settings that have a fixed name.
-
-    Args:
-        section: Where to begin.
-        prefix: What to put before each name.
-    """
-    keys: list[str] = []
-    for name, field in section.model_fields.items():
-        inner = _section_in(field.annotation)
-        keys += all_keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
-    return keys

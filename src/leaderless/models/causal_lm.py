@@ -28,7 +28,7 @@ class TokenOutputs:
 
     Attributes:
         log_probs: [R] float32, with gradient.
-        entropies: [R] float32, of the distribution that each token was drawn from, without gradient.
+        entropies: [R] float32, of the distribution that each token was drawn from; with gradient where asked for.
     """
 
     log_probs: Tensor
@@ -55,6 +55,8 @@ class CausalLM(nn.Module):
         select: Tensor,
         targets: Tensor | None = None,
         temperature: float = 1.0,
+        *,
+        entropy_gradient: bool = False,
     ) -> Tensor | TokenOutputs:
         """Logits at some tokens, or the log-probabilities of what follows them.
 
@@ -65,6 +67,7 @@ class CausalLM(nn.Module):
             select: [R] int64, tokens at which logits are wanted.
             targets: [R] int64, the token that follows each of them.
             temperature: Logits are divided by it before probabilities are taken.
+            entropy_gradient: Entropies have a gradient too.
 
         Returns:
             `TokenOutputs` where there are targets, else [R, vocabulary] float32 logits.
@@ -77,9 +80,9 @@ class CausalLM(nn.Module):
             return self._logits(hidden)
         rows = max(1, CHUNK_ELEMENTS // self.model.config.get_text_config().vocab_size)
         if len(targets) <= rows:
-            return TokenOutputs(*self._score(hidden, targets, temperature))
+            return TokenOutputs(*self._score(hidden, targets, temperature, entropy_gradient))
         chunks = [
-            checkpoint(self._score, part, target, temperature, use_reentrant=False)
+            checkpoint(self._score, part, target, temperature, entropy_gradient, use_reentrant=False)
             for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
         ]
         log_probs, entropies = zip(*chunks, strict=True)
@@ -90,12 +93,14 @@ class CausalLM(nn.Module):
         logits: Tensor = head(hidden).float()
         return logits
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of targets and entropies, in float32."""
         logits = self._logits(hidden) / temperature
         normalizer = logits.logsumexp(dim=-1)
         log_probs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - normalizer
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             mean_logit = ((logits - normalizer.unsqueeze(1)).exp() * logits).sum(dim=-1)
             entropies = normalizer - mean_logit
         return log_probs, entropies

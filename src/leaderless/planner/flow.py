@@ -107,7 +107,7 @@ class _Tracer:
         provided = DATA_COLUMNS + (DATA_RESPONSE_COLUMNS if self.recipe.data.train.response else ())
         self.writers: dict[str, list[str]] = {column: [DATA] for column in provided}
         for node in self.order:
-            for column in self.specs[node.name].writes_of(node, self.workflow):
+            for column in self.specs[node.name].writes_of(self.recipe, node, self.workflow):
                 self.writers.setdefault(column, []).append(node.name)
 
     def precedes(self, first: str, second: str) -> bool:
@@ -194,7 +194,7 @@ class _Tracer:
         writer = self.sources[trainer.name].get(OLD_LOG_PROBS, DATA)
         if self.specs[trainer.name].role_use != "train" or writer == DATA:
             return
-        while OLD_LOG_PROBS not in self.specs[writer].writes_of(self.workflow[writer], self.workflow):
+        while OLD_LOG_PROBS not in self.specs[writer].writes_of(self.recipe, self.workflow[writer], self.workflow):
             writer = self.sources[writer][OLD_LOG_PROBS]
         owner = self.workflow[writer].role
         if owner not in {None, trainer.role}:

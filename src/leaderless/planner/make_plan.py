@@ -38,7 +38,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             spec=flow.specs[node.name],
             layout=layouts[node.name],
             reads=flow.sources[node.name],
-            writes=flow.specs[node.name].writes_of(node, workflow),
+            writes=flow.specs[node.name].writes_of(recipe, node, workflow),
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +50,7 @@ class StageContext:
         tokenizer: Of the policy.
         model: Of the node's role; None for a node without one.
         grade: Computes the recipe's rewards.
+        state: What the node remembers from step to step, the same on all of its ranks; checkpoints hold it.
         progress: Told a fraction between 0 and 1 of the node's work.
     """
 
@@ -62,6 +63,7 @@ class StageContext:
     tokenizer: Tokenizer
     model: ModelRole | None
     grade: Grader
+    state: MutableMapping[str, float] = field(default_factory=dict)
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
 
     @property

@@ -1,14 +1,16 @@
-"""The stage that samples responses."""
+"""The stages that sample responses."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
+from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.ids import make_sample_ids
-from leaderless.rollout.engine import Request, SamplingParams
+from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.stages.context import StageContext
 
 
@@ -22,26 +24,35 @@ def rollout(batch: Batch, context: StageContext) -> Batch:
     Returns:
         Samples that point to their prompts.
     """
-    recipe, role = context.recipe, context.role
-    assert role.rollout_engine is not None
-    siblings = recipe.batch.responses_per_prompt
+    siblings = context.recipe.batch.responses_per_prompt
+    return _generate(batch, context, [context.recipe.rollout] * siblings)
+
+
+def rollout_with_greedy(batch: Batch, context: StageContext) -> Batch:
+    """Sample `batch.responses_per_prompt` responses to each prompt, and decode one more greedily.
+
+    Args:
+        batch: Prompts.
+        context: Whose role generates.
+
+    Returns:
+        Samples that point to their prompts, with `is_greedy`.
+    """
+    siblings = context.recipe.batch.responses_per_prompt
+    greedy = SamplingConfig(temperature=0.0)
+    samples = _generate(batch, context, [*[context.recipe.rollout] * siblings, greedy])
+    is_greedy = torch.tensor([False] * siblings + [True]).repeat(len(batch))
+    return samples.with_columns(is_greedy=is_greedy)
+
+
+def _generate(batch: Batch, context: StageContext, distributions: Sequence[SamplingConfig]) -> Batch:
+    """A response of each distribution to each prompt."""
+    siblings = len(distributions)
     prompt_index = torch.arange(len(batch)).repeat_interleave(siblings)
     ids = make_sample_ids(batch.ids[prompt_index], torch.arange(siblings).repeat(len(batch)))
-    prompts = batch.jagged("prompt_tokens").to_lists()
-    requests = [Request(prompt, ids[i * siblings : (i + 1) * siblings].tolist()) for i, prompt in enumerate(prompts)]
-    params = SamplingParams(recipe.rollout, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
-    done = 0
-
-    def report(count: int) -> None:
-        nonlocal done
-        done += count
-        context.progress(done / len(ids))
-
     begin = time.perf_counter()
-    with role.train_engine.unsharded():
-        groups = role.rollout_engine.generate(requests, params, report)
+    completions = _complete(batch, context, distributions, ids.view(len(batch), siblings).tolist())
     seconds = time.perf_counter() - begin
-    completions = [completion for group in groups for completion in group]
     tokens = Jagged.from_lists([c.tokens for c in completions], torch.int64, "tokens")
     truncated = torch.tensor([c.is_truncated for c in completions], dtype=torch.bool)
     context.metrics.mean("rollout/response_tokens", tokens.lengths.sum(), len(ids))
@@ -54,7 +65,7 @@ def rollout(batch: Batch, context: StageContext) -> Batch:
             "response_mask": Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens"),
             "response_lengths": tokens.lengths,
             "truncated": truncated,
-            "policy_versions": torch.full((len(ids),), role.train_engine.policy_version),
+            "policy_versions": torch.full((len(ids),), context.role.train_engine.policy_version),
             "rollout_log_probs": Jagged.from_lists(
                 [c.log_probs for c in completions], torch.float32, "response_tokens"
             ),
@@ -62,3 +73,32 @@ def rollout(batch: Batch, context: StageContext) -> Batch:
         batch,
         prompt_index,
     )
+
+
+def _complete(
+    batch: Batch, context: StageContext, distributions: Sequence[SamplingConfig], ids: Sequence[Sequence[int]]
+) -> list[Completion]:
+    """The responses to each prompt in turn, in the order of the distributions."""
+    recipe, role = context.recipe, context.role
+    assert role.rollout_engine is not None
+    prompts = batch.jagged("prompt_tokens").to_lists()
+    results: list[list[Completion]] = [[Completion()] * len(distributions) for _ in prompts]
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        context.progress(done / (len(prompts) * len(distributions)))
+
+    with role.train_engine.unsharded():
+        for distribution in dict.fromkeys(distributions):
+            places = [place for place, wanted in enumerate(distributions) if wanted == distribution]
+            requests = [
+                Request(prompt, [sample_ids[place] for place in places])
+                for prompt, sample_ids in zip(prompts, ids, strict=True)
+            ]
+            params = SamplingParams(distribution, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
+            for result, answers in zip(results, role.rollout_engine.generate(requests, params, report), strict=True):
+                for place, answer in zip(places, answers, strict=True):
+                    result[place] = answer
+    return [completion for result in results for completion in result]

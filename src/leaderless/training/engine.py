@@ -58,13 +58,21 @@ class TrainEngine(Protocol):
             temperature: Logits are divided by it.
         """
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], token_loss: TokenLoss, temperature: float) -> None:
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        token_loss: TokenLoss,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
+    ) -> None:
         """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
 
         Args:
             micro_batches: As many on every rank.
             token_loss: Of each; see `TokenLoss`.
             temperature: Logits are divided by it.
+            entropy_gradient: The loss depends on the entropies.
         """
 
     def optimizer_step(self) -> UpdateInfo:

@@ -97,16 +97,23 @@ class FsdpEngine:
         self._reshard_root()
         return Jagged(values, lengths, "response_tokens")
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], token_loss: TokenLoss, temperature: float) -> None:
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        token_loss: TokenLoss,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
+    ) -> None:
         """See `TrainEngine`."""
         for micro_batch in micro_batches:
-            outputs = self._forward(micro_batch, temperature)
+            outputs = self._forward(micro_batch, temperature, entropy_gradient=entropy_gradient)
             loss = token_loss(outputs, micro_batch)
             # A pass that nothing is asked of still has to go through every collective of the backward pass.
             loss = loss + 0.0 * outputs.log_probs.sum()
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def _forward(self, micro_batch: MicroBatch, temperature: float) -> TokenOutputs:
+    def _forward(self, micro_batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False) -> TokenOutputs:
         """What the model says of a micro-batch's targets; without any it is asked about one token all the same."""
         select, targets = micro_batch.select, micro_batch.targets
         count = len(targets)
@@ -119,6 +126,7 @@ class FsdpEngine:
             select.to(self.device),
             targets.to(self.device),
             temperature,
+            entropy_gradient=entropy_gradient,
         )
         return TokenOutputs(outputs.log_probs[:count], outputs.entropies[:count])
 

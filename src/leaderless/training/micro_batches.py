@@ -22,6 +22,7 @@ class MicroBatch:
         select: [R] int64, the tokens at which the sampled tokens are predicted: the one before each.
         targets: [R] int64, the sampled tokens.
         response_index: [R] int64, where these tokens are in the batch's `response_tokens` columns.
+        response_lengths: [m] int64, how many of them each sample has.
     """
 
     tokens: Tensor
@@ -30,13 +31,14 @@ class MicroBatch:
     select: Tensor
     targets: Tensor
     response_index: Tensor
+    response_lengths: Tensor
 
     @classmethod
     def empty(cls) -> MicroBatch:
         """One token that nothing is asked about: it lets a rank without samples take part in a pass."""
         none = torch.empty(0, dtype=torch.int64)
         one = torch.zeros(1, dtype=torch.int64)
-        return cls(one, one, [1], none, none, none)
+        return cls(one, one, [1], none, none, none, torch.zeros(1, dtype=torch.int64))
 
 
 def make_micro_batches(batch: Batch, max_tokens: int, group: Group) -> list[MicroBatch]:
@@ -106,4 +108,5 @@ def _pack(prompts: Jagged, continuations: Jagged, mask: Jagged, rows: Tensor) ->
         select=continuation_index[sampled] - 1,
         targets=continuation[sampled],
         response_index=ragged_index(offsets[rows], counts[rows]),
+        response_lengths=counts[rows],
     )

@@ -74,11 +74,12 @@ class CheckpointWriter:
     tokenizer: Tokenizer
     keep: int
 
-    def save(self, state: RunState) -> Path:
+    def save(self, nodes: Mapping[str, Mapping[str, float]], state: RunState) -> Path:
         """Write a checkpoint, then remove old ones. All ranks call it together.
 
         Args:
-            state: All but the tensors.
+            nodes: What nodes remember from step to step, of those whose first rank this is.
+            state: All else but the tensors.
 
         Returns:
             The checkpoint's folder.
@@ -87,7 +88,7 @@ class CheckpointWriter:
         partial = self.folder / f".step-{state.step:06d}.partial"
         is_first = self.world.rank == self.world.ranks[0]
         try:
-            self._save_parts(partial, state, is_first=is_first)
+            self._save_parts(partial, nodes, state, is_first=is_first)
         except BaseException:
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -99,13 +100,18 @@ class CheckpointWriter:
                 shutil.rmtree(old)
         return final
 
-    def _save_parts(self, partial: Path, state: RunState, *, is_first: bool) -> None:
+    def _save_parts(
+        self, partial: Path, nodes: Mapping[str, Mapping[str, float]], state: RunState, *, is_first: bool
+    ) -> None:
         if is_first:
             for left_over in self.folder.glob(".step-*.partial"):
                 shutil.rmtree(left_over)
             partial.mkdir(parents=True)
             write_atomically(partial / "state.json", json.dumps(asdict(state), indent=2))
         self.world.sum(torch.zeros(1), f"the folder of checkpoint {partial.name}")
+        for name, remembered in nodes.items():
+            if remembered:
+                write_atomically(_node_file(partial, name), json.dumps(dict(remembered)))
         for role, engine in self.engines.items():
             self._save_role(partial / role, engine)
         self.world.sum(torch.zeros(1), f"all parts of checkpoint {partial.name}")
@@ -176,6 +182,22 @@ def read_state(path: Path) -> RunState:
         return RunState(**json.loads((path / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise RecipeError.at("", f"{path} is not a checkpoint: {error}") from error
+
+
+def read_node_state(path: Path, name: str) -> dict[str, float]:
+    """What a node remembered when a checkpoint was written.
+
+    Args:
+        path: The checkpoint's folder.
+        name: Of the node.
+    """
+    file = _node_file(path, name)
+    remembered: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return remembered
+
+
+def _node_file(path: Path, name: str) -> Path:
+    return path / f"node-{name}.json"
 
 
 def fingerprint(engine: FsdpEngine) -> str:

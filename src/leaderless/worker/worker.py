@@ -21,7 +21,7 @@ from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Action, Load, Plan, Reshard, Run, SyncWeights, format_ranks
 from leaderless.stages.context import Grader, StageContext
-from leaderless.worker.checkpoint import CheckpointWriter, RunState, load_checkpoint
+from leaderless.worker.checkpoint import CheckpointWriter, RunState, load_checkpoint, read_node_state
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
 from leaderless.worker.nodes import load_stages
 from leaderless.worker.roles import Roles
@@ -71,6 +71,7 @@ class Worker:
         self.tracer = Tracer(trace, self.rank)
         self.pools = list(dict.fromkeys(self.plan.ranks_of(action) for action in self.plan.schedule))
         self.metrics = {ranks: Metrics() for ranks in self.pools if self.rank in ranks}
+        self.states: dict[str, dict[str, float]] = {name: {} for name in self.stages}
         self.log = StepLog(self.directory, enable_tensorboard=self.recipe.run.tensorboard) if self.rank == 0 else None
         self._seconds_before = 0.0
         self._begin = time.monotonic()
@@ -110,6 +111,8 @@ class Worker:
         if not checkpoints:
             return
         state = load_checkpoint(checkpoints[-1], self.roles.trained())
+        for name in self.states:
+            self.states[name] = read_node_state(checkpoints[-1], name)
         self.roles.sync_all()
         self.step, self._seconds_before = state.step, state.time_s
         for loader in self.loaders.values():
@@ -161,6 +164,7 @@ class Worker:
             tokenizer=self.tokenizer,
             model=self.roles.of(node.node.role, node.layout) if node.node.role else None,
             grade=self.grade,
+            state=self.states[name],
             progress=lambda fraction: self.display.activity(name, fraction),
         )
 
@@ -237,7 +241,8 @@ class Worker:
         )
         position = self.step * self.recipe.batch.prompts_per_step
         with self.tracer.span("checkpoint", self.step):
-            path = writer.save(RunState(self.step, position, self._seconds()))
+            mine = {name: state for name, state in self.states.items() if self.rank == self.plan[name].layout.ranks[0]}
+            path = writer.save(mine, RunState(self.step, position, self._seconds()))
         self.tracer.take_seconds()
         if is_stopping and not is_last:
             self.display.stop()

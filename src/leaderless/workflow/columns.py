@@ -43,6 +43,7 @@ COLUMNS: dict[str, Column] = {
     "response_mask": Column("jagged", "bool", "which of `tokens` the policy sampled", "tokens"),
     "response_lengths": Column("dense", "int64", "number of sampled tokens"),
     "truncated": Column("dense", "bool", "the response was cut at its longest allowed length"),
+    "is_greedy": Column("dense", "bool", "the response was decoded greedily, as a baseline"),
     "policy_versions": Column("dense", "int64", "optimiser steps behind the weights that sampled the response"),
     "rollout_log_probs": Column(
         "jagged", "float32", "log-probability of each sampled token, as the engine sampled it", "response_tokens"
@@ -54,7 +55,9 @@ COLUMNS: dict[str, Column] = {
     "rewards": Column("dense", "float32", "weighted sum of the rewards that apply"),
     "reward_valid": Column("dense", "bool", "all rewards of the sample were computed; false where one failed"),
     "reward_details": Column("object", "json", "each reward by name, and why it failed if it did"),
+    "values": Column("jagged", "float32", "what the critic expects before each sampled token", "response_tokens"),
     "advantages": Column("jagged", "float32", "advantage of each sampled token", "response_tokens"),
+    "returns": Column("jagged", "float32", "the critic's target at each sampled token", "response_tokens"),
 }
 
 DATA_COLUMNS = ("prompt_tokens", "rows")

@@ -17,8 +17,8 @@ Rows = Literal["same", "expand", "filter", "regroup"]
 Columns = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
 """Names of columns, or a function of the recipe and the node that gives them."""
 
-WrittenColumns = Sequence[str] | Callable[["Node", "Workflow"], Sequence[str]]
-"""Names of columns, or a function of the node and its workflow that gives them."""
+WrittenColumns = Sequence[str] | Callable[["Recipe", "Node", "Workflow"], Sequence[str]]
+"""Names of columns, or a function of the recipe, the node and its workflow that gives them."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -56,9 +56,9 @@ class StageSpec:
         """Columns that a node of this stage reads under a recipe."""
         return tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)
 
-    def writes_of(self, node: Node, workflow: Workflow) -> tuple[str, ...]:
-        """Columns that a node of this stage writes in a workflow."""
-        return tuple(self.writes(node, workflow) if callable(self.writes) else self.writes)
+    def writes_of(self, recipe: Recipe, node: Node, workflow: Workflow) -> tuple[str, ...]:
+        """Columns that a node of this stage writes in a workflow under a recipe."""
+        return tuple(self.writes(recipe, node, workflow) if callable(self.writes) else self.writes)
 
     def is_effective(self, recipe: Recipe) -> bool:
         """Whether the stage matters beyond its columns under a recipe."""

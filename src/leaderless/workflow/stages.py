@@ -23,6 +23,18 @@ OWNERS_OF_LOG_PROBS = {
 }
 """Whose log-probabilities columns hold that are named after no role."""
 
+ROLLOUT_WRITES = (
+    "tokens",
+    "response_mask",
+    "response_lengths",
+    "truncated",
+    "policy_versions",
+    "rollout_log_probs",
+)
+"""What every rollout writes."""
+GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "gpg", "cpgd", "pass_at_k")
+"""Advantages that compare the responses of a group."""
+
 
 def log_probs_column(role: str | None, workflow: Workflow) -> str:
     """The column that log-probabilities of a role are called: by their owner.
@@ -39,14 +51,35 @@ def log_probs_column(role: str | None, workflow: Workflow) -> str:
 
 def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     columns = [*SEQUENCE, "advantages", "reward_valid", "rollout_log_probs", "policy_versions"]
+    algorithm = recipe.algorithm
     if recipe.batch.updates_per_step > 1:
         columns.append("old_log_probs")
-    if recipe.algorithm.kl.coefficient > 0:
+    if algorithm.uses_reference and algorithm.kl.place == "loss":
         columns.append("ref_log_probs")
+    if algorithm.overlong.filter:
+        columns.append("truncated")
     return columns
 
 
-def _log_probs_writes(node: Node, workflow: Workflow) -> list[str]:
+def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    columns = ["rewards", "reward_valid", "response_lengths"]
+    algorithm = recipe.algorithm
+    if algorithm.uses_reference and algorithm.kl.place == "reward":
+        columns += ["old_log_probs", "ref_log_probs"]
+    if algorithm.advantage.type == "gae":
+        columns.append("values")
+    return columns
+
+
+def _remax_reads(recipe: Recipe, node: Node) -> list[str]:
+    return [*_advantage_reads(recipe, node), "is_greedy"]
+
+
+def _advantage_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
+    return ["advantages", "returns"] if recipe.algorithm.advantage.type == "gae" else ["advantages"]
+
+
+def _log_probs_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     return [log_probs_column(node.role, workflow)]
 
 
@@ -60,13 +93,34 @@ def _check_reward(recipe: Recipe, node: Node) -> None:
         raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
 
 
-def _check_grpo(recipe: Recipe, node: Node) -> None:
-    if recipe.batch.responses_per_prompt < 2:
+def _check_advantage(recipe: Recipe, node: Node) -> None:
+    advantage, siblings = recipe.algorithm.advantage, recipe.batch.responses_per_prompt
+    if advantage.type == "remax" and node.run != "remax":
+        raise RecipeError.at(
+            "algorithm.advantage.type", f"remax needs greedy responses: use the workflow remax, not node '{node.name}'"
+        )
+    compares = advantage.type in GROUP_ADVANTAGES or (advantage.type == "reinforce_pp" and advantage.group_baseline)
+    if compares and siblings < 2:
         raise RecipeError.at(
             "batch.responses_per_prompt",
             f"must be at least 2: node '{node.name}' compares the responses of a group with each other, "
             "and a response alone has no advantage",
         )
+    if advantage.type == "pass_at_k" and advantage.k > siblings:
+        raise RecipeError.at(
+            "algorithm.advantage.k",
+            f"is {advantage.k}, but a group has {siblings} responses (batch.responses_per_prompt)",
+        )
+    if advantage.type == "function":
+        load_function(advantage.function, "algorithm.advantage.function", num_arguments=4)
+    if recipe.algorithm.overlong.buffer_tokens > recipe.rollout.max_response_tokens:
+        raise RecipeError.at("algorithm.overlong.buffer_tokens", "must be at most rollout.max_response_tokens")
+
+
+def _check_remax(recipe: Recipe, node: Node) -> None:
+    if recipe.algorithm.advantage.type != "remax":
+        raise RecipeError.at("algorithm.advantage.type", f"must be remax, as node '{node.name}' computes it")
+    _check_advantage(recipe, node)
 
 
 def _check_sequence_fits(recipe: Recipe, response_key: str, response_tokens: int) -> None:
@@ -96,6 +150,9 @@ def _check_log_probs(recipe: Recipe, node: Node) -> None:
 def _check_update(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
     _check_sample_fits(recipe)
     _check_updates_per_step(recipe)
+    loss = recipe.algorithm.policy_loss
+    if loss.type == "function":
+        load_function(loss.function, "algorithm.policy_loss.function", num_arguments=4)
     if recipe.rollout.is_truncated:
         raise RecipeError.at(
             "rollout",
@@ -124,14 +181,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "rollout": StageSpec(
         "leaderless.stages.rollout:rollout",
         reads=("prompt_tokens",),
-        writes=(
-            "tokens",
-            "response_mask",
-            "response_lengths",
-            "truncated",
-            "policy_versions",
-            "rollout_log_probs",
-        ),
+        writes=ROLLOUT_WRITES,
         rows="expand",
         role_use="generate",
         check=_check_rollout,
@@ -152,13 +202,31 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         check=_check_log_probs,
         summary="log-probabilities of the sampled tokens under a role",
     ),
-    "grpo": StageSpec(
-        "leaderless.stages.advantage:grpo",
-        reads=("rewards", "reward_valid", "response_lengths"),
-        writes=("advantages",),
+    "rollout_with_greedy": StageSpec(
+        "leaderless.stages.rollout:rollout_with_greedy",
+        reads=("prompt_tokens",),
+        writes=(*ROLLOUT_WRITES, "is_greedy"),
+        rows="expand",
+        role_use="generate",
+        check=_check_rollout,
+        summary="sample responses to each prompt, and decode one greedily",
+    ),
+    "advantage": StageSpec(
+        "leaderless.stages.advantage:advantage",
+        reads=_advantage_reads,
+        writes=_advantage_writes,
         needs_whole_groups=True,
-        check=_check_grpo,
-        summary="rewards relative to their group",
+        check=_check_advantage,
+        summary="how much better a response was than could be expected",
+    ),
+    "remax": StageSpec(
+        "leaderless.stages.advantage:remax",
+        reads=_remax_reads,
+        writes=("advantages",),
+        rows="filter",
+        needs_whole_groups=True,
+        check=_check_remax,
+        summary="rewards less that of the greedy response, which then leaves",
     ),
     "record": StageSpec(
         "leaderless.stages.record:record",

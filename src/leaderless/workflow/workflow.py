@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
-
-import yaml
 
 from leaderless.config import Problem, RecipeError, nearest
-from leaderless.config.source import RecipeSource, read_yaml
+from leaderless.config.source import Setting
 from leaderless.workflow.node import Node
 
 
@@ -22,10 +19,16 @@ class Workflow:
     YAML and this builder give equal objects:
 
         Workflow("grpo").node("rollout", run="rollout", role="policy").node("reward", run="reward", after="rollout")
+
+    Attributes:
+        name: Of the workflow.
+        nodes: Its nodes.
+        algorithm: Settings of the recipe's section `algorithm`, which hold where the recipe has none.
     """
 
     name: str
     nodes: tuple[Node, ...] = ()
+    algorithm: Mapping[str, Setting] = field(default_factory=dict)
 
     def node(self, name: str, *, run: str, role: str | None = None, after: str | Sequence[str] = ()) -> Workflow:
         """This workflow with one more node.
@@ -37,7 +40,7 @@ class Workflow:
             after: The node or nodes that it comes after.
         """
         after = (after,) if isinstance(after, str) else tuple(after)
-        return Workflow(self.name, (*self.nodes, Node(name, run, role, after)))
+        return replace(self, nodes=(*self.nodes, Node(name, run, role, after)))
 
     def __getitem__(self, name: str) -> Node:
         """The node of a name."""
@@ -91,80 +94,3 @@ class Workflow:
             )
         if problems:
             raise RecipeError(problems)
-
-
-def read_workflow(path: Path) -> Workflow:
-    """Read a workflow from YAML.
-
-    Args:
-        path: A file with `name` and `nodes`; each node has `run` and may have `role` and `after`.
-
-    Raises:
-        RecipeError: The file is missing, is not YAML, or is not such a mapping.
-    """
-    source = read_yaml(path)
-    problems = _shape_problems(source)
-    if problems:
-        raise RecipeError([Problem(p.key, p.message, source.place_of(p.key)) for p in problems])
-    name, nodes = source.settings["name"], source.settings["nodes"]
-    assert isinstance(name, str)
-    assert isinstance(nodes, Mapping)
-    workflow = Workflow(name)
-    for node_name, node in nodes.items():
-        workflow = workflow.node(str(node_name), run=node["run"], role=node.get("role"), after=node.get("after") or ())
-    try:
-        workflow.order()
-    except RecipeError as error:
-        raise RecipeError([Problem(p.key, p.message, source.place_of(p.key)) for p in error.problems]) from error
-    return workflow
-
-
-def write_workflow(workflow: Workflow) -> str:
-    """The workflow as YAML that `read_workflow` reads back to an equal object.
-
-    Args:
-        workflow: What to write.
-    """
-    nodes: dict[str, dict[str, object]] = {}
-    for node in workflow.nodes:
-        nodes[node.name] = {"run": node.run}
-        if node.role:
-            nodes[node.name]["role"] = node.role
-        if node.after:
-            nodes[node.name]["after"] = list(node.after)
-    return yaml.safe_dump({"name": workflow.name, "nodes": nodes}, sort_keys=False)
-
-
-def _shape_problems(source: RecipeSource) -> list[Problem]:
-    """What keeps a YAML mapping from being a workflow."""
-    known = {"name": str, "nodes": dict}
-    names = [str(key) for key in source.settings]
-    problems = [Problem(name, f"unknown key{nearest(name, known)}") for name in names if name not in known]
-    for key, kind in known.items():
-        if not isinstance(source.settings.get(key), kind):
-            problems.append(Problem(key, "must be given: " + ("a name" if kind is str else "the nodes by name")))
-    nodes = source.settings.get("nodes")
-    for name, node in nodes.items() if isinstance(nodes, dict) else ():
-        if not isinstance(name, str):
-            problems.append(Problem(f"nodes.{name}", "a node's name must be text; put it in quotes"))
-        problems.extend(_node_problems(f"nodes.{name}", node))
-    return problems
-
-
-def _node_problems(key: str, node: object) -> Iterable[Problem]:
-    """What keeps one entry of `nodes` from being a node."""
-    if not isinstance(node, dict):
-        yield Problem(key, "must be a mapping such as {run: reward, after: rollout}")
-        return
-    known = ("run", "role", "after")
-    for inner in node:
-        if inner not in known:
-            yield Problem(f"{key}.{inner}", f"unknown key{nearest(str(inner), known)}")
-    if not isinstance(node.get("run"), str):
-        yield Problem(f"{key}.run", "must name a stage")
-    role = node.get("role")
-    if role is not None and (not isinstance(role, str) or not role):
-        yield Problem(f"{key}.role", "must name a role")
-    after = [] if node.get("after") is None else node["after"]
-    if not isinstance(after, str) and not (isinstance(after, list) and all(isinstance(a, str) for a in after)):
-        yield Problem(f"{key}.after", "must name a node or list nodes")

@@ -1,0 +1,133 @@
+"""What there is to train with, each with its formula and its source, as the docstrings have them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from leaderless.algorithms import (
+    advantages,
+    aggregation,
+    correction,
+    covariance,
+    kl,
+    moments,
+    policy_loss,
+    returns,
+    sequence_loss,
+    shaping,
+    value_loss,
+)
+
+Function = Callable[..., object]
+
+FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
+    "reward": (returns.token_level_rewards, shaping.overlong_penalty),
+    "advantage": (
+        advantages.grpo_advantages,
+        advantages.rloo_advantages,
+        advantages.opo_advantages,
+        advantages.gpg_advantages,
+        advantages.cpgd_advantages,
+        advantages.pass_at_k_advantages,
+        advantages.remax_advantages,
+        returns.gae_advantages,
+        returns.reinforce_advantages,
+        moments.whiten,
+    ),
+    "policy loss": (
+        policy_loss.reinforce_loss,
+        policy_loss.clipped_policy_loss,
+        sequence_loss.gspo_loss,
+        sequence_loss.gmpo_loss,
+        policy_loss.cispo_loss,
+        policy_loss.sapo_loss,
+        policy_loss.cpgd_loss,
+        covariance.clip_cov_loss,
+        covariance.kl_cov_loss,
+        covariance.covariances,
+        covariance.choose_for_clip_cov,
+    ),
+    "value loss": (value_loss.clipped_value_loss,),
+    "KL": (kl.kl_penalty, kl.adapted_coefficient),
+    "aggregation": (aggregation.token_weights,),
+    "correction": (
+        correction.importance_ratios,
+        correction.truncated_weights,
+        correction.masked_weights,
+        correction.is_within,
+    ),
+}
+"""By kind; a function that offers several variants lists them in its docstring."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One algorithm.
+
+    Attributes:
+        kind: As `advantage`.
+        name: Of the function, or of the variant that one of its arguments selects.
+        formula: In one line.
+        source: Paper and equation.
+    """
+
+    kind: str
+    name: str
+    formula: str
+    source: str
+
+
+def entries() -> Iterator[Entry]:
+    """All algorithms, kind by kind.
+
+    Raises:
+        ValueError: A docstring lacks its formula or its source.
+    """
+    for kind, functions in FUNCTIONS.items():
+        for function in functions:
+            yield from _entries_of(kind, function)
+
+
+def show(console: Console) -> None:
+    """Print all algorithms: as a table to a terminal, as lines with tabs to a file or a pipe.
+
+    Args:
+        console: Where to.
+    """
+    if not console.is_terminal:
+        for entry in entries():
+            # Straight to the file, because a console makes spaces of tabs.
+            console.file.write("\t".join((entry.kind, entry.name, entry.formula, entry.source)) + "\n")
+        return
+    table = Table("kind", "name", "formula", "source", show_lines=True)
+    for entry in entries():
+        table.add_row(entry.kind, Text(entry.name, "bold"), Text(entry.formula), Text(entry.source, "dim"))
+    console.print(table)
+
+
+def _entries_of(kind: str, function: Function) -> Iterator[Entry]:
+    """A function, or each of its variants: lines as "- `name`: formula; source"."""
+    name, paragraphs = function.__name__, (inspect.getdoc(function) or "").split("\n\n")
+    variants = [paragraph for paragraph in paragraphs if paragraph.startswith("- `")]
+    if not variants:
+        yield Entry(kind, name, _paragraph(name, paragraphs, "Formula"), _paragraph(name, paragraphs, "Source"))
+        return
+    for line in re.split(r"^- ", variants[0], flags=re.MULTILINE)[1:]:
+        variant = re.fullmatch(r"`(\w+)`: ([^;]+); (.+)", " ".join(line.split()))
+        if variant is None:
+            raise ValueError(f"the docstring of {name} has '- {line.strip()}': must be '- `name`: formula; source'")
+        yield Entry(kind, f"{name}: {variant[1]}", variant[2], variant[3].rstrip("."))
+
+
+def _paragraph(name: str, paragraphs: list[str], label: str) -> str:
+    for paragraph in paragraphs:
+        if paragraph.startswith(f"{label}: "):
+            return " ".join(paragraph.removeprefix(f"{label}: ").split()).rstrip(".")
+    raise ValueError(f"the docstring of {name} has no paragraph '{label}: ...'")

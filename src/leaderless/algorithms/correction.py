@@ -1,0 +1,104 @@
+"""Correction for samples that came from another policy than the trainer's: an engine's arithmetic, or older weights.
+
+The weight of a token is the ratio w = p_old / p_rollout of the trainer's probability before this step's updates to
+that of the engine as it sampled. The loss is multiplied by it. Decoupled PPO (AReaL, arXiv 2505.24298) is
+the clipped loss with such a weight: its proximal policy is the trainer's before this step's updates.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from leaderless.algorithms.ratios import log_ratio_of, ratio_of
+from leaderless.algorithms.segments import repeat_per_token, segment_mean, segment_sum
+
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+
+
+def importance_ratios(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tensor, level: CorrectionLevel
+) -> Tensor:
+    """How much likelier each token, or its response, is for the trainer than it was for the engine.
+
+    - `token`: p_old / p_rollout of the token; Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
+      RL Training", 2025.
+    - `sequence`: the product over the response; Yao et al., 2025.
+    - `geometric`: the product to the power of 1 / length; Li et al., "When Speed Kills Stability", 2025.
+
+    Source: as named. One deviation: the logarithm of a ratio is cut at +-20.
+
+    Args:
+        old_log_probs: [total] under the trainer's policy before this step's updates.
+        rollout_log_probs: [total] as the engine sampled.
+        lengths: [n] int64, response tokens; summing to `total`.
+        level: A ratio for each token, for the product of a response's tokens, or for their geometric mean.
+
+    Returns:
+        [total], without gradient, at least float32; for the levels other than token the same for all tokens of a
+        response.
+    """
+    difference = log_ratio_of(old_log_probs, rollout_log_probs).detach()
+    match level:
+        case "token":
+            return ratio_of(difference)
+        case "sequence":
+            per_sample = segment_sum(difference, lengths)
+        case "geometric":
+            per_sample = segment_mean(difference, lengths)
+    return ratio_of(repeat_per_token(per_sample, lengths))
+
+
+def truncated_weights(ratios: Tensor, *, highest: float) -> Tensor:
+    """Weights that are cut from above.
+
+    Formula: min(w, highest).
+
+    Source: Espeholt et al., arXiv 1802.01561 (V-trace), with the trainer's policy as target.
+
+    Args:
+        ratios: [total].
+        highest: Above 0.
+
+    Returns:
+        [total].
+    """
+    return ratios.clamp(max=highest)
+
+
+def masked_weights(ratios: Tensor, *, lowest: float, highest: float) -> Tensor:
+    """Weights that are 0 outside a range.
+
+    Formula: w if lowest <= w <= highest, else 0.
+
+    Source: IcePop, in "Every Step Evolves", arXiv 2510.18855.
+
+    Args:
+        ratios: [total].
+        lowest: At least 0.
+        highest: At least `lowest`.
+
+    Returns:
+        [total].
+    """
+    return torch.where(is_within(ratios, lowest, highest), ratios, 0.0)
+
+
+def is_within(ratios: Tensor, lowest: float, highest: float) -> Tensor:
+    """Which tokens are kept by rejection, with their weight unchanged.
+
+    Formula: lowest <= w <= highest.
+
+    Source: Li et al., "When Speed Kills Stability", 2025, which rejects whole responses by the geometric level.
+
+    Args:
+        ratios: [total]; of the geometric level, to reject whole responses.
+        lowest: At least 0.
+        highest: At least `lowest`.
+
+    Returns:
+        [total] bool.
+    """
+    return (ratios >= lowest) & (ratios <= highest)

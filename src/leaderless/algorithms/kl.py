@@ -1,0 +1,83 @@
+"""The divergence to a reference, estimated at sampled tokens, and how its weight is controlled."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from torch import Tensor
+
+from leaderless.algorithms.ratios import MAX_LOG_RATIO, log_ratio_of, widen, with_gradient_of
+
+KlEstimator = Literal["k1", "k2", "k3", "absolute"]
+
+
+def kl_penalty(
+    log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, unbiased_gradient: bool = False
+) -> Tensor:
+    """The KL divergence from the current policy to the reference, estimated at each sampled token.
+
+    With x = log p - log p_ref, for tokens sampled from p:
+
+    - `k1`: x, unbiased in value, of either sign; Schulman, "Approximating KL divergence", 2020.
+    - `k2`: x^2 / 2, biased in value but not in gradient; Schulman, 2020.
+    - `k3`: e^-x - 1 + x, unbiased in value, never negative; Schulman, 2020; GRPO, arXiv 2402.03300, equation 4.
+    - `absolute`: |x|, how far apart the two are, not an estimate of the divergence; as offered by verl.
+
+    As a term of the loss only k2 has the gradient of the divergence (k1's is 0 on average, k3's is that of the reverse
+    divergence), which `unbiased_gradient` therefore gives to each of them.
+
+    Source: Schulman, "Approximating KL divergence", 2020; gradients: Tang and Munos, arXiv 2506.09477. One deviation:
+    for k3, x is at least -20, without gradient below, so that nothing overflows.
+
+    Args:
+        log_probs: [total] under the current policy.
+        ref_log_probs: [total] under the reference.
+        estimator: How to estimate.
+        unbiased_gradient: The estimate's value with the gradient of k2.
+
+    Returns:
+        [total], at least float32.
+    """
+    difference = log_ratio_of(log_probs, ref_log_probs)
+    match estimator:
+        case "k1":
+            value = difference
+        case "k2":
+            value = 0.5 * difference.square()
+        case "k3":
+            bounded = difference.clamp(min=-MAX_LOG_RATIO)
+            # expm1, because near 0 the three terms cancel to less than the rounding of the first.
+            value = (-bounded).expm1() + bounded
+        case "absolute":
+            value = difference.abs()
+    if not unbiased_gradient:
+        return value
+    return with_gradient_of(value, difference.detach() * widen(log_probs))
+
+
+def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
+    """The weight of the KL penalty for the next step, such that the divergence comes to its target.
+
+    Formula: b (1 + clip(kl / target - 1, -0.2, 0.2) min(1, n / horizon)).
+
+    Source: Ziegler et al., arXiv 1909.08593, section 2.2, with the gain n / horizon of its published code. One
+    deviation: the gain is at most 1, without which a short horizon would make the weight negative.
+
+    Args:
+        coefficient: So far, above 0.
+        kl: Mean divergence of the step's samples, as measured.
+        target: Above 0.
+        horizon: Samples over which the weight can change by about a fifth, above 0.
+        num_samples: Of the step.
+
+    Returns:
+        The new weight, above 0.
+
+    Raises:
+        ValueError: The divergence is not a number.
+    """
+    if math.isnan(kl):
+        raise ValueError("kl=nan: cannot adapt the weight of the KL penalty; the log-probs of the step are broken")
+    error = min(0.2, max(-0.2, kl / target - 1))
+    return coefficient * (1 + error * min(1.0, num_samples / horizon))

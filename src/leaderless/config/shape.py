@@ -1,0 +1,92 @@
+"""Which sections a recipe is made of, found by following keys through the types of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from leaderless.config.errors import nearest
+from leaderless.config.recipe import Recipe
+from leaderless.config.rewards import RewardOptions, RewardsConfig
+
+
+def written_path(location: Sequence[int | str]) -> tuple[str, ...]:
+    """The keys that lead to a problem, without the types that pydantic puts between them.
+
+    Args:
+        location: As pydantic gives it.
+    """
+    return _follow(location)[0]
+
+
+def nearest_key(location: Sequence[int | str]) -> str:
+    """A hint for an unknown key: a sibling that is spelt alike, else a key of that name in another section.
+
+    Args:
+        location: As pydantic gives it.
+    """
+    path, sections = _follow(location)
+    hint = nearest(path[-1], {name for section in sections for name in section.model_fields})
+    if "did you mean" in hint:
+        return hint
+    elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == path[-1]]
+    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else hint
+
+
+def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
+    """Dotted names of all settings that have a fixed name.
+
+    Args:
+        section: Where to begin.
+        prefix: What to put before each name.
+    """
+    keys: dict[str, None] = {}
+    for name, field in section.model_fields.items():
+        inner = _sections_in(field.annotation)
+        for child in inner:
+            keys |= dict.fromkeys(all_keys(child, f"{prefix}{name}."))
+        if not inner:
+            keys[f"{prefix}{name}"] = None
+    return list(keys)
+
+
+def _follow(location: Sequence[int | str]) -> tuple[tuple[str, ...], list[type[BaseModel]]]:
+    """The keys of a place, and the sections that its last key may be in."""
+    path: list[str] = []
+    annotation: object = Recipe
+    parents: list[type[BaseModel]] = []
+    for part in map(str, location):
+        sections = _sections_in(annotation)
+        named = [section for section in sections if len(sections) > 1 and section.model_fields["type"].default == part]
+        if named:
+            annotation = named[0]
+            continue
+        path.append(part)
+        parents = sections
+        annotation = _child(annotation, sections, part)
+    return tuple(path), parents
+
+
+def _child(annotation: object, sections: Sequence[type[BaseModel]], part: str) -> object:
+    """The annotation of what a key holds, given that of the section or mapping that it is in."""
+    for section in sections:
+        if part in section.model_fields:
+            return section.model_fields[part].annotation
+        if section is RewardsConfig and ":" in part:
+            return RewardOptions
+    arguments = get_args(annotation)
+    return arguments[1] if get_origin(annotation) is Mapping else None
+
+
+def _sections_in(annotation: object) -> list[type[BaseModel]]:
+    """The sections that an annotation such as `X | None` allows."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return _sections_in(get_args(annotation)[0])
+    if get_origin(annotation) in {Union, UnionType}:
+        return [section for argument in get_args(annotation) for section in _sections_in(argument)]
+    return []

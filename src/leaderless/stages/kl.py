@@ -1,0 +1,42 @@
+"""The weight of the KL penalty, which may change from step to step."""
+
+from __future__ import annotations
+
+from torch import Tensor, tensor
+
+from leaderless.algorithms import adapted_coefficient
+from leaderless.stages.context import StageContext
+
+STATE = "kl_coefficient"
+
+
+def coefficient_of(context: StageContext) -> float:
+    """The weight in this step.
+
+    Args:
+        context: Of the node that applies the penalty, whose state remembers it.
+    """
+    return context.state.get(STATE, context.recipe.algorithm.kl.coefficient)
+
+
+def adapt_coefficient(context: StageContext, total: Tensor, num_tokens: int, num_samples: int) -> None:
+    """Move the weight for the next step, if it has a target.
+
+    Args:
+        context: Of the node that applies the penalty.
+        total: Sum of the divergence over this rank's tokens.
+        num_tokens: How many these are.
+        num_samples: Of this rank.
+    """
+    config, coefficient = context.recipe.algorithm.kl, coefficient_of(context)
+    context.metrics.max("policy/kl_coefficient", coefficient)
+    if config.target is None:
+        return
+    divergence, tokens, samples = context.sum(tensor([float(total), num_tokens, num_samples]).double()).tolist()
+    context.state[STATE] = adapted_coefficient(
+        coefficient,
+        divergence / max(tokens, 1.0),
+        target=config.target,
+        horizon=config.horizon,
+        num_samples=int(samples),
+    )

@@ -1,0 +1,159 @@
+"""From a file, or from the name in a recipe, to the workflow and to the recipe that it completes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import yaml
+
+from leaderless.config import LoadedRecipe, Problem, RecipeError, nearest
+from leaderless.config import load as config_load
+from leaderless.config.functions import is_function_name, load_function
+from leaderless.config.load import merge_settings
+from leaderless.config.source import RecipeSource, Setting, read_yaml
+from leaderless.workflow.workflow import Workflow
+
+
+def builtin_workflows() -> tuple[str, ...]:
+    """Names of the built-in workflows: one YAML file each."""
+    folder = files("leaderless.workflow") / "builtin"
+    return tuple(sorted(Path(file.name).stem for file in folder.iterdir() if file.name.endswith(".yaml")))
+
+
+def resolve_workflow(name: str) -> Workflow:
+    """The workflow that a recipe names.
+
+    Args:
+        name: A built-in workflow, the path of a YAML file, or `package.module:function` that returns a `Workflow`.
+
+    Raises:
+        RecipeError: There is no such workflow, or it is not well-formed.
+    """
+    if name in builtin_workflows():
+        with as_file(files("leaderless.workflow") / "builtin" / f"{name}.yaml") as path:
+            return read_workflow(path)
+    if name.endswith((".yaml", ".yml")):
+        return read_workflow(Path(name))
+    if is_function_name(name):
+        workflow = load_function(name, "workflow", num_arguments=0)()
+        if not isinstance(workflow, Workflow):
+            raise RecipeError.at("workflow", f"'{name}' returned {type(workflow).__name__}, not a Workflow")
+        workflow.order()
+        return workflow
+    raise RecipeError.at(
+        "workflow", f"unknown workflow '{name}'{nearest(name, builtin_workflows())}; a file must end in .yaml"
+    )
+
+
+def read_workflow(path: Path) -> Workflow:
+    """Read a workflow from YAML.
+
+    Args:
+        path: A file with `name` and `nodes`; each node has `run` and may have `role` and `after`. It may have
+            `algorithm`, and `base`: another workflow, whose nodes and settings it takes over where it has none of its
+            own.
+
+    Raises:
+        RecipeError: The file is missing, is not YAML, or is not such a mapping.
+    """
+    source = read_yaml(path)
+    problems = _shape_problems(source)
+    if problems:
+        raise RecipeError([Problem(p.key, p.message, source.place_of(p.key)) for p in problems])
+    settings = source.settings
+    try:
+        base = resolve_workflow(str(settings["base"])) if "base" in settings else Workflow("")
+        workflow = _workflow_of(settings, base)
+        workflow.order()
+    except RecipeError as error:
+        raise RecipeError(
+            [Problem(p.key, p.message, p.place or source.place_of(p.key)) for p in error.problems]
+        ) from error
+    return workflow
+
+
+def _workflow_of(settings: Mapping[str, Setting], base: Workflow) -> Workflow:
+    """The workflow that checked settings describe."""
+    name, nodes, algorithm = settings["name"], settings.get("nodes", {}), settings.get("algorithm", {})
+    assert isinstance(name, str)
+    assert isinstance(nodes, Mapping)
+    assert isinstance(algorithm, Mapping)
+    kept = tuple(node for node in base.nodes if node.name not in nodes)
+    workflow = Workflow(name, kept, merge_settings(base.algorithm, algorithm))
+    for node_name, node in nodes.items():
+        workflow = workflow.node(str(node_name), run=node["run"], role=node.get("role"), after=node.get("after") or ())
+    return workflow
+
+
+def write_workflow(workflow: Workflow) -> str:
+    """The workflow as YAML that `read_workflow` reads back to an equal object.
+
+    Args:
+        workflow: What to write.
+    """
+    nodes: dict[str, dict[str, object]] = {}
+    for node in workflow.nodes:
+        nodes[node.name] = {"run": node.run}
+        if node.role:
+            nodes[node.name]["role"] = node.role
+        if node.after:
+            nodes[node.name]["after"] = list(node.after)
+    algorithm = {"algorithm": dict(workflow.algorithm)} if workflow.algorithm else {}
+    return yaml.safe_dump({"name": workflow.name, **algorithm, "nodes": nodes}, sort_keys=False)
+
+
+def _shape_problems(source: RecipeSource) -> list[Problem]:
+    """What keeps a YAML mapping from being a workflow."""
+    known = {"name": (str, "a name"), "base": (str, "a workflow"), "algorithm": (dict, "settings of the algorithm")}
+    known["nodes"] = (dict, "the nodes by name")
+    required = {"name"} if "base" in source.settings else {"name", "nodes"}
+    names = [str(key) for key in source.settings]
+    problems = [Problem(name, f"unknown key{nearest(name, known)}") for name in names if name not in known]
+    for key, (kind, meaning) in known.items():
+        if (key in required or key in names) and not isinstance(source.settings.get(key), kind):
+            problems.append(Problem(key, f"must be given: {meaning}"))
+    nodes = source.settings.get("nodes")
+    for name, node in nodes.items() if isinstance(nodes, dict) else ():
+        if not isinstance(name, str):
+            problems.append(Problem(f"nodes.{name}", "a node's name must be text; put it in quotes"))
+        problems.extend(_node_problems(f"nodes.{name}", node))
+    return problems
+
+
+def _node_problems(key: str, node: object) -> Iterable[Problem]:
+    """What keeps one entry of `nodes` from being a node."""
+    if not isinstance(node, dict):
+        yield Problem(key, "must be a mapping such as {run: reward, after: rollout}")
+        return
+    known = ("run", "role", "after")
+    for inner in node:
+        if inner not in known:
+            yield Problem(f"{key}.{inner}", f"unknown key{nearest(str(inner), known)}")
+    if not isinstance(node.get("run"), str):
+        yield Problem(f"{key}.run", "must name a stage")
+    role = node.get("role")
+    if role is not None and (not isinstance(role, str) or not role):
+        yield Problem(f"{key}.role", "must name a role")
+    after = [] if node.get("after") is None else node["after"]
+    if not isinstance(after, str) and not (isinstance(after, list) and all(isinstance(a, str) for a in after)):
+        yield Problem(f"{key}.after", "must name a node or list nodes")
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read and check a recipe; where it has no setting of the algorithm, that of its workflow holds.
+
+    Args:
+        path: The YAML file.
+        overrides: `section.key=value` each, applied on top of the file in order.
+
+    Raises:
+        RecipeError: Something in it is wrong; all problems are named, each with its place.
+    """
+    return config_load.load_recipe(path, overrides, _settings_of)
+
+
+def _settings_of(workflow: str) -> Mapping[str, Setting]:
+    """The settings that a workflow brings along."""
+    return {"algorithm": resolve_workflow(workflow).algorithm}

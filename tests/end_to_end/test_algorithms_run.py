@@ -1,0 +1,78 @@
+"""Every algorithm that a recipe can name trains, and on two ranks as on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
+from tests.tiny import tiny_model, write_recipe
+
+from leaderless.config.algorithm import AlgorithmConfig
+
+CASES: dict[str, dict[str, object]] = {
+    **{
+        workflow: {"workflow": workflow}
+        for workflow in ("dr_grpo", "gspo", "cpgd", "cispo", "rloo", "reinforce_pp", "remax")
+    },
+    **{
+        f"{kind} loss": {"algorithm.policy_loss": {"type": kind}}
+        for kind in ("reinforce", "gmpo", "sapo", "clip_cov", "kl_cov")
+    },
+    "dual clip": {"algorithm.policy_loss": {"dual_clip": 1.1}},
+    **{f"{kind} advantage": {"algorithm.advantage": {"type": kind}} for kind in ("opo", "gpg", "reinforce_pp")},
+    "pass at k": {"algorithm.advantage": {"type": "pass_at_k", "k": 2, "correct_at": 0.5}},
+    "baseline": {"algorithm.advantage": {"type": "reinforce_pp", "group_baseline": True, "discount": 0.9}},
+    "kl in the reward": {"algorithm.kl": {"coefficient": 0.5, "place": "reward", "estimator": "k1", "target": 0.01}},
+    "adaptive kl": {"algorithm.kl": {"coefficient": 0.5, "unbiased_gradient": True, "target": 0.01, "horizon": 100.0}},
+    "token mean with entropy": {"algorithm.aggregation": "token_mean", "algorithm.entropy_coefficient": 0.1},
+    "masked correction": {"algorithm.correction": {"type": "mask", "level": "geometric", "lowest": 0.999999}},
+    "own functions": {
+        "algorithm.advantage": {"type": "function", "function": "tests.end_to_end.own_algorithm:own_advantages"},
+        "algorithm.policy_loss": {"type": "function", "function": "tests.end_to_end.own_algorithm:own_loss"},
+    },
+    "overlong": {"algorithm.overlong": {"buffer_tokens": 4, "filter": True}},
+}
+SETTINGS: dict[str, object] = {
+    "batch.updates_per_step": 2,
+    "reward": {"tests.end_to_end.own_algorithm:own_reward": 1.0},
+    "rollout.max_response_tokens": 8,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one_does(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    single = run(ranks, tmp_path, 1, case, micro_batch_tokens=4096)
+    several = run(ranks, tmp_path, 2, case, micro_batch_tokens=48)
+    for step in range(2):
+        expected, result = merged(single, step), merged(several, step)
+        assert result["samples"] == expected["samples"], f"step {step + 1}"
+        norm = expected["numbers"]["policy/grad_norm"]  # type: ignore[index]
+        assert norm > 1e-4, "there is something to learn"
+        assert result["numbers"]["policy/grad_norm"] == pytest.approx(norm, rel=1e-3)  # type: ignore[index]
+        for name, weights in expected["weights"].items():  # type: ignore[attr-defined]
+            other = result["weights"][name]  # type: ignore[index]
+            assert float((other - weights).norm() / weights.norm()) < 1e-4, name
+
+
+def run(ranks: RankPool, folder: Path, world_size: int, case: str, *, micro_batch_tokens: int) -> list[list[Step]]:
+    """Two steps of a case."""
+    changes = SETTINGS | {"batch.micro_batch_tokens": micro_batch_tokens} | CASES[case]
+    recipe = write_recipe(folder, tiny_model(), changes)
+    return ranks.run(world_size, walk_steps, str(recipe), f"on-{world_size}", 2, init_group=False)
+
+
+def test_every_type_of_advantage_and_loss_is_tried() -> None:
+    tried = {"grpo", "ppo"} | {str(value) for case in CASES.values() for value in named_types(case)}
+    workflows = {"gspo", "cpgd", "cispo", "rloo", "remax", "gae"}  # gae: in the tests of the critic
+    for field in ("advantage", "policy_loss"):
+        union = get_args(AlgorithmConfig.model_fields[field].annotation)
+        known = {get_args(member)[0].model_fields["type"].default for member in union}
+        assert known <= tried | workflows
+
+
+def named_types(settings: dict[str, object]) -> list[object]:
+    """What the sections of a case are called."""
+    return [section["type"] for section in settings.values() if isinstance(section, dict) and "type" in section]

@@ -1,0 +1,246 @@
+"""Every loss of a token beside its twin in plain Python: one token at a time, in double precision, with no tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from leaderless.algorithms import (
+    Aggregation,
+    PolicyLoss,
+    cispo_loss,
+    clip_cov_loss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    covariances,
+    cpgd_loss,
+    gmpo_loss,
+    gspo_loss,
+    kl_cov_loss,
+    kl_penalty,
+    reinforce_loss,
+    sapo_loss,
+)
+
+AGGREGATIONS: tuple[Aggregation, ...] = (
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+)
+
+Token = tuple[float, float, float]
+"""Log-probability, old log-probability, advantage."""
+
+Twin = Callable[[Sequence[Token]], list[float]]
+"""From the tokens of one response to a number for each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss with settings under which all its branches are reached.
+
+    Attributes:
+        loss: Of log-probs, old log-probs, advantages and lengths.
+        twin: The same in plain Python.
+        slope: Gradient of the summed loss where it is not the derivative of the value: it has stop-gradients.
+        is_reinforce_on_policy: Whether its gradient at ratio 1 is that of REINFORCE.
+        is_per_response: Whether all tokens of a response must have the same advantage.
+    """
+
+    loss: Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]
+    twin: Twin
+    slope: Twin | None = None
+    is_reinforce_on_policy: bool = True
+    is_per_response: bool = False
+
+
+def ratio(token: Token) -> float:
+    return math.exp(min(20.0, max(-20.0, token[0] - token[1])))
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(high, max(low, x))
+
+
+def clipped(token: Token, low: float, high: float, dual: float = math.inf) -> float:
+    r, gain = ratio(token), token[2]
+    loss = -min(r * gain, clip(r, 1 - low, 1 + high) * gain)
+    return min(loss, -dual * gain) if gain < 0 and dual < math.inf else loss
+
+
+def sapo(token: Token, positive: float, negative: float) -> float:
+    temperature = positive if token[2] > 0 else negative
+    return -4 / temperature / (1 + math.exp(-temperature * (ratio(token) - 1))) * token[2]
+
+
+def cpgd(token: Token, low: float, high: float, coefficient: float) -> float:
+    x, gain = token[0] - token[1], token[2]
+    bounded = clip(x, math.log(1 - low), math.log(1 + high))
+    return -min(x * gain, bounded * gain) + coefficient * (math.exp(x) - 1 - x)
+
+
+def cpgd_slope(token: Token, low: float, high: float, coefficient: float, drift_clip: float) -> float:
+    r, gain = ratio(token), token[2]
+    is_cut = (gain > 0 and r > 1 + high) or (gain < 0 and r < 1 - low)
+    return (0.0 if is_cut else -gain) + coefficient * min(r - 1, drift_clip)
+
+
+def geometric(tokens: Sequence[Token]) -> float:
+    return math.exp(sum(new - old for new, old, _ in tokens) / len(tokens))
+
+
+def gspo(tokens: Sequence[Token], low: float, high: float) -> list[float]:
+    return [-min((s := geometric(tokens)) * gain, clip(s, 1 - low, 1 + high) * gain) for _, _, gain in tokens]
+
+
+def gspo_slope(tokens: Sequence[Token], low: float, high: float) -> list[float]:
+    s = geometric(tokens)
+    return [0.0 if (g > 0 and s > 1 + high) or (g < 0 and s < 1 - low) else -s * g for _, _, g in tokens]
+
+
+def gmpo(tokens: Sequence[Token], low: float, high: float) -> list[float]:
+    """Written as the paper does: the root of a product of clipped |ratio A|, with A's sign put back."""
+    product, gain = 1.0, tokens[0][2]
+    for token in tokens:
+        r = ratio(token)
+        product *= abs(min(r * gain, clip(r, math.exp(-low), math.exp(high)) * gain))
+    return [-math.copysign(product ** (1 / len(tokens)), gain)] * len(tokens)
+
+
+def is_chosen(token: Token) -> bool:
+    return (token[0] + 1) * token[2] > 0.3
+
+
+def kl_cov(token: Token, coefficient: float) -> float:
+    return -ratio(token) * token[2] + (coefficient * abs(token[0] - token[1]) if is_chosen(token) else 0.0)
+
+
+def value_loss(token: Token, width: float) -> float:
+    value, old, target = token
+    return max((value - target) ** 2, (clip(value, old - width, old + width) - target) ** 2) / 2
+
+
+KL_TWINS: dict[str, Callable[[float], float]] = {
+    "k1": lambda x: x,
+    "k2": lambda x: x * x / 2,
+    "k3": lambda x: math.exp(-x) - 1 + x,
+    "absolute": abs,
+}
+
+
+def each(function: Callable[..., float], *settings: float) -> Twin:
+    return lambda tokens: [function(token, *settings) for token in tokens]
+
+
+def chosen(new: Tensor, gain: Tensor) -> Tensor:
+    return covariances(new, gain, mean_log_prob=-1.0, mean_advantage=0.0) > 0.3
+
+
+def clip_cov(new: Tensor, old: Tensor, gain: Tensor, lengths: Tensor) -> PolicyLoss:
+    return clip_cov_loss(new, old, gain, chosen(new, gain), clip_low=0.2, clip_high=0.3)
+
+
+def clip_cov_slope(tokens: Sequence[Token]) -> list[float]:
+    def is_cut(token: Token) -> bool:
+        return (token[2] > 0 and ratio(token) > 1.3) or (token[2] < 0 and ratio(token) < 0.8)
+
+    return [0.0 if is_chosen(token) or is_cut(token) else -ratio(token) * token[2] for token in tokens]
+
+
+def penalty(estimator: str, *, unbiased: bool = False) -> Case:
+    def loss(new: Tensor, old: Tensor, gain: Tensor, lengths: Tensor) -> PolicyLoss:
+        value = kl_penalty(new, old, estimator, unbiased_gradient=unbiased)
+        return PolicyLoss(value, torch.zeros_like(value, dtype=torch.bool))
+
+    twin = KL_TWINS[estimator]
+    slope = each(lambda token: token[0] - token[1]) if unbiased else None
+    return Case(loss, each(lambda token: twin(token[0] - token[1])), slope, is_reinforce_on_policy=False)
+
+
+def per_token(function: Callable[..., PolicyLoss], **settings: float) -> Callable[..., PolicyLoss]:
+    return lambda new, old, gain, _: function(new, old, gain, **settings)
+
+
+SETTINGS_CPGD = {"clip_low": 0.2, "clip_high": 0.3, "drift_coefficient": 0.1, "drift_clip": 0.5}
+
+CASES: dict[str, Case] = {
+    "reinforce": Case(
+        lambda new, _old, gain, _lengths: reinforce_loss(new, gain), each(lambda token: -token[2] * token[0])
+    ),
+    "ppo": Case(per_token(clipped_policy_loss, clip_low=0.2, clip_high=0.2), each(clipped, 0.2, 0.2)),
+    "clip_higher": Case(per_token(clipped_policy_loss, clip_low=0.2, clip_high=0.4), each(clipped, 0.2, 0.4)),
+    "dual_clip": Case(
+        per_token(clipped_policy_loss, clip_low=0.2, clip_high=0.2, dual_clip=1.5), each(clipped, 0.2, 0.2, 1.5)
+    ),
+    "cispo": Case(
+        per_token(cispo_loss, clip_low=1.0, clip_high=0.3),
+        each(lambda token: -min(ratio(token), 1.3) * token[2] * token[0]),
+        each(lambda token: -min(ratio(token), 1.3) * token[2]),
+    ),
+    "cispo_two_sided": Case(
+        per_token(cispo_loss, clip_low=0.2, clip_high=0.3),
+        each(lambda token: -clip(ratio(token), 0.8, 1.3) * token[2] * token[0]),
+        each(lambda token: -clip(ratio(token), 0.8, 1.3) * token[2]),
+    ),
+    "sapo": Case(per_token(sapo_loss, temperature_positive=1.0, temperature_negative=2.5), each(sapo, 1.0, 2.5)),
+    "cpgd": Case(
+        per_token(cpgd_loss, **SETTINGS_CPGD), each(cpgd, 0.2, 0.3, 0.1), each(cpgd_slope, 0.2, 0.3, 0.1, 0.5)
+    ),
+    "gspo": Case(
+        partial(gspo_loss, clip_low=0.1, clip_high=0.2), lambda t: gspo(t, 0.1, 0.2), lambda t: gspo_slope(t, 0.1, 0.2)
+    ),
+    "gmpo": Case(partial(gmpo_loss, clip_low=0.2, clip_high=0.3), lambda t: gmpo(t, 0.2, 0.3), is_per_response=True),
+    "clip_cov": Case(clip_cov, each(clipped, 0.2, 0.3), clip_cov_slope, is_reinforce_on_policy=False),
+    "kl_cov": Case(
+        lambda new, old, gain, _: kl_cov_loss(new, old, gain, chosen(new, gain), coefficient=0.7),
+        each(kl_cov, 0.7),
+    ),
+    "value": Case(per_token(clipped_value_loss, clip=0.3), each(value_loss, 0.3), is_reinforce_on_policy=False),
+    "value_unclipped": Case(
+        per_token(clipped_value_loss, clip=math.inf), each(value_loss, math.inf), is_reinforce_on_policy=False
+    ),
+    "k1": penalty("k1"),
+    "k2": penalty("k2"),
+    "k3": penalty("k3"),
+    "absolute": penalty("absolute"),
+    "k1_unbiased": penalty("k1", unbiased=True),
+    "k3_unbiased": penalty("k3", unbiased=True),
+    "absolute_unbiased": penalty("absolute", unbiased=True),
+}
+
+tokens = st.tuples(st.floats(-4, 0), st.floats(-1.5, 1.5), st.floats(-3, 3)).map(
+    lambda drawn: (drawn[0], drawn[0] + drawn[1], drawn[2])
+)
+responses = st.lists(st.lists(tokens, max_size=5), min_size=1, max_size=6)
+"""Several responses, of which some may be empty."""
+
+
+def with_one_advantage(response: Sequence[Token]) -> list[Token]:
+    return [(new, old, response[0][2]) for new, old, _ in response]
+
+
+def packed(batch: Sequence[Sequence[Token]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs, old log-probs, advantages in float64, and lengths."""
+    columns = torch.tensor([token for response in batch for token in response], dtype=torch.float64).reshape(-1, 3)
+    new, old, gain = columns.unbind(1)
+    return new.clone(), old.clone(), gain.clone(), torch.tensor([len(response) for response in batch])
+
+
+def random_batch(seed: int, lengths: Sequence[int], *, is_per_response: bool) -> list[list[Token]]:
+    """Responses whose log-ratios lie on both sides of every bound in `CASES`, none on one."""
+    noise = torch.Generator().manual_seed(seed)
+    batch = []
+    for length in lengths:
+        new = -torch.rand(length, dtype=torch.float64, generator=noise) * 3
+        old = new + 0.5 * torch.randn(length, dtype=torch.float64, generator=noise)
+        gain = torch.randn(length, dtype=torch.float64, generator=noise)
+        response = list(zip(new.tolist(), old.tolist(), gain.tolist(), strict=True))
+        batch.append(with_one_advantage(response) if is_per_response else response)
+    return batch
