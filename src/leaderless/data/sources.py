@@ -10,7 +10,7 @@ from datetime import date, time
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from typing_extensions import override
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Row = dict[str, Json]
 
@@ -77,6 +80,8 @@ class JsonlSource(RowSource):
             raise RecipeError.at("data", f"{self.describe(index)} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise RecipeError.at("data", f"{self.describe(index)} must be an object with the columns as its keys")
+        if b"\\ud" in text.lower() and _is_unwritable(row):
+            raise RecipeError.at("data", f"{self.describe(index)} holds half of a surrogate pair, which is not text")
         return row
 
     @override
@@ -98,11 +103,19 @@ class ParquetSource(RowSource):
         self.path = path
         try:
             self._file = parquet.ParquetFile(path, memory_map=True)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             raise RecipeError.at("data", f"{path} is not a readable Parquet file: {error}") from error
         sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        self._read_group = lru_cache(maxsize=PARQUET_GROUPS_KEPT)(self._file.read_row_group)
+        self._read_group = lru_cache(maxsize=PARQUET_GROUPS_KEPT)(self._read)
+
+    def _read(self, group: int) -> pa.Table:
+        import pyarrow as pa
+
+        try:
+            return self._file.read_row_group(group)
+        except (pa.ArrowException, OSError) as error:
+            raise RecipeError.at("data", f"{self.path} is damaged in row group {group}: {error}") from error
 
     @override
     def __len__(self) -> int:
@@ -215,6 +228,14 @@ def open_source(config: DatasetConfig, key: str) -> RowSource:
     if not len(source):
         raise RecipeError.at(f"{key}.path", f"{config.path} has no rows")
     return source
+
+
+def _is_unwritable(row: Row) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _plain(values: Mapping[str, object], place: str) -> Row:
