@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +32,21 @@ def error_of(action: Callable[[], object]) -> str:
 
 # One rank puts out what it may not
 
-FAULTS: dict[str, tuple[str, Callable[[Batch], Batch]]] = {
+
+def noted(value: object) -> Callable[[Batch], Batch]:
+    """Puts a value into an object column."""
+    return lambda batch: batch.with_columns(note=tuple([value] * len(batch)))
+
+
+FAULTS: dict[str, tuple[str, Callable[[Batch], object]]] = {
+    "nothing comes back": ("score", lambda _: None),
+    "columns alone come back": ("score", lambda batch: dict(batch.columns)),
+    "a column is a list": ("sample", lambda batch: batch.with_columns(note=["a"] * len(batch))),
+    "a key is a number": ("sample", noted({"a": [{1: 2}]})),
+    "a key is nothing": ("sample", noted({None: 2})),
+    "a value is a tuple": ("sample", noted([1, (2, 3)])),
+    "a value is bytes": ("sample", noted(b"ab")),
+    "a value is of numpy": ("sample", noted(np.float64(0.5))),
     "a column is missing": ("score", lambda batch: batch.only(["tokens"])),
     "a row is missing": ("score", lambda batch: batch.select(torch.arange(len(batch) - 1))),
     "a row has another id": ("score", lambda batch: Batch(batch.ids + 1, {"score": batch["score"]})),
@@ -63,6 +78,17 @@ def put_fault(fault: str) -> str:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        (
+            "nothing comes back",
+            "node 'score' (stage 'tests.distributed.user_stages:score') returned NoneType, not a Batch: end the stage",
+        ),
+        ("columns alone come back", "returned dict, not a Batch"),
+        ("a column is a list", "column 'note' is list, but must be a tensor, a Jagged or a tuple of values"),
+        ("a key is a number", "column 'note' holds key 1 of a dict, which would arrive as something else on another"),
+        ("a key is nothing", "column 'note' holds key None of a dict"),
+        ("a value is a tuple", "column 'note' holds tuple (2, 3), which would arrive"),
+        ("a value is bytes", "column 'note' holds bytes b'ab', which would arrive"),
+        ("a value is of numpy", "column 'note' holds float64 "),
         ("a column is missing", "node 'score' (stage 'tests.distributed.user_stages:score') did not write its column"),
         ("a row is missing", "node 'score' must keep its 48 rows, but gave 47 others"),
         ("a row has another id", "node 'score' must keep its 48 rows, but gave 48 others"),

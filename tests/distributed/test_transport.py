@@ -70,6 +70,45 @@ def read_dataset(path: str, max_prompt_tokens: int) -> tuple[list[int], list[int
     return dataset.rows.tolist(), [*loader.next().ids.tolist(), *loader.next().ids.tolist()]
 
 
+def read_some(paths: list[str], max_rows: int | None) -> tuple[list[int], int] | str:
+    """The rows that may be used and how many are overlong, or the error, where each rank has a file of its own."""
+    path = paths[dist.get_rank()]
+    config = {"name": "test", "workflow": "grpo", "models": {}, "steps": 1}
+    recipe = Recipe.model_validate(config | {"data": {"train": {"path": path}, "max_prompt_tokens": 5}})
+    world = Transport(torch.device("cpu"), timeout_s=20).world
+    encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
+    try:
+        dataset = open_dataset(open_source(recipe.data.train, "data.train"), encoder, recipe, world, None, max_rows)
+    except RuntimeError as error:
+        return str(error)
+    return dataset.rows.tolist(), dataset.num_overlong
+
+
+@pytest.mark.parametrize("change", ["another row", "a row less", "a text of the same length"])
+def test_ranks_with_other_data_all_stop_and_are_named(ranks: RankPool, tmp_path: Path, change: str) -> None:
+    same, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    rows = ['{"prompt": "a"}\n', '{"prompt": "b"}\n']
+    same.write_text("".join(rows))
+    changed = {"another row": [*rows, rows[0]], "a row less": rows[:1], "a text of the same length": rows[::-1]}
+    other.write_text("".join(changed[change]))
+    files = [str(same), str(other), str(same), str(other)]
+    for rank, error in enumerate(ranks.run(4, read_some, files, None)):
+        assert str(error).startswith(
+            f"rank {rank}: ranks 1,3 have other data for data.train than rank 0 (here {tmp_path}"
+        )
+        assert str(error).endswith("give all machines the same files")
+    assert ranks.run(2, read_some, [str(same)] * 2, None) == [([0, 1], 0)] * 2
+
+
+def test_all_ranks_find_the_same_first_rows(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lengths = [1, 9, 2, 9, 9, 9, 9, 9, 9, 9, 9, 9, 1, 1, 9, 1]
+    path.write_text("".join(json.dumps({"prompt": "x" * length}) + "\n" for length in lengths))
+    for world_size in (1, 3):
+        for max_rows, expected in ((2, ([0, 2], 1)), (3, ([0, 2, 12], 10)), (9, ([0, 2, 12, 13, 15], 11))):
+            assert ranks.run(world_size, read_some, [str(path)] * world_size, max_rows) == [expected] * world_size
+
+
 def test_all_ranks_agree_on_the_rows_that_are_used(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lengths = [1, 9, 2, 2, 9, 9, 9, 1, 9, 1, 1, 1]

@@ -46,7 +46,7 @@ def test_ctrl_c_ends_the_step_writes_a_checkpoint_and_the_run_can_go_on(ranks: R
     process.send_signal(signal.SIGINT)
     asked = time.monotonic()
     outcome = finish(process)
-    assert time.monotonic() - asked < 15
+    assert time.monotonic() - asked < 30
     assert outcome.code == 130, outcome.errors
     assert "the same command goes on from" in outcome.output
     lines = metrics(tmp_path / "runs/tiny")
@@ -60,11 +60,14 @@ def test_ctrl_c_ends_the_step_writes_a_checkpoint_and_the_run_can_go_on(ranks: R
 
 
 FAILING = """
+from pathlib import Path
+
 import leaderless
 
 @leaderless.stage(reads=["rewards"], has_effect=True)
 def fail(batch, context):
     if context.group.rank == 1 and context.step == 2:
+        Path("failed.txt").write_text("now")
         raise KeyError("no such thing")
     return batch
 """
@@ -83,9 +86,8 @@ def test_the_traceback_of_the_worker_that_failed_is_what_the_user_reads(tmp_path
     (tmp_path / "failing.py").write_text(FAILING)
     (tmp_path / "own.yaml").write_text(WORKFLOW)
     recipe = write_recipe(tmp_path, tiny_model(), SETTINGS | {"workflow": "own.yaml", "steps": 50})
-    begin = time.monotonic()
     outcome = finish(start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", 2))
-    seconds = time.monotonic() - begin
+    seconds = time.time() - (tmp_path / "failed.txt").stat().st_mtime
     assert outcome.code == 1
     assert outcome.errors.count("Traceback (most recent call last)") == 1
     assert 'raise KeyError("no such thing")' in outcome.errors
@@ -93,4 +95,4 @@ def test_the_traceback_of_the_worker_that_failed_is_what_the_user_reads(tmp_path
     assert "error rank 1 failed: KeyError" in outcome.errors
     assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [1]
     assert (tmp_path / "runs/tiny/report.html").exists(), "also of a run that failed"
-    assert seconds < 40
+    assert seconds < 2 * 15, "twice the limit, for other processes use the same cores"

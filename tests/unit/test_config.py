@@ -162,7 +162,7 @@ def test_a_setting_that_must_be_given_is_named_with_its_section(tmp_path):
         ("layout: {policy: {ranks: 0,1}}", "layout.policy.1=1", "must be text"),
         ("rollout: {stop: x}", "rollout.stop='x'", "must be a list"),
         ("rollout: {stop: [x, 1]}", "rollout.stop.1=1", "must be a valid string"),
-        ("rollout: {engine: vllm}", "rollout.engine='vllm'", "must be 'native'"),
+        ("optimizer: {schedule: x}", "optimizer.schedule='x'", "must be 'constant', 'linear' or 'cosine'"),
         ("rollout: {top_p: 0}", "rollout.top_p=0", "must be greater than 0"),
         ("checkpoint: {keep: [1]}", "checkpoint.keep", "must be a valid integer"),
     ],

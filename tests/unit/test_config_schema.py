@@ -86,7 +86,7 @@ def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, obje
         ({"reward": {"format": 1.0}}, False),
         ({"layout": {"rollout": {"ranks": "0-3", "tp": 2}, "policy": {"ranks": 4}}}, True),
         ({"layout": {"rollout": {"ranks": [0]}}}, False),
-        ({"rollout": {"engine": "other"}}, False),
+        ({"optimizer": {"schedule": "other"}}, False),
         ({"stepz": 3}, False),
     ],
 )

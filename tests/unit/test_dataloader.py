@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +19,7 @@ from pyarrow import parquet
 
 from leaderless.config import Json, Recipe, RecipeError
 from leaderless.config.data import DatasetConfig
+from leaderless.data import sources
 from leaderless.data.batch import Batch
 from leaderless.data.dataloader import Dataloader, Dataset, open_dataset
 from leaderless.data.encode import RowEncoder
@@ -107,6 +109,47 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     assert source.row(0) == {"prompt": "good"}
     with pytest.raises(RecipeError, match=f"a.jsonl:2 {message}"):
         source.row(1)
+
+
+@pytest.mark.parametrize("scan_bytes", [1, 2, 7, 16, 1000])
+@pytest.mark.parametrize("tail", [b"", b"\n", b"\n \t\n\n", b"\n  "])
+def test_jsonl_lines_are_found_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scan_bytes: int, tail: bytes
+) -> None:
+    monkeypatch.setattr(sources, "SCAN_BYTES", scan_bytes)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\n\n{"a": 1}\n   \n  {"a": 22}\r\n\v\n{"a": 333}' + tail)
+    source = open_path(path)
+    assert [row["a"] for row in rows_of(source)] == [1, 22, 333]
+    assert [source.describe(index) for index in range(3)] == [f"{path}:{line}" for line in (3, 5, 7)]
+
+
+def test_a_jsonl_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SCAN_BYTES", 1 << 16)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * 100_000}] * 40)
+    tracemalloc.start()
+    source = open_path(path)
+    source.fingerprint()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(source) == 40
+    assert most < 1_000_000
+
+
+def test_a_dataset_is_known_by_its_size_and_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(name: str, *texts: str) -> RowSource:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return open_path(write_jsonl(tmp_path / name / "a.jsonl", [{"prompt": text} for text in texts]))
+
+    first = write("one", "a", "b").fingerprint()
+    assert write("two", "a", "b").fingerprint() == first == open_path(tmp_path / "one" / "a.jsonl").fingerprint()
+    assert len({first, *(write("two", *texts).fingerprint() for texts in ("ab", "ac", "cb", "abb"))}) == 4
+    folder = open_path(tmp_path / "one").fingerprint()
+    write_jsonl(tmp_path / "one" / "b.jsonl", [{"prompt": "c"}])
+    assert open_path(tmp_path / "one").fingerprint() != folder
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, *_, **__: [{"prompt": path}])
+    named = [open_source(DatasetConfig(path=name), "data.train").fingerprint() for name in ("o/a", "o/a", "o/b")]
+    assert named[0] == named[1] != named[2]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n  \n"])
@@ -319,6 +362,16 @@ def test_progress_is_told(tmp_path: Path) -> None:
     encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
     open_dataset(open_path(path), encoder, recipe, Group((0,), 0), told.append)
     assert told == [256, 300]
+
+
+def test_no_more_rows_are_encoded_than_are_asked_for(tmp_path: Path) -> None:
+    path = numbered(tmp_path, 300)
+    recipe = recipe_of(path)
+    told: list[int] = []
+    encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
+    dataset = open_dataset(open_path(path), encoder, recipe, Group((0,), 0), told.append, max_rows=5)
+    assert dataset.rows.tolist() == [0, 1, 2, 3, 4]
+    assert told == [5]
 
 
 # Order

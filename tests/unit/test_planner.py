@@ -307,9 +307,9 @@ def test_no_role_takes_the_name_of_a_column_that_is_another_owners(role):
     [
         ("grpo", {"batch": {"responses_per_prompt": 1}}, "batch.responses_per_prompt", "must be at least 2"),
         ("grpo", {"rollout": {"temperature": 0}}, "rollout.temperature", "must be above 0"),
-        ("grpo", {"rollout": {"top_p": 0.9}}, "rollout", "cannot be combined with a ratio loss"),
-        ("grpo", {"rollout": {"top_k": 5}}, "rollout", "cannot be combined with a ratio loss"),
-        ("grpo", {"rollout": {"min_p": 0.1}}, "rollout", "cannot be combined with a ratio loss"),
+        ("grpo", {"rollout": {"top_p": 0.9}}, "rollout.top_p", "cannot be combined with a ratio loss"),
+        ("grpo", {"rollout": {"top_k": 5}}, "rollout.top_k", "cannot be combined with a ratio loss"),
+        ("grpo", {"rollout": {"min_p": 0.1}}, "rollout.min_p", "cannot be combined with a ratio loss"),
         ("grpo", {"reward": {}}, "reward", "must name at least one reward"),
         (
             "grpo",

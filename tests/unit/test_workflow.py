@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from importlib.util import find_spec
 from itertools import pairwise
@@ -23,6 +24,7 @@ from leaderless.workflow import (
     read_workflow,
     resolve_workflow,
     spec_of,
+    stage,
     write_workflow,
 )
 
@@ -233,6 +235,22 @@ def test_a_function_declares_its_contract():
 
 def test_a_declared_function_is_still_that_function():
     assert recipes.length_penalty.__name__ == "length_penalty"
+
+
+@pytest.mark.parametrize(
+    ("declaration", "message"),
+    [
+        ({"reads": "rewards"}, "@stage(reads='rewards'): must be a list of columns: write reads=['rewards']"),
+        ({"writes": "x"}, "@stage(writes='x'): must be a list of columns: write writes=['x']"),
+        ({"writes": ["a", "b", "a"]}, "@stage(writes=['a', 'b', 'a']): names 'a' twice; keep one"),
+        ({"reads": [3]}, "@stage(reads=[3]): 3 is no name of a column: use text"),
+        ({"reads": [""]}, "@stage(reads=['']): '' is no name of a column: use text"),
+        ({"rows": "filters"}, "@stage(rows='filters'): must be one of same, expand, filter, regroup"),
+    ],
+)
+def test_a_declaration_that_cannot_be_kept_is_refused(declaration, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        stage(**declaration)
 
 
 @pytest.mark.parametrize(

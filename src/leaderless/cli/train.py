@@ -42,6 +42,8 @@ def train(
     place = Place.from_environment()
     num_workers = place.world_size if Place.is_given() else workers or _num_accelerators()
     planned = plan_recipe(recipe_path(target), overrides or [], num_workers)
+    if place.rank == 0:
+        _check_inputs(planned)
     with _held(planned, place):
         _train(planned, place, ["train", str(recipe_path(target)), *(overrides or [])], num_workers, fresh=fresh)
 
@@ -52,7 +54,6 @@ def _train(planned: Planned, place: Place, arguments: list[str], num_workers: in
     # Every worker looks for itself: none may wait for others that see that there is nothing to do.
     is_finished = not fresh and directory.last_step() >= planned.recipe.steps
     if place.rank == 0:
-        _check_inputs(planned)
         _prepare(directory, planned, fresh=fresh)
     if is_finished:
         if place.rank == 0:

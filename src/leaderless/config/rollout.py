@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from leaderless.config.base import Section
@@ -30,8 +28,6 @@ class SamplingConfig(Section):
 class RolloutConfig(SamplingConfig):
     """Generation of the samples that are trained on."""
 
-    engine: Literal["native"] = "native"
-    """What generates: `native` runs the trainer's own module."""
     max_response_tokens: int = Field(default=512, ge=1)
     """A response that reaches this length is cut there and marked truncated."""
     stop: tuple[str, ...] = ()

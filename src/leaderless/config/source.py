@@ -28,15 +28,16 @@ class RecipeSource:
     places: Mapping[tuple[str, ...], str]
 
     def place_of(self, key: str | Sequence[str]) -> str:
-        """Where a setting was written; where its nearest enclosing section was, when it was not written at all.
+        """Where a setting was written, or the first one in it; else where its nearest enclosing section was.
 
         Args:
             key: Dotted path or its parts.
         """
         path = tuple(key.split(".")) if isinstance(key, str) else tuple(key)
+        inside = next((place for other, place in self.places.items() if path and other[: len(path)] == path), "")
         while path and path not in self.places:
             path = path[:-1]
-        return self.places.get(path, "")
+        return inside or self.places.get(path, "")
 
 
 def read_yaml(path: Path) -> RecipeSource:

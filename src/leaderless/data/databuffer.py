@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
+from leaderless.data.objects import what_changes
 from leaderless.data.reshard import reshard
 from leaderless.data.table import ColumnKey, Table
 from leaderless.data.transport import Transport
@@ -56,24 +57,32 @@ class Databuffer:
         node = self.plan[name]
         return self._tables[_key(node.row_set, node.layout)].batch(node.reads)
 
-    def put(self, name: str, batch: Batch) -> None:
+    def put(self, name: str, batch: object) -> None:
         """Take what a node has put out.
 
         Args:
             name: Of the node.
-            batch: With every column that its stage declares to write, and, if it changes rows, those that later nodes
-                read through it. Whatever no node reads is left out.
+            batch: A `Batch` with every column that its stage declares to write, and, if it changes rows, those that
+                later nodes read through it. Whatever no node reads is left out.
 
         Raises:
-            ValueError: Such a column is missing, or the rows are not those that the stage may put out.
+            ValueError: It is no batch, such a column is missing or cannot travel, or the rows are not those that the
+                stage may put out.
         """
         node = self.plan[name]
+        if not isinstance(batch, Batch):
+            raise ValueError(
+                f"node '{name}' (stage '{node.node.run}') returned {type(batch).__name__}, not a Batch: "
+                "end the stage with `return batch`, or `return batch.with_columns(...)`"
+            )
         readers = self._readers.get(name, {})
         table = self._tables[_key(node.row_set, node.layout)]
         _check_rows(node, batch, table)
         for column in node.writes:
             if column not in batch:
                 raise ValueError(f"node '{name}' (stage '{node.node.run}') did not write its column '{column}'")
+            if column in readers:
+                _check_column(node, column, batch)
         for column, reader in readers.items():
             if column not in batch:
                 raise ValueError(
@@ -147,6 +156,23 @@ def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
     strange = parents[~torch.isin(parents, known)]
     if len(strange):
         raise ValueError(f"{place} put out {what} {int(strange[0])}, which it was not given")
+
+
+def _check_column(node: PlannedNode, name: str, batch: Batch) -> None:
+    """Every reader shall get the same values, whether they travel to it or not."""
+    place = f"node '{node.name}' (stage '{node.node.run}'): column '{name}'"
+    column: object = batch.columns[name] if name in batch.columns or batch.prompts is None else batch.prompts[name]
+    if isinstance(column, Tensor | Jagged):
+        return
+    if not isinstance(column, tuple):
+        raise ValueError(f"{place} is {type(column).__name__}, but must be a tensor, a Jagged or a tuple of values")
+    for value in column:
+        changed = what_changes(value)
+        if changed:
+            raise ValueError(
+                f"{place} holds {changed}, which would arrive as something else on another rank: use None, bool, int, "
+                "float, str, lists, and dicts with text as keys"
+            )
 
 
 def _readers(plan: Plan) -> dict[str, dict[str, str]]:

@@ -12,13 +12,21 @@ from leaderless.data.encode import Encoded, RowEncoder
 from leaderless.data.order import Int, RowOrder
 from leaderless.data.sources import RowSource
 from leaderless.data.transport import Group
+from leaderless.planner import format_ranks
 
 
 class Dataset:
-    """A source of rows together with how they become tokens, and which of them may be used."""
+    """A source of rows together with how they become tokens, and which of them may be used.
 
-    def __init__(self, source: RowSource, encoder: RowEncoder, rows: Int) -> None:
-        self.source, self.encoder, self.rows = source, encoder, rows
+    Attributes:
+        source: All rows.
+        encoder: How they become tokens.
+        rows: [n] numbers of those that may be used, ascending.
+        num_overlong: Rows before the last of these that may not.
+    """
+
+    def __init__(self, source: RowSource, encoder: RowEncoder, rows: Int, num_overlong: int) -> None:
+        self.source, self.encoder, self.rows, self.num_overlong = source, encoder, rows, num_overlong
 
     def batch(self, group_ids: Sequence[int], rows: Sequence[int]) -> Batch:
         """Prompts as a batch: `prompt_tokens` and `rows`, and `tokens` and `response_mask` if there are responses.
@@ -79,7 +87,12 @@ class Dataloader:
 
 
 def open_dataset(
-    source: RowSource, encoder: RowEncoder, recipe: Recipe, group: Group, progress: Callable[[int], None] | None = None
+    source: RowSource,
+    encoder: RowEncoder,
+    recipe: Recipe,
+    group: Group,
+    progress: Callable[[int], None] | None = None,
+    max_rows: int | None = None,
 ) -> Dataset:
     """Find the rows that may be used, before any are divided among ranks, so that all ranks agree on them.
 
@@ -91,28 +104,50 @@ def open_dataset(
         recipe: What is overlong, and what happens then.
         group: All ranks.
         progress: Told how many rows of its share this rank has looked at.
+        max_rows: Look no further when so many rows that may be used are found; None takes all.
 
     Raises:
         RecipeError: A row lacks a column, is overlong where that is an error, or none is left.
+        RuntimeError: Ranks have different datasets of this name.
     """
     config, key = encoder.config, encoder.key
+    _compare_sources(source, encoder, group)
     num_rows = min(len(source), config.limit or len(source))
-    place = group.ranks.index(group.rank)
-    mine = range(num_rows * place // group.size, num_rows * (place + 1) // group.size)
-    kept: list[int] = []
-    for count, index in enumerate(mine, start=1):
-        where = source.describe(index)
-        if _fits(encoder.encode(source.row(index), where), where, recipe, key):
-            kept.append(index)
-        if progress is not None and (count % 256 == 0 or count == len(mine)):
-            progress(count)
-    rows = torch.cat(group.gather(torch.tensor(kept, dtype=torch.int64), f"the usable rows of {key}")).numpy()
+    wanted = num_rows if max_rows is None else max_rows
+    rows, num_seen, num_mine, patience = torch.zeros(0, dtype=torch.int64), 0, 0, 1
+    while len(rows) < wanted and num_seen < num_rows:
+        window = range(num_seen, min(num_rows, num_seen + patience * (wanted - len(rows))))
+        num_seen, patience = window.stop, 2 * patience
+        place = group.ranks.index(group.rank)
+        mine = window[len(window) * place // group.size : len(window) * (place + 1) // group.size]
+        kept: list[int] = []
+        for index in mine:
+            where = source.describe(index)
+            if _fits(encoder.encode(source.row(index), where), where, recipe, key):
+                kept.append(index)
+            num_mine += 1
+            if progress is not None and (num_mine % 256 == 0 or index == mine[-1]):
+                progress(num_mine)
+        found = group.gather(torch.tensor(kept, dtype=torch.int64), f"the usable rows of {key}")
+        rows = torch.cat([rows, *found])[:wanted]
     if not len(rows):
         limits = f"data.max_prompt_tokens (now {recipe.data.max_prompt_tokens})"
         if config.response is not None:
             limits += f" or data.max_response_tokens (now {recipe.data.max_response_tokens})"
         raise RecipeError.at("data", f"all {num_rows} rows of {config.path} are overlong: raise {limits}")
-    return Dataset(source, encoder, rows)
+    num_used = num_seen if len(rows) < wanted else int(rows[-1]) + 1
+    return Dataset(source, encoder, rows.numpy(), num_used - len(rows))
+
+
+def _compare_sources(source: RowSource, encoder: RowEncoder, group: Group) -> None:
+    """Stop on all ranks when some have other rows: each row is read by whoever needs it."""
+    text = f"{len(source)} {source.fingerprint()}"
+    others = group.unlike_first(text, f"the datasets of all workers for {encoder.key}")
+    if others:
+        raise RuntimeError(
+            f"rank {group.rank}: ranks {format_ranks(others)} have other data for {encoder.key} than rank "
+            f"{group.ranks[0]} (here {encoder.config.path} has {len(source)} rows): give all machines the same files"
+        )
 
 
 def _fits(encoded: Encoded, place: str, recipe: Recipe, key: str) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from jinja2 import TemplateError
+
 from leaderless.config import Json, RecipeError, nearest
 from leaderless.config.data import DatasetConfig
 from leaderless.data.sources import Row
@@ -16,6 +18,7 @@ class Tokenizer(Protocol):
 
     chat_template: str | None
     eos_token_id: int | None
+    all_special_tokens: list[str]
 
     def __len__(self) -> int:
         """Number of tokens, added ones included."""
@@ -102,10 +105,7 @@ class RowEncoder:
             return self.tokenizer.encode(self._fill(self.config.template, row, place))
         prompt = self._value(row, self.config.prompt, place)
         if self.is_chat:
-            text = self.tokenizer.apply_chat_template(
-                self._messages(prompt), add_generation_prompt=True, tokenize=False
-            )
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return self.tokenizer.encode(self._chat(self._messages(prompt, place), place), add_special_tokens=False)
         if not isinstance(prompt, str):
             raise RecipeError.at(
                 f"{self.key}.prompt",
@@ -114,9 +114,25 @@ class RowEncoder:
             )
         return self.tokenizer.encode(prompt)
 
-    def _messages(self, prompt: Json) -> list[Json]:
-        messages: list[Json] = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    def _messages(self, prompt: Json, place: str) -> list[Json]:
+        messages: list[Json] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
+        if isinstance(prompt, list) and all(_is_message(message) for message in prompt):
+            messages = list(prompt)
+        if not messages:
+            raise RecipeError.at(
+                f"{self.key}.prompt",
+                f"{place}: column '{self.config.prompt}' must hold text, or a list of messages that each have a "
+                "'role' and a 'content'",
+            )
         return [{"role": "system", "content": self.config.system}, *messages] if self.config.system else messages
+
+    def _chat(self, messages: Sequence[Json], place: str) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RecipeError.at(
+                f"{self.key}.template", f"{place}: the tokenizer's chat template cannot be filled: {error}"
+            ) from error
 
     def _fill(self, template: str, row: Row, place: str) -> str:
         filled = {column: value for column, value in row.items() if value is not None}
@@ -134,3 +150,7 @@ class RowEncoder:
         if row[column] is None:
             raise RecipeError.at(self.key, f"{place}: column '{column}' is null")
         return row[column]
+
+
+def _is_message(value: Json) -> bool:
+    return isinstance(value, dict) and "role" in value and ("content" in value or "tool_calls" in value)

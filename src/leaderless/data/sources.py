@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 from collections.abc import Mapping, Sequence
@@ -9,16 +10,24 @@ from datetime import date, time
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 Row = dict[str, Json]
 
+SCAN_BYTES = 1 << 26
+"""Bytes of a file that are looked at together for line breaks."""
+DIGEST_BYTES = 1 << 16
+"""Bytes at each end of a file that tell it from others."""
 PARQUET_GROUPS_KEPT = 8
 """A shuffled order comes back to a row group again and again."""
 
@@ -39,6 +48,9 @@ class RowSource(Protocol):
     def describe(self, index: int) -> str:
         """Where a row is, for errors: a file and line, or a dataset and number."""
 
+    def fingerprint(self) -> str:
+        """Tells the dataset from others of its name without reading it whole: by its size and its two ends."""
+
 
 class JsonlSource(RowSource):
     """Rows of a JSON-lines file: memory-mapped, each parsed when it is read."""
@@ -47,11 +59,12 @@ class JsonlSource(RowSource):
         self.path = path
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-        breaks = np.flatnonzero(np.frombuffer(self._data, dtype=np.uint8) == ord("\n"))
-        bounds = np.concatenate([[0], breaks + 1, [len(self._data)]])
-        filled = [i for i in range(len(bounds) - 1) if self._data[bounds[i] : bounds[i + 1]].strip()]
-        self._lines = np.array(filled, dtype=np.int64)
-        self._bounds = bounds
+        starts, first_bytes = _find_lines(self._data)
+        self._bounds = np.append(starts, len(self._data))
+        is_filled = np.ones(len(starts), dtype=np.bool_)
+        for line in np.flatnonzero(np.isin(first_bytes, _WHITE_SPACE)).tolist():
+            is_filled[line] = bool(self._data[self._bounds[line] : self._bounds[line + 1]].strip())
+        self._lines = np.flatnonzero(is_filled)
 
     @override
     def __len__(self) -> int:
@@ -67,11 +80,17 @@ class JsonlSource(RowSource):
             raise RecipeError.at("data", f"{self.describe(index)} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise RecipeError.at("data", f"{self.describe(index)} must be an object with the columns as its keys")
+        if b"\\ud" in text.lower() and _is_unwritable(row):
+            raise RecipeError.at("data", f"{self.describe(index)} holds half of a surrogate pair, which is not text")
         return row
 
     @override
     def describe(self, index: int) -> str:
         return f"{self.path}:{int(self._lines[index]) + 1}"
+
+    @override
+    def fingerprint(self) -> str:
+        return _fingerprint(self.path)
 
 
 class ParquetSource(RowSource):
@@ -84,11 +103,19 @@ class ParquetSource(RowSource):
         self.path = path
         try:
             self._file = parquet.ParquetFile(path, memory_map=True)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             raise RecipeError.at("data", f"{path} is not a readable Parquet file: {error}") from error
         sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        self._read_group = lru_cache(maxsize=PARQUET_GROUPS_KEPT)(self._file.read_row_group)
+        self._read_group = lru_cache(maxsize=PARQUET_GROUPS_KEPT)(self._read)
+
+    def _read(self, group: int) -> pa.Table:
+        import pyarrow as pa
+
+        try:
+            return self._file.read_row_group(group)
+        except (pa.ArrowException, OSError) as error:
+            raise RecipeError.at("data", f"{self.path} is damaged in row group {group}: {error}") from error
 
     @override
     def __len__(self) -> int:
@@ -103,6 +130,10 @@ class ParquetSource(RowSource):
     @override
     def describe(self, index: int) -> str:
         return f"{self.path} row {index}"
+
+    @override
+    def fingerprint(self) -> str:
+        return _fingerprint(self.path)
 
 
 class HubSource(RowSource):
@@ -133,6 +164,11 @@ class HubSource(RowSource):
     def describe(self, index: int) -> str:
         return f"{self.name} row {index}"
 
+    @override
+    def fingerprint(self) -> str:
+        known = getattr(self._dataset, "_fingerprint", None)  # of name, version and split: no times, no folders
+        return known if isinstance(known, str) else json.dumps([self.row(0), self.row(len(self) - 1)])
+
 
 class ConcatenatedSource(RowSource):
     """The rows of several sources, one behind the other."""
@@ -158,6 +194,10 @@ class ConcatenatedSource(RowSource):
     def describe(self, index: int) -> str:
         source, inner = self._find(index)
         return source.describe(inner)
+
+    @override
+    def fingerprint(self) -> str:
+        return json.dumps([[len(source), source.fingerprint()] for source in self._sources])
 
 
 def open_source(config: DatasetConfig, key: str) -> RowSource:
@@ -190,6 +230,14 @@ def open_source(config: DatasetConfig, key: str) -> RowSource:
     return source
 
 
+def _is_unwritable(row: Row) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def _plain(values: Mapping[str, object], place: str) -> Row:
     """A row of what JSON can hold, as rows travel and are recorded as JSON; dates and decimals become text."""
     row: Row = {}
@@ -201,6 +249,33 @@ def _plain(values: Mapping[str, object], place: str) -> Row:
                 "data", f"{place}: column '{column}' holds {error}, which a row cannot carry: leave the column out"
             ) from error
     return row
+
+
+_WHITE_SPACE = np.frombuffer(b" \t\n\r\v\f", dtype=np.uint8)
+
+
+def _find_lines(data: mmap.mmap | bytes) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Where lines begin, and the first byte of each."""
+    starts, first_bytes = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.uint8)]
+    ahead = np.zeros(1, dtype=np.int64)  # of a line that begins with the next piece
+    for begin in range(0, len(data), SCAN_BYTES):
+        piece = np.frombuffer(data, dtype=np.uint8, count=min(SCAN_BYTES, len(data) - begin), offset=begin)
+        found = np.concatenate([ahead, np.flatnonzero(piece == ord("\n")) + begin + 1])
+        is_here = found < begin + len(piece)
+        ahead = found[~is_here]
+        starts.append(found[is_here])
+        first_bytes.append(piece[found[is_here] - begin])
+    return np.concatenate(starts), np.concatenate(first_bytes)
+
+
+def _fingerprint(path: Path) -> str:
+    """Of a file: its size and its two ends."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(DIGEST_BYTES))
+        file.seek(max(0, size - DIGEST_BYTES))
+        digest.update(file.read())
+    return f"{size} {digest.hexdigest()}"
 
 
 def _as_text(value: object) -> str:

@@ -6,6 +6,7 @@ is pickled.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,6 +99,20 @@ class Group:
         with self._waiting(what):
             dist.all_gather(list(gathered.unbind(0)), padded, group=self.handle)
         return [part[:count] for part, count in zip(gathered.unbind(0), counts.tolist(), strict=True)]
+
+    def unlike_first(self, text: str, what: str) -> tuple[int, ...]:
+        """The ranks whose text is not that of the first, the same answer on all; short however long the text is.
+
+        Args:
+            text: Of this rank.
+            what: What is waited for, for the error.
+        """
+        digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+        bounds = self.max(torch.tensor([digest, -digest]), what)
+        if bounds[0] == -bounds[1]:
+            return ()
+        digests = torch.cat(self.gather(torch.tensor([digest]), what))
+        return tuple(self.ranks[place] for place in (digests != digests[0]).nonzero().squeeze(1).tolist())
 
     def broadcast_text(self, text: str, source: int, what: str) -> str:
         """A text of one rank, told to all.

@@ -118,7 +118,7 @@ class CheckpointWriter:
 
     def _save_role(self, folder: Path, engine: FsdpEngine) -> None:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        with _cause_raised(f"while writing checkpoint {folder}"):
+        with cause_raised(f"while writing checkpoint {folder}"):
             save(dict(engine.state()), storage_writer=writer, process_group=engine.group.handle)
         if self.world.rank != engine.group.ranks[0]:
             return
@@ -132,8 +132,12 @@ class CheckpointWriter:
 
 
 @contextmanager
-def _cause_raised(note: str) -> Iterator[None]:
-    """Raise what went wrong on some rank, in place of an exception that `except Exception` does not catch."""
+def cause_raised(note: str) -> Iterator[None]:
+    """Raise what went wrong on some rank, in place of an exception that `except Exception` does not catch.
+
+    Args:
+        note: What was being done.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -163,7 +167,7 @@ def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
                 "use the model that the run was started with, or another run name",
             )
         reader = HuggingFaceStorageReader(str(path / role))
-        with _cause_raised(f"while reading checkpoint {path}: remove it to go on from the one before"):
+        with cause_raised(f"while reading checkpoint {path}: remove it to go on from the one before"):
             load(dict(engine.state()), storage_reader=reader, process_group=engine.group.handle)
         engine.state_loaded(role_state.policy_version)
     return state

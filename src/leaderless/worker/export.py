@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from leaderless.config import RecipeError
-from leaderless.worker.checkpoint import read_state
+from leaderless.worker.checkpoint import cause_raised, read_state
 
 
 def export_model(checkpoint: Path, role: str, out: Path) -> Path:
@@ -30,14 +31,16 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
     """
     read_state(checkpoint)
     source = checkpoint / role
-    if not source.is_dir():
-        roles = ", ".join(sorted(path.name for path in checkpoint.iterdir() if path.is_dir()))
-        raise RecipeError.at("", f"checkpoint {checkpoint} has no role '{role}' (there are: {roles})")
-    if out.exists() and any(out.iterdir()):
-        raise RecipeError.at("", f"folder {out} is not empty: name another one")
+    roles = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+    if role not in roles:
+        raise RecipeError.at("", f"checkpoint {checkpoint} has no role '{role}' (there are: {', '.join(roles)})")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError.at("", f"{'folder' if out.is_dir() else 'file'} {out} is not empty: name another one")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    load(weights, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=True)
+    with warnings.catch_warnings(), cause_raised(f"while reading checkpoint {checkpoint}"):
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be here
+        load(weights, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=True)
     if (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
     partial = out.with_name(f".{out.name}.partial")

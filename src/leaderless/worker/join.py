@@ -101,14 +101,10 @@ def _appears(path: Path) -> bool:
 
 
 def _compare_plans(plan: Plan, transport: Transport) -> None:
-    world, what = transport.world, "the plans of all workers"
-    number = int(plan.hash()[:15], 16)
-    bounds = world.max(torch.tensor([number, -number]), what)
-    if bounds[0] == -bounds[1]:
-        return
-    numbers = torch.cat(world.gather(torch.tensor([number]), what))
-    others = tuple((numbers != numbers[0]).nonzero().squeeze(1).tolist())
-    raise RuntimeError(
-        f"rank {world.rank}: ranks {format_ranks(others)} have made another plan than rank 0: "
-        "start all workers with the same recipe, overrides, code and number of workers"
-    )
+    world = transport.world
+    others = world.unlike_first(plan.hash(), "the plans of all workers")
+    if others:
+        raise RuntimeError(
+            f"rank {world.rank}: ranks {format_ranks(others)} have made another plan than rank 0: "
+            "start all workers with the same recipe, overrides, code and number of workers"
+        )

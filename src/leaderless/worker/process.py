@@ -126,14 +126,12 @@ class _Builder:
         self.tokenizer: Tokenizer = load_tokenizer(config, self.instance.role)
         self.roles = Roles(recipe, plan, transport, device, self.tokenizer)
 
-    def open(self, config: DatasetConfig, key: str) -> Dataset:
-        """The usable rows of a dataset."""
+    def open(self, config: DatasetConfig, key: str, max_rows: int | None = None) -> Dataset:
+        """The usable rows of a dataset, or the first of them."""
         encoder = RowEncoder(self.tokenizer, config, key)
-        dataset = open_dataset(
-            open_source(config, key), encoder, self.recipe, self.transport.world, self._progress(config.path)
-        )
-        left_out = min(len(dataset.source), config.limit or len(dataset.source)) - len(dataset.rows)
-        note = f", {left_out:,} overlong left out" if left_out else ""
+        source, world = open_source(config, key), self.transport.world
+        dataset = open_dataset(source, encoder, self.recipe, world, self._progress(config.path), max_rows)
+        note = f", {dataset.num_overlong:,} overlong left out" if dataset.num_overlong else ""
         self.display.say(f"{key}: {len(dataset.rows):,} rows of [bold]{escape(config.path)}[/]{note}")
         return dataset
 
@@ -147,7 +145,7 @@ class _Builder:
         """What evaluates on this rank, if it holds the model that answers. All ranks call it together."""
         data = self.recipe.data.evaluation
         assert data is not None, "checked when the recipe was read"
-        dataset = self.open(data, "data.evaluation")
+        dataset = self.open(data, "data.evaluation", self.recipe.evaluation.max_prompts)
         if self.transport.rank not in self.instance.layout:
             return None
         model = self.roles.of(self.instance.role, self.instance.layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -83,7 +83,14 @@ def stage(
         rows: What it does to rows.
         needs_whole_groups: All samples of a prompt must be on the same rank.
         has_effect: Run it even when nobody reads what it writes.
+
+    Raises:
+        ValueError: A declaration that the planner could not keep.
     """
+    _check_columns("reads", reads)
+    _check_columns("writes", writes)
+    if rows not in get_args(Rows):
+        raise ValueError(f"@stage(rows={rows!r}): must be one of {', '.join(get_args(Rows))}")
 
     def declare(function: Function) -> Function:
         summary = (function.__doc__ or "").strip().partition("\n")[0]
@@ -100,3 +107,15 @@ def stage(
         return function
 
     return declare
+
+
+def _check_columns(argument: str, columns: Sequence[str]) -> None:
+    written = f"@stage({argument}={columns!r})"
+    if isinstance(columns, str):
+        raise ValueError(f"{written}: must be a list of columns: write {argument}=[{columns!r}]")
+    for column in columns:
+        if not isinstance(column, str) or not column:
+            raise ValueError(f"{written}: {column!r} is no name of a column: use text")
+    twice = next((column for place, column in enumerate(columns) if column in columns[:place]), None)
+    if twice is not None:
+        raise ValueError(f"{written}: names {twice!r} twice; keep one")

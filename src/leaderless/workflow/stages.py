@@ -91,6 +91,12 @@ def _check_rollout(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
 def _check_reward(recipe: Recipe, node: Node) -> None:
     if not recipe.reward.options():
         raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
+    limited = next((name for name, options in recipe.reward.options().items() if options.sources), None)
+    if limited is not None and recipe.data.train.source is None:
+        raise RecipeError.at(
+            f"reward.{limited}",
+            "applies to some sources only, which needs data.train.source: the column that names the source of a row",
+        )
 
 
 def _check_advantage(recipe: Recipe, node: Node) -> None:
@@ -153,12 +159,14 @@ def _check_update(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
     loss = recipe.algorithm.policy_loss
     if loss.type == "function":
         load_function(loss.function, "algorithm.policy_loss.function", num_arguments=4)
-    if recipe.rollout.is_truncated:
-        raise RecipeError.at(
-            "rollout",
-            "top_p, top_k and min_p cannot be combined with a ratio loss: the engine would sample from another "
-            "distribution than the one that is trained; set top_p=1, top_k=0, min_p=0",
-        )
+    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        value = getattr(recipe.rollout, name)
+        if value != neutral:
+            raise RecipeError.at(
+                f"rollout.{name}",
+                f"is {value}, which cannot be combined with a ratio loss: the engine would sample from another "
+                f"distribution than the one that is trained; set {name}={neutral}",
+            )
 
 
 def _check_updates_per_step(recipe: Recipe) -> None:

@@ -1,0 +1,39 @@
+"""Runs the command line as the only worker, inside the process of the tests: quick, and with its signals."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tests.end_to_end.cli import Outcome, command
+
+MOST_LINES = 4
+"""What a person has to correct is said in few words."""
+
+
+def run_alone(folder: Path, *arguments: object) -> Outcome:
+    """A command and how it went; whatever it leaves of a process group is removed."""
+    threads = torch.get_num_threads()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outcome = command(str(folder), [str(argument) for argument in arguments])
+    finally:
+        torch.set_num_threads(threads)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    loud = [str(w.message) for w in caught if not issubclass(w.category, ResourceWarning | DeprecationWarning)]
+    assert not loud, "libraries' warnings are not for users"
+    return outcome
+
+
+def refused(folder: Path, *arguments: object) -> str:
+    """What a command says that has to be refused as something that the user can correct."""
+    outcome = run_alone(folder, *arguments)
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.errors
+    assert any(line.startswith("error ") for line in outcome.errors.splitlines()), outcome.errors
+    assert len(outcome.errors.splitlines()) <= MOST_LINES, outcome.errors
+    return outcome.errors

@@ -1,0 +1,158 @@
+"""Every setting of an advantage or a loss changes what it computes, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from pydantic import BaseModel
+from tests.unit.recipes import make_recipe, only_problem
+
+from leaderless.config import RecipeError
+from leaderless.config.algorithm import AlgorithmConfig, CorrectionConfig, FunctionLoss, refusals
+from leaderless.stages.losses import LossInputs, chosen_tokens, correction_weights, needs_chosen_tokens, policy_loss
+from leaderless.workflow import builtin_workflows, load_recipe, resolve_workflow
+
+LENGTHS = torch.tensor([70, 0, 1, 120])
+OTHERS = {
+    "clip_low": 0.01,
+    "clip_high": 0.01,
+    "dual_clip": 1.01,
+    "drift_coefficient": 0.7,
+    "drift_clip": 0.01,
+    "temperature_positive": 2.0,
+    "temperature_negative": 2.0,
+    "fraction": 0.8,
+    "lowest": 1e-3,
+    "highest": 0.2,
+    "coefficient": 3.0,
+}
+"""Another value of each setting of a loss."""
+
+
+def sections(field: str) -> dict[str, type[BaseModel]]:
+    """The sections that may stand in a field, by type."""
+    union = get_args(AlgorithmConfig.model_fields[field].annotation)
+    members = [get_args(member)[0] for member in union]
+    return {member.model_fields["type"].default: member for member in members}
+
+
+def losses_of(section: BaseModel) -> torch.Tensor:
+    """Values and gradients of a loss on some tokens."""
+    generator = torch.Generator().manual_seed(1)
+    total = int(LENGTHS.sum())
+    old = torch.randn(total, generator=generator) - 2
+    new = (old + 0.8 * torch.randn(total, generator=generator)).requires_grad_()
+    gain = torch.randn(total, generator=generator) * 3
+    is_chosen = torch.zeros(total, dtype=torch.bool)
+    if needs_chosen_tokens(section):
+        noise = torch.rand(total, generator=generator)
+        is_chosen = chosen_tokens(section, new.detach(), gain, noise, lambda values: values)
+    loss = policy_loss(section, LossInputs(new, old, gain, LENGTHS, is_chosen)).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    return torch.cat([loss.detach(), gradient])
+
+
+CASES = [
+    (kind, name)
+    for kind, section in sections("policy_loss").items()
+    if section is not FunctionLoss
+    for name in section.model_fields
+    if name != "type"
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_setting_of_a_loss_changes_it(kind, name):
+    section = sections("policy_loss")[kind]
+    base = {"fraction": 0.3, "lowest": 0.1} if kind == "clip_cov" else {"fraction": 0.3} if kind == "kl_cov" else {}
+    other = OTHERS[name]
+    assert not torch.equal(losses_of(section(**base)), losses_of(section(**base | {name: other})))
+
+
+@pytest.mark.parametrize("changes", [{"level": "sequence"}, {"lowest": 0.95}, {"highest": 1.02}, {"type": "reject"}])
+def test_every_setting_of_the_correction_changes_it(changes):
+    old, rollout = torch.linspace(-3, -1, 191), torch.linspace(-2.9, -1.05, 191)
+    base = {"type": "mask", "lowest": 0.92, "highest": 1.04}
+    plain = correction_weights(CorrectionConfig(**base), old, rollout, LENGTHS)
+    assert not torch.equal(plain, correction_weights(CorrectionConfig(**base | changes), old, rollout, LENGTHS))
+
+
+REFUSED = [
+    ({"policy_loss": {"type": "gspo"}, "aggregation": "token_mean"}, "algorithm.aggregation"),
+    ({"policy_loss": {"type": "gmpo"}, "aggregation": "sequence_mean_token_sum"}, "algorithm.aggregation"),
+    ({"policy_loss": {"type": "gmpo"}, "advantage": {"type": "gae"}}, "algorithm.policy_loss.type"),
+    ({"policy_loss": {"type": "gmpo"}, "advantage": {"type": "reinforce_pp"}}, "algorithm.policy_loss.type"),
+    ({"advantage": {"type": "pass_at_k"}, "kl": {"coefficient": 0.1, "place": "reward"}}, "algorithm.kl.place"),
+    ({"kl": {"coefficient": 0.1, "place": "reward", "unbiased_gradient": True}}, "algorithm.kl.unbiased_gradient"),
+    ({"kl": {"target": 0.1}}, "algorithm.kl.target"),
+    ({"correction": {"lowest": 3.0}}, "algorithm.correction.lowest"),
+    ({"policy_loss": {"type": "clip_cov", "lowest": 9.0}}, "algorithm.policy_loss.lowest"),
+]
+
+
+@pytest.mark.parametrize(("settings", "key"), REFUSED)
+def test_what_does_not_go_together_is_refused_with_the_remedy(settings, key):
+    with pytest.raises(ValueError, match=key.replace(".", r"\.")):
+        AlgorithmConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize("advantage", sections("advantage"))
+@pytest.mark.parametrize("loss", sections("policy_loss"))
+def test_all_other_combinations_are_accepted(advantage, loss):
+    own = {"function": "m:f"}
+    settings = {
+        "advantage": {"type": advantage} | (own if advantage == "function" else {}),
+        "policy_loss": {"type": loss} | (own if loss == "function" else {}),
+    }
+    if loss == "gmpo" and advantage in {"gae", "reinforce_pp"}:
+        return
+    assert refusals(AlgorithmConfig.model_validate(settings)) == []
+
+
+def write(folder, text):
+    path = folder / "recipe.yaml"
+    path.write_text("name: r\nmodels: {policy: p}\ndata: {train: {path: rows.jsonl}}\nreward: {math: 1}\nsteps: 1\n" + text)
+    return path
+
+
+def test_a_workflow_brings_settings_that_the_recipe_may_change(tmp_path):
+    algorithm = load_recipe(write(tmp_path, "workflow: gspo\n")).recipe.algorithm
+    assert (algorithm.policy_loss.type, algorithm.policy_loss.clip_high) == ("gspo", 4e-4)
+    text = "workflow: gspo\nalgorithm: {policy_loss: {clip_high: 0.5}}\n"
+    algorithm = load_recipe(write(tmp_path, text)).recipe.algorithm
+    assert (algorithm.policy_loss.type, algorithm.policy_loss.clip_low, algorithm.policy_loss.clip_high) == (
+        "gspo",
+        3e-4,
+        0.5,
+    )
+
+
+def test_a_section_of_another_type_inherits_nothing(tmp_path):
+    text = "workflow: dr_grpo\nalgorithm: {advantage: {type: rloo}}\n"
+    assert load_recipe(write(tmp_path, text)).recipe.algorithm.advantage.model_dump() == {"type": "rloo"}
+
+
+def test_an_error_in_a_typed_section_names_its_line_and_the_nearest_key(tmp_path):
+    text = "workflow: grpo\nalgorithm:\n  policy_loss:\n    type: gspo\n    clip_hihg: 1\n"
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(tmp_path, text))
+    problem = only_problem(caught.value)
+    assert problem.key == "algorithm.policy_loss.clip_hihg"
+    assert problem.place.endswith("recipe.yaml:10")
+    assert "did you mean 'clip_high'" in problem.message
+
+
+def test_an_unknown_type_names_the_nearest(tmp_path):
+    with pytest.raises(RecipeError, match=r"unknown type \(did you mean 'gspo'"):
+        load_recipe(write(tmp_path, "workflow: grpo\nalgorithm: {policy_loss: {type: gsop}}\n"))
+
+
+def test_every_built_in_workflow_has_settings_that_are_accepted():
+    for name in builtin_workflows():
+        AlgorithmConfig.model_validate(resolve_workflow(name).algorithm)
+
+
+def test_default_settings_are_those_of_grpo():
+    assert make_recipe().algorithm == AlgorithmConfig()
