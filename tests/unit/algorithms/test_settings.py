@@ -14,7 +14,7 @@ from leaderless.config.algorithm import AlgorithmConfig, CorrectionConfig, Funct
 from leaderless.stages.losses import LossInputs, chosen_tokens, correction_weights, needs_chosen_tokens, policy_loss
 from leaderless.workflow import builtin_workflows, load_recipe, resolve_workflow
 
-LENGTHS = torch.tensor([70, 0, 1, 120])
+LENGTHS = torch.tensor([40, 0, 1, 50, 30, 30, 40])
 OTHERS = {
     "clip_low": 0.01,
     "clip_high": 0.01,
@@ -113,7 +113,8 @@ def test_all_other_combinations_are_accepted(advantage, loss):
 
 def write(folder, text):
     path = folder / "recipe.yaml"
-    path.write_text("name: r\nmodels: {policy: p}\ndata: {train: {path: rows.jsonl}}\nreward: {math: 1}\nsteps: 1\n" + text)
+    rest = "name: r\nmodels: {policy: p}\ndata: {train: {path: rows.jsonl}}\nreward: {math: 1}\nsteps: 1\n"
+    path.write_text(rest + text)
     return path
 
 
