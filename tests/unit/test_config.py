@@ -75,13 +75,21 @@ def test_a_role_has_the_optimizer_of_the_recipe_unless_it_has_its_own():
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
-    [("all", (0, 1, 2, 3)), ("2", (2,)), ("0-2", (0, 1, 2)), ("5,0-1,3", (0, 1, 3, 5)), ("3-3", (3,))],
+    [("all", (0, 1, 2, 3)), ("2", (2,)), ("0-2", (0, 1, 2)), ("3,0-1", (0, 1, 3)), ("3-3", (3,))],
 )
 def test_ranks_are_read_as_ranges(ranks, expected):
     assert LayoutConfig(ranks=ranks).ranks_of(4) == expected
 
 
-@pytest.mark.parametrize(("ranks", "message"), [("3-1", "runs backwards"), ("0-2,2", "names a rank twice")])
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ("3-1", "runs backwards"),
+        ("0-2,2", "names a rank twice"),
+        ("0-9999999999", "there are 4"),
+        ("0,4", "names rank 4"),
+    ],
+)
 def test_ranks_that_make_no_sense_are_refused(ranks, message):
     with pytest.raises(ValueError, match=message):
         LayoutConfig(ranks=ranks).ranks_of(4)
@@ -124,6 +132,48 @@ def test_an_unknown_option_of_a_model_or_reward_gets_a_hint(tmp_path):
     assert "did you mean 'weight'?" in problem_of(path).message
     path = write_recipe(tmp_path, ("{math: 1.0}", "{'a.b:f': {weights: 1}}"))
     assert "did you mean 'weight'?" in problem_of(path).message
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "message"),
+    [
+        ("reward.math=false", "reward.math=False", "must be a number (its weight) or a section of settings"),
+        ("reward.math=heavy", "reward.math='heavy'", "must be a number (its weight) or a section of settings"),
+        ("reward.math=[1]", "reward.math", "must be a number (its weight) or a section of settings"),
+        ("reward.format=true", "reward.format=True", "must be a section of settings"),
+        ("models.policy=123", "models.policy=123", "must be text (its path) or a section of settings"),
+        ("layout.rollout.ranks=[0, 1]", "layout.rollout.ranks", 'must be text: write "0-1" or "0,1"'),
+        ("layout.rollout.groups=split", "layout.rollout.groups='split'", "must be 'auto' or 'whole'"),
+        ("batch.responses_per_prompt=65537", "batch.responses_per_prompt=65537", "must be less than or equal to 65536"),
+        ("batch=&b {x: *b}", "batch", "holds itself through an alias: write out what is meant"),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_told_what_it_may_be(tmp_path, override, key, message):
+    problem = problem_of(write_recipe(tmp_path), [override])
+    assert (problem.key, problem.message, problem.place) == (key, message, f"override {override}")
+
+
+def test_numbers_that_yaml_takes_for_text_are_weights(tmp_path):
+    recipe = load_recipe(write_recipe(tmp_path), ["reward.math=1e-1", "reward.a.b:f=-2e0"]).recipe
+    assert {name: options.weight for name, options in recipe.reward.options().items()} == {"math": 0.1, "a.b:f": -2.0}
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "message"),
+    [
+        ("batch: &b {x: *b}", 8, "holds itself through an alias: write out what is meant"),
+        ("batch:\n  x: &b [1, {y: *b}]", 9, "holds itself through an alias"),
+        ("on: 1", 8, "a key must be text; put it in quotes"),
+        ("batch:\n  ~: 1", 9, "a key must be text; put it in quotes"),
+        ("batch:\n  0x10: 1", 9, "a key must be text; put it in quotes"),
+        ("batch:\n  yes: 1\n  on: 2", 10, "is written twice"),
+    ],
+)
+def test_what_yaml_can_hold_but_no_recipe_is_placed(tmp_path, more, line, message):
+    path = write_recipe(tmp_path, more=more)
+    problem = problem_of(path)
+    assert problem.place == f"{path}:{line}"
+    assert message in problem.message
 
 
 def test_an_unknown_reward_is_placed_at_its_own_line(tmp_path):
@@ -181,8 +231,8 @@ def test_a_wrong_value_is_shown_with_the_rule(tmp_path, more, key, rule):
         (("name: tiny", "name: 2024-01-01"), "must be a valid string"),
         (("workflow: grpo", "workflow: ' '"), "must name a workflow"),
         (("some/model", "''"), "must have at least 1 character"),
-        (("{policy: some/model}", "{policy: 3}"), "must be a section of settings"),
-        (("{math: 1.0}", "{math: yes}"), "must be a section of settings"),
+        (("{policy: some/model}", "{policy: 3}"), "must be text (its path) or a section of settings"),
+        (("{math: 1.0}", "{math: yes}"), "must be a number (its weight) or a section of settings"),
         (("{math: 1.0}", "{format: 1.0}"), "must be given"),
         (("{math: 1.0}", "{format: {pattern: '('}}"), "is no regular expression"),
         (("rows.jsonl}", "rows.jsonl, template: chta}"), "must be 'auto', 'chat', 'plain' or a text with"),
@@ -370,7 +420,7 @@ own_rewards = st.dictionaries(
     st.from_regex(r"[a-z]{1,4}(\.[a-z]{1,4})?:[a-z]{1,4}", fullmatch=True), rewards, max_size=2
 )
 layouts = sections(
-    ranks=st.sampled_from(["all", "0", "0-3,8"]), dp=counts, tp=counts, groups=st.sampled_from(["whole", "split"])
+    ranks=st.sampled_from(["all", "0", "0-3,8"]), dp=counts, tp=counts, groups=st.sampled_from(["whole", "auto"])
 )
 recipes = st.fixed_dictionaries(
     {

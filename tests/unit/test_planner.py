@@ -375,7 +375,11 @@ def test_sequences_longer_than_the_context_of_a_model_are_refused(tmp_path):
         ({"rewards": {}}, "layout.rewards", "has no such node (did you mean 'reward'?)"),
         ({"policy": {"tp": 2}}, "layout.policy", "divide their ranks by data parallelism only"),
         ({"rollout": {"pp": 2}, "policy": {}}, "layout.rollout", "divide their ranks by data parallelism only"),
-        ({"advantage": {"groups": "split"}}, "layout.advantage.groups", "needs all responses to a prompt on one rank"),
+        (
+            {"reward": {"ranks": "0-9999999999"}},
+            "layout.reward.ranks",
+            "names rank 9999999999, but there are 4 (0-3)",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(layout, key, message):
@@ -389,6 +393,21 @@ def test_more_ranks_than_prompts_are_refused():
     assert problem.key == "batch.prompts_per_step"
     assert "is 3, fewer than the 4 data-parallel ranks of node 'rollout'" in problem.message
     plan_of("grpo", 4, batch={"prompts_per_step": 4})
+
+
+def test_nodes_on_samples_may_have_more_ranks_than_there_are_prompts():
+    sizes = {"prompts_per_step": 1, "responses_per_prompt": 3}
+    apart = {"rollout": {"ranks": "0"}, "policy": {"ranks": "1-3"}}
+    plan_of("grpo", 4, layout=apart, batch=sizes)
+    problem = refused("grpo", 4, layout=apart, batch=sizes | {"responses_per_prompt": 2})
+    assert problem.message.startswith(
+        "is 1 with 2 responses each, fewer than the 3 data-parallel ranks of node 'policy', so that some would have "
+        "nothing to do: set at least 2"
+    )
+    together = apart | {"advantage": {"ranks": "1-3"}}
+    problem = refused("grpo", 4, layout=together, batch=sizes)
+    assert problem.message.startswith("is 1, fewer than the 3 data-parallel ranks of node 'advantage'")
+    assert "set at least 3" in problem.message
 
 
 def test_a_rank_with_nothing_to_do_is_refused_with_a_remedy_that_helps():

@@ -175,7 +175,7 @@ def test_names_that_cannot_be_told_apart_or_written_are_refused(workflow, messag
         ("name: w\nnodes:\n  a: {run: x, role: ''}\n", 3, "nodes.a.role", "must name a role"),
         ("name: w\nnodes:\n  a: {run: x}\n  b:\n    run: x\n    after: 0\n", 6, "nodes.b.after", "must name a node"),
         ("name: w\nnodes:\n  a: {run: x, after: [3]}\n", 3, "nodes.a.after", "must name a node"),
-        ("name: w\nnodes:\n  yes: {run: x}\n", 2, "nodes.True", "must be text; put it in quotes"),
+        ("name: w\nnodes:\n  yes: {run: x}\n", 3, "nodes.True", "must be text; put it in quotes"),
         ("name: w\nnodes:\n  a: {run: x}\n  a: {run: y}\n", 4, "nodes.a", "is written twice"),
         ("name: w\nnodes:\n  a: {run: x}\n  b: {run: x, after: c}\n", 4, "nodes.b.after", "no node is called 'c'"),
         ("name: w\nnodes: {}\n", 2, "nodes", "must hold at least one node"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
@@ -34,9 +35,19 @@ class ShorthandSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: object) -> object:
-        if isinstance(value, cls.shorthand_types) and not isinstance(value, bool):
+        if value is None or isinstance(value, Mapping | cls):
+            return value
+        is_text = str in cls.shorthand_types
+        if isinstance(value, str) and not is_text:  # YAML takes `1e-1` for text
+            try:
+                return {cls.shorthand: float(value)}
+            except ValueError:
+                pass
+        elif isinstance(value, cls.shorthand_types) and not isinstance(value, bool):
             return {cls.shorthand: value}
-        return value
+        needs_more = any(field.is_required() for name, field in cls.model_fields.items() if name != cls.shorthand)
+        short = "" if needs_more else f"{'text' if is_text else 'a number'} (its {cls.shorthand}) or "
+        raise ValueError(f"must be {short}a section of settings")
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:

@@ -6,13 +6,16 @@ from pydantic import Field
 
 from leaderless.config.base import Section
 
+MAX_RESPONSES = 1 << 16
+"""Siblings that the id of a sample has room for."""
+
 
 class BatchConfig(Section):
     """The one vocabulary of batch sizes; everything else is derived from it and shown by `leaderless plan`."""
 
     prompts_per_step: int = Field(default=128, ge=1)
     """Prompts (for supervised fine-tuning: rows) taken from the data in each step, over all ranks."""
-    responses_per_prompt: int = Field(default=8, ge=1)
+    responses_per_prompt: int = Field(default=8, ge=1, le=MAX_RESPONSES)
     """Responses sampled for each prompt: the group."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimiser steps made from one step's samples."""

@@ -23,9 +23,16 @@ class LayoutConfig(Section):
     """Pipeline-parallel size."""
     cp: int = Field(default=1, ge=1)
     """Context-parallel size."""
-    groups: Literal["auto", "whole", "split"] = "auto"
-    """Whether all responses to a prompt stay on one rank when data arrives from another layout; `auto` keeps them
-    together where a node needs that."""
+    groups: Literal["auto", "whole"] = "auto"
+    """`whole` keeps all responses to a prompt on one rank when data arrives from another layout; `auto` does so where
+    a node needs that."""
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _ranks_are_text(cls, value: object) -> object:
+        if isinstance(value, list):
+            raise ValueError('must be text: write "0-1" or "0,1"')
+        return value
 
     @field_validator("ranks")
     @classmethod
@@ -38,19 +45,24 @@ class LayoutConfig(Section):
         """The ranks, ascending.
 
         Args:
-            world_size: What `all` stands for.
+            world_size: Ranks there are, and what `all` stands for.
 
         Raises:
-            ValueError: A range runs backwards or a rank is named twice.
+            ValueError: A range runs backwards, or a rank is named twice or is not there.
         """
         if self.ranks == "all":
             return tuple(range(world_size))
         ranks: list[int] = []
         for part in self.ranks.split(","):
-            first, _, last = part.partition("-")
-            if last and int(last) < int(first):
+            first, last = (int(number) for number in (part if "-" in part else f"{part}-{part}").split("-"))
+            if last < first:
                 raise ValueError(f"range '{part}' runs backwards")
-            ranks.extend(range(int(first), int(last or first) + 1))
+            if last >= world_size:
+                raise ValueError(
+                    f"names rank {last}, but there are {world_size} (0-{world_size - 1}): "
+                    f"start at least {last + 1} workers or name other ranks"
+                )
+            ranks.extend(range(first, last + 1))
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"'{self.ranks}' names a rank twice")
         return tuple(sorted(ranks))

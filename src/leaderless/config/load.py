@@ -124,8 +124,10 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 def _problem(details: ErrorDetails, source: RecipeSource) -> Problem:
     """What one pydantic error means to the user."""
     path = written_path(details["loc"])
-    key = ".".join(path)
     kind, value = details["type"], details["input"]
+    if kind == "invalid_key":
+        path = (*path[:-1], str(value))  # pydantic calls the key `true` 1
+    key = ".".join(path)
     rule = re.sub(r"^\w+ should ", "must ", details["msg"].removeprefix("Value error, "))
     message = _RULES.get(kind, rule)
     if kind == "extra_forbidden":

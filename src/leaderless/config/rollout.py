@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from leaderless.config.base import Section
+from leaderless.config.batch import MAX_RESPONSES
 
 
 class SamplingConfig(Section):
@@ -41,7 +42,7 @@ class EvaluationConfig(SamplingConfig):
 
     every_steps: int = Field(default=0, ge=0)
     """Evaluate after every so many steps, before the first and after the last; 0 never does."""
-    responses_per_prompt: int = Field(default=1, ge=1)
+    responses_per_prompt: int = Field(default=1, ge=1, le=MAX_RESPONSES)
     """Responses sampled for each prompt: the k of mean@k, pass@k and maj@k."""
     temperature: float = Field(default=0.0, ge=0)
     """Logits are divided by it; 0 takes the most likely token."""

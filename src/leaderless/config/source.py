@@ -11,6 +11,8 @@ import yaml
 
 from leaderless.config.errors import Problem, RecipeError
 
+CIRCLE = "holds itself through an alias: write out what is meant"
+
 Setting = object
 """A value as YAML gives it: text, number, boolean, null, list or mapping."""
 
@@ -65,6 +67,9 @@ def read_yaml(path: Path) -> RecipeSource:
         raise RecipeError([Problem("", "must be a mapping of sections, as `name: my-run`", f"{path}:1")])
     places: dict[tuple[str, ...], str] = {(): str(path)}
     problems: list[Problem] = []
+    circle = _circle(tree)
+    if circle is not None:
+        raise RecipeError([Problem("", CIRCLE, f"{path}:{circle.start_mark.line + 1}")])
     _walk(tree, (), path, places, problems)
     if problems:
         raise RecipeError(problems)
@@ -83,13 +88,31 @@ def _walk(
         return
     seen: set[str] = set()
     for key_node, value_node in node.value:
-        key = str(key_node.value)
+        key = _key_of(key_node)
         place = f"{path}:{key_node.start_mark.line + 1}"
         if key in seen:
             problems.append(Problem(".".join((*prefix, key)), "is written twice; keep one", place))
         seen.add(key)
         places[(*prefix, key)] = place
         _walk(value_node, (*prefix, key), path, places, problems)
+
+
+def _key_of(node: yaml.Node) -> str:
+    """A key as settings have it: `on` is true in YAML, and `~` is nothing."""
+    is_text = node.tag == "tag:yaml.org,2002:str" or not isinstance(node, yaml.ScalarNode)
+    return str(node.value if is_text else yaml.safe_load(node.value))
+
+
+def _circle(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> yaml.Node | None:
+    """A mapping or list that holds itself, through an alias."""
+    if any(node is other for other in above):
+        return node
+    inner: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        inner = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        inner = node.value
+    return next((found for part in inner if (found := _circle(part, (*above, node)))), None)
 
 
 def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSource:
@@ -111,7 +134,12 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
         if not equals or not all(path):
             raise RecipeError([Problem("", "an override must look like section.key=value", place)])
         try:
+            tree = yaml.compose(text, Loader=yaml.SafeLoader)
+            if tree is not None and _circle(tree) is not None:
+                raise RecipeError([Problem(key, CIRCLE, place)])
             value = yaml.safe_load(text)
+        except RecipeError:
+            raise
         except (yaml.YAMLError, ValueError) as error:
             raise RecipeError([Problem(key, f"the value is not valid YAML: {text!r}", place)]) from error
         section: dict[str, Setting] = settings

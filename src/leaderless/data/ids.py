@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SIBLING_BITS = 16
+from leaderless.config.batch import MAX_RESPONSES
+
+SIBLING_BITS = (MAX_RESPONSES - 1).bit_length()
 """Room for 65,536 responses to a prompt, and for 2^47 prompts in a run."""
 
 

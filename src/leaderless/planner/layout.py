@@ -131,12 +131,6 @@ def _make_layout(key: str, config: LayoutConfig, cluster: Cluster) -> Layout:
         ranks = config.ranks_of(cluster.world_size)
     except ValueError as error:
         raise RecipeError.at(f"{key}.ranks", str(error)) from error
-    if ranks[-1] >= cluster.world_size:
-        raise RecipeError.at(
-            f"{key}.ranks",
-            f"names rank {ranks[-1]}, but there are {cluster.world_size} (0-{cluster.world_size - 1}): "
-            f"start at least {ranks[-1] + 1} workers or name other ranks",
-        )
     model_parallel = config.tp * config.pp * config.cp
     dp = config.dp or len(ranks) // model_parallel
     if dp * model_parallel != len(ranks):

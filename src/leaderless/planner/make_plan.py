@@ -11,7 +11,7 @@ from leaderless.planner.layout import Cluster, make_layouts
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import BatchSizes, Edge, Plan, PlannedNode, RoleInstance
-from leaderless.planner.schedule import make_schedule, makers
+from leaderless.planner.schedule import is_expanded, keeps_groups, make_schedule
 from leaderless.workflow import COLUMNS, Workflow
 
 UNKNOWN_COLUMN_BYTES = 8
@@ -93,17 +93,15 @@ def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
             raise RecipeError.at(
                 key, f"{layout}: models divide their ranks by data parallelism only; leave out tp, pp and cp"
             )
-        groups = recipe.layout[node.name].groups if node.name in recipe.layout else "auto"
-        if node.spec.needs_whole_groups and groups == "split":
-            raise RecipeError.at(
-                f"{key}.groups",
-                f"is 'split', but stage '{node.node.run}' needs all responses to a prompt on one rank: use 'whole'",
-            )
-        if prompts < layout.dp:
+        siblings = recipe.batch.responses_per_prompt
+        if not is_expanded(nodes, node.row_set) or keeps_groups(recipe, nodes, node.row_set, layout):
+            siblings = 1
+        if prompts * siblings < layout.dp:
             raise RecipeError.at(
                 "batch.prompts_per_step",
-                f"is {prompts}, fewer than the {layout.dp} data-parallel ranks of node '{node.name}', "
-                f"so that some would have nothing to do: set at least {layout.dp}, or start fewer workers",
+                f"is {prompts}{f' with {siblings} responses each' * (siblings > 1)}, fewer than the {layout.dp} "
+                f"data-parallel ranks of node '{node.name}', so that some would have nothing to do: "
+                f"set at least {-(-layout.dp // siblings)}, or start fewer workers",
             )
 
 
@@ -179,7 +177,7 @@ def _edges(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[Edge, ...]:
     layouts = {node.name: node.layout for node in nodes}
     edges: list[Edge] = []
     for node in nodes:
-        is_sampled = any(maker.spec.rows == "expand" for maker in makers(nodes, node.row_set))
+        is_sampled = is_expanded(nodes, node.row_set)
         for source in sorted(set(node.reads.values())):
             columns = tuple(column for column, provider in node.reads.items() if provider == source)
             is_local = source == DATA or layouts[source].holds_rows_like(node.layout)

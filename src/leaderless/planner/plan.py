@@ -50,7 +50,7 @@ class Edge:
         target: A node.
         columns: Their names.
         kind: `local` when both hold the same rows on the same ranks; then nothing moves.
-        max_bytes: Size of the columns when all sequences are as long as they may be, over all ranks.
+        max_bytes: Estimated size of the columns when all sequences are as long as they may be, over all ranks.
     """
 
     source: str

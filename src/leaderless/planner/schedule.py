@@ -49,6 +49,16 @@ def makers(nodes: Sequence[PlannedNode], row_set: str) -> list[PlannedNode]:
     return made
 
 
+def is_expanded(nodes: Sequence[PlannedNode], row_set: str) -> bool:
+    """Whether the rows of a row set are samples, not prompts.
+
+    Args:
+        nodes: The nodes that run.
+        row_set: Named by the node that made it.
+    """
+    return any(maker.spec.rows == "expand" for maker in makers(nodes, row_set))
+
+
 def _loads(nodes: Sequence[PlannedNode]) -> list[Load]:
     """One load for every layout that works on the data's own rows."""
     loads: list[Load] = []
@@ -76,13 +86,20 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
         if not columns and (first is None or first.reads):
             continue
         row_set = source.row_set_after
-        keep_groups = _keeps_groups(recipe, nodes, row_set, layout)
+        keep_groups = keeps_groups(recipe, nodes, row_set, layout)
         reshards.append(Reshard(source.name, row_set, tuple(sorted(columns)), source.layout, layout, keep_groups))
     return reshards
 
 
-def _keeps_groups(recipe: Recipe, nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> bool:
-    """Whether a node of a layout needs whole groups of a row set, or of what is made of it without leaving there."""
+def keeps_groups(recipe: Recipe, nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> bool:
+    """Whether a node of a layout needs whole groups of a row set, or of what is made of it without leaving there.
+
+    Args:
+        recipe: Says which nodes want whole groups.
+        nodes: The nodes that run.
+        row_set: What arrives.
+        layout: Where it arrives.
+    """
     for node in nodes:
         is_asked = node.name in recipe.layout and recipe.layout[node.name].groups == "whole"
         if not node.layout.holds_rows_like(layout) or not (node.spec.needs_whole_groups or is_asked):
