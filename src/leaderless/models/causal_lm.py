@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.models.attention import ATTENTION_NAME, Attention
+from leaderless.models.attention import Attention
+from leaderless.models.decoder import Decoder, load_decoder
 
 CHUNK_ELEMENTS = 1 << 25
 """Most logits that are held at a time; more are computed in pieces and recomputed in the backward pass."""
@@ -31,17 +31,8 @@ class TokenOutputs:
     entropies: Tensor
 
 
-class CausalLM(nn.Module):
-    """A decoder of `transformers` over packed sequences."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a model that was loaded with this package's attention.
-
-        Args:
-            model: Its weights keep their names.
-        """
-        super().__init__()
-        self.model = model
+class CausalLM(Decoder):
+    """A language model of `transformers` over packed sequences."""
 
     def forward(
         self,
@@ -68,10 +59,7 @@ class CausalLM(nn.Module):
         Returns:
             `TokenOutputs` where there are targets, else [R, vocabulary] float32 logits.
         """
-        output = self.model.base_model(
-            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
-        )
-        hidden = output.last_hidden_state.squeeze(0).index_select(0, select)
+        hidden = self.hidden_states(tokens, positions, attention, select)
         if targets is None:
             return self._logits(hidden)
         rows = max(1, CHUNK_ELEMENTS // self.model.config.get_text_config().vocab_size)
@@ -113,37 +101,4 @@ def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
         RecipeError: It cannot be found or read, weights are missing, or it does something in its attention or logits
             that this package does not do.
     """
-    key = f"models.{role}"
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            revision=config.revision,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}") from error
-    if info["missing_keys"] or info["mismatched_keys"]:
-        wrong = sorted(str(name) for name in (*info["missing_keys"], *info["mismatched_keys"]))
-        raise RecipeError.at(key, f"'{config.path}' lacks {len(wrong)} of its weights, as {wrong[0]}")
-    _check_supported(model, key)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return CausalLM(model)
-
-
-class _TextConfig(Protocol):
-    layer_types: list[str] | None
-
-
-def _check_supported(model: PreTrainedModel, key: str) -> None:
-    """Refuse what would be computed wrongly in silence."""
-    config = model.config.get_text_config()
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in {None, 1}:
-            raise RecipeError.at(key, f"models with {name} are not supported")
-    kinds = set(getattr(cast("_TextConfig", config), "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
-        raise RecipeError.at(key, f"layers of type {sorted(kinds)[0]} are not supported, only full_attention")
+    return CausalLM(load_decoder(AutoModelForCausalLM, config, role))

@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Group
+from leaderless.models.decoder import Decoder
+from leaderless.models.value_model import ValueModel
 from leaderless.observability.run_directory import list_checkpoints, write_atomically
-from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.sharded import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,12 @@ class RoleState:
     Attributes:
         policy_version: Optimiser steps behind the weights.
         model: Identifies the names and shapes of the weights.
+        is_value_model: It has a scalar head.
     """
 
     policy_version: int
     model: str
+    is_value_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class CheckpointWriter:
     """
 
     folder: Path
-    engines: Mapping[str, FsdpEngine]
+    engines: Mapping[str, ShardedModel[Decoder]]
     world: Group
     tokenizer: Tokenizer
     keep: int
@@ -102,21 +106,21 @@ class CheckpointWriter:
                 shutil.rmtree(old)
         return final
 
-    def _save_role(self, folder: Path, engine: FsdpEngine) -> None:
+    def _save_role(self, folder: Path, engine: ShardedModel[Decoder]) -> None:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         save(dict(engine.state()), storage_writer=writer, process_group=engine.group.handle)
         if self.world.rank != engine.group.ranks[0]:
             return
         model = engine.model.model
         model.config.save_pretrained(str(folder))
-        if model.generation_config is not None:
+        if getattr(model, "generation_config", None) is not None:  # classifiers do not generate
             model.generation_config.save_pretrained(str(folder))
         self.tokenizer.save_pretrained(str(folder))
-        role_state = RoleState(engine.policy_version, fingerprint(engine))
+        role_state = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))
         write_atomically(folder / "role.json", json.dumps(asdict(role_state), indent=2))
 
 
-def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
+def load_checkpoint(path: Path, engines: Mapping[str, ShardedModel[Decoder]]) -> RunState:
     """Read a checkpoint into the models. All ranks call it together, as many as there are now.
 
     Args:
@@ -128,8 +132,7 @@ def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
     """
     state = read_state(path)
     for role, engine in engines.items():
-        file = path / role / "role.json"
-        role_state = RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        role_state = read_role_state(path, role)
         if role_state is None or role_state.model != fingerprint(engine):
             raise ValueError(
                 f"checkpoint {path} does not fit models.{role}: its weights have other names or shapes; "
@@ -156,6 +159,17 @@ def read_state(path: Path) -> RunState:
         raise ValueError(f"{path} is not a checkpoint: {error}") from error
 
 
+def read_role_state(path: Path, role: str) -> RoleState | None:
+    """What a checkpoint says of a role; None when it does not hold it.
+
+    Args:
+        path: The checkpoint's folder.
+        role: That was trained.
+    """
+    file = path / role / "role.json"
+    return RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+
+
 def read_node_state(path: Path, name: str) -> dict[str, float]:
     """What a node remembered when a checkpoint was written.
 
@@ -172,7 +186,7 @@ def _node_file(path: Path, name: str) -> Path:
     return path / f"node-{name}.json"
 
 
-def fingerprint(engine: FsdpEngine) -> str:
+def fingerprint(engine: ShardedModel[Decoder]) -> str:
     """Identifies the names and shapes of a model's weights.
 
     Args:

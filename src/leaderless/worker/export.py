@@ -8,9 +8,15 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
-from leaderless.worker.checkpoint import read_state
+from leaderless.worker.checkpoint import read_role_state, read_state
 
 
 def export_model(checkpoint: Path, role: str, out: Path) -> Path:
@@ -28,13 +34,14 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
         ValueError: The checkpoint has no such role, or `out` holds something.
     """
     read_state(checkpoint)
-    source = checkpoint / role
-    if not source.is_dir():
+    source, state = checkpoint / role, read_role_state(checkpoint, role)
+    if state is None:
         roles = ", ".join(sorted(path.name for path in checkpoint.iterdir() if path.is_dir()))
         raise ValueError(f"checkpoint {checkpoint} has no role '{role}' (there are: {roles})")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"folder {out} is not empty: name another one")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+    auto_class = AutoModelForTokenClassification if state.is_value_model else AutoModelForCausalLM
+    model = auto_class.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     load(weights, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=True)
     if (source / "generation_config.json").exists():
