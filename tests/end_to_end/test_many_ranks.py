@@ -9,14 +9,13 @@ from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_recipe
 
-from leaderless.config import load_recipe
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import StageContext
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
-from leaderless.workflow import resolve_workflow
+from leaderless.workflow import load_recipe, resolve_workflow
 
 Step = dict[str, object]
 
@@ -42,8 +41,8 @@ def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
         for _ in range(num_steps):
             sampled.clear()
             numbers = worker.run_step()
-            trained = worker.roles.trained().get("policy")
-            weights = {} if trained is None else {name: w.clone() for name, w in trained.full_weights()}
+            trained = worker.roles.trained().items()
+            weights = {f"{role}.{name}": w.clone() for role, engine in trained for name, w in engine.full_weights()}
             steps.append({"samples": dict(sampled), "numbers": numbers, "weights": weights})
     return steps
 
