@@ -41,8 +41,8 @@ def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
         for _ in range(num_steps):
             sampled.clear()
             numbers = worker.run_step()
-            trained = worker.roles.trained().get("policy")
-            weights = {} if trained is None else {name: w.clone() for name, w in trained.full_weights()}
+            trained = worker.roles.trained().items()
+            weights = {f"{role}.{name}": w.clone() for role, engine in trained for name, w in engine.full_weights()}
             steps.append({"samples": dict(sampled), "numbers": numbers, "weights": weights})
     return steps
 

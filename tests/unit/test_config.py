@@ -57,12 +57,13 @@ def test_a_recipe_cannot_be_changed():
         make_recipe().steps = 5
 
 
-def test_the_reference_is_the_policy_unless_it_is_named():
+@pytest.mark.parametrize("role", ["reference", "critic"])
+def test_the_reference_and_the_critic_are_the_policy_unless_they_are_named(role):
     recipe = make_recipe(models={"policy": "p"})
-    assert recipe.model_of("reference") == recipe.models["policy"]
-    assert recipe.model_of("critic") is None
-    recipe = make_recipe(models={"policy": "p", "reference": "r"})
-    assert recipe.model_of("reference").path == "r"
+    assert recipe.model_of(role) == recipe.models["policy"]
+    assert recipe.model_of("judge") is None
+    recipe = make_recipe(models={"policy": "p", role: "r"})
+    assert recipe.model_of(role).path == "r"
 
 
 def test_a_role_has_the_optimizer_of_the_recipe_unless_it_has_its_own():
@@ -71,6 +72,9 @@ def test_a_role_has_the_optimizer_of_the_recipe_unless_it_has_its_own():
     assert recipe.optimizer_of("policy").learning_rate == 1e-5
     assert recipe.optimizer_of("critic").learning_rate == 1e-4
     assert recipe.optimizer_of("nobody").learning_rate == 1e-5
+    policy = {"path": "p", "optimizer": {"learning_rate": 1e-3}}
+    recipe = make_recipe(models={"policy": policy}, optimizer={"learning_rate": 1e-5})
+    assert recipe.optimizer_of("critic").learning_rate == 1e-5, "the policy's own is not the critic's"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ from leaderless.config.rewards import RewardsConfig
 from leaderless.config.rollout import EvaluationConfig, RolloutConfig
 from leaderless.config.run import CheckpointConfig, RunConfig
 
+DERIVED_ROLES = ("reference", "critic")
+"""Roles that begin as the policy when they have no model of their own."""
+
 
 class Recipe(Section):
     """What to train, on what, and how; on which devices is decided by the planner."""
@@ -25,7 +28,7 @@ class Recipe(Section):
     workflow: str
     """A built-in workflow, a YAML file, or `package.module:function` that returns a `Workflow`."""
     models: Mapping[str, ModelConfig]
-    """The model of each role, as `policy`; `reference` is the untrained policy when not given."""
+    """The model of each role, as `policy`; `reference` and `critic` begin as the untrained policy when not given."""
     data: DataConfig
     """Training and held-out data."""
     reward: RewardsConfig = RewardsConfig()
@@ -82,7 +85,7 @@ class Recipe(Section):
         Args:
             role: A role of the workflow.
         """
-        return self.models.get(role) or (self.models.get("policy") if role == "reference" else None)
+        return self.models.get(role) or (self.models.get("policy") if role in DERIVED_ROLES else None)
 
     def optimizer_of(self, role: str) -> OptimizerConfig:
         """The optimiser settings of a trained role.
@@ -90,5 +93,5 @@ class Recipe(Section):
         Args:
             role: A role of the workflow.
         """
-        model = self.model_of(role)
+        model = self.models.get(role)
         return (model.optimizer if model else None) or self.optimizer

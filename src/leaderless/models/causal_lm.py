@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM
 
-from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.models.attention import ATTENTION_NAME, Attention
-from leaderless.models.support import check_supported
+from leaderless.models.attention import Attention
+from leaderless.models.decoder import Decoder, load_decoder
 
 CHUNK_ELEMENTS = 1 << 25
 """Most logits that are held at a time; more are computed in pieces and recomputed in the backward pass."""
@@ -35,17 +31,8 @@ class TokenOutputs:
     entropies: Tensor
 
 
-class CausalLM(nn.Module):
-    """A decoder of `transformers` over packed sequences."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a model that was loaded with this package's attention.
-
-        Args:
-            model: Its weights keep their names.
-        """
-        super().__init__()
-        self.model = model
+class CausalLM(Decoder):
+    """A language model of `transformers` over packed sequences."""
 
     def forward(
         self,
@@ -72,10 +59,7 @@ class CausalLM(nn.Module):
         Returns:
             `TokenOutputs` where there are targets, else [R, vocabulary] float32 logits.
         """
-        output = self.model.base_model(
-            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
-        )
-        hidden = output.last_hidden_state.squeeze(0).index_select(0, select)
+        hidden = self.hidden_states(tokens, positions, attention, select)
         if targets is None:
             return self._logits(hidden)
         rows = max(1, CHUNK_ELEMENTS // self.model.config.get_text_config().vocab_size)
@@ -117,54 +101,4 @@ def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
         RecipeError: It cannot be found or read, weights are missing, or it does something in its attention or logits
             that this package does not do.
     """
-    key = f"models.{role}"
-    try:
-        with _quiet_transformers():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                revision=config.revision,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION_NAME,
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except Exception as error:
-        # Whatever a folder holds, `transformers` and what it calls have errors of every kind for it.
-        raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}") from error
-    if info["mismatched_keys"]:
-        name, saved, expected = sorted(info["mismatched_keys"])[0]
-        sizes = f"its {name} is {tuple(saved)}, but its config.json asks for {tuple(expected)}"
-        raise RecipeError.at(key, f"'{config.path}' has weights of another size than it says: {sizes}")
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise RecipeError.at(key, f"'{config.path}' lacks {len(missing)} of its weights, as {missing[0]}")
-    check_supported(model, key)
-    _remove_dropout(model)
-    if config.gradient_checkpointing:
-        _enable_gradient_checkpointing(model)
-    return CausalLM(model)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """What is wrong with a model's weights is said by this package, in one line."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
-
-
-def _remove_dropout(model: PreTrainedModel) -> None:
-    """The policy that is trained shall be the one that sampled and was scored, in every pass."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-
-
-def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """By the name that the installed version of `transformers` has for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    return CausalLM(load_decoder(AutoModelForCausalLM, config, role))

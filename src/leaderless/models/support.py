@@ -73,17 +73,23 @@ def _try_packed(model: PreTrainedModel) -> str:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     sequences = [torch.arange(length) * 7919 % vocabulary for length in _LENGTHS]
     watched = _Watched(PackedAttention(_LENGTHS, torch.device("cpu")))
-    packed = model(
+    hidden = model.base_model(
         input_ids=torch.cat(sequences)[None],
         position_ids=torch.cat([torch.arange(length) for length in _LENGTHS])[None],
         use_cache=False,
         attention=watched,
-    ).logits[0]
+    ).last_hidden_state[0]
     num_layers = model.config.get_text_config().num_hidden_layers
     if watched.calls != Counter(range(num_layers)):
         return f"their attention runs {sum(watched.calls.values())} times in a pass through {num_layers} layers"
     model.set_attn_implementation("eager")
-    alone = torch.cat([model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in sequences])
+    # A language model is judged by its logits, which it may do more to; another model by what its own head is given.
+    head = model.get_output_embeddings()
+    if head is None:
+        packed, outputs = hidden, [model.base_model(input_ids=s[None], use_cache=False)[0][0] for s in sequences]
+    else:
+        packed, outputs = head(hidden), [model(input_ids=s[None], use_cache=False).logits[0] for s in sequences]
+    alone = torch.cat(outputs)
     error = float((packed - alone).abs().max() / alone.std().clamp(min=1e-6))
     if not error < _TOLERANCE:
         return f"packed sequences give other logits than each alone, by {error:.2g} standard deviations"

@@ -19,6 +19,13 @@ from leaderless.workflow import (
 
 DATA = "data"
 """The source of the columns that the dataloader provides."""
+HINTS = {
+    "values": "a critic does: use the workflow ppo, add a node that runs the stage 'values', or set another "
+    "algorithm.advantage.type than gae",
+    "returns": "the stage 'advantage' does, with algorithm.advantage.type=gae: set it, or use a workflow without a "
+    "critic, as grpo",
+}
+"""Who writes columns that only some settings bring about."""
 
 OLD_LOG_PROBS = "old_log_probs"
 
@@ -216,6 +223,8 @@ class _Tracer:
             hint = f"'{writers[0]}' writes it but does not come before: add it to `after`"
         elif column in DATA_RESPONSE_COLUMNS:
             hint = "a rollout writes it, or the data when data.train.response is set"
+        elif column in HINTS:
+            hint = HINTS[column]
         else:
             hint = f"no node writes it{nearest(column, {*self.writers, *COLUMNS})}"
         return Problem(f"nodes.{name}", f"reads column '{column}', which no node before it writes: {hint}")

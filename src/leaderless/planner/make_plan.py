@@ -12,7 +12,7 @@ from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import BatchSizes, Edge, Plan, PlannedNode, RoleInstance
 from leaderless.planner.schedule import is_expanded, keeps_groups, make_schedule
-from leaderless.workflow import COLUMNS, Workflow
+from leaderless.workflow import COLUMNS, Node, Workflow, spec_of
 
 UNKNOWN_COLUMN_BYTES = 8
 """Assumed size per row of a column that only a user's stage knows."""
@@ -46,7 +46,9 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     )
     _check_idle_ranks(nodes, cluster)
     _check_layouts(recipe, nodes)
-    instances = _role_instances(nodes)
+    instances = _role_instances(recipe, nodes)
+    _check_warmup(recipe, workflow, instances)
+    _check_evaluation(recipe, workflow, instances)
     sizes = _model_sizes(recipe, instances)
     longest = _longest_sequence(recipe, flow)
     _check_models(recipe, sizes, longest)
@@ -66,7 +68,18 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
 
 
 def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
-    """A model under a misspelt role would otherwise be left out in silence."""
+    """A model under a misspelt role would otherwise be left out in silence, and no model has two heads."""
+    users: dict[str, Node] = {}
+    for node in workflow.nodes:
+        if node.role and spec_of(node).role_use != "none":
+            other = users.setdefault(node.role, node)
+            if spec_of(node).is_critic != spec_of(other).is_critic:
+                critic, speaker = (node, other) if spec_of(node).is_critic else (other, node)
+                raise RecipeError.at(
+                    f"nodes.{node.name}.role",
+                    f"role '{node.role}' is a critic for node '{critic.name}' ({critic.run}) and a language model for "
+                    f"node '{speaker.name}' ({speaker.run}): give them different roles",
+                )
     roles = {node.role for node in workflow.nodes if node.role}
     for role in recipe.models:
         if role not in roles:
@@ -105,7 +118,27 @@ def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
             )
 
 
-def _role_instances(nodes: Sequence[PlannedNode]) -> tuple[RoleInstance, ...]:
+def _check_warmup(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
+    """A policy must not wait for a critic that nobody trains."""
+    trained = [instance for instance in instances if instance.is_trained]
+    if recipe.algorithm.critic.warmup_steps and trained and not any(instance.is_critic for instance in trained):
+        raise RecipeError.at(
+            "algorithm.critic.warmup_steps",
+            f"is {recipe.algorithm.critic.warmup_steps}, but no node of the workflow '{workflow.name}' trains a "
+            "critic: leave it out, or use a workflow that has one, as ppo",
+        )
+
+
+def _check_evaluation(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
+    if recipe.evaluation.every_steps and all(instance.is_critic for instance in instances):
+        raise RecipeError.at(
+            "evaluation.every_steps",
+            f"is {recipe.evaluation.every_steps}, but the workflow '{workflow.name}' has no language model that could "
+            "answer held-out prompts: set it to 0",
+        )
+
+
+def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleInstance, ...]:
     """The models that nodes use, one for each role and layout."""
     trained: dict[str, PlannedNode] = {}
     for node in nodes:
@@ -139,6 +172,8 @@ def _role_instances(nodes: Sequence[PlannedNode]) -> tuple[RoleInstance, ...]:
                 is_trained=any(x.spec.role_use == "train" for x in peers),
                 generates=any(x.spec.role_use == "generate" for x in peers),
                 scores=any(x.spec.role_use in {"score", "none"} for x in peers),
+                is_critic=any(x.spec.is_critic for x in nodes if x.node.role == role),
+                num_updates=sum(x.spec.num_updates(recipe) for x in peers if x.spec.role_use == "train"),
             )
         )
     return tuple(instances)
@@ -151,7 +186,7 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
         if model is None:
             hint = nearest(instance.role, recipe.models)
             raise RecipeError.at("models", f"must name a model for role '{instance.role}'{hint}")
-        sizes[instance.role] = read_model_size(model)
+        sizes[instance.role] = read_model_size(model, is_critic=instance.is_critic)
     return sizes
 
 

@@ -51,7 +51,11 @@ class Instance(Protocol):
 
     @property
     def scores(self) -> bool:
-        """Whether it is asked for log-probabilities."""
+        """Whether it is asked for log-probabilities or values."""
+
+    @property
+    def is_critic(self) -> bool:
+        """Whether it gives a value where others give logits."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ def _estimate_rank(
         if instance.is_trained or instance.scores:
             name = f"{role} trains" if instance.is_trained else f"{role} scores"
             parts = _forward_memory(recipe, model, size, copied // size.num_layers, is_trained=instance.is_trained)
+            parts["logits"] *= not instance.is_critic
             phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
     return Memory(resident, phases)
 

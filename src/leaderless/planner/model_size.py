@@ -49,18 +49,19 @@ class ModelSize:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-def read_model_size(model: ModelConfig) -> ModelSize | None:
+def read_model_size(model: ModelConfig, *, is_critic: bool = False) -> ModelSize | None:
     """The size of a model, or None when its `config.json` is not on this machine or is of no known shape.
 
     Args:
         model: A local folder, or a hub model, which is looked for in the local cache only.
+        is_critic: It has one output in place of the output embedding.
     """
     path = _config_path(model)
     if path is None:
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        return _decoder_size(config) if isinstance(config, dict) else None
+        return _decoder_size(config, is_critic=is_critic) if isinstance(config, dict) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -79,7 +80,7 @@ def _config_path(model: ModelConfig) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def _decoder_size(config: dict[str, int]) -> ModelSize | None:
+def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize | None:
     """Count the weights of a Llama-like decoder; None for a family whose weights are not known."""
     family = str(config.get("model_type"))
     if family not in FAMILIES:
@@ -96,7 +97,9 @@ def _decoder_size(config: dict[str, int]) -> ModelSize | None:
         attention += query + 2 * key_value + hidden
     if family.startswith("qwen3"):
         attention += 2 * head_dim
-    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings", family in TIED_UNLESS_SAID) else 2)
+    is_tied = is_critic or config.get("tie_word_embeddings", family in TIED_UNLESS_SAID)
+    head = hidden + 1 if is_critic else 0
+    embeddings = vocab * hidden * (1 if is_tied else 2) + head
     feed_forward = sum(_feed_forward(config, layer) for layer in range(layers))
     return ModelSize(
         num_parameters=layers * (attention + 2 * hidden) + feed_forward + embeddings + hidden,

@@ -155,6 +155,8 @@ class RoleInstance:
         is_trained: It has an optimiser; every other instance is frozen or follows the trained one.
         generates: A rollout node uses it.
         scores: A node that neither trains it nor generates with it uses it.
+        is_critic: It is a value model, not a language model.
+        num_updates: Optimiser steps of the whole run; 0 when it is not trained.
     """
 
     role: str
@@ -162,6 +164,8 @@ class RoleInstance:
     is_trained: bool
     generates: bool
     scores: bool
+    is_critic: bool
+    num_updates: int
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ class BatchSizes:
         prompts_per_update: Prompts behind one optimiser step, at most.
         samples_per_update: Training sequences behind one optimiser step, at most.
         max_prompts_per_rank: Most prompts that one shard loads in a step.
-        optimizer_steps: Optimiser steps of the whole run.
+        optimizer_steps: Optimiser steps of the whole run, for a role that is trained in each of its steps.
     """
 
     prompts_per_step: int
@@ -276,6 +280,8 @@ class Plan:
                     "is_trained": instance.is_trained,
                     "generates": instance.generates,
                     "scores": instance.scores,
+                    "is_critic": instance.is_critic,
+                    "num_updates": instance.num_updates,
                 }
                 for instance in self.instances
             ],

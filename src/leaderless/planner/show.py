@@ -140,7 +140,12 @@ def _instances(plan: Plan) -> Table:
 
 
 def _use(instance: RoleInstance) -> str:
-    uses = {"generates": instance.generates, "scores": instance.scores, "is trained": instance.is_trained}
+    uses = {
+        "is a critic": instance.is_critic,
+        "generates": instance.generates,
+        "scores": instance.scores,
+        "is trained": instance.is_trained,
+    }
     return ", ".join(use for use, is_so in uses.items() if is_so)
 
 

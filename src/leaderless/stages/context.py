@@ -17,7 +17,7 @@ from leaderless.planner import PlannedNode
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.training.engine import TrainEngine
+from leaderless.training.engine import TrainEngine, ValueEngine
 
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 """Computes rewards: the responses, and the source of each."""
@@ -25,7 +25,7 @@ Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 
 @dataclass(frozen=True)
 class ModelRole:
-    """A model on the ranks of a node.
+    """A language model on the ranks of a node.
 
     Attributes:
         train_engine: Scores and trains it.
@@ -61,15 +61,22 @@ class StageContext:
     metrics: Metrics
     run_directory: RunDirectory
     tokenizer: Tokenizer
-    model: ModelRole | None
+    model: ModelRole | ValueEngine | None
     grade: Grader
     state: MutableMapping[str, float] = field(default_factory=dict)
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
 
     @property
     def role(self) -> ModelRole:
-        """The model of the node's role."""
+        """The language model of the node's role."""
+        assert isinstance(self.model, ModelRole), f"node '{self.node.name}' has no role with a language model"
+        return self.model
+
+    @property
+    def critic(self) -> ValueEngine:
+        """The value model of the node's role."""
         assert self.model is not None, f"node '{self.node.name}' has no role"
+        assert not isinstance(self.model, ModelRole), f"the role of node '{self.node.name}' is no value model"
         return self.model
 
     def sum(self, values: Tensor) -> Tensor:

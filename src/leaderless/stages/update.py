@@ -1,14 +1,14 @@
-"""The stages that change weights."""
+"""The stages that change the weights of language models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from leaderless.algorithms import Denominators, kl_penalty, repeat_per_token, token_weights
+from leaderless.algorithms import kl_penalty, repeat_per_token
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.data.batch import Batch
 from leaderless.models.causal_lm import TokenOutputs
@@ -16,11 +16,9 @@ from leaderless.rollout.sampling import uniform_noise
 from leaderless.stages.context import StageContext
 from leaderless.stages.kl import adapt_coefficient, coefficient_of
 from leaderless.stages.losses import LossInputs, chosen_tokens, correction_weights, needs_chosen_tokens, policy_loss
+from leaderless.stages.mini_batches import metric_name, take, train_mini_batches
 from leaderless.training.engine import TokenLoss
-from leaderless.training.micro_batches import MicroBatch, response_lengths
-
-LossOfBatch = Callable[[Batch, Tensor, int], TokenLoss]
-"""Makes the loss of a mini-batch, given the weight of each of its response tokens and its number, from 1."""
+from leaderless.training.micro_batches import MicroBatch
 
 
 def update(batch: Batch, context: StageContext) -> Batch:
@@ -36,8 +34,9 @@ def update(batch: Batch, context: StageContext) -> Batch:
     Raises:
         RuntimeError: A sample was drawn with other weights than those that are about to be trained.
     """
-    recipe, algorithm = context.recipe, context.recipe.algorithm
+    algorithm, engine = context.recipe.algorithm, context.role.train_engine
     _check_version(batch, context)
+    _report_size(batch, context)
     if context.step <= algorithm.critic.warmup_steps:
         return batch
     is_counted = batch.dense("reward_valid")
@@ -48,7 +47,12 @@ def update(batch: Batch, context: StageContext) -> Batch:
         is_chosen = _choose(mini_batch, context, number)
         return _PolicyGradientLoss(mini_batch, weights, is_chosen, algorithm, coefficient_of(context), context)
 
-    _train(batch, is_counted, context, make_loss, recipe.rollout.temperature)
+    backward = partial(
+        engine.forward_backward,
+        temperature=context.recipe.rollout.temperature,
+        entropy_gradient=algorithm.entropy_coefficient > 0,
+    )
+    train_mini_batches(batch, is_counted, context, engine, algorithm.aggregation, make_loss, backward)
     if "ref_log_probs" in batch:
         divergence = kl_penalty(
             batch.jagged("rollout_log_probs").values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator
@@ -101,63 +105,18 @@ def sft(batch: Batch, context: StageContext) -> Batch:
     def make_loss(mini_batch: Batch, weights: Tensor, number: int) -> TokenLoss:  # noqa: ARG001
         return _ImitationLoss(weights, context)
 
-    _train(batch, torch.ones(len(batch), dtype=torch.bool), context, make_loss, temperature=1.0)
+    engine, is_counted = context.role.train_engine, torch.ones(len(batch), dtype=torch.bool)
+    _report_size(batch, context)
+    backward = partial(engine.forward_backward, temperature=1.0)
+    aggregation = context.recipe.algorithm.aggregation
+    train_mini_batches(batch, is_counted, context, engine, aggregation, make_loss, backward)
     return batch
 
 
-def _train(
-    batch: Batch,
-    is_counted: Tensor,
-    context: StageContext,
-    make_loss: LossOfBatch,
-    temperature: float,
-) -> None:
-    """Optimiser steps on the mini-batches of a step."""
-    engine, num_updates = context.role.train_engine, context.recipe.batch.updates_per_step
-    algorithm = context.recipe.algorithm
-    num_trained = batch.jagged("prompt_tokens").lengths.sum() + batch.jagged("tokens").lengths.sum()
-    context.metrics.total("throughput/tokens", num_trained)
-    for number, chosen in enumerate(_mini_batches(batch, context), start=1):
-        mini_batch, counted = batch.select(chosen), is_counted[chosen]
-        lengths = response_lengths(mini_batch.jagged("response_mask"))
-        totals = Denominators(*context.sum(Denominators.count(lengths, counted)).tolist())
-        longest = context.recipe.rollout.max_response_tokens
-        weights = token_weights(algorithm.aggregation, lengths, counted, totals, norm_tokens=longest)
-        token_loss = make_loss(mini_batch, weights, number)
-
-        def reported_loss(outputs: TokenOutputs, micro_batch: MicroBatch, loss: TokenLoss = token_loss) -> Tensor:
-            value = loss(outputs, micro_batch)
-            context.metrics.total(_name(context, "loss"), value.detach() / num_updates)
-            return value
-
-        engine.forward_backward(
-            engine.micro_batches(mini_batch),
-            reported_loss,
-            temperature,
-            entropy_gradient=algorithm.entropy_coefficient > 0,
-        )
-        info = engine.optimizer_step()
-        context.metrics.max(_name(context, "grad_norm"), info.grad_norm)
-        context.metrics.max(_name(context, "learning_rate"), info.learning_rate)
-        context.progress(number / num_updates)
-
-
-def _name(context: StageContext, measure: str) -> str:
-    """A metric of the role that is trained, as `policy/loss`."""
-    return f"{context.node.node.role}/{measure}"
-
-
-def _mini_batches(batch: Batch, context: StageContext) -> Iterator[Tensor]:
-    """[n] bool for each update: this rank's rows of its mini-batch.
-
-    Which prompts share an update follows from their ids alone, whatever rank their samples are on.
-    """
-    groups = torch.unique(context.gather(torch.unique(batch.group_ids)))
-    place = torch.searchsorted(groups, batch.group_ids)
-    num_updates = context.recipe.batch.updates_per_step
-    part = place * num_updates // max(1, len(groups))
-    for number in range(num_updates):
-        yield part == number
+def _report_size(batch: Batch, context: StageContext) -> None:
+    """Tokens of the step's samples, each once however many roles are trained on them."""
+    count = batch.jagged("prompt_tokens").lengths.sum() + batch.jagged("tokens").lengths.sum()
+    context.metrics.total("throughput/tokens", count)
 
 
 @dataclass(frozen=True)
@@ -173,14 +132,14 @@ class _PolicyGradientLoss:
 
     def __call__(self, outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
         columns = {
-            name: _take(self.batch.jagged(name).values, micro_batch, outputs)
+            name: take(self.batch.jagged(name).values, micro_batch, outputs.log_probs)
             for name in ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
             if name in self.batch
         }
         log_probs, lengths = outputs.log_probs, micro_batch.response_lengths.to(outputs.log_probs.device)
         # Without other updates in the step, the policy before them is the policy itself.
         old_log_probs = columns.get("old_log_probs", log_probs.detach())
-        is_chosen = _take(self.is_chosen, micro_batch, outputs)
+        is_chosen = take(self.is_chosen, micro_batch, outputs.log_probs)
         inputs = LossInputs(log_probs, old_log_probs, columns["advantages"], lengths, is_chosen)
         policy = policy_loss(self.config.policy_loss, inputs)
         correction = correction_weights(self.config.correction, old_log_probs, columns["rollout_log_probs"], lengths)
@@ -191,18 +150,18 @@ class _PolicyGradientLoss:
             loss = loss - self.config.entropy_coefficient * outputs.entropies
         self._report(policy.is_clipped, correction, outputs)
         _report_mismatch(columns["rollout_log_probs"] - old_log_probs, self.context)
-        return (_take(self.weights, micro_batch, outputs) * loss).sum()
+        return (take(self.weights, micro_batch, outputs.log_probs) * loss).sum()
 
     def _kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         config = self.config.kl
         penalty = kl_penalty(log_probs, ref_log_probs, config.estimator, unbiased_gradient=config.unbiased_gradient)
-        self.context.metrics.mean(_name(self.context, "kl"), penalty.detach().sum(), len(penalty))
+        self.context.metrics.mean(metric_name(self.context, "kl"), penalty.detach().sum(), len(penalty))
         return penalty
 
     def _report(self, is_clipped: Tensor, correction: Tensor, outputs: TokenOutputs) -> None:
         metrics, num_tokens = self.context.metrics, len(is_clipped)
-        metrics.mean(_name(self.context, "clip_fraction"), is_clipped.sum(), num_tokens)
-        metrics.mean(_name(self.context, "entropy"), outputs.entropies.detach().sum(), num_tokens)
+        metrics.mean(metric_name(self.context, "clip_fraction"), is_clipped.sum(), num_tokens)
+        metrics.mean(metric_name(self.context, "entropy"), outputs.entropies.detach().sum(), num_tokens)
         if self.config.correction.type != "none":
             metrics.mean("correction/weight", correction.sum(), num_tokens)
             metrics.mean("correction/dropped", (correction == 0).sum(), num_tokens)
@@ -223,10 +182,5 @@ class _ImitationLoss:
     context: StageContext
 
     def __call__(self, outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
-        self.context.metrics.mean(_name(self.context, "entropy"), outputs.entropies.sum(), len(outputs.entropies))
-        return -(_take(self.weights, micro_batch, outputs) * outputs.log_probs).sum()
-
-
-def _take(values: Tensor, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-    """A column of response tokens, as the micro-batch orders them."""
-    return values[micro_batch.response_index].to(outputs.log_probs.device)
+        self.context.metrics.mean(metric_name(self.context, "entropy"), outputs.entropies.sum(), len(outputs.entropies))
+        return -(take(self.weights, micro_batch, outputs.log_probs) * outputs.log_probs).sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,9 +14,15 @@ from leaderless.data.transport import Group
 from leaderless.models.causal_lm import CausalLM, TokenOutputs
 from leaderless.training.micro_batches import MicroBatch
 
-TokenLoss = Callable[[TokenOutputs, MicroBatch], Tensor]
-"""The loss of a micro-batch, already weighted so that the sum over all micro-batches of all ranks is the loss. The
-global denominators are inside the weights, so that no engine divides by anything."""
+Outputs = TypeVar("Outputs")
+
+LossOf = Callable[[Outputs, MicroBatch], Tensor]
+"""The loss of a micro-batch, given what the model says of it; already weighted, so that the sum over all micro-batches
+of all ranks is the loss. The global denominators are inside the weights, so that no engine divides by anything."""
+TokenLoss = LossOf[TokenOutputs]
+"""Of a language model."""
+ValueLoss = LossOf[Tensor]
+"""Of a value model, which gives [R] float32."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class UpdateInfo:
     learning_rate: float
 
 
-class TrainEngine(Protocol):
+class Trainable(Protocol):
     """One instance of a role's model on the ranks of a layout. All of them call every method together."""
 
     @property
@@ -49,6 +55,30 @@ class TrainEngine(Protocol):
         Args:
             batch: Has `prompt_tokens`, `tokens` and `response_mask`.
         """
+
+    def optimizer_step(self) -> UpdateInfo:
+        """Clip the gradient, change the weights and clear the gradient.
+
+        Raises:
+            RuntimeError: The gradient is not finite; weights are unchanged.
+        """
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by its name in `transformers`, whole, on every rank, one at a time."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and optimiser as named tensors, sharded as they are; written to in place when loaded."""
+
+    def state_loaded(self, policy_version: int) -> None:
+        """Take note that the tensors of `state` have been written to.
+
+        Args:
+            policy_version: Of what was loaded.
+        """
+
+
+class TrainEngine(Trainable, Protocol):
+    """A language model: it scores tokens, is trained, and lends its weights to generation."""
 
     def log_probs(self, batch: Batch, temperature: float) -> Jagged:
         """Log-probabilities of the sampled tokens, float32, without gradient.
@@ -70,30 +100,29 @@ class TrainEngine(Protocol):
 
         Args:
             micro_batches: As many on every rank.
-            token_loss: Of each; see `TokenLoss`.
+            token_loss: Of each; see `LossOf`.
             temperature: Logits are divided by it.
             entropy_gradient: The loss depends on the entropies.
-        """
-
-    def optimizer_step(self) -> UpdateInfo:
-        """Clip the gradient, change the weights and clear the gradient.
-
-        Raises:
-            RuntimeError: The gradient is not finite; weights are unchanged.
         """
 
     def unsharded(self) -> AbstractContextManager[CausalLM]:
         """The module with whole weights on every rank, for generation."""
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its name in `transformers`, whole, on every rank, one at a time."""
 
-    def state(self) -> dict[str, Tensor]:
-        """Weights and optimiser as named tensors, sharded as they are; written to in place when loaded."""
+class ValueEngine(Trainable, Protocol):
+    """A value model: it says what reward is still to be expected, and is trained."""
 
-    def state_loaded(self, policy_version: int) -> None:
-        """Take note that the tensors of `state` have been written to.
+    def values(self, batch: Batch) -> Jagged:
+        """What is expected before each sampled token, float32, without gradient.
 
         Args:
-            policy_version: Of what was loaded.
+            batch: Has `prompt_tokens`, `tokens` and `response_mask`.
+        """
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], value_loss: ValueLoss) -> None:
+        """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
+
+        Args:
+            micro_batches: As many on every rank.
+            value_loss: Of each; see `LossOf`.
         """

@@ -1,91 +1,24 @@
-"""Training with fully sharded data parallelism (FSDP2); on one rank in float32, with the plain module."""
+"""Training and scoring with sharded models: language models and value models."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import Group
 from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs
-from leaderless.training.engine import TokenLoss, UpdateInfo
-from leaderless.training.micro_batches import MicroBatch, make_micro_batches, response_lengths
-from leaderless.training.optimizer import learning_rate_at, make_optimizer
+from leaderless.models.value_model import ValueModel
+from leaderless.training.engine import TokenLoss, ValueLoss
+from leaderless.training.micro_batches import MicroBatch, response_lengths
+from leaderless.training.sharded import ShardedModel
 
 
-class FsdpEngine:
-    """See `TrainEngine`.
-
-    Master weights, gradients and optimiser are float32 and sharded over the ranks of the layout; layers are gathered
-    one by one as they compute, in the model's `compute_dtype`. Gradients are summed over ranks and never averaged: the
-    denominators are in the loss.
-    """
-
-    def __init__(
-        self,
-        model: CausalLM,
-        config: ModelConfig,
-        group: Group,
-        device: torch.device,
-        micro_batch_tokens: int,
-        *,
-        optimizer: OptimizerConfig | None = None,
-        num_updates: int = 0,
-    ) -> None:
-        """Shard a model.
-
-        Args:
-            model: Whole, the same on every rank.
-            config: Of the model.
-            group: The ranks that hold it.
-            device: Of this rank.
-            micro_batch_tokens: Most tokens of one pass.
-            optimizer: Settings of a role that is trained; None freezes it.
-            num_updates: Optimiser steps of the whole run, for the schedule.
-        """
-        self._group, self.device, self.micro_batch_tokens = group, device, micro_batch_tokens
-        # Activations are recomputed in training mode only; there is no dropout that would tell the modes apart.
-        self.model = model.train(optimizer is not None)
-        self.policy_version = 0
-        self._optimizer_config, self._num_updates = optimizer, num_updates
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(optimizer is not None)
-        self._units: list[FSDPModule] = []
-        if group.size > 1 or config.compute_dtype != "float32":
-            # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
-            self._shard(getattr(torch, config.compute_dtype))
-        self.model.to(device)
-        self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
-
-    @property
-    def group(self) -> Group:
-        """The ranks that hold this instance."""
-        return self._group
-
-    def _shard(self, compute_dtype: torch.dtype) -> None:
-        """Make each decoder layer, and the rest of the model, a unit that is gathered at once."""
-        mesh = DeviceMesh.from_group(_process_group(self._group), self.device.type)
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        layer_names = set(self.model.model._no_split_modules or ())  # noqa: SLF001
-        for module in [m for m in self.model.modules() if type(m).__name__ in layer_names]:
-            self._units.append(fully_shard(module, mesh=mesh, mp_policy=policy))
-        self._units.append(fully_shard(self.model, mesh=mesh, mp_policy=policy))
-        for unit in self._units:
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-
-    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """See `TrainEngine`."""
-        return make_micro_batches(batch, self.micro_batch_tokens, self._group)
+class FsdpEngine(ShardedModel[CausalLM]):
+    """See `TrainEngine`."""
 
     @torch.no_grad()
     def log_probs(self, batch: Batch, temperature: float) -> Jagged:
@@ -94,7 +27,7 @@ class FsdpEngine:
         values = torch.empty(int(lengths.sum()))
         for micro_batch in self.micro_batches(batch):
             values[micro_batch.response_index] = self._forward(micro_batch, temperature).log_probs.cpu()
-        self._reshard_root()
+        self.reshard_root()
         return Jagged(values, lengths, "response_tokens")
 
     def forward_backward(
@@ -108,100 +41,71 @@ class FsdpEngine:
         """See `TrainEngine`."""
         for micro_batch in micro_batches:
             outputs = self._forward(micro_batch, temperature, entropy_gradient=entropy_gradient)
-            loss = token_loss(outputs, micro_batch)
-            # A pass that nothing is asked of still has to go through every collective of the backward pass.
-            loss = loss + 0.0 * outputs.log_probs.sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            _backward(token_loss(outputs, micro_batch), outputs.log_probs)
 
     def _forward(self, micro_batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False) -> TokenOutputs:
-        """What the model says of a micro-batch's targets; without any it is asked about one token all the same."""
-        select, targets = micro_batch.select, micro_batch.targets
-        count = len(targets)
-        if count == 0:
-            select, targets = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        """What the model says of a micro-batch's targets."""
+        count = len(micro_batch.targets)
         outputs: TokenOutputs = self.model(
             micro_batch.tokens.to(self.device),
             micro_batch.positions.to(self.device),
             PackedAttention(micro_batch.lengths, self.device),
-            select.to(self.device),
-            targets.to(self.device),
+            _at_least_one(micro_batch.select).to(self.device),
+            _at_least_one(micro_batch.targets).to(self.device),
             temperature,
             entropy_gradient=entropy_gradient,
         )
         return TokenOutputs(outputs.log_probs[:count], outputs.entropies[:count])
 
-    def optimizer_step(self) -> UpdateInfo:
-        """See `TrainEngine`."""
-        assert self._optimizer is not None
-        assert self._optimizer_config is not None
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._optimizer_config.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not math.isfinite(grad_norm):
-            raise RuntimeError(
-                f"rank {self._group.rank}: the gradient norm of update {self.policy_version} is {grad_norm}: "
-                "lower the learning rate, or look at the rewards and advantages of this step"
-            )
-        learning_rate = learning_rate_at(self._optimizer_config, self.policy_version, self._num_updates)
-        for parameters in self._optimizer.param_groups:
-            parameters["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.policy_version += 1
-        return UpdateInfo(grad_norm, learning_rate)
-
     @contextmanager
     def unsharded(self) -> Iterator[CausalLM]:
         """See `TrainEngine`."""
-        for unit in self._units:
+        for unit in self.units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         try:
             yield self.model
         finally:
-            for unit in self._units:
-                unit.set_reshard_after_forward(unit is not self._units[-1], recurse=False)
+            for unit in self.units:
+                unit.set_reshard_after_forward(unit is not self.units[-1], recurse=False)
                 unit.reshard()
 
-    def _reshard_root(self) -> None:
-        """FSDP keeps the root gathered after a forward pass, for the backward pass that does not come here."""
-        if self._units:
-            self._units[-1].reshard()
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine`."""
-        for name, parameter in self.named_weights():
-            value = parameter.detach()
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+class FsdpValueEngine(ShardedModel[ValueModel]):
+    """See `ValueEngine`."""
 
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every weight by its name in `transformers`, as this rank holds it."""
-        yield from self.model.model.named_parameters()
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Jagged:
+        """See `ValueEngine`."""
+        lengths = response_lengths(batch.jagged("response_mask"))
+        values = torch.empty(int(lengths.sum()))
+        for micro_batch in self.micro_batches(batch):
+            values[micro_batch.response_index] = self._forward(micro_batch).cpu()
+        self.reshard_root()
+        return Jagged(values, lengths, "response_tokens")
 
-    def state(self) -> dict[str, Tensor]:
-        """See `TrainEngine`."""
-        state: dict[str, Tensor] = {}
-        for name, parameter in self.named_weights():
-            state[f"weights.{name}"] = parameter.detach()
-            if self._optimizer is None:
-                continue
-            moments = self._optimizer.state[parameter]
-            if not moments:
-                moments["step"] = torch.tensor(0.0)
-                moments["exp_avg"] = torch.zeros_like(parameter)
-                moments["exp_avg_sq"] = torch.zeros_like(parameter)
-            state[f"optimizer.exp_avg.{name}"] = moments["exp_avg"]
-            state[f"optimizer.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
-        return state
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], value_loss: ValueLoss) -> None:
+        """See `ValueEngine`."""
+        for micro_batch in micro_batches:
+            values = self._forward(micro_batch)
+            _backward(value_loss(values, micro_batch), values)
 
-    def state_loaded(self, policy_version: int) -> None:
-        """See `TrainEngine`."""
-        self.policy_version = policy_version
-        if self._optimizer is not None:
-            for moments in self._optimizer.state.values():
-                moments["step"].fill_(float(policy_version))
+    def _forward(self, micro_batch: MicroBatch) -> Tensor:
+        """[R] float32: the value before each of a micro-batch's targets."""
+        values: Tensor = self.model(
+            micro_batch.tokens.to(self.device),
+            micro_batch.positions.to(self.device),
+            PackedAttention(micro_batch.lengths, self.device),
+            _at_least_one(micro_batch.select).to(self.device),
+        )
+        return values[: len(micro_batch.select)]
 
 
-def _process_group(group: Group) -> torch.distributed.ProcessGroup:
-    handle = group.handle or torch.distributed.group.WORLD
-    assert handle is not None
-    return handle
+def _at_least_one(indices: Tensor) -> Tensor:
+    """Without targets a model is asked about one token all the same."""
+    return indices if len(indices) else torch.zeros(1, dtype=torch.int64)
+
+
+def _backward(loss: Tensor, outputs: Tensor) -> None:
+    """A pass that nothing is asked of still has to go through every collective of the backward pass."""
+    (loss + 0.0 * outputs.sum()).backward()  # type: ignore[no-untyped-call]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from leaderless.data.transport import Group
+from leaderless.models.decoder import Decoder
 from leaderless.planner import SyncWeights
-from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.sharded import ShardedModel
 
 BUCKET_BYTES = 1 << 28
 """Weights travel in buckets of about this many bytes, so that no second copy of the model is needed."""
@@ -31,7 +32,12 @@ class _Piece:
     last: int
 
 
-def sync_weights(action: SyncWeights, group: Group, source: FsdpEngine | None, target: FsdpEngine | None) -> None:
+def sync_weights(
+    action: SyncWeights,
+    group: Group,
+    source: ShardedModel[Decoder] | None,
+    target: ShardedModel[Decoder] | None,
+) -> None:
     """Make a serving copy equal to the trained weights. All ranks of both layouts call it together.
 
     Args:

@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from leaderless.config import RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Group
+from leaderless.models.decoder import Decoder
+from leaderless.models.value_model import ValueModel
 from leaderless.observability.run_directory import list_checkpoints, write_atomically
-from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.sharded import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,12 @@ class RoleState:
     Attributes:
         policy_version: Optimiser steps behind the weights.
         model: Identifies the names and shapes of the weights.
+        is_value_model: It has a scalar head.
     """
 
     policy_version: int
     model: str
+    is_value_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class CheckpointWriter:
     """
 
     folder: Path
-    engines: Mapping[str, FsdpEngine]
+    engines: Mapping[str, ShardedModel[Decoder]]
     world: Group
     tokenizer: Tokenizer
     keep: int
@@ -116,7 +120,7 @@ class CheckpointWriter:
             self._save_role(partial / role, engine)
         self.world.sum(torch.zeros(1), f"all parts of checkpoint {partial.name}")
 
-    def _save_role(self, folder: Path, engine: FsdpEngine) -> None:
+    def _save_role(self, folder: Path, engine: ShardedModel[Decoder]) -> None:
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         with cause_raised(f"while writing checkpoint {folder}"):
             save(dict(engine.state()), storage_writer=writer, process_group=engine.group.handle)
@@ -124,10 +128,10 @@ class CheckpointWriter:
             return
         model = engine.model.model
         model.config.save_pretrained(str(folder))
-        if model.generation_config is not None:
+        if getattr(model, "generation_config", None) is not None:  # classifiers do not generate
             model.generation_config.save_pretrained(str(folder))
         self.tokenizer.save_pretrained(str(folder))
-        role_state = RoleState(engine.policy_version, fingerprint(engine))
+        role_state = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))
         write_atomically(folder / "role.json", json.dumps(asdict(role_state), indent=2))
 
 
@@ -146,7 +150,7 @@ def cause_raised(note: str) -> Iterator[None]:
         raise cause from None
 
 
-def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
+def load_checkpoint(path: Path, engines: Mapping[str, ShardedModel[Decoder]]) -> RunState:
     """Read a checkpoint into the models. All ranks call it together, as many as there are now.
 
     Args:
@@ -158,8 +162,7 @@ def load_checkpoint(path: Path, engines: Mapping[str, FsdpEngine]) -> RunState:
     """
     state = read_state(path)
     for role, engine in engines.items():
-        file = path / role / "role.json"
-        role_state = RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        role_state = read_role_state(path, role)
         if role_state is None or role_state.model != fingerprint(engine):
             raise RecipeError.at(
                 f"models.{role}",
@@ -188,6 +191,17 @@ def read_state(path: Path) -> RunState:
         raise RecipeError.at("", f"{path} is not a checkpoint: {error}") from error
 
 
+def read_role_state(path: Path, role: str) -> RoleState | None:
+    """What a checkpoint says of a role; None when it does not hold it.
+
+    Args:
+        path: The checkpoint's folder.
+        role: That was trained.
+    """
+    file = path / role / "role.json"
+    return RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+
+
 def read_node_state(path: Path, name: str) -> dict[str, float]:
     """What a node remembered when a checkpoint was written.
 
@@ -204,7 +218,7 @@ def _node_file(path: Path, name: str) -> Path:
     return path / f"node-{name}.json"
 
 
-def fingerprint(engine: FsdpEngine) -> str:
+def fingerprint(engine: ShardedModel[Decoder]) -> str:
     """Identifies the names and shapes of a model's weights.
 
     Args:

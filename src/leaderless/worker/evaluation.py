@@ -28,9 +28,10 @@ def evaluated_instance(plan: Plan) -> RoleInstance:
     Args:
         plan: Of the run.
     """
-    generating = [instance for instance in plan.instances if instance.generates]
-    trained = [instance for instance in plan.instances if instance.is_trained]
-    return (generating or trained or list(plan.instances))[0]
+    speaking = [instance for instance in plan.instances if not instance.is_critic] or list(plan.instances)
+    generating = [instance for instance in speaking if instance.generates]
+    trained = [instance for instance in speaking if instance.is_trained]
+    return (generating or trained or speaking)[0]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,16 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from leaderless.config import RecipeError
-from leaderless.worker.checkpoint import cause_raised, read_state
+from leaderless.worker.checkpoint import cause_raised, read_role_state, read_state
 
 
 def export_model(checkpoint: Path, role: str, out: Path) -> Path:
@@ -30,13 +36,14 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
         RecipeError: The checkpoint has no such role, or `out` holds something.
     """
     read_state(checkpoint)
-    source = checkpoint / role
-    roles = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
-    if role not in roles:
-        raise RecipeError.at("", f"checkpoint {checkpoint} has no role '{role}' (there are: {', '.join(roles)})")
+    source, state = checkpoint / role, read_role_state(checkpoint, role)
+    if state is None:
+        roles = ", ".join(sorted(path.name for path in checkpoint.iterdir() if path.is_dir()))
+        raise RecipeError.at("", f"checkpoint {checkpoint} has no role '{role}' (there are: {roles})")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError.at("", f"{'folder' if out.is_dir() else 'file'} {out} is not empty: name another one")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+    auto_class = AutoModelForTokenClassification if state.is_value_model else AutoModelForCausalLM
+    model = auto_class.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     with warnings.catch_warnings(), cause_raised(f"while reading checkpoint {checkpoint}"):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be here

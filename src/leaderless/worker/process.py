@@ -22,7 +22,7 @@ from leaderless.observability.run_directory import RunDirectory, write_atomicall
 from leaderless.planner import Plan, RoleInstance
 from leaderless.planner.picture import draw_plan
 from leaderless.rewards.pool import RewardPool
-from leaderless.stages.context import Grader
+from leaderless.stages.context import Grader, ModelRole
 from leaderless.worker.checkpoint import load_checkpoint
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
 from leaderless.worker.join import check_shared, join_workers
@@ -149,6 +149,7 @@ class _Builder:
         if self.transport.rank not in self.instance.layout:
             return None
         model = self.roles.of(self.instance.role, self.instance.layout)
+        assert isinstance(model, ModelRole), "checked by the planner"
         return Evaluator(self.recipe, dataset, model, self.instance.layout, self.tokenizer, grade)
 
 

@@ -9,12 +9,16 @@ import torch
 from leaderless.config import Recipe, RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
-from leaderless.models.causal_lm import CausalLM, load_causal_lm
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.decoder import Decoder
 from leaderless.models.tokenizer import end_tokens
+from leaderless.models.value_model import load_value_model
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
 from leaderless.rollout.native import NativeEngine
 from leaderless.stages.context import ModelRole
-from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.engine import ValueEngine
+from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
+from leaderless.training.sharded import ShardedModel
 from leaderless.training.weight_sync import sync_weights
 
 InstanceKey = tuple[str, tuple[int, ...]]
@@ -38,25 +42,40 @@ class Roles:
         """
         self.recipe, self.plan, self.transport = recipe, plan, transport
         self.device, self.tokenizer = device, tokenizer
-        self.engines: dict[InstanceKey, FsdpEngine] = {}
-        self._models: dict[InstanceKey, ModelRole] = {}
+        self.engines: dict[InstanceKey, ShardedModel[Decoder]] = {}
+        self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
         for instance in plan.instances:
             if transport.rank in instance.layout:
                 self._add(instance)
 
     def _add(self, instance: RoleInstance) -> None:
-        config = self.recipe.model_of(instance.role)
+        config, key = self.recipe.model_of(instance.role), (instance.role, instance.layout.ranks)
         assert config is not None
+        group, micro_batch_tokens = self.transport.group(instance.layout.ranks), self.recipe.batch.micro_batch_tokens
+        optimizer = self.recipe.optimizer_of(instance.role) if instance.is_trained else None
+        if instance.is_critic:
+            critic = load_value_model(config, instance.role)
+            check_vocabulary(critic, self.tokenizer, instance.role)
+            self.engines[key] = self._models[key] = FsdpValueEngine(
+                critic,
+                config,
+                group,
+                self.device,
+                micro_batch_tokens,
+                optimizer=optimizer,
+                num_updates=instance.num_updates,
+            )
+            return
         model = load_causal_lm(config, instance.role)
         check_vocabulary(model, self.tokenizer, instance.role)
         engine = FsdpEngine(
             model,
             config,
-            self.transport.group(instance.layout.ranks),
+            group,
             self.device,
-            self.recipe.batch.micro_batch_tokens,
-            optimizer=self.recipe.optimizer_of(instance.role) if instance.is_trained else None,
-            num_updates=self.plan.batch.optimizer_steps,
+            micro_batch_tokens,
+            optimizer=optimizer,
+            num_updates=instance.num_updates,
         )
         generator = NativeEngine(
             engine.model,
@@ -65,10 +84,9 @@ class Roles:
             self.recipe.rollout.max_sequences,
             self.device,
         )
-        key = (instance.role, instance.layout.ranks)
         self.engines[key], self._models[key] = engine, ModelRole(engine, generator)
 
-    def of(self, role: str, layout: Layout) -> ModelRole:
+    def of(self, role: str, layout: Layout) -> ModelRole | ValueEngine:
         """The instance of a role on a layout.
 
         Args:
@@ -77,7 +95,7 @@ class Roles:
         """
         return self._models[role, layout.ranks]
 
-    def trained(self) -> Mapping[str, FsdpEngine]:
+    def trained(self) -> Mapping[str, ShardedModel[Decoder]]:
         """The trained instances that this rank holds a part of, by role, in the plan's order."""
         return {
             instance.role: self.engines[instance.role, instance.layout.ranks]
@@ -102,7 +120,7 @@ class Roles:
                 self.sync(action)
 
 
-def check_vocabulary(model: CausalLM, tokenizer: Tokenizer, role: str) -> None:
+def check_vocabulary(model: Decoder, tokenizer: Tokenizer, role: str) -> None:
     """Refuse a model that has no embedding for some of the tokenizer's tokens.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class StageSpec:
         rows: What it does to rows.
         needs_whole_groups: All samples of a prompt must be on the same rank.
         role_use: How it uses the node's role: not at all, to generate, to score, or to train it.
+        is_critic: The role that it uses is a value model, not a language model.
+        idle_steps: Steps at the begin of a run in which it does not train its role, given the recipe.
         has_effect: It matters beyond the columns that it writes (an update, a recording), so it is not pruned when
             nobody reads them. A function of the recipe where that depends on settings.
         check: Raises `RecipeError` for settings under which the stage cannot be right.
@@ -48,6 +50,8 @@ class StageSpec:
     rows: Rows = "same"
     needs_whole_groups: bool = False
     role_use: Literal["none", "generate", "score", "train"] = "none"
+    is_critic: bool = False
+    idle_steps: Callable[[Recipe], int] = field(default=lambda recipe: 0)  # noqa: ARG005
     has_effect: bool | Callable[[Recipe], bool] = False
     check: Callable[[Recipe, Node], None] | None = None
     summary: str = ""
@@ -59,6 +63,10 @@ class StageSpec:
     def writes_of(self, recipe: Recipe, node: Node, workflow: Workflow) -> tuple[str, ...]:
         """Columns that a node of this stage writes in a workflow under a recipe."""
         return tuple(self.writes(recipe, node, workflow) if callable(self.writes) else self.writes)
+
+    def num_updates(self, recipe: Recipe) -> int:
+        """Optimiser steps that a stage which trains makes in the whole run."""
+        return max(0, recipe.steps - self.idle_steps(recipe)) * recipe.batch.updates_per_step
 
     def is_effective(self, recipe: Recipe) -> bool:
         """Whether the stage matters beyond its columns under a recipe."""

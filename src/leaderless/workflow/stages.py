@@ -153,9 +153,15 @@ def _check_log_probs(recipe: Recipe, node: Node) -> None:
         )
 
 
-def _check_update(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
+def _check_update(recipe: Recipe, node: Node) -> None:
     _check_sample_fits(recipe)
     _check_updates_per_step(recipe)
+    if recipe.algorithm.critic.warmup_steps >= recipe.steps:
+        raise RecipeError.at(
+            "algorithm.critic.warmup_steps",
+            f"is {recipe.algorithm.critic.warmup_steps}, so that node '{node.name}' would train nothing in "
+            f"{recipe.steps} steps: set it below `steps`",
+        )
     loss = recipe.algorithm.policy_loss
     if loss.type == "function":
         load_function(loss.function, "algorithm.policy_loss.function", num_arguments=4)
@@ -167,6 +173,11 @@ def _check_update(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
                 f"is {value}, which cannot be combined with a ratio loss: the engine would sample from another "
                 f"distribution than the one that is trained; set {name}={neutral}",
             )
+
+
+def _check_update_critic(recipe: Recipe, node: Node) -> None:
+    _check_log_probs(recipe, node)
+    _check_updates_per_step(recipe)
 
 
 def _check_updates_per_step(recipe: Recipe) -> None:
@@ -243,13 +254,32 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         needs_whole_groups=True,
         summary="keep some samples for the report",
     ),
+    "values": StageSpec(
+        "leaderless.stages.critic:values",
+        reads=SEQUENCE,
+        writes=("values",),
+        role_use="score",
+        is_critic=True,
+        check=_check_log_probs,
+        summary="what a critic expects before each sampled token",
+    ),
     "update": StageSpec(
         "leaderless.stages.update:update",
         reads=_update_reads,
         role_use="train",
+        idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,
         has_effect=True,
         check=_check_update,
         summary="clipped policy-gradient steps",
+    ),
+    "update_critic": StageSpec(
+        "leaderless.stages.critic:update_critic",
+        reads=(*SEQUENCE, "values", "returns", "reward_valid"),
+        role_use="train",
+        is_critic=True,
+        has_effect=True,
+        check=_check_update_critic,
+        summary="clipped squared-error steps towards the returns",
     ),
     "sft": StageSpec(
         "leaderless.stages.update:sft",

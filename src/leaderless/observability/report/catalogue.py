@@ -105,6 +105,23 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         Topic("Clipped tokens", "Tokens whose ratio left the clip range.", ("policy/clip_fraction",), unit="share"),
         Topic("Learning rate", "Of the policy, after warm-up and decay.", ("policy/learning_rate",)),
     ),
+    "How the critic is trained": (
+        Topic(
+            "Explained variance",
+            "Share of the returns' variance that the critic foresees. At 0 it knows their mean at best.",
+            ("critic/explained_variance",),
+        ),
+        Topic("Critic loss", "Half the squared error of its values.", ("critic/loss",)),
+        Topic("Mean value", "What the critic expects, over all tokens.", ("critic/value_mean",)),
+        Topic(
+            "Clipped values",
+            "Tokens whose value moved further in one step than it should.",
+            ("critic/clip_fraction",),
+            unit="share",
+        ),
+        Topic("Critic gradient norm", "Global L2 norm before clipping.", ("critic/grad_norm",)),
+        Topic("Critic learning rate", "After warm-up and decay.", ("critic/learning_rate",)),
+    ),
     "Can the numbers be trusted?": (
         Topic(
             "Log-prob mismatch",

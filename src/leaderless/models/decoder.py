@@ -1,0 +1,124 @@
+"""Decoders of `transformers` over packed sequences, whatever head they have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.models.attention import ATTENTION_NAME, Attention
+from leaderless.models.support import check_supported
+
+
+class Decoder(nn.Module):
+    """A model of `transformers`, of which the layers and the head are used apart."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a model that was loaded with this package's attention.
+
+        Args:
+            model: Its weights keep their names.
+        """
+        super().__init__()
+        self.model = model
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
+        """What the layers make of some tokens.
+
+        Args:
+            tokens: [T] int64, sequences one behind the other.
+            positions: [T] int64, place of each token in its sequence.
+            attention: How they attend.
+            select: [R] int64, the tokens that are meant.
+
+        Returns:
+            [R, hidden_size], in the type that the layers compute in.
+        """
+        output = self.model.base_model(
+            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
+        )
+        hidden: Tensor = output.last_hidden_state.squeeze(0).index_select(0, select)
+        return hidden
+
+    def float32_modules(self) -> list[nn.Module]:
+        """Modules that compute in float32 whatever the rest does."""
+        return []
+
+
+def load_decoder(
+    auto_class: type[AutoModel], config: ModelConfig, role: str, *, scalar_head: Collection[str] = ()
+) -> PreTrainedModel:
+    """Load a model's weights in float32 into host memory.
+
+    Args:
+        auto_class: Of `transformers`; says which head the model has.
+        config: Where it is.
+        role: That it plays, for errors.
+        scalar_head: Names of the weights of a head with one output. What the folder lacks of them is 0.
+
+    Raises:
+        RecipeError: It cannot be found or read, weights are missing, or it does something in its attention or logits
+            that this package does not do.
+    """
+    key = f"models.{role}"
+    try:
+        with _quiet_transformers():
+            model, info = auto_class.from_pretrained(
+                config.path,
+                revision=config.revision,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **({"num_labels": 1} if scalar_head else {}),
+            )
+    except Exception as error:
+        # Whatever a folder holds, `transformers` and what it calls have errors of every kind for it.
+        raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}") from error
+    if info["mismatched_keys"]:
+        name, saved, expected = sorted(info["mismatched_keys"])[0]
+        sizes = f"its {name} is {tuple(saved)}, but {tuple(expected)} is needed"
+        raise RecipeError.at(key, f"'{config.path}' has weights of another size than it says: {sizes}")
+    missing = set(map(str, info["missing_keys"]))
+    lacking = sorted(missing - {*scalar_head})
+    if lacking:
+        raise RecipeError.at(key, f"'{config.path}' lacks {len(lacking)} of its weights, as {lacking[0]}")
+    for name, parameter in model.named_parameters():
+        if name in missing:
+            nn.init.zeros_(parameter)
+    check_supported(model, key)
+    _remove_dropout(model)
+    if config.gradient_checkpointing:
+        _enable_gradient_checkpointing(model)
+    return model
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """What is wrong with a model's weights is said by this package, in one line."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def _remove_dropout(model: PreTrainedModel) -> None:
+    """The policy that is trained shall be the one that sampled and was scored, in every pass."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """By the name that the installed version of `transformers` has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

@@ -1,0 +1,85 @@
+"""The stages of a critic: what it expects, and how it learns to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leaderless.algorithms import Moments, clipped_value_loss, repeat_per_token
+from leaderless.data.batch import Batch
+from leaderless.stages.context import StageContext
+from leaderless.stages.mini_batches import metric_name, take, train_mini_batches
+from leaderless.training.engine import ValueLoss
+from leaderless.training.micro_batches import MicroBatch
+
+
+def values(batch: Batch, context: StageContext) -> Batch:
+    """What the critic expects before each sampled token.
+
+    Args:
+        batch: Samples.
+        context: Whose role expects.
+
+    Returns:
+        The samples with `values`.
+    """
+    return batch.with_columns(values=context.critic.values(batch))
+
+
+def update_critic(batch: Batch, context: StageContext) -> Batch:
+    """`batch.updates_per_step` steps on the clipped squared error, a mean over tokens.
+
+    The mini-batches are those of the policy. Samples whose reward failed carry no gradient.
+
+    Args:
+        batch: Samples with values and returns.
+        context: Whose role is trained.
+
+    Returns:
+        The samples as they are.
+    """
+    engine, is_counted = context.critic, batch.dense("reward_valid")
+
+    def make_loss(mini_batch: Batch, weights: Tensor, number: int) -> ValueLoss:  # noqa: ARG001
+        return _CriticLoss(mini_batch, weights, context)
+
+    _report_fit(batch, is_counted, context)
+    train_mini_batches(batch, is_counted, context, engine, "token_mean", make_loss, engine.forward_backward)
+    return batch
+
+
+@dataclass(frozen=True)
+class _CriticLoss:
+    """The value loss of a mini-batch, one micro-batch at a time."""
+
+    batch: Batch
+    weights: Tensor
+    context: StageContext
+
+    def __call__(self, outputs: Tensor, micro_batch: MicroBatch) -> Tensor:
+        weights = take(self.weights, micro_batch, outputs)
+        is_counted = weights > 0
+        # What does not count is replaced before anything is computed with it: 0 times NaN is NaN.
+        old, returns = (
+            torch.where(is_counted, take(self.batch.jagged(name).values, micro_batch, outputs), outputs.detach())
+            for name in ("values", "returns")
+        )
+        clip = self.context.recipe.algorithm.critic.value_clip or math.inf
+        loss = clipped_value_loss(outputs, old, returns, clip=clip)
+        name = metric_name(self.context, "clip_fraction")
+        self.context.metrics.mean(name, (loss.is_clipped & is_counted).sum(), is_counted.sum())
+        return (weights * loss.loss).sum()
+
+
+def _report_fit(batch: Batch, is_counted: Tensor, context: StageContext) -> None:
+    """How good the critic was before this step's updates: 1 - Var(returns - values) / Var(returns), over all ranks."""
+    expected, returns = batch.jagged("values"), batch.jagged("returns").values
+    counts = repeat_per_token(is_counted, expected.lengths)
+    context.metrics.mean(metric_name(context, "value_mean"), expected.values[counts].sum(), counts.sum())
+    left = Moments.of(context.sum(Moments.count(returns - expected.values, counts)))
+    whole = Moments.of(context.sum(Moments.count(returns, counts)))
+    if whole.std > 0:
+        context.metrics.max(metric_name(context, "explained_variance"), 1 - (left.std / whole.std) ** 2)

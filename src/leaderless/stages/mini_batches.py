@@ -1,0 +1,93 @@
+"""The optimiser steps that are made from one step's samples, whatever the model and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from leaderless.algorithms import Aggregation, Denominators, token_weights
+from leaderless.data.batch import Batch
+from leaderless.stages.context import StageContext
+from leaderless.training.engine import LossOf, Outputs, Trainable
+from leaderless.training.micro_batches import MicroBatch, response_lengths
+
+LossOfBatch = Callable[[Batch, Tensor, int], LossOf[Outputs]]
+"""Makes the loss of a mini-batch, given the weight of each of its response tokens and its number, from 1."""
+
+
+def train_mini_batches(
+    batch: Batch,
+    is_counted: Tensor,
+    context: StageContext,
+    engine: Trainable,
+    aggregation: Aggregation,
+    make_loss: LossOfBatch[Outputs],
+    backward: Callable[[Sequence[MicroBatch], LossOf[Outputs]], None],
+) -> None:
+    """Make `batch.updates_per_step` optimiser steps, each on its share of the prompts.
+
+    Args:
+        batch: Samples, or rows to imitate.
+        is_counted: [n] bool; what does not count carries no gradient.
+        context: Of the node.
+        engine: Is trained.
+        aggregation: How the losses of tokens become one number.
+        make_loss: Of each mini-batch.
+        backward: Adds the gradient of a loss to what the engine has.
+    """
+    num_updates = context.recipe.batch.updates_per_step
+    for number, chosen in enumerate(_mini_batches(batch, context), start=1):
+        mini_batch, counted = batch.select(chosen), is_counted[chosen]
+        lengths = response_lengths(mini_batch.jagged("response_mask"))
+        totals = Denominators(*context.sum(Denominators.count(lengths, counted)).tolist())
+        longest = context.recipe.rollout.max_response_tokens
+        weights = token_weights(aggregation, lengths, counted, totals, norm_tokens=longest)
+        loss = make_loss(mini_batch, weights, number)
+
+        def reported_loss(outputs: Outputs, micro_batch: MicroBatch, loss: LossOf[Outputs] = loss) -> Tensor:
+            value = loss(outputs, micro_batch)
+            context.metrics.total(metric_name(context, "loss"), value.detach() / num_updates)
+            return value
+
+        backward(engine.micro_batches(mini_batch), reported_loss)
+        info = engine.optimizer_step()
+        context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)
+        context.metrics.max(metric_name(context, "learning_rate"), info.learning_rate)
+        context.progress(number / num_updates)
+
+
+def _mini_batches(batch: Batch, context: StageContext) -> Iterator[Tensor]:
+    """[n] bool for each update: this rank's rows of its mini-batch.
+
+    Which prompts share an update follows from their ids alone, whatever rank their samples are on and whichever role is
+    trained.
+    """
+    groups = torch.unique(context.gather(torch.unique(batch.group_ids)))
+    place = torch.searchsorted(groups, batch.group_ids)
+    num_updates = context.recipe.batch.updates_per_step
+    part = place * num_updates // max(1, len(groups))
+    for number in range(num_updates):
+        yield part == number
+
+
+def metric_name(context: StageContext, measure: str) -> str:
+    """A metric of the role that is trained, as `policy/loss`.
+
+    Args:
+        context: Of the node that trains it.
+        measure: What is measured.
+    """
+    return f"{context.node.node.role}/{measure}"
+
+
+def take(values: Tensor, micro_batch: MicroBatch, like: Tensor) -> Tensor:
+    """A column of response tokens, as a micro-batch orders them.
+
+    Args:
+        values: [total].
+        micro_batch: Of the batch that has the column.
+        like: On the device that is wanted.
+    """
+    return values[micro_batch.response_index].to(like.device)

@@ -1,0 +1,155 @@
+"""A model with its optimiser in fully sharded data parallelism (FSDP2); on one rank in float32, the plain module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.data.batch import Batch
+from leaderless.data.transport import Group
+from leaderless.models.decoder import Decoder
+from leaderless.training.engine import UpdateInfo
+from leaderless.training.micro_batches import MicroBatch, make_micro_batches
+from leaderless.training.optimizer import learning_rate_at, make_optimizer
+
+Model_co = TypeVar("Model_co", bound=Decoder, covariant=True)
+
+
+class ShardedModel(Generic[Model_co]):
+    """See `Trainable`.
+
+    Master weights, gradients and optimiser are float32 and sharded over the ranks of the layout; layers are gathered
+    one by one as they compute, in the model's `compute_dtype`. Gradients are summed over ranks and never averaged: the
+    denominators are in the loss.
+    """
+
+    def __init__(
+        self,
+        model: Model_co,
+        config: ModelConfig,
+        group: Group,
+        device: torch.device,
+        micro_batch_tokens: int,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        num_updates: int = 0,
+    ) -> None:
+        """Shard a model.
+
+        Args:
+            model: Whole, the same on every rank.
+            config: Of the model.
+            group: The ranks that hold it.
+            device: Of this rank.
+            micro_batch_tokens: Most tokens of one pass.
+            optimizer: Settings of a role that is trained; None freezes it.
+            num_updates: Optimiser steps of the whole run, for the schedule.
+        """
+        self._group, self.device, self.micro_batch_tokens = group, device, micro_batch_tokens
+        # Activations are recomputed in training mode only; there is no dropout that would tell the modes apart.
+        self.model = model.train(optimizer is not None)
+        self.policy_version = 0
+        self._optimizer_config, self._num_updates = optimizer, num_updates
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(optimizer is not None)
+        self.units: list[FSDPModule] = []
+        if group.size > 1 or config.compute_dtype != "float32":
+            # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
+            self._shard(getattr(torch, config.compute_dtype))
+        self.model.to(device)
+        self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold this instance."""
+        return self._group
+
+    def _shard(self, compute_dtype: torch.dtype) -> None:
+        """Make each decoder layer, and the rest of the model, a unit that is gathered at once."""
+        mesh = DeviceMesh.from_group(_process_group(self._group), self.device.type)
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        layer_names = set(self.model.model._no_split_modules or ())  # noqa: SLF001
+        for module in [m for m in self.model.modules() if type(m).__name__ in layer_names]:
+            self.units.append(fully_shard(module, mesh=mesh, mp_policy=policy))
+        for module in self.model.float32_modules():
+            self.units.append(fully_shard(module, mesh=mesh, mp_policy=replace(policy, param_dtype=torch.float32)))
+        self.units.append(fully_shard(self.model, mesh=mesh, mp_policy=policy))
+        for unit in self.units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """See `Trainable`."""
+        return make_micro_batches(batch, self.micro_batch_tokens, self._group)
+
+    def optimizer_step(self) -> UpdateInfo:
+        """See `Trainable`."""
+        assert self._optimizer is not None
+        assert self._optimizer_config is not None
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._optimizer_config.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(grad_norm):
+            raise RuntimeError(
+                f"rank {self._group.rank}: the gradient norm of update {self.policy_version} is {grad_norm}: "
+                "lower the learning rate, or look at the rewards and advantages of this step"
+            )
+        learning_rate = learning_rate_at(self._optimizer_config, self.policy_version, self._num_updates)
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.policy_version += 1
+        return UpdateInfo(grad_norm, learning_rate)
+
+    def reshard_root(self) -> None:
+        """FSDP keeps the root gathered after a forward pass, for the backward pass that does not come here."""
+        if self.units:
+            self.units[-1].reshard()
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainable`."""
+        for name, parameter in self.named_weights():
+            value = parameter.detach()
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every weight by its name in `transformers`, as this rank holds it."""
+        yield from self.model.model.named_parameters()
+
+    def state(self) -> dict[str, Tensor]:
+        """See `Trainable`."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.named_weights():
+            state[f"weights.{name}"] = parameter.detach()
+            if self._optimizer is None:
+                continue
+            moments = self._optimizer.state[parameter]
+            if not moments:
+                moments["step"] = torch.tensor(0.0)
+                moments["exp_avg"] = torch.zeros_like(parameter)
+                moments["exp_avg_sq"] = torch.zeros_like(parameter)
+            state[f"optimizer.exp_avg.{name}"] = moments["exp_avg"]
+            state[f"optimizer.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        return state
+
+    def state_loaded(self, policy_version: int) -> None:
+        """See `Trainable`."""
+        self.policy_version = policy_version
+        if self._optimizer is not None:
+            for moments in self._optimizer.state.values():
+                moments["step"].fill_(float(policy_version))
+
+
+def _process_group(group: Group) -> torch.distributed.ProcessGroup:
+    handle = group.handle or torch.distributed.group.WORLD
+    assert handle is not None
+    return handle

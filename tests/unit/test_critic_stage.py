@@ -1,0 +1,123 @@
+"""The stage that trains a critic: what counts, what it reports, and how it follows the mini-batches of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import torch
+from tests.tiny import random_samples
+from tests.unit.recipes import make_recipe
+from torch import Tensor
+
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.encode import Tokenizer
+from leaderless.data.transport import Group
+from leaderless.observability.metrics import Metrics
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.planner import Cluster, make_plan
+from leaderless.stages.context import Grader, StageContext
+from leaderless.stages.critic import update_critic, values
+from leaderless.training.engine import UpdateInfo, ValueEngine, ValueLoss
+from leaderless.training.micro_batches import MicroBatch, make_micro_batches
+from leaderless.workflow import resolve_workflow
+
+LENGTHS = [(2, 3), (1, 4), (3, 0), (2, 2)]
+GROUP = Group((0,), 0)
+
+
+class Table:
+    """A critic that has a number for each token; it takes note of what it is asked."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers.clone().requires_grad_()
+        self.updates: list[list[int]] = []
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        self.updates.append(batch.ids.tolist())
+        return make_micro_batches(batch, 8, GROUP)
+
+    def values(self, batch: Batch) -> Jagged:
+        return Jagged(self.numbers.detach(), batch.dense("response_lengths"), "response_tokens")
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], value_loss: ValueLoss) -> None:
+        for micro_batch in micro_batches:
+            value_loss(self.numbers[micro_batch.response_index], micro_batch).backward()
+
+    def optimizer_step(self) -> UpdateInfo:
+        return UpdateInfo(1.0, 1.0)
+
+
+def samples(returns: Tensor, old: Tensor, valid: Sequence[bool]) -> Batch:
+    batch = random_samples(LENGTHS)
+    lengths = torch.tensor([after for _, after in LENGTHS])
+    return batch.with_columns(
+        response_lengths=lengths,
+        reward_valid=torch.tensor(valid),
+        values=Jagged(old, lengths, "response_tokens"),
+        returns=Jagged(returns, lengths, "response_tokens"),
+    )
+
+
+def context_of(engine: Table, **batch: int) -> StageContext:
+    workflow = resolve_workflow("ppo")
+    sections = {"algorithm": {**workflow.algorithm, "critic": {"value_clip": 0.5}}, "batch": batch}
+    recipe = make_recipe(**sections)
+    plan = make_plan(recipe, workflow, Cluster(1))
+    return StageContext(
+        recipe=recipe,
+        node=plan["critic"],
+        step=1,
+        group=GROUP,
+        metrics=Metrics(),
+        run_directory=cast("RunDirectory", None),
+        tokenizer=cast("Tokenizer", None),
+        model=cast("ValueEngine", engine),
+        grade=cast("Grader", None),
+    )
+
+
+def test_a_failed_reward_carries_no_gradient_whatever_its_columns_hold() -> None:
+    generator = torch.Generator().manual_seed(0)
+    now, old, returns = torch.randn(3, 9, generator=generator)
+    valid = [True, False, True, True]
+    counted = torch.tensor([True] * 3 + [False] * 4 + [True] * 2)
+    results = []
+    for poison in (0.0, 1e30, float("nan")):
+        engine = Table(now)
+        context = context_of(engine)
+        broken = samples(torch.where(counted, returns, poison), torch.where(counted, old, poison), valid)
+        update_critic(broken, context)
+        results.append((engine.numbers.grad, context.metrics.reduce(GROUP)))
+    naive = now.double().requires_grad_()
+    moved = old + (naive - old).clamp(-0.5, 0.5)
+    errors = torch.maximum((naive - returns) ** 2, (moved - returns) ** 2)[counted]
+    (0.5 * errors.mean()).backward()
+    variance = 1 - ((returns - old)[counted].var() / returns[counted].var())
+    for gradient, numbers in results:
+        torch.testing.assert_close(gradient.double(), naive.grad, atol=1e-6, rtol=1e-5)
+        assert numbers["critic/loss"] == pytest.approx(float(0.5 * errors.detach().mean()), rel=1e-5)
+        assert numbers["critic/explained_variance"] == pytest.approx(float(variance), rel=1e-5)
+        assert numbers["critic/value_mean"] == pytest.approx(float(old[counted].mean()), rel=1e-5)
+        clipped = ((moved - returns) ** 2 > (naive - returns) ** 2)[counted].float().mean()
+        assert numbers["critic/clip_fraction"] == pytest.approx(float(clipped))
+
+
+def test_returns_that_are_all_equal_have_no_variance_to_explain() -> None:
+    context = context_of(Table(torch.zeros(9)))
+    update_critic(samples(torch.ones(9), torch.zeros(9), [True] * 4), context)
+    assert "critic/explained_variance" not in context.metrics.reduce(GROUP)
+
+
+def test_each_update_has_its_share_of_the_prompts() -> None:
+    engine = Table(torch.zeros(9))
+    update_critic(samples(torch.ones(9), torch.zeros(9), [True] * 4), context_of(engine, updates_per_step=2))
+    assert engine.updates == [[0, 1], [2, 3]]
+
+
+def test_values_are_a_column_of_response_tokens() -> None:
+    batch = samples(torch.ones(9), torch.zeros(9), [True] * 4)
+    column = values(batch, context_of(Table(torch.arange(9.0)))).jagged("values")
+    assert column.axis == "response_tokens"
+    assert column.values.tolist() == list(range(9))
