@@ -151,7 +151,7 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
         if model is None:
             hint = nearest(instance.role, recipe.models)
             raise RecipeError.at("models", f"must name a model for role '{instance.role}'{hint}")
-        sizes[instance.role] = read_model_size(model)
+        sizes[instance.role] = read_model_size(model, f"models.{instance.role}")
     return sizes
 
 
