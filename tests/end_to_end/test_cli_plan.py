@@ -42,6 +42,18 @@ def light(folder: Path, *arguments: object) -> Outcome:
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
+def test_a_picture_that_cannot_be_written_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model())
+    missing, folder = tmp_path / "no" / "x.svg", tmp_path / "folder.svg"
+    folder.mkdir()
+    for path, message in ((missing, "does not exist: make it first"), (folder, "cannot be written: Is a directory")):
+        outcome = run(ranks, tmp_path, "plan", recipe, "--picture", path)
+        assert outcome.code == 2
+        assert message in " ".join(outcome.errors.replace("│", " ").split())
+    assert not missing.parent.exists()
+    assert [path.name for path in tmp_path.iterdir() if ".svg" in path.name] == ["folder.svg"]
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("plan",), ("schema",), ("eval", "--help")])
 def test_commands_that_only_say_something_import_no_large_library(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     recipe = write_recipe(tmp_path, tiny_model())

@@ -253,6 +253,7 @@ def test_a_prompt_is_written_as_a_chat_where_the_tokenizer_can() -> None:
 
 def test_a_template_is_filled_from_the_row() -> None:
     assert encode({"a": 1, "b": "x"}, template="{a}+{b}=") == ("<1+x=", "")
+    assert encode({"a": 1}, template=r"{a} \boxed{{}}") == (r"<1 \boxed{}", "")
 
 
 def test_a_response_ends() -> None:
@@ -277,6 +278,7 @@ def test_a_response_ends() -> None:
             r"data.train.template: x.jsonl:7: cannot be filled: 'b' \(columns that are not null: a\)",
         ),
         ({"a": None}, {"template": "{a}"}, r"cannot be filled: 'a' \(columns that are not null: none\)"),
+        ({"a": 1}, {"template": r"{a} \boxed{}"}, r"braces that are text are written twice, as \{\{\}\}"),
         ({"a": 1}, {"template": "{a"}, r"data.train.template: x.jsonl:7: cannot be filled"),
         ({"a": 1}, {"template": "{a.b}"}, r"data.train.template: x.jsonl:7: cannot be filled"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -142,13 +143,32 @@ def test_lines_of_lost_steps_are_forgotten_with_their_samples(tmp_path: Path) ->
         run.write_samples(step, 0, [{"step": step, "text": "naïve\n"}])
         run.write_samples(step, 12, [{"step": step}])
     with run.metrics.open("a") as file:
-        file.write('{"step": 6, "los')
+        file.write('[6]\n6\nnull\n{"loss": 1}\n{"step": "6"}\n{"step": 6, "los')
     run.forget_after(3)
     assert [record["step"] for record in run.read_metrics()] == [0, 1, 2, 3]
     assert len(run.metrics.read_text().splitlines()) == 4
     names = sorted(path.name for path in run.samples.iterdir())
     assert names == sorted(f"step-{step:06d}.rank-{rank}.jsonl" for step in range(4) for rank in (0, 12))
     assert json.loads((run.samples / "step-000003.rank-0.jsonl").read_text())["text"] == "naïve\n"
+
+
+def test_metrics_are_json_whatever_their_values(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.append_metrics({"step": 1, "loss": math.nan, "norm": math.inf, "reward": 0.5})
+    for _ in range(2):
+        line = json.loads(run.metrics.read_text(), parse_constant=pytest.fail)
+        assert line == {"step": 1, "loss": None, "norm": None, "reward": 0.5}
+        (record,) = run.read_metrics()
+        assert math.isnan(record["loss"])
+        run.forget_after(1)
+
+
+def test_the_newest_checkpoint_is_that_of_most_steps(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for name in ("step-1000000", "step-999999", "step-000002.copy", "step-000003"):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000003", "step-999999", "step-1000000"]
+    assert run.last_step() == 1_000_000
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:

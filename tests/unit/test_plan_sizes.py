@@ -7,6 +7,7 @@ import json
 import pytest
 from tests.unit.recipes import plan_of, write_model
 
+from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.planner import memory
 from leaderless.planner.memory import format_bytes
@@ -87,6 +88,13 @@ def test_embeddings_are_tied_as_the_family_has_it_when_the_file_does_not_say(tmp
 def test_a_config_that_says_nothing_known_gives_no_size(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     assert read_model_size(ModelConfig(path=str(tmp_path))) is None
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"])
+def test_a_model_of_nothing_is_refused(tmp_path, name):
+    model = write_model(tmp_path / "m", **{name: 0})
+    with pytest.raises(RecipeError, match=rf"^models.policy: .*config.json: {name} is 0, but must be at least 1"):
+        plan_of("grpo", models={"policy": model})
 
 
 def test_a_model_that_is_not_here_gives_no_size(tmp_path, monkeypatch):

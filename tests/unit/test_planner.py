@@ -444,7 +444,7 @@ def test_a_role_has_one_model_on_the_same_ranks():
         replace(node, layout=Layout((0, 1, 2, 3), 2, tp=2)) if node.name == "rollout" else node for node in nodes
     ]
     with pytest.raises(RecipeError) as caught:
-        _role_instances(divided)
+        _role_instances(make_recipe(), divided)
     problem = only_problem(caught.value)
     assert problem.key == "layout.policy"
     assert "role 'policy' has another layout on these ranks, ranks 0-3 dp=2 tp=2" in problem.message

@@ -13,6 +13,7 @@ from rich.table import Table
 from leaderless.cli.common import Planned, console, errors, print_json, recipe_path
 from leaderless.cli.export import newest_checkpoint
 from leaderless.config import LoadedRecipe, RecipeError, load_recipe, nearest
+from leaderless.observability.run_directory import finite_or_none
 from leaderless.planner import Cluster, make_plan
 from leaderless.worker.place import Place
 from leaderless.workflow.evaluation import evaluation_workflow
@@ -81,7 +82,7 @@ def _work(planned: Planned, place: Place, checkpoint: Path | None) -> dict[str, 
 
 def _print(scores: Mapping[str, float], planned: Planned, *, as_json: bool) -> None:
     if as_json:
-        print_json(dict(scores))
+        print_json(finite_or_none(scores))
         return
     data = planned.recipe.data.evaluation
     assert data is not None

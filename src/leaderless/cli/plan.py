@@ -19,11 +19,17 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="Draw the graph into this SVG file.")] = None,
 ) -> None:
     """Show what every worker would do, what would travel and what it would take; start nothing."""
+    if picture is not None and not picture.parent.is_dir():
+        raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
     planned = plan_recipe(recipe_path(target), overrides or [], world_size)
     if picture is not None:
         from leaderless.planner.picture import draw_plan
 
-        write_atomically(picture, draw_plan(planned.plan))
+        try:
+            write_atomically(picture, draw_plan(planned.plan))
+        except OSError as error:
+            message = f"{picture} cannot be written: {error.strerror}"
+            raise typer.BadParameter(message, param_hint="--picture") from error
     if as_json:
         print_json(planned.plan.to_json())
     else:

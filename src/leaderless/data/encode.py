@@ -141,7 +141,8 @@ class RowEncoder:
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
             raise RecipeError.at(
                 f"{self.key}.template",
-                f"{place}: cannot be filled: {error} (columns that are not null: {', '.join(filled) or 'none'})",
+                f"{place}: cannot be filled: {error} (columns that are not null: {', '.join(filled) or 'none'}); "
+                "braces that are text are written twice, as {{}}",
             ) from error
 
     def _value(self, row: Row, column: str, place: str) -> Json:

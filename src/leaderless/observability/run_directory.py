@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
@@ -85,18 +87,20 @@ class RunDirectory:
             record: With `step`.
         """
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(_to_line(record))
 
     def read_metrics(self) -> Iterator[dict[str, float]]:
-        """The steps of `metrics.jsonl`; a line that was cut off by a crash is passed over."""
+        """The steps of `metrics.jsonl`, null as NaN; a line that was cut off by a crash is passed over."""
         if not self.metrics.exists():
             return
         with self.metrics.open(encoding="utf-8") as file:
             for line in file:
                 try:
-                    yield json.loads(line)
+                    record = json.loads(line)
                 except json.JSONDecodeError:
                     continue
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    yield {name: math.nan if value is None else value for name, value in record.items()}
 
     def forget_after(self, step: int) -> None:
         """Drop what was logged of later steps, which are about to be done again.
@@ -105,7 +109,7 @@ class RunDirectory:
             step: The last one that is kept.
         """
         kept = [record for record in self.read_metrics() if record["step"] <= step]
-        write_atomically(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        write_atomically(self.metrics, "".join(map(_to_line, kept)))
         for file in self.samples.glob("step-*.jsonl") if self.samples.exists() else ():
             if int(file.name.removeprefix("step-").partition(".")[0]) > step:
                 file.unlink()
@@ -129,7 +133,22 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Args:
         folder: Of the run's checkpoints.
     """
-    return sorted(path for path in folder.glob("step-*") if path.is_dir()) if folder.exists() else []
+    found = {path: re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*") if path.is_dir()}
+    numbers = {path: int(match[1]) for path, match in found.items() if match}
+    return sorted(numbers, key=lambda path: numbers[path])
+
+
+def finite_or_none(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """Numbers as JSON can hold them, which has neither NaN nor infinity.
+
+    Args:
+        numbers: By name.
+    """
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+def _to_line(record: Mapping[str, float]) -> str:
+    return json.dumps(finite_or_none(record), allow_nan=False) + "\n"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -141,5 +160,9 @@ def write_atomically(path: Path, text: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

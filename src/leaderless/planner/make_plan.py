@@ -186,7 +186,8 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
         if model is None:
             hint = nearest(instance.role, recipe.models)
             raise RecipeError.at("models", f"must name a model for role '{instance.role}'{hint}")
-        sizes[instance.role] = read_model_size(model, is_critic=instance.is_critic)
+        key = f"models.{instance.role}"
+        sizes[instance.role] = read_model_size(model, key, is_critic=instance.is_critic)
     return sizes
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from leaderless.config.errors import RecipeError
 from leaderless.config.models import ModelConfig
 
 QKV_BIAS = {"qwen2", "qwen2_moe"}
@@ -17,6 +18,15 @@ TIED_UNLESS_SAID = {"gemma", "smollm3"}
 """Families whose output embedding is the input embedding when their configuration does not say."""
 FAMILIES = QKV_BIAS | NO_BIAS | TIED_UNLESS_SAID | {"granite", "llama", "qwen3", "qwen3_moe"}
 """Families whose weights are counted, as the configuration's `model_type` calls them."""
+
+_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -49,21 +59,30 @@ class ModelSize:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-def read_model_size(model: ModelConfig, *, is_critic: bool = False) -> ModelSize | None:
+def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool = False) -> ModelSize | None:
     """The size of a model, or None when its `config.json` is not on this machine or is of no known shape.
 
     Args:
         model: A local folder, or a hub model, which is looked for in the local cache only.
+        key: The setting that names it, for the error.
         is_critic: It has one output in place of the output embedding.
+
+    Raises:
+        RecipeError: The file says that the model has no layers, or nothing of something else that it is made of.
     """
     path = _config_path(model)
     if path is None:
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        return _decoder_size(config, is_critic=is_critic) if isinstance(config, dict) else None
+        if not isinstance(config, dict) or str(config.get("model_type")) not in FAMILIES:
+            return None
+        nothing = next((name for name in _COUNTS if int(config[name]) < 1), None)
+        if nothing is None:
+            return _decoder_size(config, is_critic=is_critic)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    raise RecipeError.at(key, f"{path}: {nothing} is {config[nothing]}, but must be at least 1: the file is damaged")
 
 
 def _config_path(model: ModelConfig) -> Path | None:
@@ -80,11 +99,9 @@ def _config_path(model: ModelConfig) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize | None:
-    """Count the weights of a Llama-like decoder; None for a family whose weights are not known."""
-    family = str(config.get("model_type"))
-    if family not in FAMILIES:
-        return None
+def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
+    """Count the weights of a Llama-like decoder."""
+    family = str(config["model_type"])
     hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
