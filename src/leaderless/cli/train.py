@@ -14,7 +14,7 @@ from leaderless.observability.run_directory import RunDirectory, list_checkpoint
 from leaderless.worker.place import Place
 from leaderless.workflow import load_recipe
 
-FREE_KEYS = ("steps", "run.", "checkpoint.", "evaluation.", "layout.")
+FREE_KEYS = ("steps", "run.", "checkpoint.", "evaluation.", "layout.", "algorithm.loop.")
 """Settings that may change when a run goes on."""
 
 
