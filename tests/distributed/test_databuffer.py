@@ -16,7 +16,7 @@ from leaderless.data import transport
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.ids import SIBLING_BITS, make_sample_ids
 from leaderless.data.wire import pack
-from leaderless.planner import Cluster, Reshard, make_plan
+from leaderless.planner import Action, Cluster, Reshard, make_plan
 
 SPLIT_GROUPS = Case(
     4,
@@ -118,9 +118,9 @@ def bytes_by_entry(layout: dict[str, Json], world_size: int) -> list[tuple[str, 
     held: list[tuple[str, int]] = []
     release = loop.buffer.release
 
-    def note_and_release(position: int) -> None:
-        release(position)
-        held.append((str(loop.plan.chain(loop.transport.rank)[position]), loop.buffer.num_bytes()))
+    def note_and_release(action: Action) -> None:
+        release(action)
+        held.append((str(action), loop.buffer.num_bytes()))
 
     loop.buffer.release = note_and_release
     loop.step()

@@ -173,7 +173,7 @@ class Loop:
 
     def step(self, stop_before: str | None = None) -> None:
         """Walk the chain, to its end or to where a node would run."""
-        for position, action in enumerate(self.plan.chain(self.transport.rank)):
+        for action in self.plan.chain(self.transport.rank):
             match action:
                 case Load(layout, _):
                     shard, total = layout.shard_of(self.transport.rank), self.recipe.batch.prompts_per_step
@@ -184,4 +184,4 @@ class Loop:
                     self.buffer.put(name, self.stages[name](self.buffer.get(name), self.context))
                 case Reshard():
                     self.buffer.reshard(action)
-            self.buffer.release(position)
+            self.buffer.release(action)

@@ -241,7 +241,7 @@ class Walker:
     def walk(self) -> dict[str, list[int]]:
         """Walk the chain once; gives the rows that this rank had at each node."""
         seen: dict[str, list[int]] = {}
-        for position, action in enumerate(self.plan.chain(self.rank)):
+        for action in self.plan.chain(self.rank):
             match action:
                 case Load():
                     self.buffer.load(action, self.loaded(action))
@@ -253,7 +253,7 @@ class Walker:
                 case Reshard():
                     self.buffer.reshard(action)
                     self.check_arrived(action)
-            self.buffer.release(position)
+            self.buffer.release(action)
         held = [table.columns.keys() for table in self.buffer._tables.values() if table.columns]
         assert not held, f"rank {self.rank} still holds {held}"
         self.buffer.clear()

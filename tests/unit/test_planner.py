@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.unit.recipes import begin, end, only_problem, plan_of, write_model
+from tests.unit.recipes import begin, end, make_recipe, only_problem, plan_of, write_model
 
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, Layout, Reshard, format_ranks

@@ -28,6 +28,7 @@ FREE_KEYS = (
     "layout.",
     "batch.micro_batch_tokens",
     "rollout.max_sequences",
+    "algorithm.loop.",
 )
 """Settings that may change when a run goes on: those that change no number, and how long and where it goes on."""
 

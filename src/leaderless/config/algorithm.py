@@ -308,6 +308,16 @@ class OverlongConfig(Section):
     """Truncated responses carry no gradient."""
 
 
+class LoopConfig(Section):
+    """How a workflow with a loop fills its steps: it asks new prompts until enough groups have a signal."""
+
+    max_rounds: int = Field(default=8, ge=1)
+    """Most rounds of `batch.prompts_per_step` prompts each in a step."""
+    on_exhausted: Literal["train", "stop"] = "train"
+    """What happens when the last round leaves too few groups: train with those there are, or stop with an error. It
+    always stops when there is none."""
+
+
 class CriticConfig(Section):
     """How the critic is trained."""
 
@@ -337,6 +347,8 @@ class AlgorithmConfig(Section):
     """For samples that do not come from the policy that is trained."""
     overlong: OverlongConfig = OverlongConfig()
     """What becomes of responses that are too long."""
+    loop: LoopConfig = LoopConfig()
+    """How many rounds it may take to fill a step, where the workflow has a loop."""
     critic: CriticConfig = CriticConfig()
     """How the critic is trained, where there is one."""
 

@@ -45,7 +45,7 @@ class LoadedRecipe:
 
     def _locate(self, problem: Problem) -> Problem:
         # Nodes are not in the recipe, but it names the workflow that they are in.
-        key = "workflow" if problem.key.partition(".")[0] == "nodes" else problem.key
+        key = "workflow" if problem.key.partition(".")[0] in {"nodes", "loop"} else problem.key
         return Problem(problem.key, problem.message, self.source.place_of(key))
 
 

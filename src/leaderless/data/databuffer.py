@@ -14,16 +14,21 @@ from torch import Tensor
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.objects import what_changes
 from leaderless.data.reshard import reshard
+from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
 from leaderless.data.transport import Transport
-from leaderless.planner import Action, Layout, Load, Plan, PlannedNode, Reshard, Run
+from leaderless.planner import Action, Layout, Load, Loop, Plan, PlannedNode, Reshard, Run, flat
 
 TableKey = tuple[str, tuple[int, ...], int]
 """Row set, ranks and data-parallel size."""
 
 
 class Databuffer:
-    """What one rank holds of a step's rows."""
+    """What one rank holds of a step's rows.
+
+    Attributes:
+        surplus: Groups that a loop has chosen for a later step, where its last node runs.
+    """
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
         """Prepare for the chain of this rank.
@@ -35,6 +40,7 @@ class Databuffer:
         self.plan = plan
         self.transport = transport
         self.rank = transport.rank
+        self.surplus = Surplus()
         self._tables: dict[TableKey, Table] = {}
         self._readers = _readers(plan)
         self._released_after = _last_readers(plan, self.rank)
@@ -117,18 +123,39 @@ class Databuffer:
         else:
             target.add(arrived, action.source)
 
-    def release(self, position: int) -> None:
+    def end_round(self, loop: Loop) -> None:
+        """Keep what has come out of a round of a loop, and forget all else that the round has made.
+
+        Args:
+            loop: The entry of the chain.
+        """
+        if self.rank in loop.layout:
+            chosen = self._tables.pop(_key(loop.last, loop.layout))
+            self.surplus.add(chosen.batch(dict.fromkeys(self._readers.get(loop.last, ()), loop.last)))
+        row_sets = {"data", *loop.nodes}
+        self._tables = {key: table for key, table in self._tables.items() if key[0] not in row_sets}
+
+    def leave(self, loop: Loop) -> None:
+        """Give the step the groups that it is to have. All ranks of the loop's last node call it together.
+
+        Args:
+            loop: The entry of the chain.
+        """
+        taken = self.surplus.take(loop.num_groups, self.transport.group(loop.layout.ranks))
+        self._tables[_key(loop.last, loop.layout)] = Table.of(taken, loop.last)
+
+    def release(self, action: Action) -> None:
         """Free the columns whose last reader on this rank has run.
 
         Args:
-            position: Of the entry of the chain that has just been executed.
+            action: The entry of the chain that has just been executed.
         """
-        for key, column in self._released_after.get(position, ()):
+        for key, column in self._released_after.get(action, ()):
             if key in self._tables:
                 self._tables[key].drop([column])
 
     def clear(self) -> None:
-        """Forget the step."""
+        """Forget the step, but not what a loop has left over."""
         self._tables.clear()
 
     def num_bytes(self) -> int:
@@ -184,15 +211,15 @@ def _readers(plan: Plan) -> dict[str, dict[str, str]]:
     return readers
 
 
-def _last_readers(plan: Plan, rank: int) -> dict[int, list[tuple[TableKey, ColumnKey]]]:
+def _last_readers(plan: Plan, rank: int) -> dict[Action, list[tuple[TableKey, ColumnKey]]]:
     """For each entry of a rank's chain, the columns that no later entry reads."""
-    last: dict[tuple[TableKey, ColumnKey], int] = {}
-    for position, action in enumerate(plan.chain(rank)):
+    last: dict[tuple[TableKey, ColumnKey], Action] = {}
+    for action in flat(plan.chain(rank)):
         for use in _reads(plan, action, rank):
-            last[use] = position
-    released: dict[int, list[tuple[TableKey, ColumnKey]]] = {}
-    for use, position in last.items():
-        released.setdefault(position, []).append(use)
+            last[use] = action
+    released: dict[Action, list[tuple[TableKey, ColumnKey]]] = {}
+    for use, action in last.items():
+        released.setdefault(action, []).append(use)
     return released
 
 

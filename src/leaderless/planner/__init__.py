@@ -2,7 +2,19 @@
 
 from leaderless.planner.layout import Cluster, Layout, format_ranks
 from leaderless.planner.make_plan import make_plan
-from leaderless.planner.plan import Action, Edge, Load, Plan, PlannedNode, Reshard, RoleInstance, Run, SyncWeights
+from leaderless.planner.plan import (
+    Action,
+    Edge,
+    Load,
+    Loop,
+    Plan,
+    PlannedNode,
+    Reshard,
+    RoleInstance,
+    Run,
+    SyncWeights,
+    flat,
+)
 
 __all__ = [
     "Action",
@@ -10,12 +22,14 @@ __all__ = [
     "Edge",
     "Layout",
     "Load",
+    "Loop",
     "Plan",
     "PlannedNode",
     "Reshard",
     "RoleInstance",
     "Run",
     "SyncWeights",
+    "flat",
     "format_ranks",
     "make_plan",
 ]

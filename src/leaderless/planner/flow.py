@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from leaderless.config import Problem, Recipe, RecipeError, nearest
+from leaderless.config.algorithm import LoopConfig
 from leaderless.workflow import (
     COLUMNS,
     DATA_COLUMNS,
@@ -66,7 +67,7 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
 
     Raises:
         RecipeError: A contract is broken: unknown stage, column that nobody before writes, writers or row changes
-            without an order, settings that a stage refuses.
+            without an order, settings that a stage refuses, a loop whose groups cannot be counted.
     """
     order = workflow.order()
     specs = {node.name: spec_of(node) for node in order}
@@ -76,6 +77,7 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
             check(recipe, node)
         if specs[node.name].role_use != "none" and node.role is None:
             raise RecipeError.at(f"nodes.{node.name}.role", f"stage '{node.run}' needs a role, as role: policy")
+    _check_loop(recipe, workflow, specs)
     tracer = _Tracer(recipe, workflow, order, specs)
     tracer.check_writers()
     for node in order:
@@ -88,6 +90,8 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
         )
     for node in kept:
         tracer.check_old_log_probs(node)
+    if workflow.loop and workflow[workflow.loop[-1]] not in kept:
+        raise RecipeError.at("loop", f"no node that runs comes after '{workflow.loop[-1]}', so it would fill no step")
     return Flow(
         order=tuple(kept),
         pruned=tuple(node.name for node in order if node not in kept),
@@ -95,6 +99,28 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
         row_set={node.name: tracer.row_set(node.name) for node in kept},
         sources={node.name: dict(sorted(tracer.sources[node.name].items())) for node in kept},
     )
+
+
+def _check_loop(recipe: Recipe, workflow: Workflow, specs: Mapping[str, StageSpec]) -> None:
+    """What leaves a loop are whole groups that its last node has chosen, all sampled with the same weights."""
+    if not workflow.loop:
+        if recipe.algorithm.loop != LoopConfig():
+            raise RecipeError.at("algorithm.loop", f"does nothing: the workflow '{workflow.name}' has no loop")
+        return
+    last = workflow[workflow.loop[-1]]
+    if specs[last.name].rows != "filter" or not specs[last.name].needs_whole_groups:
+        raise RecipeError.at(
+            f"nodes.{last.name}.run",
+            f"stage '{last.run}' ends a loop, so it must keep some of its groups and drop the others "
+            "(rows: filter, with whole groups), as dynamic_sampling does",
+        )
+    for name in workflow.loop:
+        if specs[name].role_use == "train":
+            raise RecipeError.at(
+                "loop",
+                f"node '{name}' trains a role, and the samples of all rounds must come from the same weights: put it "
+                f"after '{last.name}', outside the loop",
+            )
 
 
 @dataclass
@@ -170,7 +196,8 @@ class _Tracer:
             return False
         row_set = self.row_set(node.name)
         self.needed.add(row_set)
-        for column in spec.reads_of(self.recipe, node):
+        is_carried = bool(self.workflow.loop) and node.name not in self.workflow.loop
+        for column in (*spec.reads_of(self.recipe, node), *(spec.reads_if_carried if is_carried else ())):
             self.trace(node, column, row_set)
         self.sources.setdefault(node.name, {})
         return True

@@ -41,6 +41,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             writes=flow.specs[node.name].writes_of(recipe, node, workflow),
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
+            max_staleness=_max_staleness(recipe, workflow, node.name),
         )
         for node in flow.order
     )
@@ -59,12 +60,17 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         nodes=nodes,
         pruned=flow.pruned,
         edges=_edges(recipe, nodes),
-        schedule=make_schedule(recipe, nodes, instances),
+        schedule=make_schedule(recipe, nodes, instances, workflow.loop),
         instances=instances,
         batch=_batch_sizes(recipe, nodes),
         memory=estimate_memory(recipe, instances, sizes, longest),
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
     )
+
+
+def _max_staleness(recipe: Recipe, workflow: Workflow, name: str) -> int:
+    """A loop leaves fewer groups over than a step takes, and they are taken first: none waits longer than one step."""
+    return recipe.batch.updates_per_step if workflow.loop and name not in workflow.loop else 0
 
 
 def _check_roles(recipe: Recipe, workflow: Workflow) -> None:

@@ -10,7 +10,7 @@ from leaderless.planner.flow import DATA
 from leaderless.planner.layering import Box, Link, Placement, place
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import format_bytes
-from leaderless.planner.plan import Plan, PlannedNode, SyncWeights
+from leaderless.planner.plan import Loop, Plan, PlannedNode, SyncWeights
 from leaderless.planner.svg import (
     CODE_SIZE,
     NAME_SIZE,
@@ -44,6 +44,8 @@ LEGEND: dict[Kind, str] = {
     "weights": "new weights, after each step",
     "order": "order only: no column is read",
 }
+FRAME = 12.0
+"""Room between a loop's boxes and the frame around them."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class _Picture:
             f'<rect class="paper" {size}/>',
             text_at(title, (MARGIN, MARGIN + NAME_SIZE), "name", "start"),
             f'<g transform="translate({shift:.1f} {top:.1f})">',
+            *self._loop(),
             *self._links(),
             *self._boxes(),
             "</g>",
@@ -115,6 +118,18 @@ class _Picture:
             "</svg>",
         ]
         return "\n".join(parts) + "\n"
+
+    def _loop(self) -> Iterator[str]:
+        """A frame around the nodes that are repeated; as all others come after them, it holds no other box."""
+        loop = self.plan.loop
+        if loop is None:
+            return
+        boxes = [(self.placement.centers[name], self.boxes[name].width / 2 + FRAME) for name in loop.nodes]
+        left, right = min(x - half for (x, _), half in boxes), max(x + half for (x, _), half in boxes)
+        half = BOX_HEIGHT / 2 + FRAME
+        top, bottom = min(y for (_, y), _ in boxes) - half, max(y for (_, y), _ in boxes) + half
+        yield f'<g class="loop"><title>{xml(_loop_text(loop))}</title>'
+        yield f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" rx="14"/></g>'
 
     def _links(self) -> Iterator[str]:
         for line, route in zip(self.lines, self.placement.routes, strict=True):
@@ -170,6 +185,11 @@ class _Picture:
             parts.append(f'<g class="link {kind}"><path class="run" d="M{MARGIN} {y}h40"/></g>')
             parts.append(text_at(LEGEND[kind], (MARGIN + 52, y + 4), anchor="start"))
             width, y = max(width, text_width(LEGEND[kind], TEXT_SIZE) + 52), y + LINE + 2
+        if self.plan.loop is not None:
+            text = _loop_text(self.plan.loop)
+            parts.append(f'<g class="loop"><rect x="{MARGIN}" y="{y - 6}" width="40" height="12" rx="4"/></g>')
+            parts.append(text_at(text, (MARGIN + 52, y + 4), anchor="start"))
+            width, y = max(width, text_width(text, TEXT_SIZE) + 52), y + LINE + 2
         x = MARGIN
         for number, ranks in enumerate(self.pools if len(self.pools) > 1 else ()):
             text = clip(f"ranks {format_ranks(ranks)}", CODE_SIZE, MAX_TEXT)
@@ -228,6 +248,13 @@ def _node_tooltip(node: PlannedNode) -> str:
     reads = ", ".join(f"{column} of {source}" for column, source in node.reads.items())
     facts = [f"{node.name}: {node.spec.summary or node.node.run}", f"run {node.node.run}{role}", str(node.layout)]
     return "\n".join([*facts, f"reads {reads or 'nothing'}", f"writes {', '.join(node.writes) or 'nothing'}"])
+
+
+def _loop_text(loop: Loop) -> str:
+    return (
+        f"repeated until {_count(loop.num_groups, 'group')} have come out of {loop.last}, "
+        f"at most {_count(loop.max_rounds, 'time')} a step; others wait for the next"
+    )
 
 
 def _columns_label(columns: Sequence[str]) -> str:

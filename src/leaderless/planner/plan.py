@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from leaderless.planner.layout import Layout, format_ranks
@@ -25,6 +25,7 @@ class PlannedNode:
         writes: Columns that it writes.
         row_set: Rows that it works on.
         row_set_after: Rows of what it puts out.
+        max_staleness: Most optimiser steps that its role may be ahead of the weights that sampled its rows.
     """
 
     node: Node
@@ -34,6 +35,7 @@ class PlannedNode:
     writes: tuple[str, ...]
     row_set: str
     row_set_after: str
+    max_staleness: int = 0
 
     @property
     def name(self) -> str:
@@ -142,7 +144,52 @@ class SyncWeights:
         return f"weights({self.role}->{format_ranks(self.target_layout.ranks)})"
 
 
-Action = Load | Run | Reshard | SyncWeights
+@dataclass(frozen=True)
+class Loop:
+    """Chain entry: go through other entries, round after round, until enough groups have come out of the last node.
+
+    Groups that an earlier step left over are counted before the first round. Those with the lowest ids go on; what is
+    too many waits for the next step.
+
+    Attributes:
+        nodes: That are repeated, in order.
+        layout: Of the last of them, where groups are counted.
+        ranks: All that take part, ascending.
+        num_groups: That are wanted.
+        max_rounds: Most rounds of a step.
+        body: The entries of a round.
+    """
+
+    nodes: tuple[str, ...]
+    layout: Layout
+    ranks: tuple[int, ...]
+    num_groups: int
+    max_rounds: int
+    body: tuple[Action, ...]
+
+    @property
+    def last(self) -> str:
+        """The node whose groups are counted."""
+        return self.nodes[-1]
+
+    def __str__(self) -> str:
+        """Short form for a reader."""
+        return f"loop({' -> '.join(map(str, self.body))})"
+
+
+Action = Load | Run | Reshard | SyncWeights | Loop
+
+
+def flat(actions: Sequence[Action]) -> Iterator[Action]:
+    """Chain entries, with those inside a loop behind it.
+
+    Args:
+        actions: Of a schedule or a chain.
+    """
+    for action in actions:
+        yield action
+        if isinstance(action, Loop):
+            yield from flat(action.body)
 
 
 @dataclass(frozen=True)
@@ -170,7 +217,7 @@ class RoleInstance:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What follows from the recipe's `batch` section.
+    """What follows from the recipe's `batch` section. Where there is a loop, a rank loads so many in each round.
 
     Attributes:
         prompts_per_step: Prompts (rows, for supervised fine-tuning) of a step, over all ranks.
@@ -233,22 +280,35 @@ class Plan:
             case _:
                 return action.ranks
 
+    @property
+    def loop(self) -> Loop | None:
+        """The entry that repeats others, if there is one."""
+        return next((action for action in self.schedule if isinstance(action, Loop)), None)
+
     def chain(self, rank: int) -> tuple[Action, ...]:
         """What one rank does in each step, in order.
 
         Args:
             rank: From 0 to world_size - 1.
         """
-        return tuple(action for action in self.schedule if rank in self.ranks_of(action))
+        return self._part_of(rank, self.schedule)
+
+    def _part_of(self, rank: int, actions: Sequence[Action]) -> tuple[Action, ...]:
+        """The entries that a rank takes part in, inside loops too."""
+        return tuple(
+            replace(action, body=self._part_of(rank, action.body)) if isinstance(action, Loop) else action
+            for action in actions
+            if rank in self.ranks_of(action)
+        )
 
     def chains(self) -> dict[tuple[int, ...], tuple[Action, ...]]:
         """All chains, each under the ranks that share it."""
         members: dict[tuple[int, ...], list[int]] = {}
-        taking_part = [frozenset(self.ranks_of(action)) for action in self.schedule]
+        taking_part = [frozenset(self.ranks_of(action)) for action in flat(self.schedule)]
         for rank in range(self.world_size):
             key = tuple(index for index, ranks in enumerate(taking_part) if rank in ranks)
             members.setdefault(key, []).append(rank)
-        return {tuple(ranks): tuple(self.schedule[i] for i in key) for key, ranks in members.items()}
+        return {tuple(ranks): self.chain(ranks[0]) for ranks in members.values()}
 
     def to_json(self) -> dict[str, object]:
         """The plan as JSON-able values, ranks as ranges."""
@@ -268,9 +328,11 @@ class Plan:
                     "reads": dict(node.reads),
                     "writes": list(node.writes),
                     "rows": node.row_set_after,
+                    "max_staleness": node.max_staleness,
                 }
                 for node in self.nodes
             ],
+            "loop": None if self.loop is None else self._loop_to_json(self.loop),
             "pruned": list(self.pruned),
             "edges": [asdict(edge) for edge in self.edges],
             "roles": [
@@ -289,6 +351,14 @@ class Plan:
             "memory_bytes": None if self.memory is None else self.memory.to_json(),
         }
 
+    def _loop_to_json(self, loop: Loop) -> dict[str, object]:
+        return {
+            "nodes": list(loop.nodes),
+            "ranks": format_ranks(loop.ranks),
+            "groups": loop.num_groups,
+            "max_rounds": loop.max_rounds,
+        }
+
     def _facts_of(self, action: Action) -> list[object]:
         """What ranks must agree on to execute an entry together."""
         facts: list[object] = [str(action), format_ranks(self.ranks_of(action))]
@@ -298,6 +368,8 @@ class Plan:
             case Reshard():
                 facts += [str(action.source_layout), str(action.target_layout)]
                 facts += [action.row_set, action.columns, action.keep_groups]
+            case Loop():
+                facts += [str(action.layout), action.num_groups, action.max_rounds]
         return facts
 
     def hash(self) -> str:
@@ -305,7 +377,10 @@ class Plan:
         facts = [
             self.recipe_hash,
             self.world_size,
-            [[n.name, n.node.run, n.node.role, str(n.layout), dict(n.reads), n.writes] for n in self.nodes],
-            [self._facts_of(action) for action in self.schedule],
+            [
+                [n.name, n.node.run, n.node.role, str(n.layout), dict(n.reads), n.writes, n.max_staleness]
+                for n in self.nodes
+            ],
+            [self._facts_of(action) for action in flat(self.schedule)],
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -7,22 +7,25 @@ from collections.abc import Sequence
 from leaderless.config import Recipe
 from leaderless.planner.flow import DATA
 from leaderless.planner.layout import Layout
-from leaderless.planner.plan import Action, Load, PlannedNode, Reshard, RoleInstance, Run, SyncWeights
+from leaderless.planner.plan import Action, Load, Loop, PlannedNode, Reshard, RoleInstance, Run, SyncWeights
 
 
 def make_schedule(
-    recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]
+    recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], loop: Sequence[str] = ()
 ) -> tuple[Action, ...]:
     """All chain entries in one order. Because every rank keeps it, no two ranks wait for each other crosswise.
 
     Args:
-        recipe: Says which nodes want whole groups.
+        recipe: Says which nodes want whole groups, and how often a loop may go round.
         nodes: The nodes that run, in order.
         instances: The models and where they are.
+        loop: The first of the nodes, if they are in a loop.
     """
     schedule: list[Action] = list(_loads(nodes))
     for node in nodes:
         schedule.append(Run(node.name))
+        if loop and node.name == loop[-1]:
+            schedule = [_loop(recipe, nodes, schedule)]
         schedule.extend(_reshards(recipe, nodes, node))
     for trained in instances:
         if trained.is_trained:
@@ -57,6 +60,20 @@ def is_expanded(nodes: Sequence[PlannedNode], row_set: str) -> bool:
         row_set: Named by the node that made it.
     """
     return any(maker.spec.rows == "expand" for maker in makers(nodes, row_set))
+
+
+def _loop(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) -> Loop:
+    """A loop of some entries. What goes from its last node to other ranks goes once, behind it."""
+    names = [action.node for action in body if isinstance(action, Run)]
+    layouts = [node.layout for node in nodes if node.name in names]
+    return Loop(
+        nodes=tuple(names),
+        layout=layouts[-1],
+        ranks=tuple(sorted({rank for layout in layouts for rank in layout.ranks})),
+        num_groups=recipe.batch.prompts_per_step,
+        max_rounds=recipe.algorithm.loop.max_rounds,
+        body=tuple(body),
+    )
 
 
 def _loads(nodes: Sequence[PlannedNode]) -> list[Load]:

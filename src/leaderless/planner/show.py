@@ -11,7 +11,7 @@ from rich.text import Text
 
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import Memory, format_bytes
-from leaderless.planner.plan import Action, Plan, PlannedNode, Reshard, RoleInstance, SyncWeights
+from leaderless.planner.plan import Action, Loop, Plan, PlannedNode, Reshard, RoleInstance, SyncWeights
 
 UNKNOWN_MEMORY = (
     "unknown: the config.json of the model is not on this machine,\n"
@@ -33,6 +33,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.pruned:
         reason = "nobody reads what it writes with these settings"
         _section(console, "Nodes that do not run", _table("", "", rows=[(name, reason) for name in plan.pruned]))
+    if plan.loop:
+        _section(console, "Loop", _loop(plan.loop))
     _section(console, "Columns between nodes", _edges(plan))
     _section(console, "What each rank does in a step", _chains(plan))
     _section(console, "Models", _instances(plan))
@@ -100,6 +102,17 @@ def _columns(node: PlannedNode) -> Text:
     return Text("\n").join(lines or [Text("reads and writes none", "dim")])
 
 
+def _loop(loop: Loop) -> Table:
+    rows = [
+        ("repeats", ", ".join(loop.nodes)),
+        ("until", f"{_count(loop.num_groups, 'group')} have come out of {loop.last}"),
+        ("at most", f"{_count(loop.max_rounds, 'round')} of {_count(loop.num_groups, 'prompt')} a step"),
+    ]
+    if loop.num_groups > 1:
+        rows.append(("left over", f"at most {_count(loop.num_groups - 1, 'group')}, for the next step"))
+    return _table("", "", rows=rows)
+
+
 def _edges(plan: Plan) -> Table:
     rows = [
         (
@@ -130,6 +143,8 @@ def _action(action: Action) -> Text:
             return Text(str(action), "yellow")
         case SyncWeights():
             return Text(str(action), "magenta")
+        case Loop():
+            return Text.assemble("loop(", Text(" -> ").join(_action(inner) for inner in action.body), ")")
         case _:
             return Text(str(action))
 

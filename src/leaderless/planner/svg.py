@@ -31,6 +31,7 @@ STYLE = """
 .leaderless-plan .data{--color:var(--soft)}
 .leaderless-plan .pruned rect{fill:none;stroke:var(--line);stroke-dasharray:3 4}
 .leaderless-plan .pruned .name{fill:var(--soft);font-weight:400}
+.leaderless-plan .loop rect{fill:none;stroke:var(--soft);stroke-width:1.5;stroke-dasharray:10 4 2 4}
 .leaderless-plan .link path{fill:none;stroke:var(--color);stroke-width:1.5}
 .leaderless-plan .link .reach{stroke:transparent;stroke-width:14}
 .leaderless-plan .link .head{fill:var(--color);stroke:none}

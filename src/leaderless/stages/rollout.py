@@ -57,7 +57,8 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     truncated = torch.tensor([c.is_truncated for c in completions], dtype=torch.bool)
     context.metrics.mean("rollout/response_tokens", tokens.lengths.sum(), len(ids))
     context.metrics.mean("rollout/truncated", truncated.sum(), len(ids))
-    context.metrics.total("rollout/tokens_per_s", len(tokens.values) / max(seconds, 1e-9))
+    # The mean speed of a rank times their number: a sum of speeds would grow with the rounds of a loop.
+    context.metrics.mean("rollout/tokens_per_s", context.group.size * len(tokens.values), seconds)
     return Batch(
         ids,
         {

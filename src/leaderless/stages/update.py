@@ -32,7 +32,8 @@ def update(batch: Batch, context: StageContext) -> Batch:
         The samples as they are.
 
     Raises:
-        RuntimeError: A sample was drawn with other weights than those that are about to be trained.
+        RuntimeError: A sample was drawn with other weights than those that are about to be trained, and was not carried
+            over by a loop.
     """
     algorithm, engine = context.recipe.algorithm, context.role.train_engine
     _check_version(batch, context)
@@ -62,15 +63,19 @@ def update(batch: Batch, context: StageContext) -> Batch:
 
 
 def _check_version(batch: Batch, context: StageContext) -> None:
-    """Samples must come from the weights that are about to be trained."""
-    version = context.role.train_engine.policy_version
-    stale = batch.dense("policy_versions") != version
-    if bool(stale.any()):
+    """Samples must come from the weights that are about to be trained, or from those that a loop may have kept."""
+    version, limit = context.role.train_engine.policy_version, context.node.max_staleness
+    staleness = version - batch.dense("policy_versions")
+    wrong = (staleness < 0) | (staleness > limit)
+    if bool(wrong.any()):
         raise RuntimeError(
             f"node '{context.node.name}', rank {context.group.rank}, step {context.step}: sample "
-            f"{int(batch.ids[stale][0])} was drawn by policy version {int(batch.dense('policy_versions')[stale][0])}, "
-            f"but version {version} is trained: the rollout did not get the new weights"
+            f"{int(batch.ids[wrong][0])} was drawn by policy version {int(batch.dense('policy_versions')[wrong][0])}, "
+            f"but version {version} is trained"
+            + (f" and a sample may be {limit} behind" if limit else "")
+            + ": the rollout did not get the new weights"
         )
+    context.metrics.mean("rollout/staleness", staleness.sum(), len(staleness))
 
 
 def _choose(mini_batch: Batch, context: StageContext, number: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-000120` with `state.json` and, for each trained role, sharded safetensors of weights and
 optimiser, written by all ranks at once with `torch.distributed.checkpoint`, beside the model's `config.json` and
-tokenizer. It has its final name only when it is complete.
+tokenizer. What nodes remember and what a loop has left over for the next step is there too. It has its final name only
+when it is complete.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,12 +79,18 @@ class CheckpointWriter:
     tokenizer: Tokenizer
     keep: int
 
-    def save(self, nodes: Mapping[str, Mapping[str, float]], state: RunState) -> Path:
+    def save(
+        self,
+        nodes: Mapping[str, Mapping[str, float]],
+        state: RunState,
+        save_surplus: Callable[[Path], None] = lambda folder: None,  # noqa: ARG005
+    ) -> Path:
         """Write a checkpoint, then remove old ones. All ranks call it together.
 
         Args:
             nodes: What nodes remember from step to step, of those whose first rank this is.
             state: All else but the tensors.
+            save_surplus: Writes this rank's share of what a loop has left over into the folder.
 
         Returns:
             The checkpoint's folder.
@@ -92,7 +99,7 @@ class CheckpointWriter:
         partial = self.folder / f".step-{state.step:06d}.partial"
         is_first = self.world.rank == self.world.ranks[0]
         try:
-            self._save_parts(partial, nodes, state, is_first=is_first)
+            self._save_parts(partial, nodes, save_surplus, state, is_first=is_first)
         except BaseException:
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -105,7 +112,13 @@ class CheckpointWriter:
         return final
 
     def _save_parts(
-        self, partial: Path, nodes: Mapping[str, Mapping[str, float]], state: RunState, *, is_first: bool
+        self,
+        partial: Path,
+        nodes: Mapping[str, Mapping[str, float]],
+        save_surplus: Callable[[Path], None],
+        state: RunState,
+        *,
+        is_first: bool,
     ) -> None:
         if is_first:
             for left_over in self.folder.glob(".step-*.partial"):
@@ -116,6 +129,7 @@ class CheckpointWriter:
         for name, remembered in nodes.items():
             if remembered:
                 write_atomically(_node_file(partial, name), json.dumps(dict(remembered)))
+        save_surplus(partial)
         for role, engine in self.engines.items():
             self._save_role(partial / role, engine)
         self.world.sum(torch.zeros(1), f"all parts of checkpoint {partial.name}")

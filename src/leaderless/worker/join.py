@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from leaderless.data.transport import Group, Transport
 from leaderless.device import setup_device
-from leaderless.planner import Plan, format_ranks
+from leaderless.planner import Plan, flat, format_ranks
 from leaderless.worker.place import Place
 
 SHARED_FOLDER_S = 5.0
@@ -52,7 +52,7 @@ def join_workers(place: Place, plan: Plan, timeout_s: float) -> Iterator[tuple[T
         )
     transport = Transport(setup.payload_device, timeout_s)
     _compare_plans(plan, transport)
-    for action in plan.schedule:
+    for action in flat(plan.schedule):
         transport.add_group(plan.ranks_of(action))
     for instance in plan.instances:
         transport.add_group(instance.layout.ranks)

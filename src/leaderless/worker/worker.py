@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from rich.markup import escape
@@ -13,16 +15,18 @@ from leaderless.config import Recipe
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader, Dataset
 from leaderless.data.encode import Tokenizer
+from leaderless.data.surplus import Surplus
 from leaderless.data.transport import Transport
 from leaderless.observability.console import Display
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Action, Load, Plan, Reshard, Run, SyncWeights, format_ranks
+from leaderless.planner import Action, Load, Loop, Plan, Reshard, Run, SyncWeights, flat, format_ranks
 from leaderless.stages.context import Grader, StageContext
 from leaderless.worker.checkpoint import CheckpointWriter, RunState, load_checkpoint, read_node_state
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
+from leaderless.worker.loop import check_filled, count_groups, report_loop
 from leaderless.worker.nodes import load_stages
 from leaderless.worker.roles import Roles
 from leaderless.worker.stop import StopRequest
@@ -56,6 +60,7 @@ class Worker:
     directory: RunDirectory
     display: Display
     step: int = field(default=0, init=False)
+    data_position: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.rank = self.transport.rank
@@ -64,12 +69,12 @@ class Worker:
         self.buffer = Databuffer(self.plan, self.transport)
         self.loaders = {
             action: Dataloader(self.dataset, self.recipe, action.layout.shard_of(self.rank), action.layout.dp)
-            for action in self.chain
+            for action in flat(self.chain)
             if isinstance(action, Load)
         }
         trace = self.directory.traces / f"rank-{self.rank}.json" if self.recipe.run.trace_steps else None
         self.tracer = Tracer(trace, self.rank)
-        self.pools = list(dict.fromkeys(self.plan.ranks_of(action) for action in self.plan.schedule))
+        self.pools = list(dict.fromkeys(self.plan.ranks_of(action) for action in flat(self.plan.schedule)))
         self.metrics = {ranks: Metrics() for ranks in self.pools if self.rank in ranks}
         self.states: dict[str, dict[str, float]] = {name: {} for name in self.stages}
         self.log = StepLog(self.directory, enable_tensorboard=self.recipe.run.tensorboard) if self.rank == 0 else None
@@ -114,9 +119,12 @@ class Worker:
         for name in self.states:
             self.states[name] = read_node_state(checkpoints[-1], name)
         self.roles.sync_all()
-        self.step, self._seconds_before = state.step, state.time_s
+        self.step, self.data_position, self._seconds_before = state.step, state.data_position, state.time_s
         for loader in self.loaders.values():
             loader.position = state.data_position
+        loop = self.plan.loop
+        if loop is not None and self.rank in loop.layout:
+            self.buffer.surplus = Surplus.load(checkpoints[-1], loop.layout.shard_of(self.rank), loop.layout.dp)
         if self.rank == 0:
             self.directory.forget_after(state.step)
         self.display.say(f"going on from step {state.step} ([bold]{escape(str(checkpoints[-1]))}[/])")
@@ -129,13 +137,36 @@ class Worker:
         """
         self.step += 1
         begin = time.perf_counter()
-        for position, action in enumerate(self.chain):
+        self._walk(self.chain)
+        self.buffer.clear()
+        return self._reduce_metrics(time.perf_counter() - begin)
+
+    def _walk(self, actions: Sequence[Action]) -> None:
+        """Execute entries of the chain one after the other."""
+        for action in actions:
+            if isinstance(action, Loop):
+                self._repeat(action)
+                continue
             self.display.activity(str(action))
             with self.tracer.span(str(action), self.step):
                 self._execute(action)
-            self.buffer.release(position)
-        self.buffer.clear()
-        return self._reduce_metrics(time.perf_counter() - begin)
+            self.buffer.release(action)
+
+    def _repeat(self, loop: Loop) -> None:
+        """Go round a loop until its ranks together have the groups that the step wants."""
+        num_rounds = 0
+        while (num_groups := self._count_groups(loop)) < loop.num_groups and num_rounds < loop.max_rounds:
+            self._walk(loop.body)
+            self.buffer.end_round(loop)
+            num_rounds += 1
+        check_filled(loop, num_groups, self.recipe.algorithm.loop)
+        report_loop(loop, num_groups, num_rounds, self.metrics[loop.ranks])
+        if self.rank in loop.layout:
+            self.buffer.leave(loop)
+
+    def _count_groups(self, loop: Loop) -> int:
+        with self.tracer.span("loop", self.step):
+            return count_groups(loop, self.buffer, self.transport.group(loop.ranks))
 
     def _execute(self, action: Action) -> None:
         try:
@@ -171,8 +202,11 @@ class Worker:
     def _reduce_metrics(self, seconds: float) -> dict[str, float]:
         """Add up the numbers of each pool; rank 0 gets them all, for the log."""
         spent = self.tracer.take_seconds()
-        for action in self.chain:
-            self.metrics[self.plan.ranks_of(action)].max(f"time/{action}", spent[str(action)])
+        for action in flat(self.chain):
+            if not isinstance(action, Loop):
+                self.metrics[self.plan.ranks_of(action)].max(f"time/{action}", spent.get(str(action), 0.0))
+            if isinstance(action, Load):
+                self.metrics[action.layout.ranks].mean("data/position", self.loaders[action].position, 1)
         numbers: dict[str, float] = {}
         for ranks in self.pools:
             reduced = self.metrics[ranks].reduce(self.transport.group(ranks)) if self.rank in ranks else {}
@@ -180,8 +214,9 @@ class Worker:
         self.metrics = {ranks: Metrics() for ranks in self.metrics}
         if "throughput/tokens" in numbers:
             numbers["throughput/tokens_per_s"] = numbers.pop("throughput/tokens") / seconds
-        epoch = self.step * self.recipe.batch.prompts_per_step / len(self.dataset.rows)
-        return {**numbers, "time/step": seconds, "data/epoch": epoch}
+        # The first rank may have no part in loading; what others report has been brought to it.
+        self.data_position = int(numbers.pop("data/position", 0))
+        return {**numbers, "time/step": seconds, "data/epoch": self.data_position / len(self.dataset.rows)}
 
     def _bring_to_first(self, ranks: tuple[int, ...], numbers: dict[str, float]) -> dict[str, float]:
         """Numbers that some ranks agree on, brought to rank 0 by the first of them if it is not among them."""
@@ -225,6 +260,12 @@ class Worker:
         asked = torch.tensor([int(stop.signal is not None)])
         return bool(self.transport.world.max(asked, "whether to stop"))
 
+    def _save_surplus(self, folder: Path) -> None:
+        """Write what a loop has left over, each shard once."""
+        loop = self.plan.loop
+        if loop is not None and self.rank in loop.layout and loop.layout.is_first_of_shard(self.rank):
+            self.buffer.surplus.save(folder, loop.layout.shard_of(self.rank), loop.layout.dp)
+
     def _checkpoint(self, *, is_stopping: bool) -> None:
         """Write a checkpoint where this step asks for one, and always at the end."""
         every = self.recipe.checkpoint.every_steps
@@ -239,10 +280,9 @@ class Worker:
             self.tokenizer,
             self.recipe.checkpoint.keep,
         )
-        position = self.step * self.recipe.batch.prompts_per_step
         with self.tracer.span("checkpoint", self.step):
             mine = {name: state for name, state in self.states.items() if self.rank == self.plan[name].layout.ranks[0]}
-            path = writer.save(mine, RunState(self.step, position, self._seconds()))
+            path = writer.save(mine, RunState(self.step, self.data_position, self._seconds()), self._save_surplus)
         self.tracer.take_seconds()
         if is_stopping and not is_last:
             self.display.stop()

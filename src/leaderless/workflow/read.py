@@ -52,8 +52,8 @@ def read_workflow(path: Path) -> Workflow:
 
     Args:
         path: A file with `name` and `nodes`; each node has `run` and may have `role` and `after`. It may have
-            `algorithm`, and `base`: another workflow, whose nodes and settings it takes over where it has none of its
-            own.
+            `algorithm`, `loop`, a list of nodes, and `base`: another workflow, whose nodes, loop and settings it takes
+            over where it has none of its own.
 
     Raises:
         RecipeError: The file is missing, is not YAML, or is not such a mapping.
@@ -81,7 +81,9 @@ def _workflow_of(settings: Mapping[str, Setting], base: Workflow) -> Workflow:
     assert isinstance(nodes, Mapping)
     assert isinstance(algorithm, Mapping)
     kept = tuple(node for node in base.nodes if node.name not in nodes)
-    workflow = Workflow(name, kept, merge_settings(base.algorithm, algorithm))
+    loop = settings.get("loop", base.loop)
+    assert isinstance(loop, Sequence)
+    workflow = Workflow(name, kept, merge_settings(base.algorithm, algorithm), tuple(map(str, loop)))
     for node_name, node in nodes.items():
         workflow = workflow.node(str(node_name), run=node["run"], role=node.get("role"), after=node.get("after") or ())
     return workflow
@@ -101,13 +103,14 @@ def write_workflow(workflow: Workflow) -> str:
         if node.after:
             nodes[node.name]["after"] = list(node.after)
     algorithm = {"algorithm": dict(workflow.algorithm)} if workflow.algorithm else {}
-    return yaml.safe_dump({"name": workflow.name, **algorithm, "nodes": nodes}, sort_keys=False)
+    loop = {"loop": list(workflow.loop)} if workflow.loop else {}
+    return yaml.safe_dump({"name": workflow.name, **loop, **algorithm, "nodes": nodes}, sort_keys=False)
 
 
 def _shape_problems(source: RecipeSource) -> list[Problem]:
     """What keeps a YAML mapping from being a workflow."""
     known = {"name": (str, "a name"), "base": (str, "a workflow"), "algorithm": (dict, "settings of the algorithm")}
-    known["nodes"] = (dict, "the nodes by name")
+    known |= {"loop": (list, "a list of nodes"), "nodes": (dict, "the nodes by name")}
     required = {"name"} if "base" in source.settings else {"name", "nodes"}
     names = [str(key) for key in source.settings]
     problems = [Problem(name, f"unknown key{nearest(name, known)}") for name in names if name not in known]

@@ -33,6 +33,7 @@ class StageSpec:
         implementation: `package.module:function` that runs it, imported by workers only.
         reads: Columns that it needs.
         writes: Columns that it adds or replaces.
+        reads_if_carried: Columns that it needs besides, where a loop carries samples over from the step before.
         rows: What it does to rows.
         needs_whole_groups: All samples of a prompt must be on the same rank.
         role_use: How it uses the node's role: not at all, to generate, to score, or to train it.
@@ -47,6 +48,7 @@ class StageSpec:
     implementation: str
     reads: Columns = ()
     writes: WrittenColumns = ()
+    reads_if_carried: tuple[str, ...] = ()
     rows: Rows = "same"
     needs_whole_groups: bool = False
     role_use: Literal["none", "generate", "score", "train"] = "none"

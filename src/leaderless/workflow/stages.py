@@ -123,6 +123,14 @@ def _check_advantage(recipe: Recipe, node: Node) -> None:
         raise RecipeError.at("algorithm.overlong.buffer_tokens", "must be at most rollout.max_response_tokens")
 
 
+def _check_dynamic_sampling(recipe: Recipe, node: Node) -> None:
+    if recipe.batch.responses_per_prompt < 2:
+        raise RecipeError.at(
+            "batch.responses_per_prompt",
+            f"must be at least 2: node '{node.name}' keeps groups whose rewards differ",
+        )
+
+
 def _check_remax(recipe: Recipe, node: Node) -> None:
     if recipe.algorithm.advantage.type != "remax":
         raise RecipeError.at("algorithm.advantage.type", f"must be remax, as node '{node.name}' computes it")
@@ -247,6 +255,14 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         check=_check_remax,
         summary="rewards less that of the greedy response, which then leaves",
     ),
+    "dynamic_sampling": StageSpec(
+        "leaderless.stages.dynamic_sampling:dynamic_sampling",
+        reads=("rewards", "reward_valid"),
+        rows="filter",
+        needs_whole_groups=True,
+        check=_check_dynamic_sampling,
+        summary="keep the groups whose rewards differ",
+    ),
     "record": StageSpec(
         "leaderless.stages.record:record",
         reads=("rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"),
@@ -266,6 +282,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "update": StageSpec(
         "leaderless.stages.update:update",
         reads=_update_reads,
+        reads_if_carried=("old_log_probs",),
         role_use="train",
         idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,
         has_effect=True,

@@ -1,9 +1,9 @@
-"""What to compute: a directed acyclic graph of nodes, with no hardware in it."""
+"""What to compute: a directed acyclic graph of nodes, some of them perhaps in a loop, with no hardware in it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 
@@ -24,11 +24,14 @@ class Workflow:
         name: Of the workflow.
         nodes: Its nodes.
         algorithm: Settings of the recipe's section `algorithm`, which hold where the recipe has none.
+        loop: Nodes that are repeated within a step until enough groups have come out of the last of them, as the
+            recipe's `algorithm.loop` says; the first begins with the data. Groups too many wait for the next step.
     """
 
     name: str
     nodes: tuple[Node, ...] = ()
     algorithm: Mapping[str, Setting] = field(default_factory=dict)
+    loop: tuple[str, ...] = ()
 
     def node(self, name: str, *, run: str, role: str | None = None, after: str | Sequence[str] = ()) -> Workflow:
         """This workflow with one more node.
@@ -42,6 +45,14 @@ class Workflow:
         after = (after,) if isinstance(after, str) else tuple(after)
         return replace(self, nodes=(*self.nodes, Node(name, run, role, after)))
 
+    def repeat(self, *names: str) -> Workflow:
+        """This workflow with some nodes in a loop.
+
+        Args:
+            *names: From the node that begins with the data to the node whose groups are counted.
+        """
+        return replace(self, loop=names)
+
     def __getitem__(self, name: str) -> Node:
         """The node of a name."""
         return next(node for node in self.nodes if node.name == name)
@@ -50,7 +61,8 @@ class Workflow:
         """The nodes, each behind those it comes after; otherwise as written.
 
         Raises:
-            RecipeError: A name is empty, used twice or unknown, or the nodes form a cycle.
+            RecipeError: A name is empty, used twice or unknown, the nodes form a cycle, or a loop has more than one
+                way in or out.
         """
         self._check_names()
         sorter = TopologicalSorter({node.name: node.after for node in self.nodes})
@@ -65,14 +77,37 @@ class Workflow:
             ready = next(node for node in self.nodes if node.name not in names and names.issuperset(node.after))
             done.append(ready)
             names.add(ready.name)
+        self._check_loop(_ancestors(done))
         return tuple(done)
 
     def ancestors(self) -> dict[str, frozenset[str]]:
         """For each node the names of all nodes that come before it."""
-        before: dict[str, frozenset[str]] = {}
-        for node in self.order():
-            before[node.name] = frozenset(node.after).union(*(before[name] for name in node.after))
-        return before
+        return _ancestors(self.order())
+
+    def _check_loop(self, before: Mapping[str, frozenset[str]]) -> None:
+        """A loop begins with the data and ends in one node, which everything outside comes after."""
+        if not self.loop:
+            return
+        first, last = self.loop[0], self.loop[-1]
+        problems: list[Problem] = []
+        if self[first].after:
+            problems.append(Problem("loop", f"its first node '{first}' must begin with the data: take out its `after`"))
+        problems.extend(
+            Problem("loop", f"its last node is '{last}', so node '{name}' must come before that")
+            for name in self.loop[:-1]
+            if name not in before[last]
+        )
+        problems.extend(
+            Problem(
+                f"nodes.{node.name}.after",
+                f"node '{node.name}' is not in the loop ({', '.join(self.loop)}), so it must come after the loop's "
+                f"last node: add '{last}', or put the node into the loop",
+            )
+            for node in self.nodes
+            if node.name not in self.loop and last not in before[node.name]
+        )
+        if problems:
+            raise RecipeError(problems)
 
     def _check_names(self) -> None:
         names = [node.name for node in self.nodes]
@@ -92,5 +127,18 @@ class Workflow:
                 for name in node.after
                 if name not in names
             )
+        for name in dict.fromkeys(self.loop):
+            if name not in names:
+                problems.append(Problem("loop", f"no node is called '{name}'{nearest(name, names)}"))
+            elif self.loop.count(name) > 1:
+                problems.append(Problem("loop", f"node '{name}' is named twice"))
         if problems:
             raise RecipeError(problems)
+
+
+def _ancestors(order: Iterable[Node]) -> dict[str, frozenset[str]]:
+    """For each node the names of all before it, given the nodes in order."""
+    before: dict[str, frozenset[str]] = {}
+    for node in order:
+        before[node.name] = frozenset(node.after).union(*(before[name] for name in node.after))
+    return before

@@ -90,6 +90,17 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             unit="share",
         ),
         Topic(
+            "Prompts asked",
+            "What became of the prompts of a step with dynamic sampling; only those kept have something to teach.",
+            ("sampling/kept", "sampling/dropped_*"),
+        ),
+        Topic(
+            "Groups waiting or missing",
+            "Chosen groups that wait for the next step, and those that the last round did not find.",
+            ("sampling/carried", "sampling/missing"),
+        ),
+        Topic("Rounds", "How often a step asked new prompts until it had enough groups.", ("sampling/rounds",)),
+        Topic(
             "Entropy",
             "How undecided the policy is about the next token, in nats. A fall to zero ends exploration.",
             ("policy/entropy",),
@@ -128,6 +139,11 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             "|rollout_log_probs - old_log_probs| of a token, mean and largest. Near zero is right.",
             ("mismatch/abs_mean", "mismatch/abs_max"),
             is_log=True,
+        ),
+        Topic(
+            "Staleness",
+            "Optimiser steps that the policy was ahead of the weights that sampled a response, on average.",
+            ("rollout/staleness",),
         ),
         Topic("Mismatch as KL", "The same disagreement as a divergence, in nats per token.", ("mismatch/kl",)),
         Topic(

@@ -1,0 +1,113 @@
+"""Groups that a loop has chosen and no step has taken yet: collected round by round, carried over from step to step.
+
+A checkpoint holds them as one safetensors file for each shard: the rows and their prompts as bytes, the schemas of both
+as text beside them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from leaderless.data.batch import Batch
+from leaderless.data.reshard import GROUP_COLUMN
+from leaderless.data.transport import Group
+from leaderless.data.wire import pack, schema_from_json, schema_of, schema_to_json, unpack
+
+
+class Surplus:
+    """The groups of one shard.
+
+    Attributes:
+        batch: All rows, whole groups; None until the first round has been through.
+    """
+
+    def __init__(self, batch: Batch | None = None) -> None:
+        self.batch = batch
+
+    def add(self, batch: Batch) -> None:
+        """Take in what has come out of a round.
+
+        Args:
+            batch: Whole groups, none of them here already.
+        """
+        self.batch = batch if self.batch is None else _concat([self.batch, batch])
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that this shard has."""
+        return 0 if self.batch is None else len(torch.unique(self.batch.group_ids))
+
+    def take(self, num_groups: int, group: Group) -> Batch:
+        """Take out the groups with the lowest ids of all shards. All ranks of the layout call it together.
+
+        Ids follow the order of the data, so which groups go on depends on no layout, and those that have waited are
+        first.
+
+        Args:
+            num_groups: Over all shards; all groups when there are fewer.
+            group: The ranks of the layout.
+        """
+        assert self.batch is not None, "a step takes groups after a round, or those that it has inherited"
+        mine = self.batch.group_ids
+        known = torch.unique(torch.cat(group.gather(torch.unique(mine), "the groups that a loop has chosen")))
+        is_taken = torch.isin(mine, known[:num_groups])
+        taken, self.batch = self.batch.select(is_taken), self.batch.select(~is_taken)
+        return taken
+
+    def save(self, folder: Path, shard: int, num_shards: int) -> None:
+        """Write the groups.
+
+        Args:
+            folder: Of a checkpoint.
+            shard: Which one this is.
+            num_shards: Of how many.
+        """
+        if self.batch is None:
+            return
+        parts = {"rows": self.batch.with_columns({GROUP_COLUMN: self.batch.group_ids})}
+        if self.batch.prompts is not None:
+            parts["prompts"] = self.batch.prompts
+        save_file(
+            {name: pack(part) for name, part in parts.items()},
+            folder / f"surplus-{shard:05d}-of-{num_shards:05d}.safetensors",
+            metadata={name: schema_to_json(schema_of(part)) for name, part in parts.items()},
+        )
+
+    @classmethod
+    def load(cls, folder: Path, shard: int, num_shards: int) -> Surplus:
+        """Read a shard of what was written, by as many shards or by others.
+
+        Args:
+            folder: Of a checkpoint.
+            shard: Which one this is now.
+            num_shards: Of how many.
+        """
+        files = sorted(folder.glob("surplus-*.safetensors"))
+        if len(files) == num_shards:  # the very rows on the very shards: sums come out the same to the last bit
+            return cls(_read(files[shard]))
+        if not files:
+            return cls()
+        batch = _concat([_read(file) for file in files])
+        groups = torch.unique(batch.group_ids)
+        mine = groups[len(groups) * shard // num_shards : len(groups) * (shard + 1) // num_shards]
+        return cls(batch.select(torch.isin(batch.group_ids, mine)))
+
+
+def _read(file: Path) -> Batch:
+    with safe_open(file, framework="pt") as content:
+        schemas = {name: schema_from_json(text) for name, text in content.metadata().items()}
+        parts = {name: unpack(content.get_tensor(name), schema)[0] for name, schema in schemas.items()}
+    rows, prompts = parts["rows"], parts.get("prompts")
+    columns = {name: column for name, column in rows.columns.items() if name != GROUP_COLUMN}
+    if prompts is None:
+        return Batch(rows.ids, columns)
+    return Batch(rows.ids, columns, prompts, torch.searchsorted(prompts.ids, rows.dense(GROUP_COLUMN)))
+
+
+def _concat(batches: list[Batch]) -> Batch:
+    """All rows. One without rows is left out if it can be, as it may not know the types of its columns."""
+    return Batch.concat([batch for batch in batches if len(batch)] or batches[:1])

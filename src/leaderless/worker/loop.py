@@ -1,0 +1,59 @@
+"""How the ranks of a loop agree when it ends."""
+
+from __future__ import annotations
+
+import torch
+
+from leaderless.config.algorithm import LoopConfig
+from leaderless.data.databuffer import Databuffer
+from leaderless.data.transport import Group
+from leaderless.observability.metrics import Metrics
+from leaderless.planner import Loop
+
+
+def count_groups(loop: Loop, buffer: Databuffer, group: Group) -> int:
+    """Groups that the last node of a loop has chosen so far, those of an earlier step included.
+
+    Args:
+        loop: The entry of the chain.
+        buffer: Of this rank.
+        group: All ranks of the loop; they call it together, and get the same answer.
+    """
+    speaks = group.rank in loop.layout and loop.layout.is_first_of_shard(group.rank)
+    mine = torch.tensor([buffer.surplus.num_groups if speaks else 0])
+    return int(group.sum(mine, f"the groups of '{loop.last}'"))
+
+
+def check_filled(loop: Loop, num_groups: int, config: LoopConfig) -> None:
+    """Refuse a step with too few groups, if it has none or the recipe says so.
+
+    Args:
+        loop: The entry of the chain.
+        num_groups: That were chosen after the last round.
+        config: Says what happens.
+
+    Raises:
+        RuntimeError: The step cannot be trained.
+    """
+    if num_groups >= loop.num_groups or (num_groups and config.on_exhausted == "train"):
+        return
+    raise RuntimeError(
+        f"node '{loop.last}' has chosen {num_groups} of the {loop.num_groups} groups that a step wants, after "
+        f"algorithm.loop.max_rounds={config.max_rounds} rounds: the prompts are all too easy or all too hard for the "
+        "policy, or their rewards fail; take other data, more responses_per_prompt or more rounds"
+        + (", or set algorithm.loop.on_exhausted=train" if num_groups else "")
+    )
+
+
+def report_loop(loop: Loop, num_groups: int, num_rounds: int, metrics: Metrics) -> None:
+    """Report how a loop went.
+
+    Args:
+        loop: The entry of the chain.
+        num_groups: That were chosen after the last round.
+        num_rounds: That it took.
+        metrics: Of the ranks of the loop.
+    """
+    metrics.max("sampling/rounds", num_rounds)
+    metrics.max("sampling/carried", max(0, num_groups - loop.num_groups))
+    metrics.max("sampling/missing", max(0, loop.num_groups - num_groups))

@@ -1,0 +1,372 @@
+"""A loop trains on the same groups whoever walks it, and uses every prompt exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from tests.distributed.ranks import RankError, RankPool
+from tests.tiny import random_samples, tiny_model, write_recipe
+from torch import Tensor
+
+from leaderless.data.batch import Batch
+from leaderless.data.ids import SIBLING_BITS
+from leaderless.observability.console import Display
+from leaderless.observability.metrics import Metrics
+from leaderless.planner import Cluster, Loop, make_plan
+from leaderless.stages.context import StageContext
+from leaderless.stages.update import _check_version
+from leaderless.worker.place import Place
+from leaderless.worker.process import open_worker
+from leaderless.workflow import load_recipe, resolve_workflow
+
+PROMPTS, RESPONSES, ROWS = 6, 4, 64
+SETTINGS = {"workflow": "dapo", "batch.updates_per_step": 2, "run.reward_processes": 1}
+
+
+def mixed(group: int, sibling: int) -> tuple[float, bool]:
+    """Of five groups one is all right, one all wrong."""
+    return float([True, False, *[sibling % 2 == group % 2] * 3][group % 5]), True
+
+
+def rare(group: int, sibling: int) -> tuple[float, bool]:
+    """Few groups have a signal."""
+    return float(group % 8 == 3 and sibling == 0), True
+
+
+def silent(group: int, sibling: int) -> tuple[float, bool]:
+    """No group has a signal."""
+    return 1.0, True
+
+
+def on_first_rank(group: int, sibling: int) -> tuple[float, bool]:
+    """Of two ranks that share the prompts of a round, only the first gets groups with a signal."""
+    return float(group % PROMPTS < PROMPTS // 2 and sibling == 0), True
+
+
+def failing(group: int, sibling: int) -> tuple[float, bool]:
+    """Some rewards fail; with one valid reward left a group has no signal."""
+    return float(sibling % 2), not (group % 3 == 0 and sibling > 0) and not (group % 3 == 1 and sibling == 0)
+
+
+@dataclass
+class Step:
+    """What one rank saw of a step.
+
+    Attributes:
+        asked: Group ids given to the rollout, and the question of each.
+        trained: What the update was given of each sample.
+        carried: Group ids that wait for the next step.
+        numbers: The step's metrics, on the first rank.
+        weights: After the step.
+    """
+
+    asked: dict[int, str] = field(default_factory=dict)
+    trained: dict[int, dict[str, object]] = field(default_factory=dict)
+    carried: set[int] = field(default_factory=set)
+    numbers: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int], tuple[float, bool]]) -> list[Step]:
+    """Be one worker of a run, or of the rest of it, with rewards that follow a rule."""
+    recipe = load_recipe(recipe_file, overrides).recipe
+    place = Place.from_environment()
+    plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
+    steps: list[Step] = []
+    with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        stages, run_step = worker.stages, worker.run_step
+
+        def rollout(batch: Batch, context: StageContext) -> Batch:
+            questions = [str(row["question"]) for row in batch.objects("rows")]
+            steps[-1].asked |= dict(zip(batch.ids.tolist(), questions, strict=True))
+            return stages["rollout"](batch, context)
+
+        def reward(batch: Batch, context: StageContext) -> Batch:
+            pairs = [rule(row >> SIBLING_BITS, row % (1 << SIBLING_BITS)) for row in batch.ids.tolist()]
+            rewards, valid = (torch.tensor([pair[i] for pair in pairs]) for i in range(2))
+            return batch.with_columns(
+                rewards=rewards.float(), reward_valid=valid.bool(), reward_details=tuple({} for _ in pairs)
+            )
+
+        def update(batch: Batch, context: StageContext) -> Batch:
+            columns = {name: batch.jagged(name).rows() for name in ("tokens", "rollout_log_probs", "old_log_probs")}
+            versions = batch.dense("policy_versions").tolist()
+            for place, row in enumerate(batch.ids.tolist()):
+                values = {name: rows[place].tolist() for name, rows in columns.items()}
+                steps[-1].trained[row] = {**values, "version": versions[place]}
+            return stages["policy"](batch, context)
+
+        def watched_step() -> dict[str, float]:
+            steps.append(Step())
+            step, step.numbers = steps[-1], run_step()
+            surplus = worker.buffer.surplus.batch
+            step.carried = set() if surplus is None else set(surplus.group_ids.tolist())
+            trained = worker.roles.trained().get("policy")
+            step.weights = {} if trained is None else {name: w.clone() for name, w in trained.full_weights()}
+            return step.numbers
+
+        end_round = worker.buffer.end_round
+
+        def checked_round(loop: Loop) -> None:
+            end_round(loop)
+            assert worker.buffer.num_bytes() == 0, "a round leaves nothing behind but what was chosen"
+
+        worker.buffer.end_round = checked_round
+        watched = {"rollout": rollout, "reward": reward, "policy": update}
+        worker.stages = {**stages, **{name: stage for name, stage in watched.items() if name in stages}}
+        worker.run_step = watched_step
+        worker.run()
+    return steps
+
+
+def together(results: Sequence[Sequence[Step]]) -> list[Step]:
+    """The steps as all ranks together saw them."""
+    return [
+        Step(
+            {key: value for part in parts for key, value in part.asked.items()},
+            {key: value for part in parts for key, value in part.trained.items()},
+            set().union(*(part.carried for part in parts)),
+            parts[0].numbers,
+            {key: value for part in parts for key, value in part.weights.items()},
+        )
+        for parts in zip(*results, strict=True)
+    ]
+
+
+def runner(ranks: RankPool, folder: Path):
+    """Trains in a folder, or goes on with training."""
+
+    def start(world_size: int, name: str, steps: int, rule=mixed, **changes: object) -> list[Step]:
+        layout = changes.pop("layout", {})
+        recipe = write_recipe(
+            folder,
+            tiny_model(),
+            {
+                **SETTINGS,
+                "batch.prompts_per_step": PROMPTS,
+                "batch.responses_per_prompt": RESPONSES,
+                **({"layout": layout} if layout else {}),
+                **{key.replace("__", "."): value for key, value in changes.items()},
+            },
+        )
+        overrides = [f"name={name}", f"steps={steps}"]
+        return together(ranks.run(world_size, train, str(recipe), overrides, rule, init_group=False))
+
+    return start
+
+
+@pytest.fixture
+def run(ranks: RankPool, tmp_path: Path):
+    """Trains, or goes on with training."""
+    return runner(ranks, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def single(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Step]:
+    """Four steps of one rank, to compare with."""
+    return runner(ranks, tmp_path_factory.mktemp("single"))(1, "single", 4)
+
+
+def samples_of(step: Step) -> dict[int, tuple[object, object]]:
+    return {row: (values["tokens"], values["version"]) for row, values in step.trained.items()}
+
+
+def groups_of(step: Step) -> list[int]:
+    return sorted({row >> SIBLING_BITS for row in step.trained})
+
+
+def has_signal(rule: Callable[[int, int], tuple[float, bool]], group: int) -> bool:
+    rewards = [value for value, is_valid in (rule(group, sibling) for sibling in range(RESPONSES)) if is_valid]
+    return len(rewards) >= 2 and len(set(rewards)) > 1
+
+
+def check_accounting(
+    steps: Sequence[Step], rule: Callable[[int, int], tuple[float, bool]], carried: Sequence[int] = (), taken: int = 0
+) -> None:
+    """Every prompt is asked once, and then trained on, carried over or dropped; the metrics say the same.
+
+    Args:
+        steps: Of a run.
+        rule: Of its rewards.
+        carried: Groups that were there before the first of them.
+        taken: Prompts that were taken before it.
+    """
+    waiting = list(carried)
+    for step in steps:
+        numbers = step.numbers
+        rounds = int(numbers["sampling/rounds"])
+        assert sorted(step.asked) == list(range(taken, taken + rounds * PROMPTS)), "no prompt left out or asked twice"
+        taken += rounds * PROMPTS
+        candidates = waiting + [group for group in sorted(step.asked) if has_signal(rule, group)]
+        assert groups_of(step) == candidates[:PROMPTS]
+        assert Counter(row >> SIBLING_BITS for row in step.trained) == dict.fromkeys(groups_of(step), RESPONSES)
+        waiting = candidates[PROMPTS:]
+        assert sorted(step.carried) == waiting
+        assert numbers["sampling/carried"] == len(waiting) < PROMPTS
+        assert numbers["sampling/missing"] == PROMPTS - len(groups_of(step))
+        kept = numbers.get("sampling/kept", 0)
+        assert kept == sum(has_signal(rule, group) for group in step.asked)
+        dropped = [numbers.get(f"sampling/dropped_{why}", 0) for why in ("all_right", "all_wrong", "failed")]
+        assert kept + sum(dropped) == len(step.asked)
+        assert numbers["data/epoch"] == pytest.approx(taken / ROWS)
+
+
+def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max(float((value - right[name]).norm() / value.norm()) for name, value in left.items())
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "4 ranks": (4, {}),
+    "rollout on 0-1, update on 2-3": (4, {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}}),
+    "the loop without the first rank": (3, {"rollout": {"ranks": "1-2"}, "policy": {"ranks": "0"}}),
+    "every node elsewhere": (
+        4,
+        {
+            "rollout": {"ranks": "0-1"},
+            "reward": {"ranks": "1-2"},
+            "keep": {"ranks": "3"},
+            "old": {"ranks": "0"},
+            "advantage": {"ranks": "2"},
+            "policy": {"ranks": "0-3"},
+        },
+    ),
+    "whole groups come together to be judged": (
+        4,
+        {"reward": {"tp": 2, "groups": "split"}, "keep": {"tp": 4}, "policy": {"ranks": "0-3"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_ranks_train_on_the_same_groups_and_account_for_every_prompt(run, single: list[Step], layout: str) -> None:
+    world_size, nodes = LAYOUTS[layout]
+    several = run(world_size, "several", 4, layout=nodes)
+    check_accounting(single, mixed)
+    assert any(step.carried for step in single[:-1]), "something is carried over"
+    for expected, result in zip(single, several, strict=True):
+        assert samples_of(result) == samples_of(expected)
+        assert (result.asked, result.carried) == (expected.asked, expected.carried)
+        assert largest_difference(expected.weights, result.weights) < 1e-4
+        for name, value in expected.numbers.items():
+            if name.startswith(("sampling/", "data/", "rollout/staleness")):
+                assert result.numbers[name] == pytest.approx(value), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_no_prompt_is_left_out_or_used_twice_over_epochs(run, world_size: int) -> None:
+    steps = run(world_size, "long", 14)
+    check_accounting(steps, mixed)
+    questions = [question for step in steps for _, question in sorted(step.asked.items())]
+    assert len(questions) > 2 * ROWS
+    (expected,) = {tuple(sorted(questions[ROWS * i : ROWS * (i + 1)])) for i in range(2)}
+    assert len(expected) == ROWS
+    rounds = [step.numbers["sampling/rounds"] for step in steps]
+    assert {1, 2} <= set(rounds), "what was carried over saves rounds"
+
+
+def test_carried_samples_are_as_they_were_sampled_and_one_step_old(run) -> None:
+    steps = run(2, "stale", 4)
+    for number, step in enumerate(steps):
+        now = 2 * number
+        old = {row for row, values in step.trained.items() if values["version"] != now}
+        assert {row >> SIBLING_BITS for row in old} == (steps[number - 1].carried if number else set())
+        assert all(step.trained[row]["version"] == now - 2 for row in old)
+        assert step.numbers["rollout/staleness"] == pytest.approx(2 * len(old) / len(step.trained))
+        for row, values in step.trained.items():
+            sampled, scored = torch.tensor(values["rollout_log_probs"]), torch.tensor(values["old_log_probs"])
+            is_same = torch.allclose(sampled, scored, atol=1e-4)
+            assert is_same == (row not in old), "the trainer scores with the weights that it is about to train"
+
+
+def test_a_step_may_need_no_round(run) -> None:
+    carried = sorted(run(1, "resumed", 2)[-1].carried)
+    assert carried
+    (step,) = run(1, "resumed", 3, batch__prompts_per_step=len(carried))
+    assert groups_of(step) == carried
+    assert (step.asked, step.numbers["sampling/rounds"], step.carried) == ({}, 0, set())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(run, single: list[Step], world_size: int) -> None:
+    whole = single if world_size == 1 else run(world_size, "whole", 4)
+    first = run(world_size, "parts", 2)
+    second = run(world_size, "parts", 4)
+    assert first[-1].carried
+    for expected, result in zip(whole, [*first, *second], strict=True):
+        assert (result.asked, result.trained, result.carried) == (expected.asked, expected.trained, expected.carried)
+        assert all(torch.equal(value, result.weights[name]) for name, value in expected.weights.items())
+    check_accounting([*first, *second], mixed)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 3)])
+def test_what_is_carried_over_moves_to_another_number_of_ranks(
+    run, single: list[Step], before: int, after: int
+) -> None:
+    parts = [*run(before, "parts", 2), *run(after, "parts", 4)]
+    check_accounting(parts, mixed)
+    for expected, result in zip(single, parts, strict=True):
+        assert samples_of(result) == samples_of(expected)
+        assert largest_difference(expected.weights, result.weights) < 1e-4
+
+
+def test_a_rank_that_has_nothing_stays_with_the_others(run) -> None:
+    single = run(1, "single", 3, on_first_rank)
+    several = run(2, "several", 3, on_first_rank)
+    check_accounting(several, on_first_rank)
+    for expected, result in zip(single, several, strict=True):
+        assert samples_of(result) == samples_of(expected)
+        assert largest_difference(expected.weights, result.weights) < 1e-4
+
+
+def test_the_last_round_leaves_fewer_groups_and_they_are_trained(run) -> None:
+    layout = {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2"}}
+    single = run(1, "single", 2, rare, algorithm__loop__max_rounds=3)
+    several = run(3, "several", 2, rare, algorithm__loop__max_rounds=3, layout=layout)
+    check_accounting(several, rare)
+    assert [step.numbers["sampling/rounds"] for step in single] == [3, 3]
+    assert [groups_of(step) for step in single] == [[3, 11], [19, 27, 35]]
+    for expected, result in zip(single, several, strict=True):
+        assert samples_of(result) == samples_of(expected)
+        assert expected.numbers["policy/grad_norm"] > 0
+        assert largest_difference(expected.weights, result.weights) < 1e-4
+
+
+def test_too_few_groups_stop_a_run_that_asks_for_it(run) -> None:
+    with pytest.raises(RankError, match=r"has chosen 2 of the 6 groups .*max_rounds=3 rounds"):
+        run(2, "stopped", 2, rare, algorithm__loop={"max_rounds": 3, "on_exhausted": "stop"})
+
+
+def test_a_step_without_any_group_stops_the_run(run) -> None:
+    with pytest.raises(RankError, match="has chosen 0 of the 6 groups"):
+        run(2, "silent", 1, silent, algorithm__loop__max_rounds=2)
+
+
+def test_failed_rewards_are_no_signal(run) -> None:
+    steps = run(2, "failing", 2, failing)
+    check_accounting(steps, failing)
+    assert steps[0].numbers["sampling/dropped_failed"] == sum(group % 3 == 0 for group in steps[0].asked) > 0
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [(5, False), (4, False), (3, False), (2, True), (6, True)])
+def test_samples_may_be_as_old_as_the_loop_allows_and_no_older(version: int, is_refused: bool) -> None:
+    batch = random_samples([(2, 3)]).with_columns(policy_versions=torch.tensor([version]))
+    context = SimpleNamespace(
+        role=SimpleNamespace(train_engine=SimpleNamespace(policy_version=5)),
+        node=SimpleNamespace(name="policy", max_staleness=2),
+        group=SimpleNamespace(rank=0),
+        metrics=Metrics(),
+        step=3,
+    )
+    if is_refused:
+        with pytest.raises(RuntimeError, match="but version 5 is trained and a sample may be 2 behind"):
+            _check_version(batch, context)
+    else:
+        _check_version(batch, context)
