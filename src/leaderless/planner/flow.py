@@ -84,14 +84,14 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
         tracer.row_set(node.name)
         tracer.check_expansion(node)
     kept = [node for node in reversed(order) if tracer.visit(node)][::-1]
+    if workflow.loop and workflow[workflow.loop[-1]] not in kept:
+        raise RecipeError.at("loop", f"no node that runs comes after '{workflow.loop[-1]}', so it would fill no step")
     if not kept:
         raise RecipeError.at(
             "nodes", "no node trains a role or has another effect, so that nobody reads what they write: add an update"
         )
     for node in kept:
         tracer.check_old_log_probs(node)
-    if workflow.loop and workflow[workflow.loop[-1]] not in kept:
-        raise RecipeError.at("loop", f"no node that runs comes after '{workflow.loop[-1]}', so it would fill no step")
     return Flow(
         order=tuple(kept),
         pruned=tuple(node.name for node in order if node not in kept),
