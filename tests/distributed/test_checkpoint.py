@@ -69,7 +69,7 @@ def save_and_go_on(folder: str, model: str) -> tuple[Whole, Whole]:
     engine = make_engine(model, transport)
     train(engine, 2)
     saved = whole(engine)
-    path = writer_of(folder, engine, transport, model).save(RunState(2, 12, 7.5))
+    path = writer_of(folder, engine, transport, model).save({}, RunState(2, 12, 7.5))
     assert path == Path(folder) / "step-000002"
     train(engine, 2)
     return saved, whole(engine)
@@ -106,7 +106,7 @@ def save_several(folder: str, model: str) -> None:
     transport = Transport(torch.device("cpu"), timeout_s=60)
     writer = writer_of(folder, make_engine(model, transport), transport, model)
     for step in (1, 2, 2, 11):
-        writer.save(RunState(step, step, 0.0))
+        writer.save({}, RunState(step, step, 0.0))
 
 
 def test_only_the_newest_are_kept_and_none_that_is_half_written_is_found(ranks: RankPool, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def fail_in_the_middle(folder: str, model: str) -> str:
     original = CheckpointWriter._save_role
     CheckpointWriter._save_role = fail  # type: ignore[method-assign]
     try:
-        writer_of(folder, engine, transport, model).save(RunState(3, 3, 0.0))
+        writer_of(folder, engine, transport, model).save({}, RunState(3, 3, 0.0))
     except (OSError, RuntimeError) as error:
         return str(error)
     finally:

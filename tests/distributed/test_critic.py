@@ -171,5 +171,5 @@ def test_the_head_of_a_sequence_classifier_is_kept(ranks: RankPool, tmp_path: Pa
 
 def test_a_head_with_several_outputs_is_refused(tmp_path: Path) -> None:
     path = write_critic(tmp_path, num_labels=3)
-    with pytest.raises(RecipeError, match=r"models\.critic: '.*' cannot be loaded: "):
+    with pytest.raises(RecipeError, match=r"models\.critic: '.*' has weights of another size than it says: its score"):
         load_value_model(ModelConfig(path=path), "critic")

@@ -132,6 +132,7 @@ def test_settings_that_need_a_critic_are_refused_without_one(algorithm, key, mes
 def test_one_role_is_not_both_a_critic_and_a_language_model():
     workflow = Workflow("own").node("rollout", run="rollout", role="policy")
     workflow = workflow.node("values", run="values", role="policy", after="rollout")
+    workflow = workflow.node("keep", run="tests.unit.test_ppo_plan:keep", after="values")
     with pytest.raises(RecipeError) as caught:
         plan_of(workflow)
     problem = only_problem(caught.value)
