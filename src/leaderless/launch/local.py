@@ -16,7 +16,7 @@ from types import FrameType
 
 import psutil
 
-from leaderless.worker.failure import FOLDER_VARIABLE, Failure, WorkersFailed, first_failure
+from leaderless.worker.failure import FOLDER_VARIABLE, STEPS_BEGUN, Failure, WorkersFailed, first_failure
 from leaderless.worker.join import STORE_VARIABLE
 from leaderless.worker.stop import Interrupted, Presses
 
@@ -64,7 +64,7 @@ def launch_workers(arguments: Sequence[str], num_workers: int, logs: Path) -> No
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // num_workers))),
         }
-        with _environment(environment), _signals_forwarded() as presses:
+        with _environment(environment), _signals_forwarded(failures / STEPS_BEGUN) as presses:
             try:
                 elastic_launch(config, sys.executable)("-m", "leaderless", *arguments)
             except ChildFailedError as error:
@@ -119,10 +119,17 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_forwarded() -> Iterator[Presses]:
+def _signals_forwarded(steps_begun: Path) -> Iterator[Presses]:
     """Pass what asks to stop on to the workers, which run in sessions of their own and finish their step first.
 
-    SIGTERM reaches them as Ctrl-C does: from torch elastic it means that others have failed.
+    SIGTERM reaches them as Ctrl-C does: from torch elastic it means that others have failed. Before the first step
+    there is nothing to finish, and SIGTERM ends them without the traceback that Ctrl-C would cause while they start.
+
+    Args:
+        steps_begun: A file that is there when workers would finish their step.
+
+    Yields:
+        What has been pressed.
     """
     presses = Presses()
 
@@ -133,7 +140,7 @@ def _signals_forwarded() -> Iterator[Presses]:
             raise KeyboardInterrupt
         for worker in workers:
             with suppress(psutil.NoSuchProcess):
-                worker.send_signal(signal.SIGINT)
+                worker.send_signal(signal.SIGINT if steps_begun.exists() else signal.SIGTERM)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

@@ -20,6 +20,8 @@ from leaderless.observability.run_directory import write_atomically
 
 FOLDER_VARIABLE = "LEADERLESS_FAILURES"
 """Where the launcher wants each rank to write its failure; without it a worker prints it."""
+STEPS_BEGUN = "steps-begun"
+"""A file in that folder: from now on Ctrl-C asks workers to stop, where it would have ended them before."""
 Kind = Literal["recipe", "storage", "lost_peers", "interrupt", "error"]
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _COMMANDS = ("leaderless.cli.train", "leaderless.cli.evaluate", "leaderless.cli.export", "leaderless.cli.plan")

@@ -11,8 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
+
+from leaderless.worker.failure import FOLDER_VARIABLE, STEPS_BEGUN
 
 INTERRUPT_GRACE_S = 3.0
 """After a second Ctrl-C, time to end in an orderly way before the process just ends."""
@@ -74,6 +77,7 @@ class StopRequest:
         self._presses = Presses()
         self._announce, self._has_peers = announce, has_peers
         self._restore = ExitStack()
+        self._timers: list[threading.Timer] = []
 
     def __enter__(self) -> Self:
         """Take over the signals of the process."""
@@ -86,13 +90,18 @@ class StopRequest:
             self._restore.callback(signal.set_wakeup_fd, before)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._restore.callback(signal.signal, number, signal.signal(number, self._on_signal))
+        if FOLDER_VARIABLE in os.environ:
+            (Path(os.environ[FOLDER_VARIABLE]) / STEPS_BEGUN).touch()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give them back."""
+        """Give them back; what ends because of an error still has to end in time."""
         self._restore.close()
+        if error is None:
+            for timer in self._timers:
+                timer.cancel()
 
     @property
     def signal(self) -> int | None:
@@ -113,15 +122,15 @@ class StopRequest:
             while data := receiver.recv(1):
                 is_another = presses.add(data[0])
                 if data[0] == signal.SIGINT and is_another:
-                    _end_after(INTERRUPT_GRACE_S, data[0])
+                    self._end_after(INTERRUPT_GRACE_S, data[0])
                 elif data[0] == signal.SIGTERM and self._has_peers:
-                    _end_after(SIGTERM_GRACE_S, data[0])
+                    self._end_after(SIGTERM_GRACE_S, data[0])
 
-
-def _end_after(seconds: float, number: int) -> None:
-    timer = threading.Timer(seconds, os._exit, args=[128 + number])
-    timer.daemon = True
-    timer.start()
+    def _end_after(self, seconds: float, number: int) -> None:
+        timer = threading.Timer(seconds, os._exit, args=[128 + number])
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
 
 
 def follow_launcher() -> None:
