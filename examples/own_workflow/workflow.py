@@ -11,7 +11,7 @@ def informative() -> Workflow:
         Workflow("grpo-informative")
         .node("rollout", run="rollout", role="policy")
         .node("reward", run="reward", after="rollout")
-        .node("advantage", run="grpo", after="reward")
+        .node("advantage", run="advantage", after="reward")
         .node("samples", run="record", after="advantage")
         .node("informative", run="examples.own_workflow.stages:informative", after="advantage")
         .node("reference", run="log_probs", role="reference", after="informative")

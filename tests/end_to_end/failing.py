@@ -17,7 +17,7 @@ nodes:
   reward:    {run: reward, after: rollout}
   fail:      {run: "tests.end_to_end.failing:fail", after: reward}
   old:       {run: log_probs, role: policy, after: rollout}
-  advantage: {run: grpo, after: fail}
+  advantage: {run: advantage, after: fail}
   policy:    {run: update, role: policy, after: [advantage, old]}
 """
 

@@ -47,7 +47,7 @@ def workflow() -> Workflow:
         .node("rollout", run="rollout", role="policy")
         .node("reward", run="reward", after="rollout")
         .node("bonus", run="tests.end_to_end.own_code:bonus_for_even_sums", after=["reward"])
-        .node("advantage", run="grpo", after="bonus")
+        .node("advantage", run="advantage", after="bonus")
         .node("samples", run="record", after="advantage")
         .node("policy", run="update", role="policy", after=["advantage"])
     )
@@ -59,7 +59,7 @@ nodes:
   rollout: {run: rollout, role: policy}
   reward: {run: reward, after: rollout}
   bonus: {run: "tests.end_to_end.own_code:bonus_for_even_sums", after: reward}
-  advantage: {run: grpo, after: bonus}
+  advantage: {run: advantage, after: bonus}
   samples: {run: record, after: advantage}
   policy: {run: update, role: policy, after: advantage}
 """

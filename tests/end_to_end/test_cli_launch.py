@@ -77,7 +77,7 @@ nodes:
   rollout: {run: rollout, role: policy}
   reward: {run: reward, after: rollout}
   fail: {run: "failing:fail", after: reward}
-  advantage: {run: grpo, after: reward}
+  advantage: {run: advantage, after: reward}
   policy: {run: update, role: policy, after: [advantage, fail]}
 """
 
