@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, object]] = {
 }
 SETTINGS: dict[str, object] = {
     "batch.updates_per_step": 2,
-    "reward": {"tests.end_to_end.own_algorithm:own_reward": 1.0},
+    "reward": {"tests.end_to_end.own_reward:own_reward": 1.0},
     "rollout.max_response_tokens": 8,
 }
 

@@ -84,7 +84,7 @@ def load_decoder(
         raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}") from error
     if info["mismatched_keys"]:
         name, saved, expected = sorted(info["mismatched_keys"])[0]
-        sizes = f"its {name} is {tuple(saved)}, but {tuple(expected)} is needed"
+        sizes = f"its {name} is {tuple(saved)}, but its config.json asks for {tuple(expected)}"
         raise RecipeError.at(key, f"'{config.path}' has weights of another size than it says: {sizes}")
     missing = set(map(str, info["missing_keys"]))
     lacking = sorted(missing - {*scalar_head})
