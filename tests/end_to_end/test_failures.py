@@ -71,7 +71,8 @@ def test_a_run_is_stopped_goes_on_is_terminated_and_outlives_no_launcher(tmp_pat
     wait_until(lambda: num_steps(tmp_path) >= 2, process)
     started = descendants(process)
     process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)  # as `timeout` does, which sends it to the process and to its group
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)  # as tools do that send it to the process and to its group
     asked = time.monotonic()
     outcome = finish(process)
     assert time.monotonic() - asked < END_S

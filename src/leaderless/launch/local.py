@@ -135,8 +135,10 @@ def _signals_forwarded(steps_begun: Path) -> Iterator[Presses]:
 
     def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         is_first = presses.first is None
+        if not presses.add(number) and not is_first:
+            return
         workers = psutil.Process().children()
-        if (presses.add(number) or is_first) and not workers:
+        if not workers:
             raise KeyboardInterrupt
         for worker in workers:
             with suppress(psutil.NoSuchProcess):
