@@ -240,7 +240,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     ),
     "whole groups come together to be judged": (
         4,
-        {"reward": {"tp": 2, "groups": "split"}, "keep": {"tp": 4}, "policy": {"ranks": "0-3"}},
+        {"reward": {"tp": 2}, "keep": {"tp": 4}, "policy": {"ranks": "0-3"}},
     ),
 }
 

@@ -90,6 +90,16 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     commands = [
         ["train", str(grpo)],
         ["train", str(grpo), "name=imitate", "layout={}", own_optimizer, *sft],
+        ["train", str(grpo), "name=ppo", "workflow=ppo", "layout={}", "evaluation.every_steps=0"],
+        [
+            "train",
+            str(grpo),
+            "name=dapo",
+            "workflow=dapo",
+            "algorithm.loop.max_rounds=1",
+            "layout={}",
+            "evaluation.every_steps=0",
+        ],
         ["plan", str(grpo)],
     ]
     (reads,) = ranks.run(1, watched_reads, str(tmp_path), commands, rows, init_group=False, deadline_s=240)

@@ -192,11 +192,13 @@ def test_an_error_of_a_users_stage_is_shown_from_where_the_command_begins(
 def test_rewards_that_hang_or_raise_are_counted_and_nothing_else(tmp_path: Path) -> None:
     reward = {"tests.end_to_end.failing:hang_sometimes": {"timeout_s": 0.3}}
     changes = {"reward": reward, "steps": 1, "batch.prompts_per_step": 2, "run.reward_processes": 2}
+    before = set(psutil.Process().children())
     outcome = run_alone(tmp_path, "train", write_recipe(tmp_path, tiny_model(), changes))
     assert outcome.code == 0, outcome
     (line,) = metrics(tmp_path / "runs/tiny")
     assert 0 < line["reward/failed"] <= 8
-    assert not [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    started = set(psutil.Process().children()) - before
+    assert not [child for child in started if "spawn_main" in " ".join(child.cmdline())]
 
 
 @contextmanager

@@ -49,16 +49,25 @@ class RunDirectory:
             BlockingIOError: Another process holds it; the error says which.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.with_name(f".{self.path.name}.lock").open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                raise BlockingIOError(file.read()) from error
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
-            yield
+        path = self.path.with_name(f".{self.path.name}.lock")
+        is_mine = False
+        while not is_mine:
+            with path.open("a+", encoding="utf-8") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    file.seek(0)
+                    raise BlockingIOError(file.read()) from error
+                # Whoever held it before removes the file, perhaps after it was opened here.
+                is_mine = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+                if is_mine:
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                    file.flush()
+                    try:
+                        yield
+                    finally:
+                        path.unlink(missing_ok=True)
 
     def last_step(self) -> int:
         """The step of the newest checkpoint; 0 when there is none."""
