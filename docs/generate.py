@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -18,8 +20,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from leaderless.algorithms.catalogue import entries
 from leaderless.cli.main import app
 from leaderless.config import Recipe
+from leaderless.config.algorithm import AlgorithmConfig, KlConfig, refusals
 from leaderless.config.base import ShorthandSection
 from leaderless.config.rewards import RewardOptions
 from leaderless.observability.report.catalogue import CATALOGUE
@@ -37,8 +41,9 @@ from leaderless.workflow import (
     resolve_workflow,
 )
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))  # for the stages of examples, and for benchmarks
 NOTE = "<!-- Written by docs/generate.py; change the code that it describes instead. -->"
 
 
@@ -55,6 +60,9 @@ PICTURES = {
     "workflow-grpo": Picture(GSM8K, 8),
     "workflow-grpo-pruned": Picture(GSM8K, 8, ("algorithm.kl.coefficient=0", "batch.updates_per_step=1")),
     "workflow-grpo-pools": Picture(GSM8K, 8, ("layout.rollout.ranks=0-3", "layout.policy.ranks=4-7")),
+    "workflow-ppo": Picture("recipes/quickstart/ppo.yaml", 2, ("algorithm.kl.coefficient=0.001",)),
+    "workflow-dapo": Picture("recipes/quickstart/dapo.yaml", 2),
+    "workflow-remax": Picture("recipes/quickstart/grpo.yaml", 2, ("workflow=remax",)),
     "workflow-sft": Picture("recipes/quickstart/sft.yaml", 2),
     "workflow-informative": Picture("examples/own_workflow/recipe.yaml", 2),
 }
@@ -63,7 +71,6 @@ PICTURES = {
 
 def main() -> None:
     """Write all of it."""
-    sys.path.insert(0, str(ROOT))  # for the stages of examples
     for path, text in render().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -77,8 +84,12 @@ def render() -> dict[Path, str]:
         "stages": stages_page(),
         "columns": columns_page(),
         "metrics": metrics_page(),
+        "algorithms": formulas_page(),
     }
     files = {DOCS / "reference" / f"{name}.md": f"{NOTE}\n\n{text.rstrip()}\n" for name, text in pages.items()}
+    files[DOCS / "algorithms/results.md"] = f"{NOTE}\n\n{results_page()}\n"
+    index = DOCS / "algorithms/index.md"
+    files[index] = with_combinations(index.read_text(encoding="utf-8"))
     return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
 
 
@@ -150,15 +161,15 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
 def _typed_sections(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:
     """Sections of which `type` chooses one."""
     yield f"### `{heading}`"
-    yield f"{_cell(field.description or '')} Its `type` says which; `{field.default.type}` when not given."
+    yield f"{_cell(field.description or '')} `{heading}.type` says which; `{field.default.type}` when not given."
     rows: list[tuple[str, ...]] = []
     for section in sections:
         kind = section.model_fields["type"].default
         rows.append((f"**`{kind}`**", "", "", _cell(inspect.cleandoc(section.__doc__ or ""))))
         for name, inner in section.model_fields.items():
             if name != "type":
-                rows.append((f"`{name}`", _type_name(inner), _default(inner), _cell(inner.description or "")))
-    yield _table((f"type, and its settings as `{heading}.<setting>`", "type", "default", "meaning"), rows)
+                rows.append((f"`{heading}.{name}`", _type_name(inner), _default(inner), _cell(inner.description or "")))
+    yield _table(("type, and its settings", "type", "default", "meaning"), rows)
 
 
 def _sections_of(annotation: object) -> list[type[BaseModel]]:
@@ -401,6 +412,143 @@ def metrics_page() -> str:
         )
     ]
     return "\n\n".join(parts)
+
+
+# --- algorithms --------------------------------------------------------------------------------------------------
+
+
+def results_page() -> str:
+    """What `benchmarks/algorithms.py` has measured last."""
+    from benchmarks.algorithms import PICTURE, describe, load, table
+
+    parts = [
+        "# Measured on the quickstart",
+        (
+            "Every built-in workflow of reinforcement learning begins with the same tiny model, which has learnt to "
+            "add from a careless teacher, and learns from nothing but whether its answers are right. Accuracy is that "
+            "of greedy answers to 512 additions that no run was trained on. The settings are those of "
+            "`recipes/quickstart/grpo.yaml`, but `ppo` and `dapo` have recipes of their own there. One worker on one "
+            "CPU core; the seed decides the order of the prompts and the samples."
+        ),
+    ]
+    curves = load()
+    if curves:
+        parts += [
+            f"{describe()} Seconds are those of all steps, evaluation left out, the mean over seeds.",
+            table(curves, link="[{0}]({0}.md)"),
+            f"![Held-out accuracy by step, a chart for each workflow](../images/{PICTURE.name})",
+            (
+                "The line is the mean over seeds, the band goes from the worst to the best, and the grey lines are the "
+                "other workflows. The task is small and its reward exact: this shows that each of them learns, not "
+                "which is the best for a large model."
+            ),
+        ]
+    else:
+        parts += ["There is nothing here yet: the script below has not been run for this version."]
+    return "\n\n".join([*parts, "To measure it again:", "```shell\npython benchmarks/algorithms.py\n```"])
+
+
+def formulas_page() -> str:
+    """All functions of `leaderless.algorithms`, as their docstrings have them."""
+    rows = [(entry.kind, f"`{entry.name}`", f"`{_cell(entry.formula)}`", _cell(entry.source)) for entry in entries()]
+    return "\n\n".join(
+        [
+            "# Formulas and sources",
+            (
+                "Every function of `leaderless.algorithms`, with what its docstring says. `python -m "
+                "leaderless.algorithms` prints the same. `A` is the advantage of a token, `ratio` that of its "
+                "probability under the current policy to that before the step's updates, `sg` stops the gradient. "
+                "How to combine them: [Algorithms](../algorithms/index.md)."
+            ),
+            _table(("kind", "function", "formula", "source, and what differs from it"), rows),
+        ]
+    )
+
+
+PENALTIES = {
+    "no penalty": {"coefficient": 0.0},
+    "penalty in the loss": {"coefficient": 0.1},
+    "penalty in the loss, `unbiased_gradient`": {"coefficient": 0.1, "unbiased_gradient": True},
+    "penalty in the reward": {"coefficient": 0.1, "place": "reward"},
+    "penalty in the reward, `unbiased_gradient`": {"coefficient": 0.1, "place": "reward", "unbiased_gradient": True},
+}
+MARKS = "<!-- combinations: begin -->", "<!-- combinations: end -->"
+
+
+class Trial(NamedTuple):
+    """A combination, and why it is refused."""
+
+    advantage: str
+    loss: str
+    aggregation: str
+    penalty: str
+    reasons: list[str]
+
+
+def with_combinations(page: str) -> str:
+    """A page with the table of combinations between its two marks."""
+    before, _, rest = page.partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{combinations()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def combinations() -> str:
+    """Advantage x loss x aggregation x KL, every combination tried, and why some are refused."""
+    trials = list(_trials())
+    advantages, losses = (list(dict.fromkeys(trial[i] for trial in trials)) for i in range(2))
+    cells = {(loss, name): [t for t in trials if t[:2] == (name, loss)] for loss in losses for name in advantages}
+    rules = list(dict.fromkeys(reason for trial in trials for reason in trial.reasons))
+    # A rule that holds whatever the advantage and the loss says nothing in their table.
+    everywhere = [rule for rule in rules if all(any(rule in t.reasons for t in cell) for cell in cells.values())]
+    numbered = [rule for rule in rules if rule not in everywhere]
+    rows = []
+    for loss in losses:
+        row = [f"`{loss}`"]
+        for name in advantages:
+            cell = cells[loss, name]
+            # The aggregations and penalties of a rule that refuses all of them need no other rule.
+            total = [rule for rule in numbered if all(rule in trial.reasons for trial in cell)]
+            found = total or [rule for rule in numbered if any(rule in trial.reasons for trial in cell)]
+            marks = " ".join(f"({numbered.index(rule) + 1})" for rule in found)
+            row.append(f"refused {marks}" if total else f"yes {marks}".rstrip())
+        rows.append(tuple(row))
+    table = _table(("loss, advantage", *(f"`{name}`" for name in advantages)), rows)
+    notes = [f"{i}. {_rule(rule, trials)}" for i, rule in enumerate(numbered, 1)]
+    wide = [f"Whatever the advantage and the loss are: {_rule(rule, trials)}" for rule in everywhere]
+    counted = f"Of {len(trials):,} combinations {sum(not trial.reasons for trial in trials):,} are taken."
+    return "\n\n".join([table, "\n".join(notes), *wide, counted])
+
+
+def _trials() -> Iterator[Trial]:
+    parts = {name: _sections_of(AlgorithmConfig.model_fields[name].annotation) for name in ("advantage", "policy_loss")}
+    aggregations = get_args(AlgorithmConfig.model_fields["aggregation"].annotation)
+    for advantage, loss, aggregation, (penalty, kl), estimator in product(
+        parts["advantage"],
+        parts["policy_loss"],
+        aggregations,
+        PENALTIES.items(),
+        get_args(KlConfig.model_fields["estimator"].annotation),
+    ):
+        algorithm = AlgorithmConfig.model_construct(
+            advantage=advantage.model_construct(),
+            policy_loss=loss.model_construct(),
+            aggregation=aggregation,
+            kl=KlConfig(**kl, estimator=estimator),
+        )
+        reasons = [reason.replace(f"aggregation={aggregation}", "aggregation=…") for reason in refusals(algorithm)]
+        names = (section.model_fields["type"].default for section in (advantage, loss))
+        yield Trial(*names, aggregation, penalty, reasons)
+
+
+def _rule(rule: str, trials: Sequence[Trial]) -> str:
+    """A refusal, with the aggregations and penalties that it is about if not about all."""
+    about = [trial for trial in trials if rule in trial.reasons]
+    scopes = []
+    for field, mark in (("aggregation", "`"), ("penalty", "")):
+        met, all_values = (dict.fromkeys(getattr(trial, field) for trial in some) for some in (about, trials))
+        if len(met) < len(all_values):
+            scopes.append(", ".join(f"{mark}{value}{mark}" for value in met))
+    text = re.sub(r"[\w.]+=[\w.…]+|(?:algorithm|kl|policy_loss)\.[\w.]+", lambda match: f"`{match[0]}`", rule)
+    return f"{text} ({'; '.join(scopes)})." if scopes else f"{text}."
 
 
 def _names(columns: tuple[str, ...]) -> str:

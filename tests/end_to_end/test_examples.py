@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from examples.own_algorithm.functions import against_the_best, squared_ratio_loss
 from examples.own_data.convert import convert
 from examples.own_reward.rewards import digits_right, is_short
 from examples.own_workflow.workflow import informative
@@ -94,6 +96,22 @@ def test_own_workflow_trains_on_groups_with_a_signal_only(ranks: RankPool, tmp_p
     assert 0 < first["informative/kept"] == 1 - first["group/no_signal"]
     assert first["policy/kl"] == pytest.approx(0, abs=1e-6)
     assert second["policy/kl"] > 0
+
+
+def test_own_algorithm_trains_with_its_functions(ranks: RankPool, tmp_path: Path) -> None:
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 5.0, 2.0]), torch.tensor([7, 7, 7, 7, 8])
+    valid = torch.tensor([True, True, True, False, True])
+    advantages = against_the_best(rewards, valid, torch.ones(5).long(), groups)
+    assert advantages.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
+    log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    squared_ratio_loss(log_probs, log_probs.detach(), torch.tensor([2.0, -1.0]), torch.tensor([2])).sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [-2, 1], "on policy, the plain policy gradient"
+    # An untrained model writes a digit now and then, so that some groups have a signal.
+    overrides = [*small(tmp_path, r"reward={format: {pattern: .*\d.*}}"), *with_evaluation(tmp_path)]
+    (steps,) = ranks.run(1, train_example, "examples/own_algorithm/recipe.yaml", overrides, 2, init_group=False)
+    assert steps[0]["policy/grad_norm"] > 0
+    assert steps[0]["group/no_signal"] < 1
 
 
 def test_own_data_grades_kinds_of_rows_by_their_own_rewards(ranks: RankPool, tmp_path: Path) -> None:

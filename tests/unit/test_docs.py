@@ -172,9 +172,9 @@ def test_yaml_is_a_recipe_or_part_of_one_or_a_workflow(block: Block, tmp_path: P
     file = tmp_path / "block.yaml"
     file.write_text(block.text, encoding="utf-8")
     settings = yaml.safe_load(block.text)
-    if "nodes" in settings:
+    if settings.keys() & {"nodes", "base"}:
         read_workflow(file)
-    elif "workflow" in settings:
+    elif settings.keys() >= {"name", "workflow"}:
         load_recipe(file)
     else:
         assert settings.keys() <= Recipe.model_fields.keys()
