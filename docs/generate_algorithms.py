@@ -61,7 +61,7 @@ def formulas_page() -> str:
     )
 
 
-PENALTIES = {
+PENALTIES: dict[str, dict[str, object]] = {
     "no penalty": {"coefficient": 0.0},
     "penalty in the loss": {"coefficient": 0.1},
     "penalty in the loss, `unbiased_gradient`": {"coefficient": 0.1, "unbiased_gradient": True},
@@ -128,11 +128,11 @@ def _trials() -> Iterator[Trial]:
             advantage=advantage.model_construct(),
             policy_loss=loss.model_construct(),
             aggregation=aggregation,
-            kl=KlConfig(**kl, estimator=estimator),
+            kl=KlConfig.model_validate({**kl, "estimator": estimator}),
         )
         reasons = [reason.replace(f"aggregation={aggregation}", "aggregation=…") for reason in refusals(algorithm)]
-        names = (section.model_fields["type"].default for section in (advantage, loss))
-        yield Trial(*names, aggregation, penalty, reasons)
+        names = [section.model_fields["type"].default for section in (advantage, loss)]
+        yield Trial(names[0], names[1], aggregation, penalty, reasons)
 
 
 def _rule(rule: str, trials: Sequence[Trial]) -> str:
