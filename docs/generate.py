@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import typer
+from generate_algorithms import formulas_page, results_page, with_combinations
+from generate_markup import cell, sections_of, table_of
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from leaderless.algorithms.catalogue import entries
 from leaderless.cli.main import app
 from leaderless.config import Recipe
-from leaderless.config.algorithm import AlgorithmConfig, KlConfig, refusals
 from leaderless.config.base import ShorthandSection
 from leaderless.config.rewards import RewardOptions
 from leaderless.observability.report.catalogue import CATALOGUE
@@ -43,7 +40,6 @@ from leaderless.workflow import (
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(ROOT))  # for the stages of examples, and for benchmarks
 NOTE = "<!-- Written by docs/generate.py; change the code that it describes instead. -->"
 
 
@@ -71,6 +67,7 @@ PICTURES = {
 
 def main() -> None:
     """Write all of it."""
+    sys.path.insert(0, str(ROOT))  # for the stages of examples, and for benchmarks
     for path, text in render().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -116,10 +113,10 @@ def configuration_page() -> str:
         ),
         "A key without a default has to be given. Seconds end in `_s`; sizes count what their name says.",
     ]
-    own = {name: field for name, field in Recipe.model_fields.items() if not _sections_of(field.annotation)}
+    own = {name: field for name, field in Recipe.model_fields.items() if not sections_of(field.annotation)}
     parts += ["## The recipe itself", _settings_table(own, "")]
     for name, field in Recipe.model_fields.items():
-        for section in _sections_of(field.annotation):
+        for section in sections_of(field.annotation):
             key = f"{name}.<name>" if get_origin(field.annotation) is Mapping else name
             parts += list(_section(section, key, field.description or ""))
     return "\n\n".join(parts)
@@ -128,11 +125,11 @@ def configuration_page() -> str:
 def _section(section: type[BaseModel], key: str, description: str) -> Iterator[str]:
     heading = key.replace("<name>", {"models": "<role>", "layout": "<node>"}.get(key.partition(".")[0], "<name>"))
     yield f"## `{heading}`" if "." not in heading or "<" in heading else f"### `{heading}`"
-    yield _cell(description, keep_lines=True)
+    yield cell(description, keep_lines=True)
     if issubclass(section, ShorthandSection):
         yield f"Written as one value, it sets `{section.shorthand}`."
     fields = section.model_fields
-    plain = {name: field for name, field in fields.items() if not _sections_of(field.annotation)}
+    plain = {name: field for name, field in fields.items() if not sections_of(field.annotation)}
     if plain:
         yield _settings_table(plain, f"{heading}.")
     if section.__name__ == "RewardsConfig":
@@ -140,7 +137,7 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
         yield _settings_table(RewardOptions.model_fields, "reward.<name>.")
         yield "A reward of one's own is named `package.module:function`; see [Rewards](../concepts/rewards.md)."
     for name, field in fields.items():
-        inner_sections = _sections_of(field.annotation)
+        inner_sections = sections_of(field.annotation)
         if len(inner_sections) > 1:
             yield from _typed_sections(inner_sections, f"{heading}.{name}", field)
             continue
@@ -148,12 +145,12 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
             own = {n: f for n, f in inner.model_fields.items() if n not in RewardOptions.model_fields}
             if issubclass(inner, RewardOptions):
                 yield f"### `{heading}.{name}`"
-                yield _cell(field.description or "", keep_lines=True)
+                yield cell(field.description or "", keep_lines=True)
                 if own:
                     yield _settings_table(own, f"{heading}.{name}.")
             elif inner.__name__ == "OptimizerConfig":
                 yield f"### `{heading}.{name}`"
-                yield f"{_cell(field.description or '')} It has the settings of [`optimizer`](#optimizer)."
+                yield f"{cell(field.description or '')} It has the settings of [`optimizer`](#optimizer)."
             else:
                 yield from _section(inner, f"{heading}.{name}", field.description or "")
 
@@ -161,32 +158,23 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
 def _typed_sections(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:
     """Sections of which `type` chooses one."""
     yield f"### `{heading}`"
-    yield f"{_cell(field.description or '')} `{heading}.type` says which; `{field.default.type}` when not given."
+    yield f"{cell(field.description or '')} `{heading}.type` says which; `{field.default.type}` when not given."
     rows: list[tuple[str, ...]] = []
     for section in sections:
         kind = section.model_fields["type"].default
-        rows.append((f"**`{kind}`**", "", "", _cell(inspect.cleandoc(section.__doc__ or ""))))
+        rows.append((f"**`{kind}`**", "", "", cell(inspect.cleandoc(section.__doc__ or ""))))
         for name, inner in section.model_fields.items():
             if name != "type":
-                rows.append((f"`{heading}.{name}`", _type_name(inner), _default(inner), _cell(inner.description or "")))
-    yield _table(("type, and its settings", "type", "default", "meaning"), rows)
-
-
-def _sections_of(annotation: object) -> list[type[BaseModel]]:
-    """The sections that a field's annotation holds."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in {Union, UnionType, Annotated, Mapping}:
-        return [section for argument in get_args(annotation) for section in _sections_of(argument)]
-    return []
+                rows.append((f"`{heading}.{name}`", _type_name(inner), _default(inner), cell(inner.description or "")))
+    yield table_of(("type, and its settings", "type", "default", "meaning"), rows)
 
 
 def _settings_table(fields: Mapping[str, FieldInfo], prefix: str) -> str:
     rows = [
-        (f"`{prefix}{name}`", f"{_type_name(field)}", _default(field), _cell(field.description or ""))
+        (f"`{prefix}{name}`", f"{_type_name(field)}", _default(field), cell(field.description or ""))
         for name, field in fields.items()
     ]
-    return _table(("setting", "type", "default", "meaning"), rows)
+    return table_of(("setting", "type", "default", "meaning"), rows)
 
 
 def _type_name(field: FieldInfo) -> str:
@@ -249,7 +237,7 @@ def cli_page() -> str:
         parts += ["```text\n" + f"leaderless {name} {usage}".rstrip() + " [OPTIONS]".rstrip() + "\n```"]
         rows = [("`" + _usage(p).strip("[].").replace("|", "` or `") + "`", "", p.help or "") for p in arguments]
         rows += [_option_row(p) for p in command.params if not _is_argument(p) and p.name != "help"]
-        parts += [_table(("argument or option", "default", "meaning"), rows)] if rows else []
+        parts += [table_of(("argument or option", "default", "meaning"), rows)] if rows else []
     return "\n\n".join(parts)
 
 
@@ -266,7 +254,7 @@ def _option_row(parameter: Any) -> tuple[str, str, str]:  # noqa: ANN401
     value = "" if parameter.is_flag else f" {parameter.name.upper()}"
     default = "" if parameter.default in {None, False} and not isinstance(parameter.default, int) else parameter.default
     shown = "" if default is False or default == "" else f"`{default}`"
-    return f"`{parameter.opts[0]}{value}`", shown, _cell(parameter.help or "")
+    return f"`{parameter.opts[0]}{value}`", shown, cell(parameter.help or "")
 
 
 # --- stages, columns, metrics ------------------------------------------------------------------------------------
@@ -284,7 +272,7 @@ def stages_page() -> str:
     ]
     for name, spec in BUILTIN_STAGES.items():
         parts += [f"## `{name}`", f"{spec.summary[0].upper()}{spec.summary[1:]}."]
-        parts += [_table(("", ""), list(_stage_rows(name, spec)))]
+        parts += [table_of(("", ""), list(_stage_rows(name, spec)))]
     return "\n\n".join(parts)
 
 
@@ -370,7 +358,7 @@ def columns_page() -> str:
                 "never padded, *object* a JSON-able value. A stage of one's own may read any of them and write "
                 "columns of any other name; those need no entry here. See [Batches](../concepts/batch.md)."
             ),
-            _table(("column", "kind", "type", "written by", "meaning"), rows),
+            table_of(("column", "kind", "type", "written by", "meaning"), rows),
         ]
     )
 
@@ -401,10 +389,10 @@ def metrics_page() -> str:
         rows = []
         for topic in topics:
             names = [*topic.metrics, *([topic.band] if topic.band else [])]
-            rows.append((", ".join(f"`{name}`" for name in names), topic.title, _cell(topic.explanation)))
-        parts += [f"## {title}", _table(("metric", "chart", "meaning"), rows)]
-    rows = [(f"`{name}`", _cell(text)) for name, text in MORE_METRICS.items()]
-    parts += ["## Beside these", _table(("metric", "meaning"), rows)]
+            rows.append((", ".join(f"`{name}`" for name in names), topic.title, cell(topic.explanation)))
+        parts += [f"## {title}", table_of(("metric", "chart", "meaning"), rows)]
+    rows = [(f"`{name}`", cell(text)) for name, text in MORE_METRICS.items()]
+    parts += ["## Beside these", table_of(("metric", "meaning"), rows)]
     parts += [
         (
             "A stage of one's own adds metrics through its [context](../guides/stage.md#metrics); the report draws "
@@ -414,156 +402,8 @@ def metrics_page() -> str:
     return "\n\n".join(parts)
 
 
-# --- algorithms --------------------------------------------------------------------------------------------------
-
-
-def results_page() -> str:
-    """What `benchmarks/algorithms.py` has measured last."""
-    from benchmarks.algorithms import PICTURE, describe, load, table
-
-    parts = [
-        "# Measured on the quickstart",
-        (
-            "Every built-in workflow of reinforcement learning begins with the same tiny model, which has learnt to "
-            "add from a careless teacher, and learns from nothing but whether its answers are right. Accuracy is that "
-            "of greedy answers to 512 additions that no run was trained on. The settings are those of "
-            "`recipes/quickstart/grpo.yaml`, but `ppo` and `dapo` have recipes of their own there. One worker on one "
-            "CPU core; the seed decides the order of the prompts and the samples."
-        ),
-    ]
-    curves = load()
-    if curves:
-        parts += [
-            f"{describe()} Seconds are those of all steps, evaluation left out, the mean over seeds.",
-            table(curves, link="[{0}]({0}.md)"),
-            f"![Held-out accuracy by step, a chart for each workflow](../images/{PICTURE.name})",
-            (
-                "The line is the mean over seeds, the band goes from the worst to the best, and the grey lines are the "
-                "other workflows. The task is small and its reward exact: this shows that each of them learns, not "
-                "which is the best for a large model."
-            ),
-        ]
-    else:
-        parts += ["There is nothing here yet: the script below has not been run for this version."]
-    return "\n\n".join([*parts, "To measure it again:", "```shell\npython benchmarks/algorithms.py\n```"])
-
-
-def formulas_page() -> str:
-    """All functions of `leaderless.algorithms`, as their docstrings have them."""
-    rows = [(entry.kind, f"`{entry.name}`", f"`{_cell(entry.formula)}`", _cell(entry.source)) for entry in entries()]
-    return "\n\n".join(
-        [
-            "# Formulas and sources",
-            (
-                "Every function of `leaderless.algorithms`, with what its docstring says. `python -m "
-                "leaderless.algorithms` prints the same. `A` is the advantage of a token, `ratio` that of its "
-                "probability under the current policy to that before the step's updates, `sg` stops the gradient. "
-                "How to combine them: [Algorithms](../algorithms/index.md)."
-            ),
-            _table(("kind", "function", "formula", "source, and what differs from it"), rows),
-        ]
-    )
-
-
-PENALTIES = {
-    "no penalty": {"coefficient": 0.0},
-    "penalty in the loss": {"coefficient": 0.1},
-    "penalty in the loss, `unbiased_gradient`": {"coefficient": 0.1, "unbiased_gradient": True},
-    "penalty in the reward": {"coefficient": 0.1, "place": "reward"},
-    "penalty in the reward, `unbiased_gradient`": {"coefficient": 0.1, "place": "reward", "unbiased_gradient": True},
-}
-MARKS = "<!-- combinations: begin -->", "<!-- combinations: end -->"
-
-
-class Trial(NamedTuple):
-    """A combination, and why it is refused."""
-
-    advantage: str
-    loss: str
-    aggregation: str
-    penalty: str
-    reasons: list[str]
-
-
-def with_combinations(page: str) -> str:
-    """A page with the table of combinations between its two marks."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{combinations()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
-
-
-def combinations() -> str:
-    """Advantage x loss x aggregation x KL, every combination tried, and why some are refused."""
-    trials = list(_trials())
-    advantages, losses = (list(dict.fromkeys(trial[i] for trial in trials)) for i in range(2))
-    cells = {(loss, name): [t for t in trials if t[:2] == (name, loss)] for loss in losses for name in advantages}
-    rules = list(dict.fromkeys(reason for trial in trials for reason in trial.reasons))
-    # A rule that holds whatever the advantage and the loss says nothing in their table.
-    everywhere = [rule for rule in rules if all(any(rule in t.reasons for t in cell) for cell in cells.values())]
-    numbered = [rule for rule in rules if rule not in everywhere]
-    rows = []
-    for loss in losses:
-        row = [f"`{loss}`"]
-        for name in advantages:
-            cell = cells[loss, name]
-            # The aggregations and penalties of a rule that refuses all of them need no other rule.
-            total = [rule for rule in numbered if all(rule in trial.reasons for trial in cell)]
-            found = total or [rule for rule in numbered if any(rule in trial.reasons for trial in cell)]
-            marks = " ".join(f"({numbered.index(rule) + 1})" for rule in found)
-            row.append(f"refused {marks}" if total else f"yes {marks}".rstrip())
-        rows.append(tuple(row))
-    table = _table(("loss, advantage", *(f"`{name}`" for name in advantages)), rows)
-    notes = [f"{i}. {_rule(rule, trials)}" for i, rule in enumerate(numbered, 1)]
-    wide = [f"Whatever the advantage and the loss are: {_rule(rule, trials)}" for rule in everywhere]
-    counted = f"Of {len(trials):,} combinations {sum(not trial.reasons for trial in trials):,} are taken."
-    return "\n\n".join([table, "\n".join(notes), *wide, counted])
-
-
-def _trials() -> Iterator[Trial]:
-    parts = {name: _sections_of(AlgorithmConfig.model_fields[name].annotation) for name in ("advantage", "policy_loss")}
-    aggregations = get_args(AlgorithmConfig.model_fields["aggregation"].annotation)
-    for advantage, loss, aggregation, (penalty, kl), estimator in product(
-        parts["advantage"],
-        parts["policy_loss"],
-        aggregations,
-        PENALTIES.items(),
-        get_args(KlConfig.model_fields["estimator"].annotation),
-    ):
-        algorithm = AlgorithmConfig.model_construct(
-            advantage=advantage.model_construct(),
-            policy_loss=loss.model_construct(),
-            aggregation=aggregation,
-            kl=KlConfig(**kl, estimator=estimator),
-        )
-        reasons = [reason.replace(f"aggregation={aggregation}", "aggregation=…") for reason in refusals(algorithm)]
-        names = (section.model_fields["type"].default for section in (advantage, loss))
-        yield Trial(*names, aggregation, penalty, reasons)
-
-
-def _rule(rule: str, trials: Sequence[Trial]) -> str:
-    """A refusal, with the aggregations and penalties that it is about if not about all."""
-    about = [trial for trial in trials if rule in trial.reasons]
-    scopes = []
-    for field, mark in (("aggregation", "`"), ("penalty", "")):
-        met, all_values = (dict.fromkeys(getattr(trial, field) for trial in some) for some in (about, trials))
-        if len(met) < len(all_values):
-            scopes.append(", ".join(f"{mark}{value}{mark}" for value in met))
-    text = re.sub(r"[\w.]+=[\w.…]+|(?:algorithm|kl|policy_loss)\.[\w.]+", lambda match: f"`{match[0]}`", rule)
-    return f"{text} ({'; '.join(scopes)})." if scopes else f"{text}."
-
-
 def _names(columns: tuple[str, ...]) -> str:
     return ", ".join(f"`{column}`" for column in columns)
-
-
-def _cell(text: str, *, keep_lines: bool = False) -> str:
-    """A text on one line, safe inside a table."""
-    text = " ".join(text.split())
-    return text if keep_lines else text.replace("|", "\\|")
-
-
-def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [titles, tuple("---" for _ in titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

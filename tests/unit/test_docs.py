@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,8 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def load_generator() -> ModuleType:
+    if str(ROOT / "docs") not in sys.path:
+        sys.path.append(str(ROOT / "docs"))  # as when it is run
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
     assert spec is not None
     assert spec.loader is not None

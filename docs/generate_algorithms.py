@@ -1,0 +1,147 @@
+"""The pages about algorithms: what has been measured, all formulas, and what goes together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple, get_args
+
+from generate_markup import cell, sections_of, table_of
+
+from leaderless.algorithms.catalogue import entries
+from leaderless.config.algorithm import AlgorithmConfig, KlConfig, refusals
+
+
+def results_page() -> str:
+    """What `benchmarks/algorithms.py` has measured last."""
+    from benchmarks.algorithms import PICTURE, describe, load, table
+
+    parts = [
+        "# Measured on the quickstart",
+        (
+            "Every built-in workflow of reinforcement learning begins with the same tiny model, which has learnt to "
+            "add from a careless teacher, and learns from nothing but whether its answers are right. Accuracy is that "
+            "of greedy answers to 512 additions that no run was trained on. The settings are those of "
+            "`recipes/quickstart/grpo.yaml`, but `ppo` and `dapo` have recipes of their own there. One worker on one "
+            "CPU core; the seed decides the order of the prompts and the samples."
+        ),
+    ]
+    curves = load()
+    if curves:
+        parts += [
+            f"{describe()} Seconds are those of all steps, evaluation left out, the mean over seeds.",
+            table(curves, link="[{0}]({0}.md)"),
+            f"![Held-out accuracy by step, a chart for each workflow](../images/{PICTURE.name})",
+            (
+                "The line is the mean over seeds, the band goes from the worst to the best, and the grey lines are the "
+                "other workflows. The task is small and its reward exact: this shows that each of them learns, not "
+                "which is the best for a large model."
+            ),
+        ]
+    else:
+        parts += ["There is nothing here yet: the script below has not been run for this version."]
+    return "\n\n".join([*parts, "To measure it again:", "```shell\npython benchmarks/algorithms.py\n```"])
+
+
+def formulas_page() -> str:
+    """All functions of `leaderless.algorithms`, as their docstrings have them."""
+    rows = [(entry.kind, f"`{entry.name}`", f"`{cell(entry.formula)}`", cell(entry.source)) for entry in entries()]
+    return "\n\n".join(
+        [
+            "# Formulas and sources",
+            (
+                "Every function of `leaderless.algorithms`, with what its docstring says. `python -m "
+                "leaderless.algorithms` prints the same. `A` is the advantage of a token, `ratio` that of its "
+                "probability under the current policy to that before the step's updates, `sg` stops the gradient. "
+                "How to combine them: [Algorithms](../algorithms/index.md)."
+            ),
+            table_of(("kind", "function", "formula", "source, and what differs from it"), rows),
+        ]
+    )
+
+
+PENALTIES: dict[str, dict[str, object]] = {
+    "no penalty": {"coefficient": 0.0},
+    "penalty in the loss": {"coefficient": 0.1},
+    "penalty in the loss, `unbiased_gradient`": {"coefficient": 0.1, "unbiased_gradient": True},
+    "penalty in the reward": {"coefficient": 0.1, "place": "reward"},
+    "penalty in the reward, `unbiased_gradient`": {"coefficient": 0.1, "place": "reward", "unbiased_gradient": True},
+}
+MARKS = "<!-- combinations: begin -->", "<!-- combinations: end -->"
+
+
+class Trial(NamedTuple):
+    """A combination, and why it is refused."""
+
+    advantage: str
+    loss: str
+    aggregation: str
+    penalty: str
+    reasons: list[str]
+
+
+def with_combinations(page: str) -> str:
+    """A page with the table of combinations between its two marks."""
+    before, _, rest = page.partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{combinations()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def combinations() -> str:
+    """Advantage x loss x aggregation x KL, every combination tried, and why some are refused."""
+    trials = list(_trials())
+    advantages, losses = (list(dict.fromkeys(trial[i] for trial in trials)) for i in range(2))
+    cells = {(loss, name): [t for t in trials if t[:2] == (name, loss)] for loss in losses for name in advantages}
+    rules = list(dict.fromkeys(reason for trial in trials for reason in trial.reasons))
+    # A rule that holds whatever the advantage and the loss says nothing in their table.
+    everywhere = [rule for rule in rules if all(any(rule in t.reasons for t in tried) for tried in cells.values())]
+    numbered = [rule for rule in rules if rule not in everywhere]
+    rows = []
+    for loss in losses:
+        row = [f"`{loss}`"]
+        for name in advantages:
+            tried = cells[loss, name]
+            # The aggregations and penalties of a rule that refuses all of them need no other rule.
+            total = [rule for rule in numbered if all(rule in trial.reasons for trial in tried)]
+            found = total or [rule for rule in numbered if any(rule in trial.reasons for trial in tried)]
+            marks = " ".join(f"({numbered.index(rule) + 1})" for rule in found)
+            row.append(f"refused {marks}" if total else f"yes {marks}".rstrip())
+        rows.append(tuple(row))
+    table = table_of(("loss, advantage", *(f"`{name}`" for name in advantages)), rows)
+    notes = [f"{i}. {_rule(rule, trials)}" for i, rule in enumerate(numbered, 1)]
+    wide = [f"Whatever the advantage and the loss are: {_rule(rule, trials)}" for rule in everywhere]
+    counted = f"Of {len(trials):,} combinations {sum(not trial.reasons for trial in trials):,} are taken."
+    return "\n\n".join([table, "\n".join(notes), *wide, counted])
+
+
+def _trials() -> Iterator[Trial]:
+    parts = {name: sections_of(AlgorithmConfig.model_fields[name].annotation) for name in ("advantage", "policy_loss")}
+    aggregations = get_args(AlgorithmConfig.model_fields["aggregation"].annotation)
+    for advantage, loss, aggregation, (penalty, kl), estimator in product(
+        parts["advantage"],
+        parts["policy_loss"],
+        aggregations,
+        PENALTIES.items(),
+        get_args(KlConfig.model_fields["estimator"].annotation),
+    ):
+        algorithm = AlgorithmConfig.model_construct(
+            advantage=advantage.model_construct(),
+            policy_loss=loss.model_construct(),
+            aggregation=aggregation,
+            kl=KlConfig.model_validate({**kl, "estimator": estimator}),
+        )
+        reasons = [reason.replace(f"aggregation={aggregation}", "aggregation=…") for reason in refusals(algorithm)]
+        names = [section.model_fields["type"].default for section in (advantage, loss)]
+        yield Trial(names[0], names[1], aggregation, penalty, reasons)
+
+
+def _rule(rule: str, trials: Sequence[Trial]) -> str:
+    """A refusal, with the aggregations and penalties that it is about if not about all."""
+    about = [trial for trial in trials if rule in trial.reasons]
+    scopes = []
+    for field, mark in (("aggregation", "`"), ("penalty", "")):
+        met, all_values = (dict.fromkeys(getattr(trial, field) for trial in some) for some in (about, trials))
+        if len(met) < len(all_values):
+            scopes.append(", ".join(f"{mark}{value}{mark}" for value in met))
+    text = re.sub(r"[\w.]+=[\w.…]+|(?:algorithm|kl|policy_loss)\.[\w.]+", lambda match: f"`{match[0]}`", rule)
+    return f"{text} ({'; '.join(scopes)})." if scopes else f"{text}."

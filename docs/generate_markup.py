@@ -1,0 +1,30 @@
+"""What the generators of pages share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+
+def sections_of(annotation: object) -> list[type[BaseModel]]:
+    """The sections that a field's annotation holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in {Union, UnionType, Annotated, Mapping}:
+        return [section for argument in get_args(annotation) for section in sections_of(argument)]
+    return []
+
+
+def cell(text: str, *, keep_lines: bool = False) -> str:
+    """A text on one line, safe inside a table."""
+    text = " ".join(text.split())
+    return text if keep_lines else text.replace("|", "\\|")
+
+
+def table_of(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table in Markdown; what is in the cells must be safe there."""
+    lines = [titles, tuple("---" for _ in titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
