@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -282,6 +283,7 @@ def _serve(connection: Connection, stack_file: str, port: int) -> None:
         from torch.distributed import TCPStore
 
         torch.set_num_threads(1)
+        gc.freeze()
         # One connection serves all calls: where names are slow to resolve, each new one may take seconds.
         store = TCPStore("127.0.0.1", port, is_master=False)
         connection.send_bytes(b"ready")
@@ -335,5 +337,7 @@ def _leave_group() -> None:
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
+    # What is left of a task's groups goes now: later it could take a group of the next task, of the same name, with it.
+    gc.collect()
     for name in _environment(0, 1, 0):
         os.environ.pop(name, None)
