@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -61,14 +60,16 @@ class _Task:
         args: What it is called with.
         environment: What torch elastic would set.
         timeout_s: Longest wait in a collective.
-        group: Name of the default process group in the store; empty to make none.
+        number: Of the call, the same on all ranks.
+        init_group: Make the default process group.
     """
 
     function: str
     args: tuple[object, ...]
     environment: Mapping[str, str]
     timeout_s: float
-    group: str
+    number: int
+    init_group: bool
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,9 @@ class RankPool:
             self._num_calls += 1
             # A function that makes the group itself uses plain keys, so it needs a store without those of others.
             store = self._store if init_group else _make_store()
-            group = f"call {self._num_calls}" if init_group else ""
             for rank, worker in enumerate(self._workers[:world_size]):
-                worker.send(_Task(name, args, _environment(rank, world_size, store.port), timeout_s, group))
+                environment = _environment(rank, world_size, store.port)
+                worker.send(_Task(name, args, environment, timeout_s, self._num_calls, init_group))
             answers = self._collect(name, world_size, deadline_s)
             for worker in self._workers[:world_size]:
                 worker.send(None)
@@ -283,7 +284,6 @@ def _serve(connection: Connection, stack_file: str, port: int) -> None:
         from torch.distributed import TCPStore
 
         torch.set_num_threads(1)
-        gc.freeze()
         # One connection serves all calls: where names are slow to resolve, each new one may take seconds.
         store = TCPStore("127.0.0.1", port, is_master=False)
         connection.send_bytes(b"ready")
@@ -315,10 +315,10 @@ def _answer(task: _Task, store: TCPStore) -> bytes:
     try:
         module, _, function = task.function.partition(":")
         run = getattr(import_module(module), function)
-        if task.group:
+        if task.init_group:
             distributed.init_process_group(
                 "gloo",
-                store=distributed.PrefixStore(task.group, store),
+                store=distributed.PrefixStore(f"call {task.number}", store),
                 rank=int(task.environment["RANK"]),
                 world_size=int(task.environment["WORLD_SIZE"]),
                 timeout=timedelta(seconds=task.timeout_s),
@@ -334,10 +334,11 @@ def _answer(task: _Task, store: TCPStore) -> bytes:
 def _leave_group() -> None:
     """Undo what a task has changed."""
     from torch import distributed
+    from torch.distributed.tensor import debug
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    # What is left of a task's groups goes now: later it could take a group of the next task, of the same name, with it.
-    gc.collect()
+    # What it remembers of sharded tensors holds on to the groups of the task.
+    debug._clear_sharding_prop_cache()
     for name in _environment(0, 1, 0):
         os.environ.pop(name, None)
