@@ -42,6 +42,8 @@ def test_lines_are_rare_without_a_terminal_and_the_last_step_is_always_said(monk
     lines = text.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"step {n}/50" for n in (1, 12, 23, 34, 45, 50)]
     assert "accuracy 0.750  reward 0.500  loss 1.2500" in lines[-1]
+    assert "  0:00:12 left 0:00:38  " in lines[1]
+    assert "  0:00:50 left 0:00:00  " in lines[-1]
     assert "time" not in lines[-1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,7 +20,7 @@ HEADLINES = (
     ("rollout/response_tokens", "length", "{:.1f}"),
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
 )
-"""Metrics that are shown while a run goes on: the beginning of their name, a short label, and the format."""
+"""Metrics that are shown while a run goes on: their name, or what comes before its number, a label, and the format."""
 LINE_EVERY_S = 10.0
 """Without a terminal, a line is printed at most this often."""
 
@@ -36,7 +37,8 @@ class Display:
         """
         self.console, self.is_shown = console, is_shown
         self._progress: Progress | None = None
-        self._last_line = 0.0
+        self._last_line = self._begin = 0.0
+        self._done = 0
         self._first: dict[str, float] = {}
         self._latest: dict[str, float] = {}
 
@@ -56,6 +58,7 @@ class Display:
             num_steps: Of the whole run.
             done: Before this start.
         """
+        self._begin, self._done = time.monotonic(), done
         if not self.is_shown or not self.console.is_terminal:
             return
         # In a narrow terminal the numbers fold, and what is being done is cut; steps and times stay whole.
@@ -101,7 +104,10 @@ class Display:
             self._progress.update(self._task, completed=step, numbers=text)
         elif self.is_shown and (time.monotonic() - self._last_line > LINE_EVERY_S or step == num_steps):
             self._last_line = time.monotonic()
-            self.console.print(f"step {step}/{num_steps}  {text}", highlight=False)
+            spent = self._last_line - self._begin
+            left = spent / max(1, step - self._done) * (num_steps - step)
+            times = f"{timedelta(seconds=round(spent))} left {timedelta(seconds=round(left))}"
+            self.console.print(f"step {step}/{num_steps}  {times}  {text}", highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """End the live line."""
@@ -131,5 +137,5 @@ class Display:
             (name, label, layout)
             for beginning, label, layout in HEADLINES
             for name in self._latest
-            if name.startswith(beginning)
+            if name == beginning or (beginning.endswith("@") and name.startswith(beginning))
         ]

@@ -29,9 +29,9 @@ def adapt_coefficient(context: StageContext, total: Tensor, num_tokens: int, num
         num_samples: Of this rank.
     """
     config, coefficient = context.recipe.algorithm.kl, coefficient_of(context)
-    context.metrics.max("policy/kl_coefficient", coefficient)
     if config.target is None:
         return
+    context.metrics.max("policy/kl_coefficient", coefficient)
     divergence, tokens, samples = context.sum(tensor([float(total), num_tokens, num_samples]).double()).tolist()
     context.state[STATE] = adapted_coefficient(
         coefficient,
