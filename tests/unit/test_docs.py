@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -183,7 +184,8 @@ def test_yaml_is_a_recipe_or_part_of_one_or_a_workflow(block: Block, tmp_path: P
         assert settings.keys() <= Recipe.model_fields.keys()
         file.write_text(yaml.safe_dump(merged(base_recipe(), read_yaml(file).settings)), encoding="utf-8")
         last_ranks = re.findall(r"(\d+)[\"}]", str(settings.get("layout", "")).replace("'", '"'))
-        plan_recipe(file, [], max((int(rank) + 1 for rank in last_ranks), default=1))
+        with chdir(tmp_path):  # where no quickstart has left the model that some blocks name
+            plan_recipe(file, [], max((int(rank) + 1 for rank in last_ranks), default=1))
 
 
 def base_recipe() -> dict[str, Setting]:
