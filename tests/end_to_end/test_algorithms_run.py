@@ -15,7 +15,16 @@ from leaderless.config.algorithm import AlgorithmConfig
 CASES: dict[str, dict[str, object]] = {
     **{
         workflow: {"workflow": workflow}
-        for workflow in ("dr_grpo", "gspo", "cpgd", "cispo", "rloo", "reinforce_pp", "remax")
+        for workflow in (
+            "dr_grpo",
+            "gspo",
+            "cpgd",
+            "cispo",
+            "rloo",
+            "reinforce_pp",
+            "remax",
+            "distillation",
+        )
     },
     **{
         f"{kind} loss": {"algorithm.policy_loss": {"type": kind}}
@@ -24,6 +33,7 @@ CASES: dict[str, dict[str, object]] = {
     "dual clip": {"algorithm.policy_loss": {"dual_clip": 1.1}},
     **{f"{kind} advantage": {"algorithm.advantage": {"type": kind}} for kind in ("opo", "gpg", "reinforce_pp")},
     "pass at k": {"algorithm.advantage": {"type": "pass_at_k", "k": 2, "correct_at": 0.5}},
+    "rejection": {"workflow": "rejection", "algorithm.advantage.correct_at": 0.5},
     "baseline": {"algorithm.advantage": {"type": "reinforce_pp", "group_baseline": True, "discount": 0.9}},
     "kl in the reward": {"algorithm.kl": {"coefficient": 0.5, "place": "reward", "estimator": "k1", "target": 0.01}},
     "adaptive kl": {"algorithm.kl": {"coefficient": 0.5, "unbiased_gradient": True, "target": 0.01, "horizon": 100.0}},
@@ -60,13 +70,24 @@ def test_two_ranks_train_as_one_does(ranks: RankPool, tmp_path: Path, case: str)
 def run(ranks: RankPool, folder: Path, world_size: int, case: str, *, micro_batch_tokens: int) -> list[list[Step]]:
     """Two steps of a case."""
     changes = SETTINGS | {"batch.micro_batch_tokens": micro_batch_tokens} | CASES[case]
+    if case == "distillation":
+        changes = {**changes, "models.reference": tiny_model("qwen3")}
     recipe = write_recipe(folder, tiny_model(), changes)
     return ranks.run(world_size, walk_steps, str(recipe), f"on-{world_size}", 2, init_group=False)
 
 
 def test_every_type_of_advantage_and_loss_is_tried() -> None:
     tried = {"grpo", "ppo"} | {str(value) for case in CASES.values() for value in named_types(case)}
-    workflows = {"gspo", "cpgd", "cispo", "rloo", "remax", "gae"}  # gae: in the tests of the critic
+    workflows = {
+        "gspo",
+        "cpgd",
+        "cispo",
+        "rloo",
+        "remax",
+        "distillation",
+        "rejection",
+        "gae",  # in the tests of the critic
+    }
     for field in ("advantage", "policy_loss"):
         union = get_args(AlgorithmConfig.model_fields[field].annotation)
         known = {get_args(member)[0].model_fields["type"].default for member in union}

@@ -3,10 +3,12 @@
 from leaderless.algorithms.advantages import (
     count_groups_without_signal,
     cpgd_advantages,
+    distillation_advantages,
     gpg_advantages,
     grpo_advantages,
     opo_advantages,
     pass_at_k_advantages,
+    rejection_advantages,
     remax_advantages,
     rloo_advantages,
 )
@@ -65,6 +67,7 @@ __all__ = [
     "cpgd_advantages",
     "cpgd_loss",
     "decayed_sum",
+    "distillation_advantages",
     "gae_advantages",
     "gmpo_loss",
     "gpg_advantages",
@@ -83,6 +86,7 @@ __all__ = [
     "pass_at_k_advantages",
     "reinforce_advantages",
     "reinforce_loss",
+    "rejection_advantages",
     "remax_advantages",
     "repeat_per_token",
     "rloo_advantages",

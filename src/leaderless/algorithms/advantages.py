@@ -185,6 +185,44 @@ def remax_advantages(rewards: Tensor, is_valid: Tensor, greedy_rewards: Tensor, 
     return torch.where(is_valid & is_greedy_valid, difference, 0.0).float()
 
 
+def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """How much likelier a teacher finds each token than the student that sampled it.
+
+    Formula: A_t = log p_teacher - log p. With the plain policy gradient that is the gradient of the reverse divergence
+    from student to teacher, one token at a time; no reward is looked at.
+
+    Source: on-policy distillation: MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649, with the student's samples only.
+    One deviation from both: what a token does to the tokens behind it is left out (a discount of 0).
+
+    Args:
+        log_probs: [total] under the student, before this step's updates.
+        teacher_log_probs: [total] under the teacher.
+
+    Returns:
+        [total] float32, without gradient.
+    """
+    return (teacher_log_probs.detach().double() - log_probs.detach().double()).float()
+
+
+def rejection_advantages(is_correct: Tensor, is_valid: Tensor, *, correct_share: float) -> Tensor:
+    """1 for correct responses and 0 for all others, scaled so that a mean over all is a mean over the correct ones.
+
+    Formula: A = [correct] / correct_share. With the plain policy gradient and the aggregation `token_mean` that is
+    fine-tuning on the model's own correct responses, where the share is one of tokens.
+
+    Source: rejection-sampling fine-tuning, arXiv 2308.01825; RAFT, arXiv 2304.06767.
+
+    Args:
+        is_correct: [n] bool.
+        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        correct_share: Tokens of correct responses over those of all that count, on all ranks.
+
+    Returns:
+        [n] float32.
+    """
+    return (is_correct & is_valid).float() / max(correct_share, 1e-12)
+
+
 def count_groups_without_signal(advantages: Tensor, group_ids: Tensor) -> tuple[int, int]:
     """How many groups teach nothing.
 

@@ -37,6 +37,8 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
         advantages.cpgd_advantages,
         advantages.pass_at_k_advantages,
         advantages.remax_advantages,
+        advantages.distillation_advantages,
+        advantages.rejection_advantages,
         returns.gae_advantages,
         returns.reinforce_advantages,
         moments.whiten,

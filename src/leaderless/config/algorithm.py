@@ -117,6 +117,22 @@ class GaeAdvantage(Section):
     """Added to the standard deviation of the whitening."""
 
 
+class DistillationAdvantage(Section):
+    """How much likelier the teacher, `models.reference`, finds each token."""
+
+    type: Literal["distillation"] = "distillation"
+    """Which advantage."""
+
+
+class RejectionAdvantage(Section):
+    """1 for correct responses, 0 for all others."""
+
+    type: Literal["rejection"] = "rejection"
+    """Which advantage."""
+    correct_at: float = 1.0
+    """A response is correct when its reward is at least this."""
+
+
 class FunctionAdvantage(FunctionSection):
     """A function of one's own: (rewards, reward_valid, response_lengths, group_ids) to [n] advantages."""
 
@@ -134,6 +150,8 @@ Advantage = Annotated[
     | Annotated[RemaxAdvantage, Tag("remax")]
     | Annotated[ReinforceAdvantage, Tag("reinforce_pp")]
     | Annotated[GaeAdvantage, Tag("gae")]
+    | Annotated[DistillationAdvantage, Tag("distillation")]
+    | Annotated[RejectionAdvantage, Tag("rejection")]
     | Annotated[FunctionAdvantage, Tag("function")],
     Discriminator(_type_or("grpo")),
 ]
@@ -366,7 +384,7 @@ class AlgorithmConfig(Section):
 
 SEQUENCE_LOSSES = ("gspo", "gmpo")
 """Losses that judge a response as a whole."""
-TOKEN_ADVANTAGES = ("gae", "reinforce_pp")
+TOKEN_ADVANTAGES = ("gae", "reinforce_pp", "distillation")
 """Advantages that differ from token to token."""
 
 
@@ -388,10 +406,15 @@ def refusals(algorithm: AlgorithmConfig) -> list[str]:
             f"algorithm.policy_loss.type=gmpo needs one advantage for all tokens of a response, and "
             f"advantage.type={advantage} gives each token its own: use ppo, or another advantage"
         )
-    if kl.place == "reward" and advantage == "pass_at_k":
+    if kl.place == "reward" and advantage in {"pass_at_k", "rejection"}:
         found.append(
-            "algorithm.kl.place=reward does not go with advantage.type=pass_at_k, which asks whether a response is "
+            f"algorithm.kl.place=reward does not go with advantage.type={advantage}, which asks whether a response is "
             "correct: use kl.place=loss"
+        )
+    if kl.place == "reward" and advantage == "distillation":
+        found.append(
+            "algorithm.kl.place=reward does nothing with advantage.type=distillation, which looks at no reward: "
+            "use kl.place=loss"
         )
     if kl.place == "reward" and kl.unbiased_gradient:
         found.append("algorithm.kl.unbiased_gradient does nothing with kl.place=reward, as rewards have no gradient")

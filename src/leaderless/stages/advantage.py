@@ -11,6 +11,7 @@ from leaderless.algorithms import (
     count_groups,
     count_groups_without_signal,
     cpgd_advantages,
+    distillation_advantages,
     gae_advantages,
     gpg_advantages,
     grpo_advantages,
@@ -19,6 +20,7 @@ from leaderless.algorithms import (
     overlong_penalty,
     pass_at_k_advantages,
     reinforce_advantages,
+    rejection_advantages,
     remax_advantages,
     repeat_per_token,
     rloo_advantages,
@@ -29,6 +31,7 @@ from leaderless.algorithms import (
 from leaderless.config.algorithm import (
     TOKEN_ADVANTAGES,
     CpgdAdvantage,
+    DistillationAdvantage,
     FunctionAdvantage,
     GaeAdvantage,
     GpgAdvantage,
@@ -36,6 +39,7 @@ from leaderless.config.algorithm import (
     OpoAdvantage,
     PassAtKAdvantage,
     ReinforceAdvantage,
+    RejectionAdvantage,
     RlooAdvantage,
 )
 from leaderless.config.functions import load_function
@@ -129,6 +133,10 @@ def _sample_advantages(
             return cpgd_advantages(rewards, is_valid, group_ids, signal_share=share, max_weight=max_weight)
         case PassAtKAdvantage(k=k, correct_at=correct_at):
             return pass_at_k_advantages(rewards >= correct_at, is_valid, group_ids, k=k)
+        case RejectionAdvantage(correct_at=correct_at):
+            is_correct = (rewards >= correct_at) & is_valid
+            tokens = context.sum(torch.stack([(lengths * is_correct).sum(), (lengths * is_valid).sum()]).double())
+            return rejection_advantages(is_correct, is_valid, correct_share=float(tokens[0] / tokens[1].clamp(min=1)))
         case FunctionAdvantage(function=name):
             function = load_function(name, "algorithm.advantage.function", num_arguments=4)
             result = function(rewards, is_valid, lengths, group_ids)
@@ -151,6 +159,10 @@ def _token_advantages(batch: Batch, rewards: Tensor, penalties: Tensor, context:
     config = context.recipe.algorithm.advantage
     lengths, is_valid = batch.dense("response_lengths"), batch.dense("reward_valid")
     is_counted = repeat_per_token(is_valid, lengths)
+    if isinstance(config, DistillationAdvantage):
+        gains = distillation_advantages(batch.jagged("old_log_probs").values, batch.jagged("ref_log_probs").values)
+        context.metrics.mean("distillation/divergence", -gains.sum(), len(gains))
+        return {"advantages": torch.where(is_counted, gains, 0.0)}
     if isinstance(config, GaeAdvantage):
         token_rewards = token_level_rewards(rewards, is_valid, penalties, lengths)
         values = batch.jagged("values").values

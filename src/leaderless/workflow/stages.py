@@ -64,7 +64,8 @@ def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     columns = ["rewards", "reward_valid", "response_lengths"]
     algorithm = recipe.algorithm
-    if algorithm.uses_reference and algorithm.kl.place == "reward":
+    is_shaped = algorithm.uses_reference and algorithm.kl.place == "reward"
+    if is_shaped or algorithm.advantage.type == "distillation":
         columns += ["old_log_probs", "ref_log_probs"]
     if algorithm.advantage.type == "gae":
         columns.append("values")
@@ -117,6 +118,8 @@ def _check_advantage(recipe: Recipe, node: Node) -> None:
             "algorithm.advantage.k",
             f"is {advantage.k}, but a group has {siblings} responses (batch.responses_per_prompt)",
         )
+    if advantage.type == "distillation" and "reference" not in recipe.models:
+        raise RecipeError.at("models", "must name models.reference, the teacher whose log-probabilities are imitated")
     if advantage.type == "function":
         load_function(advantage.function, "algorithm.advantage.function", num_arguments=4)
     if recipe.algorithm.overlong.buffer_tokens > recipe.rollout.max_response_tokens:

@@ -18,11 +18,14 @@ from leaderless.algorithms import (
     count_groups,
     count_groups_without_signal,
     cpgd_advantages,
+    distillation_advantages,
     gpg_advantages,
     grpo_advantages,
     opo_advantages,
     pass_at_k_advantages,
+    rejection_advantages,
     remax_advantages,
+    repeat_per_token,
     rloo_advantages,
 )
 
@@ -303,6 +306,33 @@ def test_remax_equals_a_naive_loop(samples: list[tuple[float, bool, float, bool]
     valid = torch.tensor([[ok, fine] for _, ok, _, fine in samples], dtype=torch.bool).reshape(-1, 2)
     result = remax_advantages(values[:, 0], valid[:, 0], values[:, 1], valid[:, 1])
     torch.testing.assert_close(result, torch.tensor(expected))
+
+
+@given(st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), max_size=20))
+def test_distillation_is_the_gradient_of_the_divergence_to_the_teacher(tokens: list[tuple[float, float]]) -> None:
+    student, teacher = torch.tensor(tokens, dtype=torch.float64).reshape(-1, 2).unbind(1)
+    expected = torch.tensor([t - s for s, t in tokens], dtype=torch.float32)
+    torch.testing.assert_close(distillation_advantages(student, teacher), expected)
+
+
+def test_distillation_follows_the_exact_gradient_over_all_outcomes() -> None:
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([1.0, 0.0, -0.5, 0.2], dtype=torch.float64).log_softmax(0)
+    log_probs = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((log_probs.exp() * (log_probs - teacher)).sum(), logits, retain_graph=True)
+    gains = distillation_advantages(log_probs, teacher).double()
+    (sampled,) = torch.autograd.grad(-(log_probs.detach().exp() * gains * log_probs).sum(), logits)
+    torch.testing.assert_close(sampled, exact, atol=1e-6, rtol=1e-5)
+
+
+def test_rejection_makes_a_mean_over_all_tokens_one_over_correct_ones() -> None:
+    correct, valid = torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])
+    lengths, losses = torch.tensor([3, 5, 2, 4]), torch.arange(14.0)
+    share = 5 / 10  # 3 + 2 tokens are correct, of the 3 + 5 + 2 that count
+    gains = repeat_per_token(rejection_advantages(correct, valid, correct_share=share), lengths)
+    is_counted = repeat_per_token(valid, lengths)
+    assert float((gains * losses)[is_counted].mean()) == pytest.approx(float(losses[[0, 1, 2, 8, 9]].mean()))
+    assert not rejection_advantages(~correct & False, valid, correct_share=0.0).any()
 
 
 def test_statistics_of_groups_worked_by_hand() -> None:

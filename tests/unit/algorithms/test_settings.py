@@ -85,6 +85,8 @@ REFUSED = [
     ({"policy_loss": {"type": "gmpo"}, "advantage": {"type": "gae"}}, "algorithm.policy_loss.type"),
     ({"policy_loss": {"type": "gmpo"}, "advantage": {"type": "reinforce_pp"}}, "algorithm.policy_loss.type"),
     ({"advantage": {"type": "pass_at_k"}, "kl": {"coefficient": 0.1, "place": "reward"}}, "algorithm.kl.place"),
+    ({"advantage": {"type": "rejection"}, "kl": {"coefficient": 0.1, "place": "reward"}}, "algorithm.kl.place"),
+    ({"advantage": {"type": "distillation"}, "kl": {"coefficient": 0.1, "place": "reward"}}, "algorithm.kl.place"),
     ({"kl": {"coefficient": 0.1, "place": "reward", "unbiased_gradient": True}}, "algorithm.kl.unbiased_gradient"),
     ({"kl": {"target": 0.1}}, "algorithm.kl.target"),
     ({"correction": {"lowest": 3.0}}, "algorithm.correction.lowest"),
@@ -106,7 +108,7 @@ def test_all_other_combinations_are_accepted(advantage, loss):
         "advantage": {"type": advantage} | (own if advantage == "function" else {}),
         "policy_loss": {"type": loss} | (own if loss == "function" else {}),
     }
-    if loss == "gmpo" and advantage in {"gae", "reinforce_pp"}:
+    if loss == "gmpo" and advantage in {"gae", "reinforce_pp", "distillation"}:
         return
     assert refusals(AlgorithmConfig.model_validate(settings)) == []
 
