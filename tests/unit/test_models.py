@@ -11,12 +11,14 @@ import transformers
 from tests.tiny import random_samples, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.transport import Group
 from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
+from leaderless.models.support import check_supported
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
 
@@ -99,6 +101,19 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(tmp_path: Path, name:
     with pytest.raises(RecipeError, match="not supported") as caught:
         load_causal_lm(config, "policy")
     assert caught.value.problems[0].key == "models.policy"
+
+
+def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused() -> None:
+    model = load_causal_lm(ModelConfig(path=tiny_model()), "policy").model
+    check_supported(model, "models.policy")
+
+    def double(module: object, arguments: object, output: CausalLMOutputWithPast) -> None:
+        assert output.logits is not None
+        output.logits = 2 * output.logits
+
+    model.register_forward_hook(double)
+    with pytest.raises(RecipeError, match="packed sequences give other logits than each alone"):
+        check_supported(model, "models.policy")
 
 
 def test_a_sequence_longer_than_the_sliding_window_is_refused(tmp_path: Path) -> None:
