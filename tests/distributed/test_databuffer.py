@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import astuple
 
 import pytest
@@ -12,10 +13,9 @@ from tests.distributed.user_stages import Loop, prompts_of, recipe_of, short_wor
 from tests.distributed.walks import Case, Step, Truth, cases, plan_of, walk
 
 from leaderless.config import Json
-from leaderless.data import transport
+from leaderless.data import transfer
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.ids import SIBLING_BITS, make_sample_ids
-from leaderless.data.wire import pack
 from leaderless.planner import Action, Cluster, Reshard, make_plan
 
 SPLIT_GROUPS = Case(
@@ -60,15 +60,19 @@ def test_every_row_and_byte_arrives_over_any_chain_of_layouts(ranks: RankPool, c
 
 
 def walk_in_small_pieces(case: Case) -> None:
-    transport.MESSAGE_CHUNK_BYTES = 16
+    before = transfer.PIECE_BYTES
+    transfer.PIECE_BYTES = (7, 7)
     try:
         walk(case)
     finally:
-        transport.MESSAGE_CHUNK_BYTES = 1 << 28
+        transfer.PIECE_BYTES = before
 
 
-def test_long_messages_travel_in_pieces(ranks: RankPool) -> None:
-    ranks.run(4, walk_in_small_pieces, SPLIT_GROUPS)
+@settings(max_examples=15, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(case=cases())
+@example(case=SPLIT_GROUPS)
+def test_long_parcels_travel_in_pieces(ranks: RankPool, case: Case) -> None:
+    ranks.run(case.world_size, walk_in_small_pieces, case)
 
 
 # A workflow of a user's own stages
@@ -181,7 +185,7 @@ def test_no_rank_moves_more_than_its_share(ranks: RankPool, sample: dict[str, Js
     traffic = ranks.run(4, traffic_of, layout, "use_tokens", 4)
     plan = make_plan(recipe_of(layout, prompts=64, responses=8), short_workflow("use_tokens"), Cluster(4))
     (edge,) = (action for action in plan.schedule if isinstance(action, Reshard))
-    total = 64 * 8 * (8 + 8 + 8 + 8 * 32) + 64 * 8  # id, group and length of each row, its tokens; ids of prompts
+    total = 64 * 8 * (4 + 8 * 32)  # the length of each row, and its tokens
     source, target = edge.source_layout, edge.target_layout
     for rank, (sent, received) in enumerate(traffic):
         may_send = total * target.ranks_per_shard / len(source.ranks) if rank in source else 0
@@ -198,10 +202,9 @@ def test_ranks_that_have_the_rows_already_are_sent_none(ranks: RankPool) -> None
 
 def test_only_what_is_asked_for_travels_and_prompts_travel_once(ranks: RankPool) -> None:
     layout: dict[str, Json] = {"sample": {"ranks": "0"}, "last": {"ranks": "1"}}
-    num_rows, prompts = 64 * 8, prompts_of(0, 64)
-    rows = 8 + num_rows * (8 + 8)  # how many, and the id and group of each
-    ids = 8 + 64 * 8
+    prompts = prompts_of(0, 64)
     ((sent, _), (_, received)) = ranks.run(2, traffic_of, layout, "use_tokens", 2)
-    assert sent == received == rows + ids + num_rows * (8 + 8 * 32)
+    assert sent == received == 64 * 8 * (4 + 8 * 32)  # the length of each row, and its tokens
     ((sent, _), (_, received)) = ranks.run(2, traffic_of, layout, "use_prompts", 2)
-    assert sent == received == rows + pack(prompts).numel()
+    texts = sum(len(json.dumps(row, ensure_ascii=False).encode()) for row in prompts.objects("rows"))
+    assert sent == received == 64 * (4 + 4) + 8 * len(prompts.jagged("prompt_tokens").values) + texts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from tests.distributed.user_stages import Loop, recipe_of, sample, short_workflo
 from leaderless.config import Json
 from leaderless.data.batch import Batch
 from leaderless.data.reshard import reshard
-from leaderless.data.transport import CollectiveError
+from leaderless.data.transport import CollectiveError, Round
 from leaderless.planner import Reshard
 
+SAMPLE = "node 'sample' (stage 'tests.distributed.user_stages:sample')"
 APART: dict[str, Json] = {"sample": {"ranks": "0-1"}, "last": {"ranks": "2-3"}}
 
 
@@ -114,7 +117,7 @@ def test_a_stage_that_breaks_its_word_is_told_so(ranks: RankPool, fault: str, me
 def spoil_on_rank_one(kind: str) -> str:
     """Rank 1 of the producers puts out something that does not go with what rank 0 does."""
     layout = {**APART, "sample": {"ranks": "0-1", "tp": 2}} if kind.startswith("replica") else APART
-    loop = Loop(recipe_of(layout), short_workflow("use_tokens"), 4)
+    loop = Loop(recipe_of(layout), short_workflow("use_tokens"), 4, timeout_s=2.5)
 
     def spoiled(batch: Batch, context: object) -> Batch:
         made = sample(batch, loop.context)
@@ -140,18 +143,22 @@ def spoil_on_rank_one(kind: str) -> str:
     [
         (
             "type",
-            "edge sample->2-3: rank 1 holds columns of another type than rank 0",
+            f"{SAMPLE}: rank 1 put out columns of another type than rank 0",
             ": 'tokens' (jagged int32 along tokens) instead of 'tokens' (jagged int64 along tokens)",
         ),
         ("same rows", "edge sample->2-3: row 0 is held by two shards", ""),
-        ("replica", "edge sample->2-3: ranks 0 and 1 hold one shard, but not the same rows: node 'sample' must", ""),
+        (
+            "replica",
+            f"{SAMPLE}: ranks 0 and 1 hold one shard, but put out different rows: the stage must",
+            "",
+        ),
     ],
 )
 def test_all_ranks_are_told_what_they_do_not_agree_on(
     ranks: RankPool, kind: str, message: str, on_rank_one: str
 ) -> None:
-    errors = ranks.run(4, spoil_on_rank_one, kind)
-    for error in errors:
+    errors = ranks.run(4, spoil_on_rank_one, kind, timeout_s=20)
+    for error in errors if kind == "same rows" else errors[:2]:  # who receives is not told of what was never sent
         assert error.startswith(f"RuntimeError: {message}")
     assert on_rank_one in errors[1]
     assert kind != "type" or errors[0] == f"RuntimeError: {message}"
@@ -165,7 +172,8 @@ def ask_for_other_rows() -> str:
     rank = dist.get_rank()
     held = Batch(torch.tensor([rank])) if rank < 2 else None
     wanted = torch.tensor([rank - 1]) if rank > 1 else None
-    return error_of(lambda: reshard(action, loop.transport.group(action.ranks), held, wanted))
+    late = replace(action, is_late=True)
+    return error_of(lambda: reshard(late, loop.transport.group(action.ranks), held, wanted))
 
 
 def test_rows_that_are_not_there_cannot_be_wanted(ranks: RankPool) -> None:
@@ -178,9 +186,8 @@ def test_rows_that_are_not_there_cannot_be_wanted(ranks: RankPool) -> None:
 # Peers that are late or gone
 
 
-def stall(messages: object, senders: object, what: str) -> dict[int, torch.Tensor]:
+def stall(rounds: Iterable[Round], what: str) -> None:
     time.sleep(4.5)
-    return {}
 
 
 def meet_a_bad_peer(how: str) -> tuple[str, float]:
@@ -192,7 +199,7 @@ def meet_a_bad_peer(how: str) -> tuple[str, float]:
             time.sleep(4.5)
             return "", 0.0
         if how == "stalls between":
-            loop.transport.group((0, 1, 2, 3)).exchange = stall
+            loop.transport.group((0, 1, 2, 3)).stream = stall
             error_of(loop.step)
             return "", 0.0
         loop.step(stop_before="sample")
@@ -211,10 +218,14 @@ def test_a_missing_peer_ends_the_wait_with_its_name(ranks: RankPool, how: str) -
     results = ranks.run(4, meet_a_bad_peer, how, timeout_s=2.5)
     for rank, (error, seconds) in enumerate(results):
         if rank != 1:
-            others = [other for other in range(4) if other != rank]
+            others = ", ".join(str(other) for other in range(4) if other != rank)
             assert error.startswith(f"rank {rank} waited for "), error
-            assert "edge sample->2-3 " in error
-            assert f"with ranks {others}" in error
+            if rank == 0 and how != "stalls between":  # who makes the same rows meets before they go
+                assert "what ranks put out of node 'sample' with ranks [1]; nothing is heard of rank 1: " in error
+            else:  # on a busy machine others may be late to say that they have given up
+                assert re.search(
+                    rf"edge sample->2-3 with ranks \[{others}\]; nothing is heard of ranks? (0,)?1[:,]", error
+                )
             assert seconds < 4.5
 
 

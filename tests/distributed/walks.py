@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -232,7 +233,8 @@ class Walker:
 
     def __init__(self, case: Case) -> None:
         self.truth, self.plan = Truth(case), plan_of(case)
-        self.transport = Transport(torch.device("cpu"), timeout_s=20)
+        host = self.truth.random("host", dist.get_rank()).choice(["a", "b"])
+        self.transport = Transport(torch.device("cpu"), timeout_s=20, host=host)
         for action in self.plan.schedule:
             self.transport.add_group(self.plan.ranks_of(action))
         self.rank = self.transport.rank

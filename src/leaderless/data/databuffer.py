@@ -6,6 +6,7 @@ tensors; for another layout the ranks concerned exchange bytes, as `reshard` say
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.objects import what_changes
-from leaderless.data.reshard import reshard
+from leaderless.data.reshard import reshard, schemas_to_json
 from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
-from leaderless.data.transport import Transport
+from leaderless.data.transport import Transport, digest
+from leaderless.data.wire import schema_from_json
 from leaderless.planner import Action, Layout, Load, Loop, Plan, PlannedNode, Reshard, Run, flat
 
 TableKey = tuple[str, tuple[int, ...], int]
@@ -96,9 +98,39 @@ class Databuffer:
                     "a stage that changes rows hands on the columns it was given"
                 )
         if node.spec.rows == "same":
-            table.add(Batch(batch.ids, {column: batch[column] for column in readers}), name)
+            batch = Batch(batch.ids, {column: batch[column] for column in readers})
+            table.add(batch, name)
         else:
-            self._tables[_key(name, node.layout)] = Table.of(batch.only(readers), name)
+            batch = batch.only(readers)
+            self._tables[_key(name, node.layout)] = Table.of(batch, name)
+        if any(action.source == name for action in flat(self.plan.schedule) if isinstance(action, Reshard)):
+            self._compare(node, batch)
+
+    def _compare(self, node: PlannedNode, batch: Batch) -> None:
+        """Make sure that what is about to travel has one type on all ranks of a node, and shards one set of rows."""
+        if node.layout.ranks_per_shard == 1 and len(node.layout.ranks) == 1:
+            return
+        text = schemas_to_json(batch)
+        place = f"node '{node.name}' (stage '{node.node.run}')"
+        group = self.transport.group(node.layout.ranks)
+        facts = torch.tensor([[digest(text.encode()), len(batch), digest(batch.ids.sort().values.numpy().tobytes())]])
+        types, num_rows, rows = torch.cat(group.gather(facts, f"what ranks put out of node '{node.name}'")).unbind(1)
+        for index, rank in enumerate(group.ranks):
+            first = index - index % node.layout.ranks_per_shard
+            if rows[index] != rows[first]:
+                raise RuntimeError(
+                    f"{place}: ranks {group.ranks[first]} and {rank} hold one shard, but put out different rows: "
+                    "the stage must do the same on both"
+                )
+        # A rank without rows may not know the types of its columns.
+        knowing = num_rows.nonzero().squeeze(1).tolist()
+        for index in knowing:
+            if types[index] != types[knowing[0]]:
+                told = group.broadcast_text(text, group.ranks[knowing[0]], f"the columns of node '{node.name}'")
+                raise RuntimeError(
+                    f"{place}: rank {group.ranks[index]} put out columns of another type than rank "
+                    f"{group.ranks[knowing[0]]}{_difference(text, told)}"
+                )
 
     def reshard(self, action: Reshard) -> None:
         """Bring columns from one layout to another. All ranks of both layouts call it, in the order of the plan.
@@ -115,7 +147,11 @@ class Databuffer:
         target = self._tables.get(key) if self.rank in action.target_layout else None
         if target is not None and action.target_layout.is_first_of_shard(self.rank):
             wanted = target.ids
-        arrived = reshard(action, group, held, wanted)
+        spare = None
+        if action.spare_layout is not None and _has_spare(action, self.rank):
+            known = self._tables[_key(action.row_set, action.spare_layout)]
+            spare = known.batch(dict.fromkeys(action.columns, action.source))
+        arrived = reshard(action, group, held, wanted, spare)
         if arrived is None:
             return
         if target is None:
@@ -167,6 +203,21 @@ class Databuffer:
 
 def _key(row_set: str, layout: Layout) -> TableKey:
     return row_set, layout.ranks, layout.dp
+
+
+def _difference(mine: str, other: str) -> str:
+    """How this rank's columns differ from another's; empty if they do not."""
+    here, there = (
+        {str(column) for schema in json.loads(text) for column in schema_from_json(schema)} for text in (mine, other)
+    )
+    if here == there:
+        return ""
+    return ": {} instead of {}".format(*(", ".join(sorted(part)) or "nothing" for part in (here - there, there - here)))
+
+
+def _has_spare(action: Reshard, rank: int) -> bool:
+    """Whether a rank has got columns that it is to have in another layout too."""
+    return action.spare_layout is not None and rank in action.spare_layout and rank in action.target_layout
 
 
 def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
@@ -230,8 +281,11 @@ def _reads(plan: Plan, action: Action, rank: int) -> Sequence[tuple[TableKey, Co
             node = plan[name]
             key = _key(node.row_set, node.layout)
             return [(key, (source, column)) for column, source in node.reads.items()]
-        case Reshard() if rank in action.source_layout:
-            key = _key(action.row_set, action.source_layout)
-            return [(key, (action.source, column)) for column in action.columns]
+        case Reshard():
+            layouts = [action.source_layout] if rank in action.source_layout else []
+            if _has_spare(action, rank):
+                layouts += [layout for layout in (action.spare_layout,) if layout is not None]
+            keys = [_key(action.row_set, layout) for layout in layouts]
+            return [(key, (action.source, column)) for key in keys for column in action.columns]
         case _:
             return []

@@ -1,223 +1,141 @@
 """One change of layout: who has which rows, who gets them, and the bytes between the two.
 
-The ranks concerned tell each other the id, group and cost of every row (24 bytes a row), compute the same assignment,
-and send the rows straight to their new owners. Ranks that hold the same rows share the sending. A prompt travels once
-to each owner of some of its samples.
+The ranks concerned tell each other the id, group and cost of every row (24 bytes a row) and compute the same
+assignment. Each then sends the rows that go elsewhere straight from its columns into those of their new owners: first
+the lengths of ragged rows, then all bytes as a stream in pieces. A piece that lies together in memory on a side is
+taken from there, or received there; others go through a small buffer. Ranks that hold the same rows share the sending,
+a prompt travels once to each owner of some of its samples, and peers on one host get one copy from another host.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.data.balance import assign, sequence_cost
 from leaderless.data.batch import Batch, Jagged
+from leaderless.data.byte_runs import Int
+from leaderless.data.routes import Routes
+from leaderless.data.transfer import Transfer
 from leaderless.data.transport import Group
-from leaderless.data.wire import Schema, pack, schema_from_json, schema_of, schema_to_json, unpack
+from leaderless.data.wire import Schema, schema_from_json, schema_of, schema_to_json
 from leaderless.planner import Layout, Reshard
 
-Int = NDArray[np.int64]
 
-GROUP_COLUMN = "<group id>"
-"""Rows travel with the id of their prompt in a column of this name, which no stage would take."""
-
-
-def reshard(action: Reshard, group: Group, held: Batch | None, wanted: Tensor | None) -> Batch | None:
+def reshard(
+    action: Reshard, group: Group, held: Batch | None, wanted: Tensor | None, spare: Batch | None = None
+) -> Batch | None:
     """Bring rows from one layout to another. All ranks of both layouts call it together.
 
     Args:
         action: What travels, and between which layouts.
         group: The ranks of both layouts.
-        held: The rows that this rank has under the source layout.
+        held: The rows that this rank has under the source layout, in ascending order of their ids.
         wanted: Ids of the rows that this rank speaks for under the target layout, when an earlier change of layout has
             decided that already.
+        spare: Rows with the same columns that this rank has from an earlier change of layout, ascending; they are not
+            sent to it again. Only where `action.spare_layout` names that layout.
 
     Returns:
-        This rank's rows under the target layout, or None when it is not part of that.
+        This rank's rows under the target layout, ascending, or None when it is not part of that.
 
     Raises:
-        RuntimeError: Ranks disagree on a column's type or on the rows of a shard, a row is held by two shards, or a
-            wanted row is held by none.
+        RuntimeError: A row is held by two shards, or a wanted row is held by none.
     """
-    schemas = _agree_on_schemas(action, group, held)
-    if held is not None:
-        held = _spoken_for(held, action.source_layout, group.rank)
-    routes = _agree_on_routes(action, group, held, wanted)
-    parcels = _make_parcels(group.rank, routes, held)
-    mine = parcels.pop(group.rank, None)
-    senders = routes.senders_to(group.rank)
-    messages = {receiver: parcel.message for receiver, parcel in parcels.items()}
-    arrived = group.exchange(messages, senders, f"edge {action.name}")
-    if group.rank not in action.target_layout:
-        return None
-    received = [_Parcel.unpack(message, schemas) for _, message in sorted(arrived.items())]
-    return _join([mine, *received] if mine else received, schemas)
+    routes = agree_on_routes(action, group, held, wanted, spare)
+    schemas = _agree_on_schemas(action, group, routes, held)
+    return Transfer(group, routes, schemas, held, spare, f"edge {action.name}").run()
 
 
-@dataclass(frozen=True)
-class _Schemas:
-    """Types of the columns that travel; no schema for prompts means that rows are prompts."""
+def _agree_on_schemas(action: Reshard, group: Group, routes: Routes, held: Batch | None) -> tuple[Schema, ...]:
+    """Types of the rows' columns, and of their prompts' if rows are samples, as the lowest rank with rows has them.
 
-    rows: Schema
-    prompts: Schema | None
-
-    @classmethod
-    def of(cls, held: Batch) -> _Schemas:
-        return cls(schema_of(_with_group(held)), None if held.prompts is None else schema_of(held.prompts))
-
-    def to_json(self) -> str:
-        return json.dumps([schema_to_json(self.rows), None if self.prompts is None else schema_to_json(self.prompts)])
-
-    @classmethod
-    def from_json(cls, text: str) -> _Schemas:
-        rows, prompts = json.loads(text)
-        return cls(schema_from_json(rows), None if prompts is None else schema_from_json(prompts))
-
-
-@dataclass(frozen=True)
-class _Parcel:
-    """What one rank sends another: rows, and the prompts that this sender answers for."""
-
-    rows: Batch
-    prompts: Batch | None
-
-    @cached_property
-    def message(self) -> Tensor:
-        """The parcel as bytes, packed once for all ranks of a shard."""
-        parts = [pack(self.rows), pack(self.prompts)] if self.prompts is not None else [pack(self.rows)]
-        return torch.cat(parts)
-
-    @classmethod
-    def unpack(cls, message: Tensor, schemas: _Schemas) -> _Parcel:
-        rows, size = unpack(message, schemas.rows)
-        return cls(rows, None if schemas.prompts is None else unpack(message[size:], schemas.prompts)[0])
-
-
-@dataclass(frozen=True)
-class _Routes:
-    """For every row of the edge: its id, its group, the rank that holds it and the shard that gets it."""
-
-    ids: Int
-    group_ids: Int
-    holders: Int
-    owners: Int
-    target: Layout
-
-    def ranks_of_shard(self, shard: int) -> tuple[int, ...]:
-        size = self.target.ranks_per_shard
-        return self.target.ranks[shard * size : (shard + 1) * size]
-
-    def senders_to(self, rank: int) -> list[int]:
-        """Other ranks that hold rows for a rank."""
-        if rank not in self.target:
-            return []
-        holders = np.unique(self.holders[self.owners == self.target.shard_of(rank)])
-        return [int(holder) for holder in holders if holder != rank]
-
-    def prompts_sent(self, rank: int, shard: int) -> Int:
-        """Groups whose prompt a rank sends to a shard: those of which no lower rank sends a sample there."""
-        to_shard = self.owners == shard
-        groups, inverse = np.unique(self.group_ids[to_shard], return_inverse=True)
-        lowest = np.full(len(groups), np.iinfo(np.int64).max)
-        np.minimum.at(lowest, inverse, self.holders[to_shard])
-        chosen: Int = groups[lowest == rank]
-        return chosen
-
-
-def _agree_on_schemas(action: Reshard, group: Group, held: Batch | None) -> _Schemas:
-    """The schema that all who have rows have; the lowest of them tells the others.
-
-    A rank without rows may not know the types of its columns, so it is asked only when no rank has rows.
+    A rank without rows may not know the types of its columns.
     """
-    text, facts = "", (0, 0, 0)
+    speaker = int(routes.holders.min()) if len(routes.holders) else action.source_layout.ranks[0]
+    text = schemas_to_json(held) if held is not None and group.rank == speaker else ""
+    told: list[str] = json.loads(group.broadcast_text(text, speaker, f"the columns of edge {action.name}"))
+    return tuple(map(schema_from_json, told))
+
+
+def schemas_to_json(batch: Batch) -> str:
+    """Types of a batch's columns, and of its prompts' columns if it has prompts, as text.
+
+    Args:
+        batch: May have no rows.
+    """
+    tables = [batch] if batch.prompts is None else [batch, batch.prompts]
+    return json.dumps([schema_to_json(schema_of(table)) for table in tables])
+
+
+def agree_on_routes(
+    action: Reshard, group: Group, held: Batch | None, wanted: Tensor | None, spare: Batch | None = None
+) -> Routes:
+    """Where every row goes. All ranks of both layouts call it together and compute the same from the same facts.
+
+    Args:
+        action: Between which layouts.
+        group: The ranks of both.
+        held: As for `reshard`.
+        wanted: As for `reshard`.
+        spare: As for `reshard`.
+    """
+    source, target = action.source_layout, action.target_layout
+    facts = torch.empty((0, 3), dtype=torch.int64)
     if held is not None:
-        text = _Schemas.of(held).to_json()
-        facts = (_digest(text.encode()), len(held), _digest(held.ids.numpy().tobytes()))
-    what = f"the columns of edge {action.name}"
-    digests, num_rows, rows = torch.cat(group.gather(torch.tensor([facts]), what)).unbind(1)
-    _check_replicas(action, dict(zip(group.ranks, rows.tolist(), strict=True)))
-    holders = (num_rows if num_rows.any() else digests).nonzero().squeeze(1)
-    first = int(holders[0])
-    schemas = _Schemas.from_json(group.broadcast_text(text, group.ranks[first], what))
-    for other in holders.tolist():
-        if digests[other] != digests[first]:
-            raise RuntimeError(
-                f"edge {action.name}: rank {group.ranks[other]} holds columns of another type than rank "
-                f"{group.ranks[first]}{_difference(_Schemas.from_json(text), schemas) if text else ''}"
-            )
-    return schemas
+        facts = _facts(held)[_spoken_for(len(held), source, group.rank)]
+    what = f"the rows of edge {action.name}"
+    gathered = group.gather(facts, what)
+    rows = torch.cat(gathered).numpy()
+    counts = [len(part) for part in gathered]
+    ids, group_ids, costs = rows[:, 0], rows[:, 1], rows[:, 2]
+    in_order = np.sort(ids)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    if len(twice):
+        raise RuntimeError(f"edge {action.name}: row {twice[0]} is held by two shards")
+    spares: dict[int, Int] = {}
+    if action.spare_layout is not None:
+        known = group.gather(_no_ids() if spare is None else spare.ids, what)
+        spares = {rank: part.numpy() for rank, part in zip(group.ranks, known, strict=True) if len(part)}
+    claims = group.gather(_no_ids() if wanted is None else wanted, what) if action.is_late else []
+    shards = np.array([target.shard_of(rank) if rank in target else -1 for rank in group.ranks])
+    if any(len(claim) for claim in claims):
+        owners = _claimed(action, shards, ids, claims)
+    else:
+        units = group_ids if action.keep_groups else ids
+        owners = assign(costs, units, _holding_shards(ids, np.repeat(shards, counts), spares, target), target.dp)
+    holders = np.repeat(np.array(group.ranks), counts)
+    hosts = {rank: group.hosts.get(rank, -1 - rank) for rank in group.ranks}
+    return Routes(ids, group_ids, holders, owners, source, target, hosts, spares)
 
 
-def _digest(content: bytes) -> int:
-    """Positive, and fits int64."""
-    return int.from_bytes(hashlib.sha256(content).digest()[:7], "little") + 1
+def _no_ids() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
 
 
-def _check_replicas(action: Reshard, rows: Mapping[int, int]) -> None:
-    """The ranks of one shard have the same rows, told by their digests; what each sends would not fit together else."""
-    source = action.source_layout
-    for rank in source.ranks:
-        first = source.ranks[source.shard_of(rank) * source.ranks_per_shard]
-        if rows[rank] != rows[first]:
-            raise RuntimeError(
-                f"edge {action.name}: ranks {first} and {rank} hold one shard, but not the same rows: node "
-                f"'{action.source}' must do the same on both"
-            )
-
-
-def _spoken_for(held: Batch, layout: Layout, rank: int) -> Batch:
+def _spoken_for(num_rows: int, layout: Layout, rank: int) -> slice:
     """The part of a rank's rows that it answers for, as one of several that hold the same rows."""
     size = layout.ranks_per_shard
-    if size == 1:
-        return held
     place = layout.ranks.index(rank) % size
-    return held.select(torch.arange(len(held) * place // size, len(held) * (place + 1) // size))
+    return slice(num_rows * place // size, num_rows * (place + 1) // size)
 
 
-def _difference(mine: _Schemas, agreed: _Schemas) -> str:
-    """How this rank's columns differ from the others'; empty if they do not."""
-    here, there = ({*schemas.rows, *(schemas.prompts or ())} for schemas in (mine, agreed))
-    if here == there:
-        return ""
-    parts = (", ".join(sorted(map(str, columns))) or "nothing" for columns in (here - there, there - here))
-    return ": {} instead of {}".format(*parts)
+def _holding_shards(ids: Int, shards: Int, spares: dict[int, Int], target: Layout) -> Int:
+    """[n] the shard of the target layout that has each row already, or -1."""
+    shards = shards.copy()
+    for rank, known in spares.items():
+        if rank in target:
+            shards[(shards < 0) & np.isin(ids, known)] = target.shard_of(rank)
+    return shards
 
 
-def _agree_on_routes(action: Reshard, group: Group, held: Batch | None, wanted: Tensor | None) -> _Routes:
-    """Every rank computes the same owners from the same facts."""
-    facts = torch.empty((0, 3), dtype=torch.int64) if held is None else _facts(held)
-    gathered = group.gather(facts, f"the rows of edge {action.name}")
-    rows = torch.cat(gathered).numpy()
-    holders = np.repeat(np.array(group.ranks), [len(part) for part in gathered])
-    ids, group_ids, costs = rows[:, 0], rows[:, 1], rows[:, 2]
-    unique, counts = np.unique(ids, return_counts=True)
-    if len(unique) != len(ids):
-        raise RuntimeError(f"edge {action.name}: row {unique[counts > 1][0]} is held by two shards")
-    claims = group.gather(torch.empty(0, dtype=torch.int64) if wanted is None else wanted, f"edge {action.name}")
-    if any(len(claim) for claim in claims):
-        owners = _claimed(action, group, ids, claims)
-    else:
-        target = action.target_layout
-        shard_of_rank = {rank: target.shard_of(rank) if rank in target else -1 for rank in group.ranks}
-        held_by = np.array([shard_of_rank[rank] for rank in group.ranks])
-        units = group_ids if action.keep_groups else ids
-        owners = assign(costs, units, np.repeat(held_by, [len(part) for part in gathered]), target.dp)
-    return _Routes(ids, group_ids, holders, owners, action.target_layout)
-
-
-def _claimed(action: Reshard, group: Group, ids: Int, claims: Sequence[Tensor]) -> Int:
+def _claimed(action: Reshard, shards: Int, ids: Int, claims: Sequence[Tensor]) -> Int:
     """Owners that an earlier change of layout decided on."""
-    target = action.target_layout
     claimed = torch.cat(list(claims)).numpy()
-    shards = np.array([target.shard_of(rank) if rank in target else -1 for rank in group.ranks])
     shard_of_claim = np.repeat(shards, [len(claim) for claim in claims])
     order = np.argsort(claimed)
     place = np.searchsorted(claimed[order], ids)
@@ -227,50 +145,6 @@ def _claimed(action: Reshard, group: Group, ids: Int, claims: Sequence[Tensor]) 
         )
     owners: Int = shard_of_claim[order][place]
     return owners
-
-
-def _make_parcels(rank: int, routes: _Routes, held: Batch | None) -> dict[int, _Parcel]:
-    """What this rank sends, by receiver; itself may be one."""
-    parcels: dict[int, _Parcel] = {}
-    if held is None:
-        return parcels
-    rows = _with_group(held)
-    position = {row: index for index, row in enumerate(held.ids.tolist())}
-    mine = routes.holders == rank
-    for shard in np.unique(routes.owners[mine]).tolist():
-        index = torch.tensor([position[row] for row in routes.ids[mine & (routes.owners == shard)].tolist()])
-        prompts = None
-        if held.prompts is not None:
-            chosen = torch.from_numpy(routes.prompts_sent(rank, shard))
-            prompts = held.prompts.select(torch.isin(held.prompts.ids, chosen))
-        parcel = _Parcel(rows.select(index), prompts)
-        parcels |= dict.fromkeys(routes.ranks_of_shard(shard), parcel)
-    return parcels
-
-
-def _join(parcels: Sequence[_Parcel], schemas: _Schemas) -> Batch:
-    """The rows of several parcels, pointing to the prompts of all of them."""
-    parcels = parcels or [_empty_parcel(schemas)]
-    rows = Batch.concat([parcel.rows for parcel in parcels])
-    group_ids = rows.dense(GROUP_COLUMN)
-    columns = {name: column for name, column in rows.columns.items() if name != GROUP_COLUMN}
-    if schemas.prompts is None:
-        return Batch(rows.ids, columns)
-    prompts = Batch.concat([parcel.prompts for parcel in parcels if parcel.prompts is not None])
-    prompts = prompts.select(torch.argsort(prompts.ids))
-    return Batch(rows.ids, columns, prompts, torch.searchsorted(prompts.ids, group_ids))
-
-
-def _empty_parcel(schemas: _Schemas) -> _Parcel:
-    """A parcel without rows, for a shard that gets none: its columns have the right types all the same."""
-    nothing = torch.zeros(8, dtype=torch.uint8)
-    rows, _ = unpack(nothing, schemas.rows)
-    return _Parcel(rows, None if schemas.prompts is None else unpack(nothing, schemas.prompts)[0])
-
-
-def _with_group(batch: Batch) -> Batch:
-    """The rows' own columns and the id of their prompt."""
-    return Batch(batch.ids, {**batch.columns, GROUP_COLUMN: batch.group_ids})
 
 
 def _facts(batch: Batch) -> Tensor:

@@ -13,9 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from leaderless.data.batch import Batch
-from leaderless.data.reshard import GROUP_COLUMN
 from leaderless.data.transport import Group
 from leaderless.data.wire import pack, schema_from_json, schema_of, schema_to_json, unpack
+
+GROUP_COLUMN = "<group id>"
+"""Rows are written with the id of their prompt in a column of this name, which no stage would take."""
 
 
 class Surplus:

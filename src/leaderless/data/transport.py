@@ -7,7 +7,11 @@ is pickled.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,11 +19,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from leaderless.data.errors import CollectiveError
+from leaderless.planner import format_ranks
 
 MESSAGE_CHUNK_BYTES = 1 << 28
 """Longer messages travel in pieces of this size."""
+ROLL_CALL_S = 1.0
+"""How long ranks that give up waiting hear from each other, to tell who is missing."""
+ROUNDS_AHEAD = 2
+"""Rounds of a stream that are under way at a time: one is filled while another travels."""
+
+Round = tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]
+"""What a rank sends and receives at a time, by peer: uint8 in host memory, that of `received` filled in place."""
 
 
 @dataclass
@@ -39,7 +52,8 @@ class Group:
         rank: This process, as numbered in the whole run.
         handle: The process group; None stands for all ranks.
         payload_device: Where the backend wants bytes that travel.
-        traffic: What this rank has sent and received through `exchange`.
+        traffic: What this rank has sent and received through `exchange` and `stream`.
+        hosts: The machine of each rank, as a number; ranks that are not named are on machines of their own.
     """
 
     ranks: tuple[int, ...]
@@ -47,6 +61,7 @@ class Group:
     handle: dist.ProcessGroup | None = None
     payload_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     traffic: Traffic = field(default_factory=Traffic)
+    hosts: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -107,11 +122,11 @@ class Group:
             text: Of this rank.
             what: What is waited for, for the error.
         """
-        digest = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
-        bounds = self.max(torch.tensor([digest, -digest]), what)
+        mine = digest(text.encode())
+        bounds = self.max(torch.tensor([mine, -mine]), what)
         if bounds[0] == -bounds[1]:
             return ()
-        digests = torch.cat(self.gather(torch.tensor([digest]), what))
+        digests = torch.cat(self.gather(torch.tensor([mine]), what))
         return tuple(self.ranks[place] for place in (digests != digests[0]).nonzero().squeeze(1).tolist())
 
     def broadcast_text(self, text: str, source: int, what: str) -> str:
@@ -148,50 +163,138 @@ class Group:
             sizes = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
             lengths = {receiver: torch.tensor([message.numel()]) for receiver, message in messages.items()}
             self._transfer(lengths, sizes)
-            device = self.payload_device
-            received = {
-                sender: torch.empty(int(size), dtype=torch.uint8, device=device) for sender, size in sizes.items()
-            }
-            self._transfer({receiver: message.to(device) for receiver, message in messages.items()}, received)
-        self.traffic.sent += sum(message.numel() for message in messages.values())
-        self.traffic.received += sum(message.numel() for message in received.values())
-        return {sender: message.cpu() for sender, message in received.items()}
+            received = {sender: torch.empty(int(size), dtype=torch.uint8) for sender, size in sizes.items()}
+            self.stream([(_in_pieces(messages), _in_pieces(received))], what)
+        return received
+
+    def stream(self, rounds: Iterable[Round], what: str) -> None:
+        """Send bytes to some ranks and receive from some, directly, where both sides know how many.
+
+        The next round is asked for while the last one travels; at that time all rounds before the last are done.
+
+        Args:
+            rounds: What this rank has to do with each peer must be, round by round, what the peer has to do with it.
+            what: What is waited for, for the error.
+        """
+        under_way: deque[_Transfer] = deque()
+        coming = iter(rounds)
+        while True:
+            if len(under_way) == ROUNDS_AHEAD:
+                self._finish(under_way.popleft(), what)
+            following = next(coming, None)
+            if following is None:
+                break
+            sent, received = following
+            under_way.append(self._begin(sent, received, what))
+            self.traffic.sent += sum(message.numel() for _, message in sent)
+            self.traffic.received += sum(message.numel() for _, message in received)
+        while under_way:
+            self._finish(under_way.popleft(), what)
+
+    def _begin(
+        self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], what: str
+    ) -> _Transfer:
+        here = [(peer, message, message.to(self.payload_device)) for peer, message in received if len(message)]
+        away = [(peer, message.to(self.payload_device)) for peer, message in sent if len(message)]
+        operations = [
+            *(dist.P2POp(dist.irecv, there, peer, group=self.handle) for peer, _, there in here),
+            *(dist.P2POp(dist.isend, there, peer, group=self.handle) for peer, there in away),
+        ]
+        with self._waiting(what):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return _Transfer(works, [(message, there) for _, message, there in here], [there for _, there in away])
+
+    def _finish(self, transfer: _Transfer, what: str) -> None:
+        with self._waiting(what):
+            for work in transfer.works:
+                work.wait()
+        for message, there in transfer.received:
+            if there is not message:
+                message.copy_(there)
 
     def _transfer(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Send and receive tensors whose sizes both sides know."""
+        """Send and receive small tensors in host memory whose sizes both sides know."""
         operations = [
-            dist.P2POp(operation, part, peer, group=self.handle)
+            dist.P2POp(operation, tensor, peer, group=self.handle)
             for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
             for peer, tensor in sorted(tensors.items())
-            for part in torch.split(tensor, MESSAGE_CHUNK_BYTES)
         ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Name what was waited for when a backend gives up."""
+        """Name what was waited for, and for whom, when a backend gives up."""
         try:
             yield
         except RuntimeError as error:
             others = [rank for rank in self.ranks if rank != self.rank]
-            raise CollectiveError(f"rank {self.rank} waited for {what} with ranks {others}: {error}") from error
+            silent = _silent(self.rank, others)
+            blame = f"; nothing is heard of {'ranks' if len(silent) > 1 else 'rank'} {format_ranks(silent)}"
+            raise CollectiveError(
+                f"rank {self.rank} waited for {what} with ranks {others}{blame if silent else ''}: {error}"
+            ) from error
+
+
+def digest(content: bytes) -> int:
+    """A number that tells a content from others; it fits int64, negated too.
+
+    Args:
+        content: Any bytes.
+    """
+    return int.from_bytes(hashlib.sha256(content).digest()[:7], "little") + 1
+
+
+@dataclass
+class _Transfer:
+    """A round that is under way: what to wait for, where bytes arrive, and what must not be freed before."""
+
+    works: Sequence[dist.Work]
+    received: Sequence[tuple[Tensor, Tensor]]
+    sent: Sequence[Tensor]
+
+
+def _in_pieces(messages: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
+    """Messages by peer, long ones in pieces."""
+    return [
+        (peer, part) for peer, message in sorted(messages.items()) for part in torch.split(message, MESSAGE_CHUNK_BYTES)
+    ]
+
+
+def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:
+    """Of some ranks those that have not given up waiting too, so that they are late or gone.
+
+    Whoever gives up says so in the rendezvous store, which nobody asks while all goes well.
+    """
+    end = time.monotonic() + ROLL_CALL_S
+    try:
+        store = _get_default_store()
+        store.set(f"given up/{rank}", "")
+        silent = list(others)
+        while silent and time.monotonic() < end:
+            time.sleep(0.05)
+            silent = [other for other in silent if not store.check([f"given up/{other}"])]
+    except (RuntimeError, ValueError):  # the store is gone, and who else is cannot be told
+        return ()
+    return tuple(silent)
 
 
 class Transport:
     """The process groups of a run. Every rank makes them in the same order, before the first step."""
 
-    def __init__(self, payload_device: torch.device, timeout_s: float) -> None:
-        """Take the whole world as the first group.
+    def __init__(self, payload_device: torch.device, timeout_s: float, host: str | None = None) -> None:
+        """Take the whole world as the first group. All ranks call it together.
 
         Args:
             payload_device: Where the backend wants bytes that travel.
             timeout_s: Longest wait in any group that is made here.
+            host: Name of this machine, the same for all its ranks; as the machine calls itself when None.
         """
         self.rank = dist.get_rank()
         self.payload_device = payload_device
         self.timeout = timedelta(seconds=timeout_s)
         self.world = Group(tuple(range(dist.get_world_size())), self.rank, None, payload_device)
+        self.world.hosts = self._hosts(host or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
         self._groups: dict[tuple[int, ...], Group] = {self.world.ranks: self.world}
 
     def add_group(self, ranks: tuple[int, ...]) -> None:
@@ -202,7 +305,12 @@ class Transport:
         """
         if ranks not in self._groups:
             handle = dist.new_group(list(ranks), timeout=self.timeout)
-            self._groups[ranks] = Group(ranks, self.rank, handle, self.payload_device)
+            self._groups[ranks] = Group(ranks, self.rank, handle, self.payload_device, hosts=self.world.hosts)
+
+    def _hosts(self, host: str) -> dict[int, int]:
+        digests = torch.cat(self.world.gather(torch.tensor([digest(host.encode())]), "the names of all hosts"))
+        numbers = torch.unique(digests, return_inverse=True)[1]
+        return dict(enumerate(numbers.tolist()))
 
     def group(self, ranks: tuple[int, ...]) -> Group:
         """The group of some ranks, which this rank belongs to.

@@ -111,7 +111,7 @@ def pack(batch: Batch) -> Tensor:
             case Jagged():
                 parts += [column.lengths, column.values]
             case _:
-                texts = [_to_json(name, value) for value in column]
+                texts = [to_json(name, value) for value in column]
                 parts.append(torch.tensor([len(text) for text in texts], dtype=torch.int64))
                 parts.append(torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8) if any(texts) else _EMPTY)
     sizes = [part.numel() * part.element_size() for part in parts]
@@ -126,7 +126,16 @@ def pack(batch: Batch) -> Tensor:
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-def _to_json(name: str, value: Json) -> bytes:
+def to_json(name: str, value: Json) -> bytes:
+    """A value of an object column as text.
+
+    Args:
+        name: Of the column, for the error.
+        value: That JSON can hold.
+
+    Raises:
+        TypeError: It cannot.
+    """
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:

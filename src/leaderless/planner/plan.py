@@ -96,6 +96,8 @@ class Reshard:
         source_layout: Where they are.
         target_layout: Where they go.
         keep_groups: Samples of one prompt go to one shard.
+        is_late: The target layout has the rows already, and gets more of their columns.
+        spare_layout: Where an earlier entry has brought the same columns, and from where they need not come again.
     """
 
     source: str
@@ -104,6 +106,8 @@ class Reshard:
     source_layout: Layout
     target_layout: Layout
     keep_groups: bool
+    is_late: bool = False
+    spare_layout: Layout | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -368,6 +372,7 @@ class Plan:
             case Reshard():
                 facts += [str(action.source_layout), str(action.target_layout)]
                 facts += [action.row_set, action.columns, action.keep_groups]
+                facts += [action.is_late, str(action.spare_layout)]
             case Loop():
                 facts += [str(action.layout), action.num_groups, action.max_rounds]
         return facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from leaderless.config import Recipe
 from leaderless.planner.flow import DATA
@@ -26,7 +27,8 @@ def make_schedule(
         schedule.append(Run(node.name))
         if loop and node.name == loop[-1]:
             schedule = [_loop(recipe, nodes, schedule)]
-        schedule.extend(_reshards(recipe, nodes, node))
+        for reshard in _reshards(recipe, nodes, node):
+            schedule.append(_seen_before(reshard, nodes, schedule))
     for trained in instances:
         if trained.is_trained:
             schedule.extend(
@@ -106,6 +108,28 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
         keep_groups = keeps_groups(recipe, nodes, row_set, layout)
         reshards.append(Reshard(source.name, row_set, tuple(sorted(columns)), source.layout, layout, keep_groups))
     return reshards
+
+
+def _seen_before(reshard: Reshard, nodes: Sequence[PlannedNode], schedule: Sequence[Action]) -> Reshard:
+    """A transfer that knows what its target has got from earlier entries."""
+    target = reshard.target_layout
+    before = [action for action in schedule if isinstance(action, Reshard) and action.row_set == reshard.row_set]
+    made = [node for node in nodes if node.row_set_after == reshard.row_set and node.spec.rows != "same"]
+    has_rows = [action.target_layout for action in before] + [node.layout for node in made]
+    if reshard.row_set == DATA:
+        has_rows += [action.layout for action in schedule if isinstance(action, Load)]
+    spares = [
+        action.target_layout
+        for action in before
+        if action.source == reshard.source
+        and set(reshard.columns) <= set(action.columns)
+        and not set(target.ranks).isdisjoint(action.target_layout.ranks)
+    ]
+    return replace(
+        reshard,
+        is_late=any(layout.holds_rows_like(target) for layout in has_rows),
+        spare_layout=spares[0] if spares else None,
+    )
 
 
 def keeps_groups(recipe: Recipe, nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> bool:

@@ -1,0 +1,196 @@
+"""The memory of a table's columns, on the side that sends rows and on the side that receives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leaderless.config import Json
+from leaderless.data.batch import Batch, Column, Jagged
+from leaderless.data.byte_runs import ByteColumn, ByteRuns, Int
+from leaderless.data.wire import DTYPES, ColumnSchema, Schema, to_json
+
+COPY_BYTES = 1 << 22
+"""Rows that stay on a rank are copied in pieces of this size."""
+
+
+def ragged_keys(schema: Schema) -> tuple[str, ...]:
+    """What rows of a schema have lengths along: the axes of jagged columns, and the text of each object column.
+
+    Args:
+        schema: Of a table.
+    """
+    return tuple(dict.fromkeys(_ragged_key(column) for column in schema if column.kind != "dense"))
+
+
+def _ragged_key(column: ColumnSchema) -> str:
+    return f"axis {column.axis}" if column.kind == "jagged" else f"text {column.name}"
+
+
+class HeldRows:
+    """Rows that a rank has, as bytes to send. Texts of objects are made when they are first asked for."""
+
+    def __init__(self, batch: Batch) -> None:
+        """Take the rows' own columns.
+
+        Args:
+            batch: The rows; its prompts are rows of their own.
+        """
+        self.batch = batch
+        self._ids = batch.ids.numpy()
+        self._texts: dict[str, dict[int, bytes]] = {}
+        self._columns: dict[str, ByteColumn] = {}
+
+    @cached_property
+    def _order(self) -> Int:
+        return np.argsort(self._ids, kind="stable")
+
+    def places(self, ids: Int) -> Int:
+        """Where rows are.
+
+        Args:
+            ids: [m], any.
+
+        Returns:
+            [m]; -1 for those that are not here.
+        """
+        if not len(self._ids):
+            return np.full(len(ids), -1, dtype=np.int64)
+        found = self._order[np.searchsorted(self._ids, ids, sorter=self._order).clip(max=len(self._ids) - 1)]
+        places: Int = np.where(self._ids[found] == ids, found, -1)
+        return places
+
+    def lengths(self, key: str, places: Int) -> Int:
+        """Lengths of some rows.
+
+        Args:
+            key: One of the schema's `ragged_keys`.
+            places: [m] of the rows.
+
+        Returns:
+            [m] values, or bytes of text.
+        """
+        kind, name = key.split(" ", 1)
+        if kind == "axis":
+            return self._jagged(name).lengths.numpy()[places]
+        texts = self._texts.setdefault(name, {})
+        values = self.batch.objects(name)
+        for place in places.tolist():
+            if place not in texts:
+                texts[place] = to_json(name, values[place])
+        self._columns.pop(name, None)
+        return np.array([len(texts[place]) for place in places.tolist()], dtype=np.int64)
+
+    def _jagged(self, axis: str) -> Jagged:
+        return next(
+            column for column in self.batch.columns.values() if isinstance(column, Jagged) and column.axis == axis
+        )
+
+    def column(self, name: str) -> ByteColumn:
+        """The memory of a column; of objects, of those whose lengths have been asked for.
+
+        Args:
+            name: Of the column.
+        """
+        if name not in self._columns:
+            self._columns[name] = self._bytes_of(name, self.batch.columns[name])
+        return self._columns[name]
+
+    def _bytes_of(self, name: str, column: Column) -> ByteColumn:
+        match column:
+            case Tensor():
+                return ByteColumn.of(column.contiguous(), np.ones(len(column), dtype=np.int64))
+            case Jagged():
+                return ByteColumn.of(column.values.contiguous(), column.lengths.numpy())
+            case _:
+                texts = self._texts.get(name, {})
+                sizes = np.array([len(texts.get(place, b"")) for place in range(len(column))], dtype=np.int64)
+                joined = b"".join(texts[place] for place in sorted(texts))
+                return ByteColumn(np.frombuffer(joined, dtype=np.uint8), np.cumsum(sizes) - sizes, sizes)
+
+
+class ArrivingRows:
+    """Rows that a rank gets: their memory, allocated once and filled in place."""
+
+    def __init__(self, schema: Schema, ids: Int, lengths: Mapping[str, Int]) -> None:
+        """Allocate the columns.
+
+        Args:
+            schema: Of the columns.
+            ids: [n] of the rows.
+            lengths: [n] for each of the schema's `ragged_keys`; 0 bytes for objects that are here already.
+        """
+        self.schema, self.ids, self._lengths = schema, ids, lengths
+        self._objects: dict[str, dict[int, Json]] = {}
+        self._values = {column.name: self._allocate(column) for column in schema}
+        self._columns = {
+            column.name: ByteColumn.of(self._values[column.name], self._sizes(column)) for column in schema
+        }
+
+    def _sizes(self, column: ColumnSchema) -> Int:
+        """[n] values of each row."""
+        if column.kind == "dense":
+            return np.ones(len(self.ids), dtype=np.int64)
+        return self._lengths[_ragged_key(column)]
+
+    def _allocate(self, column: ColumnSchema) -> Tensor:
+        dtype = torch.uint8 if column.kind == "object" else DTYPES[column.dtype]
+        return torch.empty(int(self._sizes(column).sum()), *column.shape, dtype=dtype)
+
+    def column(self, name: str) -> ByteColumn:
+        """The memory of a column.
+
+        Args:
+            name: Of the column.
+        """
+        return self._columns[name]
+
+    def take(self, held: HeldRows, at: Int, places: Int) -> None:
+        """Copy rows that this rank has already.
+
+        Args:
+            held: Has them.
+            at: [m] where they go.
+            places: [m] where they are.
+        """
+        if not len(at):
+            return
+        for column in self.schema:
+            if column.kind == "object":
+                values = held.batch.objects(column.name)
+                taken = self._objects.setdefault(column.name, {})
+                taken |= {to: values[place] for to, place in zip(at.tolist(), places.tolist(), strict=True)}
+                continue
+            source = ByteRuns([(held.column(column.name), places)])
+            target = ByteRuns([(self.column(column.name), at)])
+            for begin in range(0, source.size, COPY_BYTES):
+                end = min(begin + COPY_BYTES, source.size)
+                lying = source.view(begin, end)
+                if lying is None:
+                    lying = np.empty(end - begin, dtype=np.uint8)
+                    source.read(begin, lying)
+                target.write(begin, lying)
+
+    def batch(self) -> Batch:
+        """The rows, when all bytes are there."""
+        return Batch(torch.from_numpy(self.ids), {column.name: self._column(column) for column in self.schema})
+
+    def _column(self, column: ColumnSchema) -> Column:
+        values = self._values[column.name]
+        match column.kind:
+            case "dense":
+                return values
+            case "jagged":
+                return Jagged(values, torch.from_numpy(self._sizes(column)), column.axis)
+            case _:
+                store, here = self.column(column.name), self._objects.get(column.name, {})
+                ends = (store.starts + store.sizes).tolist()
+                return tuple(
+                    here[place] if place in here else json.loads(store.data[start:end].tobytes())
+                    for place, (start, end) in enumerate(zip(store.starts.tolist(), ends, strict=True))
+                )

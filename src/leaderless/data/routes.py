@@ -1,0 +1,201 @@
+"""Where every row of a change of layout is and where it goes: computed by all its ranks, the same on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaderless.planner import Layout
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What one rank of the target layout gets, and from whom.
+
+    Attributes:
+        ids: [n] its rows, ascending.
+        group_ids: [n] the prompt of each.
+        senders: [n] the rank that sends each; the rank itself for rows that it has already.
+        prompts: [m] ids of its prompts, ascending.
+        prompt_senders: [m] the rank that sends each.
+    """
+
+    ids: Int
+    group_ids: Int
+    senders: Int
+    prompts: Int
+    prompt_senders: Int
+
+    def from_rank(self, sender: int) -> Parcel:
+        """What one rank sends.
+
+        Args:
+            sender: The rank.
+        """
+        return Parcel((np.flatnonzero(self.senders == sender), np.flatnonzero(self.prompt_senders == sender)))
+
+    @property
+    def tables(self) -> tuple[Int, Int]:
+        """Ids of the rows, and of their prompts."""
+        return self.ids, self.prompts
+
+    @property
+    def all_senders(self) -> list[int]:
+        """The ranks that send anything, ascending."""
+        ranks: list[int] = np.unique(np.concatenate([self.senders, self.prompt_senders])).tolist()
+        return ranks
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The part of a delivery that comes from one rank.
+
+    Attributes:
+        places: Among the delivery's rows, and among its prompts, each ascending.
+    """
+
+    places: tuple[Int, Int]
+
+    def __bool__(self) -> bool:
+        """Whether anything is sent at all."""
+        return any(map(len, self.places))
+
+    def is_same_as(self, other: Parcel) -> bool:
+        """Whether another rank gets the very same from the same sender.
+
+        Args:
+            other: Of a rank of the same shard.
+        """
+        return all(map(np.array_equal, self.places, other.places))
+
+
+@dataclass(frozen=True)
+class Routes:
+    """For every row of the edge, in any order that all ranks share: its id, its group, who has it, who gets it.
+
+    Attributes:
+        ids: [n] of the rows.
+        group_ids: [n] ids of their prompts.
+        holders: [n] the rank that speaks for each row.
+        owners: [n] the shard of the target layout that gets it.
+        source: The layout that it leaves.
+        target: The layout that it enters.
+        hosts: The machine of each rank.
+        spares: For each rank, the ids of rows that it has already from an earlier change of layout.
+    """
+
+    ids: Int
+    group_ids: Int
+    holders: Int
+    owners: Int
+    source: Layout
+    target: Layout
+    hosts: Mapping[int, int]
+    spares: Mapping[int, Int] = field(default_factory=dict)
+    _deliveries: dict[int, Delivery] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def _rows_by_owner(self) -> list[Int]:
+        return _split(self.owners, self.target.dp)
+
+    @cached_property
+    def _source_shards(self) -> Int:
+        """[n] shard of the source layout that has each row."""
+        shards = np.full(max(self.source.ranks) + 1, -1, dtype=np.int64)
+        for rank in self.source.ranks:
+            shards[rank] = self.source.shard_of(rank)
+        found: Int = shards[self.holders]
+        return found
+
+    @cached_property
+    def _rows_by_holder(self) -> list[Int]:
+        return _split(self._source_shards, self.source.dp)
+
+    def delivery(self, rank: int) -> Delivery:
+        """What a rank gets. A row comes from who speaks for it; a prompt from the lowest of those who send its samples.
+
+        Args:
+            rank: Of the target layout.
+        """
+        if rank not in self._deliveries:
+            self._deliveries[rank] = self._deliver(rank)
+        return self._deliveries[rank]
+
+    def _deliver(self, rank: int) -> Delivery:
+        rows = self._rows_by_owner[self.target.shard_of(rank)]
+        rows = rows[np.argsort(self.ids[rows])]
+        ids, group_ids, holders = self.ids[rows], self.group_ids[rows], self.holders[rows]
+        prompts, inverse = np.unique(group_ids, return_inverse=True)
+        lowest = np.full(len(prompts), np.iinfo(np.int64).max)
+        np.minimum.at(lowest, inverse, holders)
+        is_here = np.zeros(len(rows), dtype=np.bool_)
+        has_prompt = np.zeros(len(prompts), dtype=np.bool_)
+        if rank in self.source:
+            is_here |= self._source_shards[rows] == self.source.shard_of(rank)
+            has_prompt |= np.isin(prompts, self.group_ids[self._rows_by_holder[self.source.shard_of(rank)]])
+        if rank in self.spares:
+            is_here |= np.isin(ids, self.spares[rank])
+            has_prompt[inverse[np.isin(ids, self.spares[rank])]] = True
+        return Delivery(ids, group_ids, np.where(is_here, rank, holders), prompts, np.where(has_prompt, rank, lowest))
+
+    def receivers(self, rank: int) -> list[int]:
+        """Ranks of the target layout that may get something from a rank, itself left out, the next one first.
+
+        Args:
+            rank: Of the source layout.
+        """
+        spoken_for = np.unique(self.owners[self.holders == rank]).tolist()
+        ranks = [peer for shard in spoken_for for peer in self.ranks_of_shard(shard) if peer != rank]
+        return sorted(ranks, key=lambda peer: (peer < rank, peer))
+
+    def ranks_of_shard(self, shard: int) -> tuple[int, ...]:
+        """The ranks that hold a shard of the target layout.
+
+        Args:
+            shard: Which one.
+        """
+        size = self.target.ranks_per_shard
+        return self.target.ranks[shard * size : (shard + 1) * size]
+
+    def parcel(self, sender: int, receiver: int) -> Parcel:
+        """What a rank gets of the rows that another speaks for.
+
+        Args:
+            sender: Who speaks for the rows.
+            receiver: Who gets them.
+        """
+        return self.delivery(receiver).from_rank(sender)
+
+    def relay(self, sender: int, receiver: int) -> int:
+        """The rank from which a parcel comes: its sender, or a peer of the receiver that gets the same from afar.
+
+        Of peers on one host, to which the sender on another host would send the same bytes, one passes them on to the
+        others; which one depends on the sender, so that all peers share that work.
+
+        Args:
+            sender: Who speaks for the rows.
+            receiver: Who gets them.
+        """
+        if self.target.ranks_per_shard == 1 or self.hosts[sender] == self.hosts[receiver]:
+            return sender
+        parcel = self.parcel(sender, receiver)
+        peers = [
+            peer
+            for peer in self.ranks_of_shard(self.target.shard_of(receiver))
+            if self.hosts[peer] == self.hosts[receiver] and self.parcel(sender, peer).is_same_as(parcel)
+        ]
+        first = peers[sender % len(peers)]
+        return sender if first == receiver else first
+
+
+def _split(labels: Int, count: int) -> list[Int]:
+    """For each label from 0, where it stands, ascending."""
+    order = np.argsort(labels, kind="stable")
+    bounds = np.searchsorted(labels[order], np.arange(count + 1))
+    return [order[bounds[label] : bounds[label + 1]] for label in range(count)]
