@@ -298,8 +298,8 @@ class KlConfig(Section):
     place: Literal["loss", "reward"] = "loss"
     """Add it to the loss, or subtract it from the rewards."""
     target: float | None = Field(default=None, gt=0)
-    """Adapt the weight in steps that train the policy, so that the mean divergence comes to this; it stays as it is when
-    not given."""
+    """Adapt the weight in steps that train the policy, so that the mean divergence comes to this; it stays as it is
+    when not given."""
     horizon: float = Field(default=10000.0, gt=0)
     """Samples over which an adapted weight can change by about a fifth."""
 
