@@ -203,6 +203,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         axis.plot(runs[0].steps, means(runs), linewidth=1.5)
         axis.set_title(name, fontsize=9)
         axis.tick_params(labelsize=7)
+        axis.grid(color="0.93", linewidth=0.6)
     for axis in axes.flat[len(groups) :]:
         axis.set_visible(False)
     figure.supxlabel("step", fontsize=8)
