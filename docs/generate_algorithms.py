@@ -31,7 +31,10 @@ def results_page() -> str:
     curves = load()
     if curves:
         parts += [
-            f"{describe()} Seconds are those of all steps, evaluation left out, the mean over seeds.",
+            (
+                f"{describe()} Seconds are those of all steps, evaluation left out, of the fastest seed: whatever else "
+                "the machine does only adds to them."
+            ),
             table(curves, link="[{0}]({0}.md)"),
             f"![Held-out accuracy by step, a chart for each workflow](../images/{PICTURE.name})",
             (
