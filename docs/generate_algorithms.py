@@ -20,17 +20,21 @@ def results_page() -> str:
     parts = [
         "# Measured on the quickstart",
         (
-            "Every built-in workflow of reinforcement learning begins with the same tiny model, which has learnt to "
-            "add from a careless teacher, and learns from nothing but whether its answers are right. Accuracy is that "
-            "of greedy answers to 512 additions that no run was trained on. The settings are those of "
-            "`recipes/quickstart/grpo.yaml`, but `ppo` and `dapo` have recipes of their own there. One worker on one "
-            "CPU core; the seed decides the order of the prompts and the samples."
+            "Every built-in workflow in which a policy answers begins with the same tiny model, which has learnt to "
+            "add from careless demonstrations, and learns from nothing but whether its answers are right; "
+            "`distillation` from what a teacher makes of them, the model that `grpo` ended with under the first seed. "
+            "Accuracy is that of greedy answers to 512 additions that no run was trained on. The settings are those of "
+            "`recipes/quickstart/grpo.yaml`, but `ppo` and `dapo` have recipes of their own there, and `distillation` "
+            "has no penalty. One worker on one CPU core; the seed decides the order of the prompts and the samples."
         ),
     ]
     curves = load()
     if curves:
         parts += [
-            f"{describe()} Seconds are those of all steps, evaluation left out, the mean over seeds.",
+            (
+                f"{describe()} Seconds are those of all steps, evaluation left out, of the fastest seed: whatever else "
+                "the machine does only adds to them."
+            ),
             table(curves, link="[{0}]({0}.md)"),
             f"![Held-out accuracy by step, a chart for each workflow](../images/{PICTURE.name})",
             (

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import ROOT
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.tiny import tiny_model, write_recipe
 
@@ -74,6 +76,20 @@ def run(ranks: RankPool, folder: Path, world_size: int, case: str, *, micro_batc
         changes = {**changes, "models.reference": tiny_model("qwen3")}
     recipe = write_recipe(folder, tiny_model(), changes)
     return ranks.run(world_size, walk_steps, str(recipe), f"on-{world_size}", 2, init_group=False)
+
+
+def test_decoupled_ppo_runs_as_its_recipe_says_on_samples_of_older_weights(ranks: RankPool, tmp_path: Path) -> None:
+    written = yaml.safe_load((ROOT / "recipes/quickstart/decoupled_ppo.yaml").read_text(encoding="utf-8"))
+    settings = {name: written[name] for name in ("workflow", "algorithm")} | {"batch.updates_per_step": 2}
+    digits = {"reward": {"format": {"pattern": r".*\d.*"}}}  # not in every group, so that some wait for the next step
+    recipe = write_recipe(tmp_path, tiny_model(), {**settings, **digits, "rollout.max_response_tokens": 8})
+    (steps,) = ranks.run(1, walk_steps, str(recipe), "decoupled", 2, init_group=False)
+    first, second = (step["numbers"] for step in steps)
+    assert first["rollout/staleness"] == 0  # type: ignore[index]
+    assert first["correction/weight"] == pytest.approx(1, abs=1e-4)  # type: ignore[index]
+    assert second["rollout/staleness"] > 0  # type: ignore[index]
+    assert abs(second["correction/weight"] - 1) > 1e-3  # type: ignore[index]
+    assert second["policy/grad_norm"] > 1e-4  # type: ignore[index]
 
 
 def test_every_type_of_advantage_and_loss_is_tried() -> None:

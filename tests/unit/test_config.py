@@ -467,3 +467,10 @@ def test_a_recipe_is_written_out_with_every_default():
     text = dump_recipe(make_recipe())
     assert "responses_per_prompt: 8" in text
     assert "learning_rate: 1.0e-06" in text
+
+
+def test_a_setting_that_is_switched_off_with_null_stays_off_when_it_is_read_back(tmp_path):
+    recipe = make_recipe(workflow="ppo", algorithm={"critic": {"value_clip": None}})
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(path).recipe.algorithm.critic.value_clip is None

@@ -8,10 +8,12 @@ import pytest
 from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model
 
 from leaderless.config import Problem, RecipeError
+from leaderless.config.algorithm import CriticConfig
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Cluster, Plan, SyncWeights, make_plan
 from leaderless.planner.model_size import read_model_size
 from leaderless.workflow import Workflow, resolve_workflow, stage
+from leaderless.workflow.evaluation import evaluation_workflow
 
 
 def ppo(world_size: int = 1, algorithm: Mapping[str, object] | None = None, **sections: object) -> Plan:
@@ -117,8 +119,10 @@ def test_settings_that_do_not_go_with_a_critic_are_refused(sections, key, messag
         (
             {"critic": {"warmup_steps": 1}},
             "algorithm.critic.warmup_steps",
-            "no node of the workflow 'grpo' trains a critic",
+            "is 1, but no node of the workflow 'grpo' trains a critic: leave it out",
         ),
+        ({"critic": {"value_clip": 0.5}}, "algorithm.critic.value_clip", "is 0.5, but no node of the workflow 'grpo'"),
+        ({"critic": {"value_clip": None}}, "algorithm.critic.value_clip", "is None, but no node of the workflow"),
     ],
 )
 def test_settings_that_need_a_critic_are_refused_without_one(algorithm, key, message):
@@ -127,6 +131,21 @@ def test_settings_that_need_a_critic_are_refused_without_one(algorithm, key, mes
     problem = only_problem(caught.value)
     assert problem.key == key
     assert message in problem.message
+
+
+def test_a_critic_setting_that_is_its_default_needs_no_critic():
+    """A run's saved recipe spells out every default, and is planned again."""
+    written = {name: field.default for name, field in CriticConfig.model_fields.items()}
+    assert plan_of("grpo", algorithm={"critic": written}).workflow == "grpo"
+
+
+def test_a_held_out_run_of_a_ppo_recipe_trains_no_critic_and_is_not_refused():
+    recipe = make_recipe(
+        workflow="ppo",
+        data={"train": {"path": "a"}, "evaluation": {"path": "b"}},
+        algorithm={"critic": {"value_clip": 0.5}},
+    )
+    assert make_plan(recipe, evaluation_workflow("policy"), Cluster(1)).workflow == "evaluation"
 
 
 def test_one_role_is_not_both_a_critic_and_a_language_model():

@@ -1,8 +1,9 @@
 """Correction for samples that came from another policy than the trainer's: an engine's arithmetic, or older weights.
 
 The weight of a token is the ratio w = p_old / p_rollout of the trainer's probability before this step's updates to
-that of the engine as it sampled. The loss is multiplied by it. Decoupled PPO (AReaL, arXiv 2505.24298) is
-the clipped loss with such a weight: its proximal policy is the trainer's before this step's updates.
+that of the engine as it sampled. The loss is multiplied by it; a token that is dropped has weight 0 and still counts in
+the denominator of the mean. Decoupled PPO (AReaL, arXiv 2505.24298) is the clipped loss with such a weight: its
+proximal policy is the trainer's before this step's updates.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ def choose_for_clip_cov(is_in_range: Tensor, noise: Tensor, *, probability: floa
     Formula: is_in_range and noise < probability.
 
     Source: Clip-Cov, arXiv 2505.22617. The paper draws a fixed number of them; here each is drawn by itself with the
-    probability that gives this number on average, so that ranks need not agree on more than a count.
+    probability that gives this number on average, so that ranks need not agree on more than a count. The published code
+    leaves tokens out of the draw whose ratio is clipped already; here they take part, as the paper says nothing of it,
+    so that some of those drawn had no gradient to lose.
 
     Args:
         is_in_range: [total] bool.

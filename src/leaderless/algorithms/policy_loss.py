@@ -109,7 +109,7 @@ def cispo_loss(
 
     Formula: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p.
 
-    Source: CISPO in MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
+    Source: CISPO in MiniMax-M1, arXiv 2506.13585, section 3.1.
 
     Args:
         log_probs: [total] under the current policy, with gradient.

@@ -216,7 +216,7 @@ def _flatten(recipe: Recipe) -> dict[str, object]:
         else:
             flat[prefix.removesuffix(".")] = value
 
-    walk("", recipe.model_dump(mode="json", exclude_none=True))
+    walk("", recipe.model_dump(mode="json"))
     return flat
 
 

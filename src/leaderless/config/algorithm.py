@@ -298,13 +298,18 @@ class KlConfig(Section):
     place: Literal["loss", "reward"] = "loss"
     """Add it to the loss, or subtract it from the rewards."""
     target: float | None = Field(default=None, gt=0)
-    """Adapt the weight so that the mean divergence comes to this; it stays as it is when not given."""
+    """Adapt the weight in steps that train the policy, so that the mean divergence comes to this; it stays as it is
+    when not given."""
     horizon: float = Field(default=10000.0, gt=0)
     """Samples over which an adapted weight can change by about a fifth."""
 
 
 class CorrectionConfig(Section):
-    """Weights for tokens that the engine sampled with another probability than the trainer gives them."""
+    """Weights for tokens that the engine sampled with another probability than the trainer gives them.
+
+    They multiply the policy loss alone, not the KL penalty or the entropy bonus. Tokens that are dropped have weight 0,
+    and still count in the denominators of the mean.
+    """
 
     type: Literal["none", "truncate", "mask", "reject"] = "none"
     """`truncate` cuts the ratio of the two probabilities at `highest`, `mask` drops what is outside the range, `reject`

@@ -105,7 +105,7 @@ def dump_recipe(recipe: Recipe) -> str:
     Args:
         recipe: What to write.
     """
-    settings = recipe.model_dump(mode="json", exclude_none=True)
+    settings = recipe.model_dump(mode="json")
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

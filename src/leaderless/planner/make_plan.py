@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
+from leaderless.config.algorithm import CriticConfig
 from leaderless.planner.flow import DATA, Flow, make_flow
 from leaderless.planner.layout import Cluster, make_layouts
 from leaderless.planner.memory import estimate_memory
@@ -48,7 +49,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_idle_ranks(nodes, cluster)
     _check_layouts(recipe, nodes)
     instances = _role_instances(recipe, nodes)
-    _check_warmup(recipe, workflow, instances)
+    _check_critic(recipe, workflow, instances)
     _check_evaluation(recipe, workflow, instances)
     sizes = _model_sizes(recipe, instances)
     longest = _longest_sequence(recipe, flow)
@@ -124,15 +125,19 @@ def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
             )
 
 
-def _check_warmup(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
-    """A policy must not wait for a critic that nobody trains."""
+def _check_critic(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
+    """Settings of a critic do nothing where none is trained, and a policy must not wait for it."""
     trained = [instance for instance in instances if instance.is_trained]
-    if recipe.algorithm.critic.warmup_steps and trained and not any(instance.is_critic for instance in trained):
-        raise RecipeError.at(
-            "algorithm.critic.warmup_steps",
-            f"is {recipe.algorithm.critic.warmup_steps}, but no node of the workflow '{workflow.name}' trains a "
-            "critic: leave it out, or use a workflow that has one, as ppo",
-        )
+    if not trained or any(instance.is_critic for instance in trained):
+        return
+    for name, field in CriticConfig.model_fields.items():
+        value = getattr(recipe.algorithm.critic, name)
+        if value != field.default:
+            raise RecipeError.at(
+                f"algorithm.critic.{name}",
+                f"is {value}, but no node of the workflow '{workflow.name}' trains a critic: leave it out, or use a "
+                "workflow that has one, as ppo",
+            )
 
 
 def _check_evaluation(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:

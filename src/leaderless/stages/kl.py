@@ -20,7 +20,10 @@ def coefficient_of(context: StageContext) -> float:
 
 
 def adapt_coefficient(context: StageContext, total: Tensor, num_tokens: int, num_samples: int) -> None:
-    """Move the weight for the next step, if it has a target.
+    """Move the weight for the next step, if it has a target and the policy is trained in this one.
+
+    While only the critic is trained, the divergence is what it was at the beginning, whatever the weight: to adapt it
+    would drive it away, further with each step of the warm-up.
 
     Args:
         context: Of the node that applies the penalty.
@@ -28,10 +31,13 @@ def adapt_coefficient(context: StageContext, total: Tensor, num_tokens: int, num
         num_tokens: How many these are.
         num_samples: Of this rank.
     """
-    config, coefficient = context.recipe.algorithm.kl, coefficient_of(context)
+    algorithm, coefficient = context.recipe.algorithm, coefficient_of(context)
+    config = algorithm.kl
     if config.target is None:
         return
     context.metrics.max("policy/kl_coefficient", coefficient)
+    if context.step <= algorithm.critic.warmup_steps:
+        return
     divergence, tokens, samples = context.sum(tensor([float(total), num_tokens, num_samples]).double()).tolist()
     context.state[STATE] = adapted_coefficient(
         coefficient,

@@ -110,8 +110,14 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         Topic("Gradient norm", "Global L2 norm before clipping.", ("policy/grad_norm",)),
         Topic(
             "KL to the reference",
-            "How far the policy has moved from where it began, in nats per token.",
-            ("policy/kl",),
+            "How far the policy is from it, in nats per token: in the loss, or as subtracted from the rewards.",
+            ("policy/kl", "reward/kl"),
+        ),
+        Topic(
+            "KL weight",
+            "What the divergence is multiplied by, where it adapts to a target.",
+            ("policy/kl_coefficient",),
+            is_log=True,
         ),
         Topic("Clipped tokens", "Tokens whose ratio left the clip range.", ("policy/clip_fraction",), unit="share"),
         Topic("Learning rate", "Of the policy, after warm-up and decay.", ("policy/learning_rate",)),

@@ -139,7 +139,7 @@ def flatten_recipe(text: str) -> dict[tuple[str, ...], str]:
     """Settings of a recipe by their path, as `("batch", "prompts_per_step")`.
 
     Reads the layout that a resolved recipe is saved in, one `key: value` per line with indented sections; lists are
-    passed over, as nothing on the page needs one.
+    passed over, as nothing on the page needs one, and so is what is not set.
 
     Args:
         text: A resolved recipe.
@@ -152,7 +152,7 @@ def flatten_recipe(text: str) -> dict[tuple[str, ...], str]:
             continue
         indent = len(match[1])
         sections = [section for section in sections if section[0] < indent] + [(indent, _unquote(match[2]))]
-        if match[3]:
+        if match[3] and match[3] != "null":
             settings[tuple(key for _, key in sections)] = _unquote(match[3])
     return settings
 
