@@ -9,7 +9,6 @@ from pydantic import Field, field_validator
 
 from leaderless.config.base import Section
 
-
 SHARE = r"(\d+)%-(\d+)%"
 """A part of all ranks, from the first per cent up to the second, which is left out."""
 

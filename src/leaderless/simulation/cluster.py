@@ -81,6 +81,8 @@ class ControllerConfig(Section):
     """Objects to bytes, and bytes to objects, by one process; nothing is serialised when not given."""
     object_store_gb_per_s: float | None = Field(default=None, gt=0)
     """Bytes copied into the host's object store; there is none when not given."""
+    network_gb_per_s: float | None = Field(default=None, gt=0)
+    """What its transport carries between hosts at best; the interface's bandwidth when not given."""
     copy_gb_per_s: float = Field(gt=0)
     """Padding, joining and reordering by one process, for each pass over the batch."""
     dataloader_processes: int = Field(ge=1)

@@ -159,7 +159,8 @@ class Controller:
         took = config.call_us * MICRO * int((sizes > 0).sum()) + copying_s
         took += seconds(total + int(sizes.max()), config.serialization_gb_per_s)
         took += seconds(total, config.object_store_gb_per_s)
-        took += link.latency_us * MICRO * bool(remote) + seconds(remote, link.bandwidth_gb_per_s)
+        bandwidth = min(link.bandwidth_gb_per_s, config.network_gb_per_s or link.bandwidth_gb_per_s)
+        took += link.latency_us * MICRO * bool(remote) + seconds(remote, bandwidth)
         # Parts and the whole that is made of them, and what the object store holds meanwhile.
         copies = 2 + (config.object_store_gb_per_s is not None)
         return Cost(took, remote, copies * total)
