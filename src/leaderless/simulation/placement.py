@@ -104,16 +104,28 @@ class Placement:
         key = (action.row_set, _divided(target))
         is_agreed = key in self._shards
         if not is_agreed:
-            units = rows.groups if action.keep_groups else np.arange(len(rows))
-            shard_of_rank = np.full(self.plan.world_size, -1, dtype=np.int64)
-            shard_of_rank[list(target.ranks)] = np.arange(len(target.ranks)) // target.ranks_per_shard
-            self._shards[key] = assign(rows.costs(action.columns), units, shard_of_rank[holders], target.dp)
+            self._shards[key] = owners_of(action, rows, holders)
         return Routes(rows, holders, self._shards[key], target, is_agreed)
 
 
 def _divided(layout: Layout) -> Layout:
     """Layouts that hold the same rows on the same ranks are one."""
     return Layout(layout.ranks, layout.dp)
+
+
+def owners_of(action: Reshard, rows: Rows, holders: Int) -> Int:
+    """[n] shard that gets each row, as all ranks of the change of layout compute it.
+
+    Args:
+        action: The entry of the chain.
+        rows: That go.
+        holders: [n] rank that sends each.
+    """
+    target, ranks = action.target_layout, action.ranks
+    shard_of_rank = np.full(ranks[-1] + 1, -1, dtype=np.int64)
+    shard_of_rank[list(target.ranks)] = np.arange(len(target.ranks)) // target.ranks_per_shard
+    units = rows.groups if action.keep_groups else np.arange(len(rows))
+    return assign(rows.costs(action.columns), units, shard_of_rank[holders], target.dp)
 
 
 def speakers(shards: Int, layout: Layout) -> Int:
