@@ -159,10 +159,11 @@ def _draw(axis: Axes, chart: Chart, sweep: Sweep) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(places, [f"{place:,}" for place in places])
     axis.minorticks_off()
-    if chart.is_logarithmic:
+    there = [value for line in chart.lines for value in line.values if value is not None]
+    if chart.is_logarithmic and there:
         axis.set_yscale("log")
     else:
-        axis.set_ylim(0, 1.1 * max(value for line in chart.lines for value in line.values if value is not None))
+        axis.set_ylim(0, 1.1 * max(there, default=1.0))
     axis.set_title(chart.title, fontsize=9)
     axis.set_xlabel(AXES[sweep.axis], fontsize=8)
     axis.tick_params(labelsize=7, axis="y")
