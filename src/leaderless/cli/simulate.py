@@ -26,9 +26,9 @@ def simulate(
     cluster: Annotated[Path, typer.Option(help="File with the constants of the machines.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")] = None,
     world_size: Annotated[str, typer.Option(help="Numbers of workers, as 8,64,512.")] = "1",
-    prompts: Annotated[str, typer.Option(help="Prompts of a step, as 1024,4096.")] = "",
+    prompts: Annotated[str | None, typer.Option(help="Prompts of a step, as 1024,4096.")] = None,
     prompts_per_rank: Annotated[int | None, typer.Option(min=1, help="Prompts of a step for each worker.")] = None,
-    context: Annotated[str, typer.Option(help="Tokens of prompt and response, as 8192,65536.")] = "",
+    context: Annotated[str | None, typer.Option(help="Tokens of prompt and response, as 8192,65536.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for charts and numbers.")] = None,
 ) -> None:
     """Estimate what a step would take on machines that a file describes; start nothing.
@@ -39,10 +39,9 @@ def simulate(
     from leaderless.simulation.show import print_sweep
     from leaderless.simulation.sweep import Sweep, settings_of
 
-    if out is not None and out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file: name a folder", param_hint="--out")
     sizes = _numbers("--world-size", world_size)
-    batches, contexts = _numbers("--prompts", prompts), _numbers("--context", context)
+    batches = [] if prompts is None else _numbers("--prompts", prompts)
+    contexts = [] if context is None else _numbers("--context", context)
     path, given = recipe_path(target), overrides or []
     constants, loaded = load_cluster(cluster), load_recipe(path, given)
 
@@ -54,6 +53,12 @@ def simulate(
         axis, settings = settings_of(loaded.recipe, sizes, batches, contexts, prompts_per_rank)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"folder {out} cannot be made: {error.strerror}: name another"
+            raise typer.BadParameter(message, param_hint="--out") from error
     sweep = Sweep(loaded.recipe.name, constants, axis, _simulate(settings, plan_for, constants, loaded))
     print_sweep(sweep, console)
     if out is not None:
@@ -61,8 +66,8 @@ def simulate(
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    """The values of an option that takes several; none for an empty text."""
-    parts = [part.strip() for part in text.split(",")] if text else []
+    """The values of an option that takes several."""
+    parts = [part.strip() for part in text.split(",")]
     wrong = next((part for part in parts if not part.isdecimal() or int(part) < 1), None)
     if wrong is not None:
         raise typer.BadParameter(
@@ -94,7 +99,6 @@ def _write(sweep: Sweep, folder: Path) -> None:
     from leaderless.observability.run_directory import write_atomically
     from leaderless.simulation.charts import draw_png, write_page
 
-    folder.mkdir(parents=True, exist_ok=True)
     numbers, page, picture = (folder / f"simulation.{suffix}" for suffix in ("json", "html", "png"))
     write_atomically(numbers, json.dumps(sweep.to_json(), indent=1) + "\n")
     write_page(sweep, page)

@@ -11,13 +11,13 @@ from leaderless.planner.memory import format_bytes
 from leaderless.simulation.cluster import OURS
 from leaderless.simulation.sweep import AXES, Point, Sweep
 
-TITLES = ("way", "step", "tokens/s", "a rank", "moving", "interface", "process")
+TITLES = ("way", "step", "tokens/s", "a rank", "moving", "network", "process")
 
 
 EXPLANATION = """
-a rank: tokens per second of one rank, and as a share of those in the first line
+a rank: tokens per second of one rank; where ranks vary, also as a share of those in the first line
 moving: seconds of all transitions of rows in a step
-interface: bytes through the busiest network interface in the largest transition
+network: bytes through the busiest interface in the largest transition
 process: main memory that rows take in the busiest process"""
 
 
@@ -44,12 +44,13 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
 
 def _cells(sweep: Sweep, point: Point, way: str) -> tuple[Text, ...]:
     estimate = point.estimates[way]
+    share = f", {sweep.efficiency(point, way):.0%}" if sweep.axis == "world_size" else ""
     return (
         Text(f"{sweep.place(point):,}" if way == OURS else "", "bold"),
         Text(way),
         Text(f"{estimate.seconds:.1f} s"),
         Text(f"{estimate.tokens_per_s:,.0f}"),
-        Text(f"{point.tokens_per_rank(way):,.0f}, {sweep.efficiency(point, way):.0%}"),
+        Text(f"{point.tokens_per_rank(way):,.0f}{share}"),
         Text(f"{estimate.transition_seconds:.2f} s"),
         Text(format_bytes(estimate.interface_bytes)),
         Text(format_bytes(estimate.process_bytes), "" if estimate.fits_host else "bold red"),

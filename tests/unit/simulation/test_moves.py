@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.simulation.clusters import cluster, equal_rows, network, pools
 
+from leaderless.data.balance import assign
 from leaderless.planner import Layout, Reshard, SyncWeights
 from leaderless.simulation.moves import (
+    FACT_BYTES,
     PLANNING_BYTES_PER_ROW,
     WEIGHT_BUCKET_BYTES,
     Controller,
@@ -149,6 +153,20 @@ def test_a_rank_holds_what_it_sends_and_twice_what_it_gets_and_plans_for_all_row
     routes = between_pools(4, equal_rows(1000), "tokens")
     held = peer_cost(routes, ["tokens"], np.arange(4), network(4)).process_bytes
     assert held == PLANNING_BYTES_PER_ROW * 1000 + 2 * 500 * (ROW_BYTES + 8)
+
+
+def test_planning_takes_no_more_memory_for_a_row_than_is_counted():
+    count, shards = 100_000, 512
+    costs = np.random.default_rng(0).integers(1, 30_000, count)
+    units, holders = np.arange(count), np.arange(count) * shards // count
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        assign(costs, units, holders, shards)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (peak - before) / count + 2 * FACT_BYTES <= PLANNING_BYTES_PER_ROW, "facts as they come, and joined"
 
 
 @given(
