@@ -60,6 +60,27 @@ def test_a_step_is_the_sum_of_what_its_slowest_rank_does(tmp_path):
     assert estimate.seconds > estimate.transition_seconds
 
 
+def test_where_computing_takes_no_time_a_step_is_loading_moving_and_weights(tmp_path):
+    settings = everything_matters().model_dump()
+    settings["device"] |= {"peak_tflops": 1e9, "memory_bandwidth_gb_per_s": 1e12}
+    settings["links"]["host"] = {"latency_us": 0, "bandwidth_gb_per_s": 1e12}  # weights are gathered inside hosts
+    constants, recipe = ClusterConfig.model_validate(settings), pools_recipe(tmp_path)
+    prompts = sample_workload(recipe, constants.workload).prompts.tokens
+    loading = {"ours": max(prompts[:32].sum(), prompts[32:].sum()) / 1e6, "one": prompts.sum() / 1e6}
+    for way, estimate in step_of(recipe, 4, constants).items():
+        weights = sum(cost.seconds for cost in estimate.weights.values())
+        assert weights > 0
+        assert estimate.seconds == pytest.approx(loading[way] + estimate.transition_seconds + weights, rel=1e-6), way
+
+
+def test_a_controller_lets_pools_work_at_the_same_time(tmp_path):
+    # Scoring with the policy on one pool and with the reference on the other takes as long as the slower of the two.
+    slow = cluster(device__peak_tflops=1e-6, device__training_utilization=1, dataloader__tokens_per_s=1e12)
+    both = step_of(pools_recipe(tmp_path), 4, slow)["one"].seconds
+    alone = step_of(pools_recipe(tmp_path, algorithm={}), 4, slow)["one"].seconds
+    assert both == pytest.approx(alone, rel=0.1)
+
+
 def test_every_row_is_somewhere_and_a_response_is_where_its_prompt_is(tmp_path):
     recipe = pools_recipe(tmp_path)
     constants = cluster()
