@@ -75,6 +75,8 @@ class CoordinatorConfig(Section):
 class ControllerConfig(Section):
     """A single process through which the batches of all transitions pass."""
 
+    pads_rows: bool = True
+    """Prompts and responses are padded to the longest; else they travel as they are."""
     call_us: float = Field(ge=0)
     """Calling one rank, sending or receiving."""
     serialization_gb_per_s: float | None = Field(default=None, gt=0)

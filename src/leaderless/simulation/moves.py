@@ -12,7 +12,7 @@ from leaderless.planner import SyncWeights
 from leaderless.simulation.cluster import ControllerConfig
 from leaderless.simulation.network import MICRO, Network, Transfer, seconds
 from leaderless.simulation.placement import Routes
-from leaderless.simulation.rows import Int
+from leaderless.simulation.rows import Int, Rows
 
 DIGEST_BYTES = 24
 """What a rank tells of its columns before a change of layout."""
@@ -117,7 +117,7 @@ def _agreement(routes: Routes, ranks: Int, network: Network) -> Cost:
 
 @dataclass(frozen=True)
 class Controller:
-    """A single process on the first host. Rows travel padded, as tensors of one shape do.
+    """A single process on the first host. Each row travels with a prompt of its own.
 
     Attributes:
         config: Its costs.
@@ -127,37 +127,33 @@ class Controller:
     config: ControllerConfig
     network: Network
 
-    def gather(self, row_bytes: int, rows_of_rank: Int) -> Cost:
-        """Take rows from ranks: each makes bytes of its own, the controller makes objects of all and joins them.
+    def bytes_of(self, rows: Rows, columns: Sequence[str]) -> Int:
+        """[n] bytes of each row, padded if it pads.
 
         Args:
-            row_bytes: Of a padded row.
-            rows_of_rank: [world_size] rows that each rank gives.
+            rows: All of them.
+            columns: That travel.
         """
-        total = row_bytes * int(rows_of_rank.sum())
-        joining = seconds(total, self.config.copy_gb_per_s)
-        return self._pass(row_bytes * rows_of_rank, joining)
+        return rows.separate_bytes(columns, is_padded=self.config.pads_rows)
 
-    def scatter(self, row_bytes: int, rows_of_rank: Int) -> Cost:
-        """Give rows to ranks: the controller orders them and makes bytes of all, each rank makes objects of its own.
+    def exchange(self, sizes: Int, ranks: Int) -> Cost:
+        """Take rows from ranks, or give them some; it costs the same.
+
+        Each rank makes bytes of its own rows, and the controller objects of all, which it joins; or it orders all rows
+        and makes bytes of them, and each rank objects of its own.
 
         Args:
-            row_bytes: Of a padded row.
-            rows_of_rank: [world_size] rows that each rank gets.
+            sizes: [n] bytes of each row.
+            ranks: [n] that give or get them.
         """
-        total = row_bytes * int(rows_of_rank.sum())
-        ordering = seconds(total, self.config.copy_gb_per_s)
-        return self._pass(row_bytes * rows_of_rank, ordering)
-
-    def _pass(self, sizes: Int, copying_s: float) -> Cost:
-        """Bytes between the controller and ranks, in either direction."""
         config, link = self.config, self.network.cluster.links.network
-        is_remote = self.network.hosts(np.arange(len(sizes))) > 0
-        total, remote = int(sizes.sum()), int(sizes[is_remote].sum())
+        of_rank = np.bincount(ranks, weights=sizes, minlength=self.network.num_ranks).astype(np.int64)
+        is_remote = self.network.hosts(np.arange(len(of_rank))) > 0
+        total, remote = int(of_rank.sum()), int(of_rank[is_remote].sum())
         if not total:
             return Cost(0.0, 0, 0)
-        took = config.call_us * MICRO * int((sizes > 0).sum()) + copying_s
-        took += seconds(total + int(sizes.max()), config.serialization_gb_per_s)
+        took = config.call_us * MICRO * int((of_rank > 0).sum()) + seconds(total, config.copy_gb_per_s)
+        took += seconds(total + int(of_rank.max()), config.serialization_gb_per_s)
         took += seconds(total, config.object_store_gb_per_s)
         bandwidth = min(link.bandwidth_gb_per_s, config.network_gb_per_s or link.bandwidth_gb_per_s)
         took += link.latency_us * MICRO * bool(remote) + seconds(remote, bandwidth)
@@ -174,12 +170,10 @@ def controller_cost(routes: Routes, columns: Sequence[str], controller: Controll
         columns: That travel.
         controller: Through which.
     """
-    row_bytes, num_ranks = routes.rows.padded_row_bytes(columns), controller.network.num_ranks
-    given = np.bincount(routes.holders, minlength=num_ranks)
-    size = routes.target.ranks_per_shard
+    sizes, size = controller.bytes_of(routes.rows, columns), routes.target.ranks_per_shard
     receivers = np.array(routes.target.ranks).reshape(-1, size)[routes.owners].reshape(-1)
-    taken = np.bincount(receivers, minlength=num_ranks)
-    return controller.gather(row_bytes, given) + controller.scatter(row_bytes, taken)
+    gathered = controller.exchange(sizes, routes.holders)
+    return gathered + controller.exchange(np.repeat(sizes, size), receivers)
 
 
 def weights_cost(action: SyncWeights, num_parameters: int, network: Network) -> Cost:

@@ -91,17 +91,21 @@ class Rows:
             sizes += self._packed(column)
         return sizes
 
-    def padded_row_bytes(self, columns: Iterable[str]) -> int:
-        """Bytes of one row when prompts and responses are padded to the longest, and each row has its own prompt.
+    def separate_bytes(self, columns: Iterable[str], *, is_padded: bool) -> Int:
+        """[n] bytes of rows that each have their own prompt.
 
         Args:
             columns: That travel.
+            is_padded: Prompts and responses are as long as the longest.
         """
-        longest = {True: int(self.prompt_tokens.max()), False: int(self.response_tokens.max())}
-        return sum(
-            column.item_bytes * (1 if column.axis is None else longest[column.axis == "prompt_tokens"])
-            for column in map(column_of, columns)
-        )
+        sizes = np.zeros(len(self), dtype=np.int64)
+        for column in map(column_of, columns):
+            if column.axis is None:
+                sizes += column.item_bytes
+            else:
+                lengths = self.prompt_tokens if column.axis == "prompt_tokens" else self.response_tokens
+                sizes += column.item_bytes * (lengths.max() if is_padded else lengths)
+        return sizes
 
     def _is_of_prompt(self, column: Column) -> bool:
         return column.is_prompt and self.are_samples

@@ -201,7 +201,7 @@ class _ControllerWalk:
     def _load(self, event: Loaded) -> None:
         cluster, config = self.walk.network.cluster, self.controller.config
         self.clock += float(event.rows.tokens.sum()) / (cluster.dataloader.tokens_per_s * config.dataloader_processes)
-        self.held_bytes += len(event.rows) * event.rows.padded_row_bytes(event.action.columns)
+        self.held_bytes += int(self.controller.bytes_of(event.rows, event.action.columns).sum())
 
     def _run(self, event: Worked) -> None:
         node = event.node
@@ -209,10 +209,9 @@ class _ControllerWalk:
             self._gather(self.waiting.pop(source))
         written = [column for column in node.writes if (node.name, column) in self.wanted]
         if not event.uses_model:
-            self.held_bytes += len(event.rows_after) * event.rows_after.padded_row_bytes(written)
+            self.held_bytes += int(self.controller.bytes_of(event.rows_after, written).sum())
             return
-        count = np.bincount(event.holders, minlength=self.walk.network.num_ranks)
-        cost = self.controller.scatter(event.rows.padded_row_bytes(node.reads), count)
+        cost = self.controller.exchange(self.controller.bytes_of(event.rows, tuple(node.reads)), event.holders)
         self.clock += cost.seconds
         self.walk.move(node.name, cost, self.held_bytes)
         self.walk.work(event, begin=self.clock)
@@ -223,8 +222,8 @@ class _ControllerWalk:
         """Wait for a node, and take those of its columns that other nodes read."""
         node, rows = event.node, event.rows_after
         columns = [column for column in node.writes if (node.name, column) in self.wanted]
-        count = np.bincount(event.holders_after, minlength=self.walk.network.num_ranks)
-        cost = self.controller.gather(rows.padded_row_bytes(columns), count)
+        sizes = self.controller.bytes_of(rows, columns)
+        cost = self.controller.exchange(sizes, event.holders_after)
         self.clock = max(self.clock, float(self.walk.clocks[list(node.layout.ranks)].max())) + cost.seconds
         self.walk.move(node.name, cost, self.held_bytes)
-        self.held_bytes += len(rows) * rows.padded_row_bytes(columns)
+        self.held_bytes += int(sizes.sum())

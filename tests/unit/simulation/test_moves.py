@@ -113,7 +113,7 @@ def test_the_controllers_busiest_interface_carries_as_much_more_as_there_are_ran
     controller = Controller(links.cluster.controllers["one"], links)
     central = controller_cost(routes, ["tokens"], controller).interface_bytes
     # The controller's own rank has no row to send, and rows of one length need no padding.
-    expected = 2 * rows.padded_row_bytes(["tokens"]) * len(rows) * (1 - 1 / world_size)
+    expected = 2 * int(rows.separate_bytes(["tokens"], is_padded=True).sum()) * (1 - 1 / world_size)
     assert central == pytest.approx(expected)
     # Ours: the even share of a rank in one pool, where the controller has all of it, in and out but for its own.
     assert central / ours == pytest.approx(world_size - 1, rel=0.05)
@@ -121,11 +121,11 @@ def test_the_controllers_busiest_interface_carries_as_much_more_as_there_are_ran
 
 def test_a_controller_handles_every_byte_itself():
     links = network(3, **ONE_A_HOST)
-    rows_of_rank, total = np.array([0, 2, 1]), 3 * 10**6
+    sizes, ranks, total = np.array([2, 1]) * 10**6, np.array([1, 2]), 3 * 10**6
     prices = {
         "call_us": (1000.0, 2e-3),  # two ranks have rows
         "copy_gb_per_s": (1e-3, total / 1e6),
-        "serialization_gb_per_s": (1e-3, (total + 2 * 10**6) / 1e6),  # and the rank with most does its own before
+        "serialization_gb_per_s": (1e-3, (total + 2 * 10**6) / 1e6),  # the rank with most does its own besides
         "object_store_gb_per_s": (1e-3, total / 1e6),
         "network_gb_per_s": (1e-3, total / 1e6 - total / 1e9),
     }
@@ -134,19 +134,31 @@ def test_a_controller_handles_every_byte_itself():
         costs = []
         for constants in (free, free | {name: value}):
             priced = cluster(controllers={"one": constants}, **ONE_A_HOST).controllers["one"]
-            costs.append(Controller(priced, links).gather(10**6, rows_of_rank).seconds)
-            assert Controller(priced, links).scatter(10**6, rows_of_rank).seconds == pytest.approx(costs[-1])
+            costs.append(Controller(priced, links).exchange(sizes, ranks).seconds)
         assert costs[1] - costs[0] == pytest.approx(seconds, rel=1e-6), name
 
 
 def test_a_controller_holds_parts_whole_and_what_is_stored():
-    links, some = network(2, **ONE_A_HOST), np.array([0, 5])
+    links, size = network(2, **ONE_A_HOST), np.array([5000])
     one = links.cluster.controllers["one"]
     stored = one.model_copy(update={"object_store_gb_per_s": 1.0})
-    assert Controller(one, links).gather(1000, some) == Cost(pytest.approx(5000 / 1e9 + 5000 / 1e12), 5000, 10_000)
-    assert Controller(stored, links).gather(1000, some).process_bytes == 15_000
-    assert Controller(one, links).gather(1000, np.array([5, 0])).interface_bytes == 0, "rank 0 is on its host"
-    assert Controller(one, links).gather(1000, np.array([0, 0])) == Cost(0.0, 0, 0)
+    there, here = np.array([1]), np.array([0])
+    assert Controller(one, links).exchange(size, there) == Cost(pytest.approx(5000 / 1e9 + 5000 / 1e12), 5000, 10_000)
+    assert Controller(stored, links).exchange(size, there).process_bytes == 15_000
+    assert Controller(one, links).exchange(size, here).interface_bytes == 0, "rank 0 is on its host"
+    assert Controller(one, links).exchange(size * 0, there) == Cost(0.0, 0, 0)
+
+
+def test_a_controller_that_does_not_pad_moves_as_much_as_there_is():
+    rows = Rows(np.arange(2), np.zeros(2, dtype=np.int64), np.array([10, 90]), are_samples=True)
+    links = network(4, **ONE_A_HOST)
+    padding = links.cluster.controllers["one"]
+    routes = Routes(rows, np.array([1, 1]), np.array([0, 1]), Layout((2, 3), 2), is_agreed=False)
+    moved = [
+        controller_cost(routes, ["tokens"], Controller(config, links)).interface_bytes
+        for config in (padding, padding.model_copy(update={"pads_rows": False}))
+    ]
+    assert moved == [2 * 2 * 90 * 8, 2 * 100 * 8]
 
 
 def test_a_rank_holds_what_it_sends_and_twice_what_it_gets_and_plans_for_all_rows():

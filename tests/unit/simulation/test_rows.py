@@ -73,8 +73,10 @@ def test_bytes_are_those_of_packed_rows():
 
 def test_padded_rows_are_as_long_as_the_longest_and_have_their_own_prompt():
     rows = Rows(np.array([0, 1]), np.array([7, 4]), np.array([3, 50]), are_samples=True)
-    assert rows.padded_row_bytes(["tokens"]) == 50 * 8
-    assert rows.padded_row_bytes(["tokens", "prompt_tokens", "rewards"]) == 50 * 8 + 7 * 8 + 4
+    assert rows.separate_bytes(["tokens"], is_padded=True).tolist() == [50 * 8] * 2
+    columns = ["tokens", "prompt_tokens", "rewards"]
+    assert rows.separate_bytes(columns, is_padded=True).tolist() == [50 * 8 + 7 * 8 + 4] * 2
+    assert rows.separate_bytes(columns, is_padded=False).tolist() == [3 * 8 + 7 * 8 + 4, 50 * 8 + 4 * 8 + 4]
 
 
 def test_a_prompt_is_a_row_before_there_are_samples():

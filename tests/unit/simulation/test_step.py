@@ -14,8 +14,13 @@ from leaderless.simulation.cluster import ClusterConfig, ControllerConfig
 from leaderless.simulation.events import Loaded, Moved, Worked, events_of
 from leaderless.simulation.rows import sample_workload
 
-CHANGES = {"host.devices": 4, "host.interfaces": 2, "controllers.one.dataloader_processes": 2}
-"""Of settings that are whole numbers; others are halved."""
+CHANGES = {
+    "controllers.one.pads_rows": False,
+    "host.devices": 4,
+    "host.interfaces": 2,
+    "controllers.one.dataloader_processes": 2,
+}
+"""Of settings that cannot be halved."""
 
 
 def everything_matters() -> ClusterConfig:
