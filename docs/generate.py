@@ -26,6 +26,7 @@ from leaderless.config.rewards import RewardOptions
 from leaderless.observability.report.catalogue import CATALOGUE
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.picture import draw_plan
+from leaderless.simulation.cluster import ClusterConfig
 from leaderless.workflow import (
     BUILTIN_STAGES,
     COLUMNS,
@@ -77,6 +78,7 @@ def render() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     pages = {
         "configuration": configuration_page(),
+        "cluster": cluster_page(),
         "cli": cli_page(),
         "stages": stages_page(),
         "columns": columns_page(),
@@ -116,6 +118,23 @@ def configuration_page() -> str:
     own = {name: field for name, field in Recipe.model_fields.items() if not sections_of(field.annotation)}
     parts += ["## The recipe itself", _settings_table(own, "")]
     for name, field in Recipe.model_fields.items():
+        for section in sections_of(field.annotation):
+            key = f"{name}.<name>" if get_origin(field.annotation) is Mapping else name
+            parts += list(_section(section, key, field.description or ""))
+    return "\n\n".join(parts)
+
+
+def cluster_page() -> str:
+    """Every constant of a cluster file."""
+    parts = [
+        "# Constants of a cluster file",
+        (
+            "What `leaderless simulate` knows of machines, libraries and workload; see [Scaling](../scaling.md) for "
+            "what it makes of them, and `recipes/clusters/` for files with values and their sources."
+        ),
+        "Times end in `_us` (microseconds), memory in `_gib`, bandwidth in `_gb_per_s` (10⁹ bytes a second).",
+    ]
+    for name, field in ClusterConfig.model_fields.items():
         for section in sections_of(field.annotation):
             key = f"{name}.<name>" if get_origin(field.annotation) is Mapping else name
             parts += list(_section(section, key, field.description or ""))

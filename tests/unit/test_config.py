@@ -79,7 +79,7 @@ def test_a_role_has_the_optimizer_of_the_recipe_unless_it_has_its_own():
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
-    [("all", (0, 1, 2, 3)), ("2", (2,)), ("0-2", (0, 1, 2)), ("3,0-1", (0, 1, 3)), ("3-3", (3,))],
+    [("all", (0, 1, 2, 3)), ("2", (2,)), ("0-2", (0, 1, 2)), ("3,0-1", (0, 1, 3)), ("3-3", (3,)), ("50%-100%", (2, 3))],
 )
 def test_ranks_are_read_as_ranges(ranks, expected):
     assert LayoutConfig(ranks=ranks).ranks_of(4) == expected
@@ -92,6 +92,9 @@ def test_ranks_are_read_as_ranges(ranks, expected):
         ("0-2,2", "names a rank twice"),
         ("0-9999999999", "there are 4"),
         ("0,4", "names rank 4"),
+        ("50%-50%", "must begin before it ends"),
+        ("0%-101%", "at 100% or before"),
+        ("0%-40%", "40% of 4 ranks is no whole number"),
     ],
 )
 def test_ranks_that_make_no_sense_are_refused(ranks, message):
@@ -99,7 +102,7 @@ def test_ranks_that_make_no_sense_are_refused(ranks, message):
         LayoutConfig(ranks=ranks).ranks_of(4)
 
 
-@pytest.mark.parametrize("ranks", ["", "a", "1-", "-1", "1,", "0.5"])
+@pytest.mark.parametrize("ranks", ["", "a", "1-", "-1", "1,", "0.5", "50%", "0%-50%,3"])
 def test_ranks_that_cannot_be_read_are_refused(ranks):
     with pytest.raises(ValidationError, match="'0-3,8-11'"):
         LayoutConfig(ranks=ranks)

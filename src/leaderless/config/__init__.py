@@ -2,7 +2,7 @@
 
 from leaderless.config.errors import Problem, RecipeError, nearest
 from leaderless.config.json import Json
-from leaderless.config.load import LoadedRecipe, dump_recipe, load_recipe
+from leaderless.config.load import LoadedRecipe, dump_recipe, load_recipe, load_section
 from leaderless.config.recipe import Recipe
 from leaderless.config.shape import all_keys
 
@@ -15,5 +15,6 @@ __all__ = [
     "all_keys",
     "dump_recipe",
     "load_recipe",
+    "load_section",
     "nearest",
 ]

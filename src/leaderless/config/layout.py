@@ -9,12 +9,15 @@ from pydantic import Field, field_validator
 
 from leaderless.config.base import Section
 
+SHARE = r"(\d+)%-(\d+)%"
+"""A part of all ranks, from the first per cent up to the second, which is left out."""
+
 
 class LayoutConfig(Section):
     """The ranks of one node and how it divides them."""
 
     ranks: str = Field(default="all", coerce_numbers_to_str=True, json_schema_extra={"type": ["string", "integer"]})
-    """`all`, or ranks and inclusive ranges as `0-3,8-11`."""
+    """`all`, ranks and inclusive ranges as `0-3,8-11`, or a share of all ranks as `0%-50%`, whatever their number."""
     dp: int | None = Field(default=None, ge=1)
     """Data-parallel size; what the ranks and the other sizes leave when not given."""
     tp: int = Field(default=1, ge=1)
@@ -37,8 +40,10 @@ class LayoutConfig(Section):
     @field_validator("ranks")
     @classmethod
     def _ranks_are_readable(cls, value: str) -> str:
-        if value != "all" and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", value):
-            raise ValueError("must be 'all' or ranks and inclusive ranges such as '0-3,8-11'")
+        if value != "all" and not re.fullmatch(rf"\d+(-\d+)?(,\d+(-\d+)?)*|{SHARE}", value):
+            raise ValueError(
+                "must be 'all', ranks and inclusive ranges such as '0-3,8-11', or a share such as '0%-50%'"
+            )
         return value
 
     def ranks_of(self, world_size: int) -> tuple[int, ...]:
@@ -48,10 +53,13 @@ class LayoutConfig(Section):
             world_size: Ranks there are, and what `all` stands for.
 
         Raises:
-            ValueError: A range runs backwards, or a rank is named twice or is not there.
+            ValueError: A range runs backwards, a rank is named twice or is not there, or a share is no whole number of
+                ranks.
         """
         if self.ranks == "all":
             return tuple(range(world_size))
+        if share := re.fullmatch(SHARE, self.ranks):
+            return _ranks_of_share(int(share[1]), int(share[2]), world_size)
         ranks: list[int] = []
         for part in self.ranks.split(","):
             first, last = (int(number) for number in (part if "-" in part else f"{part}-{part}").split("-"))
@@ -66,3 +74,15 @@ class LayoutConfig(Section):
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"'{self.ranks}' names a rank twice")
         return tuple(sorted(ranks))
+
+
+def _ranks_of_share(first: int, last: int, world_size: int) -> tuple[int, ...]:
+    if not first < last <= 100:
+        raise ValueError(f"share '{first}%-{last}%' must begin before it ends, at 100% or before")
+    for bound in (first, last):
+        if bound * world_size % 100:
+            raise ValueError(
+                f"share '{first}%-{last}%': {bound}% of {world_size} ranks is no whole number: name ranks, or start a "
+                "number of workers that it divides"
+            )
+    return tuple(range(first * world_size // 100, last * world_size // 100))

@@ -6,15 +6,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from leaderless.config.base import Section
 from leaderless.config.errors import Problem, RecipeError, nearest
 from leaderless.config.recipe import Recipe
 from leaderless.config.shape import nearest_key, written_path
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, read_yaml
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 _RULES = {
     "model_type": "must be a section of settings",
@@ -77,10 +81,28 @@ def load_recipe(
         raise RecipeError(
             [Problem(p.key, p.message, p.place or source.place_of(p.key)) for p in error.problems]
         ) from error
+    return LoadedRecipe(_validate(Recipe, merge_settings(defaults, source.settings), source), source)
+
+
+def load_section(path: Path, section: type[AnySection]) -> AnySection:
+    """Read and check a file that is no recipe, but held to the same rules.
+
+    Args:
+        path: The YAML file.
+        section: What it must hold.
+
+    Raises:
+        RecipeError: Something in it is wrong; all problems are named, each with its place.
+    """
+    source = read_yaml(path)
+    return _validate(section, source.settings, source)
+
+
+def _validate(section: type[AnySection], settings: Mapping[str, Setting], source: RecipeSource) -> AnySection:
     try:
-        return LoadedRecipe(Recipe.model_validate(merge_settings(defaults, source.settings)), source)
+        return section.model_validate(settings)
     except ValidationError as error:
-        raise RecipeError([_problem(details, source) for details in error.errors()]) from error
+        raise RecipeError([_problem(details, source, section) for details in error.errors()]) from error
 
 
 def merge_settings(defaults: Mapping[str, Setting], settings: Mapping[str, Setting]) -> dict[str, Setting]:
@@ -121,9 +143,9 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def _problem(details: ErrorDetails, source: RecipeSource) -> Problem:
+def _problem(details: ErrorDetails, source: RecipeSource, root: type[Section]) -> Problem:
     """What one pydantic error means to the user."""
-    path = written_path(details["loc"])
+    path = written_path(details["loc"], root)
     kind, value = details["type"], details["input"]
     if kind == "invalid_key":
         path = (*path[:-1], str(value))  # pydantic calls the key `true` 1
@@ -131,7 +153,7 @@ def _problem(details: ErrorDetails, source: RecipeSource) -> Problem:
     rule = re.sub(r"^\w+ should ", "must ", details["msg"].removeprefix("Value error, "))
     message = _RULES.get(kind, rule)
     if kind == "extra_forbidden":
-        message = "unknown key" + nearest_key(details["loc"])
+        message = "unknown key" + nearest_key(details["loc"], root)
     elif kind == "union_tag_invalid":
         wrong, known = details["ctx"]["tag"], re.findall(r"'([^']+)'", details["ctx"]["expected_tags"])
         path, key, message = (*path, "type"), f"{key}.type={wrong!r}", f"unknown type{nearest(wrong, known)}"

@@ -13,26 +13,28 @@ from leaderless.config.recipe import Recipe
 from leaderless.config.rewards import RewardOptions, RewardsConfig
 
 
-def written_path(location: Sequence[int | str]) -> tuple[str, ...]:
+def written_path(location: Sequence[int | str], root: type[BaseModel] = Recipe) -> tuple[str, ...]:
     """The keys that lead to a problem, without the types that pydantic puts between them.
 
     Args:
         location: As pydantic gives it.
+        root: What the file holds.
     """
-    return _follow(location)[0]
+    return _follow(location, root)[0]
 
 
-def nearest_key(location: Sequence[int | str]) -> str:
+def nearest_key(location: Sequence[int | str], root: type[BaseModel] = Recipe) -> str:
     """A hint for an unknown key: a sibling that is spelt alike, else a key of that name in another section.
 
     Args:
         location: As pydantic gives it.
+        root: What the file holds.
     """
-    path, sections = _follow(location)
+    path, sections = _follow(location, root)
     hint = nearest(path[-1], {name for section in sections for name in section.model_fields})
     if "did you mean" in hint:
         return hint
-    elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == path[-1]]
+    elsewhere = [key for key in all_keys(root) if key.rpartition(".")[2] == path[-1]]
     return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else hint
 
 
@@ -53,10 +55,10 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
     return list(keys)
 
 
-def _follow(location: Sequence[int | str]) -> tuple[tuple[str, ...], list[type[BaseModel]]]:
+def _follow(location: Sequence[int | str], root: type[BaseModel]) -> tuple[tuple[str, ...], list[type[BaseModel]]]:
     """The keys of a place, and the sections that its last key may be in."""
     path: list[str] = []
-    annotation: object = Recipe
+    annotation: object = root
     parents: list[type[BaseModel]] = []
     for part in map(str, location):
         sections = _sections_in(annotation)

@@ -1,0 +1,171 @@
+"""Seconds that models take on each shard: decoding by memory bandwidth, passes by their floating-point operations."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from leaderless.config import Recipe
+from leaderless.config.models import ModelConfig
+from leaderless.planner import Layout
+from leaderless.planner.model_size import ModelSize
+from leaderless.simulation.network import GIGA, Float, Network
+from leaderless.simulation.rows import Int, Rows
+
+TERA = 1e12
+GRADIENT_BYTES = 4
+"""Gradients are summed in float32."""
+BACKWARD = 2
+"""Forward passes that a backward pass costs as much as."""
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a model costs on a cluster.
+
+    Attributes:
+        size: Of the model.
+        config: How it computes.
+        layout: Its ranks, over which it is sharded.
+        network: Between them.
+        recipe: Batch sizes.
+    """
+
+    size: ModelSize
+    config: ModelConfig
+    layout: Layout
+    network: Network
+    recipe: Recipe
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one weight as it computes."""
+        return 2 if self.config.compute_dtype == "bfloat16" else 4
+
+    def gather_seconds(self) -> float:
+        """Gathering the sharded weights on every rank."""
+        return self.network.gather_seconds(self.size.num_parameters * self.item_bytes, np.array(self.layout.ranks))
+
+    def forward_flops(self, rows: Rows) -> Float:
+        """[n] operations of one pass: two a weight and token, and causal attention's square.
+
+        Mixtures of experts are counted as if every token went through every expert.
+
+        Args:
+            rows: That are read.
+        """
+        tokens = rows.tokens.astype(np.float64)
+        attention = 2.0 * self.size.num_layers * self.size.hidden_size * tokens**2
+        return 2.0 * self.size.num_parameters * tokens + attention
+
+    def scoring_seconds(self, rows: Rows, shards: Int) -> float:
+        """One forward pass over all rows, until the slowest shard is done; weights are gathered meanwhile.
+
+        Args:
+            rows: All of them.
+            shards: [n] shard of each.
+        """
+        device = self.network.cluster.device
+        rate = device.peak_tflops * TERA * device.scoring_utilization
+        work = self._per_shard(shards, self.forward_flops(rows)).max() / rate
+        return max(float(work), self._num_passes(rows, shards) * self.gather_seconds())
+
+    def training_seconds(self, rows: Rows, shards: Int) -> float:
+        """All updates of a step. The shards wait for each other at each; weights and gradients travel meanwhile.
+
+        Args:
+            rows: All of them.
+            shards: [n] shard of each.
+        """
+        device = self.network.cluster.device
+        passes = 1 + BACKWARD + self.config.gradient_checkpointing
+        rate = device.peak_tflops * TERA * device.training_utilization / passes
+        flops = self.forward_flops(rows)
+        gradients = self.size.num_parameters * GRADIENT_BYTES
+        pass_s = 2 * self.gather_seconds() + self.network.gather_seconds(gradients, np.array(self.layout.ranks))
+        num_updates = self.recipe.batch.updates_per_step
+        num_groups = int(rows.groups[-1]) + 1
+        update_of_row = rows.groups * num_updates // num_groups
+        total = 0.0
+        for update in range(num_updates):
+            chosen = update_of_row == update
+            work = self._per_shard(shards[chosen], flops[chosen]).max() / rate
+            part = Rows(rows.groups[chosen], rows.prompt_tokens[chosen], rows.response_tokens[chosen], rows.are_samples)
+            total += max(float(work), self._num_passes(part, shards[chosen]) * pass_s)
+        return total
+
+    def generation_seconds(self, rows: Rows, shards: Int) -> Float:
+        """[dp] each shard's own time: weights gathered once, prompts read once a group, then token after token.
+
+        Each decoding step reads all weights and the keys and values of the sequences that go on.
+
+        Args:
+            rows: The samples.
+            shards: [n] shard of each.
+        """
+        device = self.network.cluster.device
+        rate = device.peak_tflops * TERA * device.scoring_utilization
+        bandwidth = device.memory_bandwidth_gb_per_s * device.decoding_utilization
+        weights = self.size.num_parameters
+        cached = rows.response_tokens * rows.prompt_tokens + rows.response_tokens * (rows.response_tokens + 1) // 2
+        read = self._per_shard(shards, cached * (self.size.kv_values_per_token * self.item_bytes))
+        steps = num_decoding_steps(rows.response_tokens, shards, self.layout.dp, self.recipe.rollout.max_sequences)
+        memory_s = (steps * weights * self.item_bytes + read) / (bandwidth * GIGA)
+        compute_s = self._per_shard(shards, 2 * weights * rows.response_tokens) / rate
+        first = np.where(rows.is_first_of_group, rows.prompt_tokens, 0)
+        prompts_s = self._per_shard(shards, 2 * weights * first) / rate
+        own: Float = prompts_s + np.maximum(memory_s, compute_s) + self.gather_seconds()
+        return own
+
+    def _num_passes(self, rows: Rows, shards: Int) -> int:
+        """Micro-batches of the fullest shard, which all shards run."""
+        tokens = self._per_shard(shards, rows.tokens)
+        return int(np.ceil(tokens.max() / self.recipe.batch.micro_batch_tokens))
+
+    def _per_shard(self, shards: Int, values: Int | Float) -> Float:
+        return np.bincount(shards, weights=values, minlength=self.layout.dp).astype(np.float64)
+
+
+def num_decoding_steps(lengths: Int, shards: Int, num_shards: int, max_sequences: int) -> Int:
+    """[num_shards] tokens one behind the other until all responses have ended; a free place takes the next response.
+
+    Args:
+        lengths: [n] of responses.
+        shards: [n] that decode them.
+        num_shards: Shards there are.
+        max_sequences: That one shard decodes at the same time.
+    """
+    steps = np.zeros(num_shards, dtype=np.int64)
+    np.maximum.at(steps, shards, lengths)
+    crowded = np.flatnonzero(np.bincount(shards, minlength=num_shards) > max_sequences)
+    if len(crowded):
+        by_shard = np.argsort(shards, kind="stable")
+        begins = np.searchsorted(shards[by_shard], crowded)
+        ends = np.searchsorted(shards[by_shard], crowded, side="right")
+        for shard, begin, end in zip(crowded, begins, ends, strict=True):
+            steps[shard] = _last_end(lengths[by_shard[begin:end]].tolist(), max_sequences)
+    return steps
+
+
+def _last_end(lengths: Sequence[int], places: int) -> int:
+    """When the last of some jobs ends that are begun in order, as soon as one of the places is free."""
+    free = list(lengths[:places])
+    heapq.heapify(free)
+    for length in lengths[places:]:
+        heapq.heapreplace(free, free[0] + length)
+    return max(free)
+
+
+def tokenizing_seconds(rows: Rows, tokens_per_s: float, shards: Int, num_shards: int) -> Float:
+    """[num_shards] reading the prompts of each shard.
+
+    Args:
+        rows: Of the data.
+        tokens_per_s: Of one shard.
+        shards: [n] shard of each row.
+        num_shards: Shards there are.
+    """
+    return np.bincount(shards, weights=rows.tokens, minlength=num_shards).astype(np.float64) / tokens_per_s

@@ -1,0 +1,170 @@
+"""Seconds and bytes of what goes between ranks, over links inside a host and over the interfaces of hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaderless.simulation.cluster import ClusterConfig
+from leaderless.simulation.rows import Int
+
+Float = NDArray[np.float64]
+
+GIGA = 1e9
+MICRO = 1e-6
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Messages between ranks.
+
+    Attributes:
+        senders: [m] ranks.
+        receivers: [m] ranks, each other than its sender.
+        sizes: [m] bytes.
+    """
+
+    senders: Int
+    receivers: Int
+    sizes: Int
+
+    @classmethod
+    def of(cls, senders: Int, receivers: Int, sizes: Int) -> Transfer:
+        """One message for each pair of ranks, and none from a rank to itself.
+
+        Args:
+            senders: [k] rank that has something.
+            receivers: [k] rank that gets it.
+            sizes: [k] bytes of it.
+        """
+        moves = senders != receivers
+        span = int(receivers.max(initial=0)) + 1
+        pairs, index = np.unique(senders[moves] * span + receivers[moves], return_inverse=True)
+        # Sums of float64 are exact below 2 ** 53 bytes.
+        total = np.bincount(index, weights=sizes[moves], minlength=len(pairs)).astype(np.int64)
+        return cls(pairs // span, pairs % span, total)
+
+    def sent(self, num_ranks: int) -> Int:
+        """[num_ranks] bytes that each rank sends.
+
+        Args:
+            num_ranks: Of the whole run.
+        """
+        return _sums(self.senders, self.sizes, num_ranks)
+
+    def received(self, num_ranks: int) -> Int:
+        """[num_ranks] bytes that each rank receives.
+
+        Args:
+            num_ranks: Of the whole run.
+        """
+        return _sums(self.receivers, self.sizes, num_ranks)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a cluster.
+
+    Attributes:
+        cluster: Its constants.
+        num_ranks: That run, hosts filled one after another.
+    """
+
+    cluster: ClusterConfig
+    num_ranks: int
+
+    def hosts(self, ranks: Int) -> Int:
+        """[n] host of each rank.
+
+        Args:
+            ranks: [n].
+        """
+        return ranks // self.cluster.host.devices
+
+    def interfaces(self, ranks: Int) -> Int:
+        """[n] interface of each rank, numbered through all hosts.
+
+        Args:
+            ranks: [n].
+        """
+        return ranks * self.cluster.host.interfaces // self.cluster.host.devices
+
+    def crosses(self, transfer: Transfer) -> NDArray[np.bool_]:
+        """[m] whether a message goes to another host.
+
+        Args:
+            transfer: Messages.
+        """
+        crosses: NDArray[np.bool_] = self.hosts(transfer.senders) != self.hosts(transfer.receivers)
+        return crosses
+
+    def interface_bytes(self, transfer: Transfer) -> tuple[Int, Int]:
+        """Bytes out of and into each interface.
+
+        Args:
+            transfer: Messages.
+        """
+        crosses = self.crosses(transfer)
+        sizes = transfer.sizes[crosses]
+        count = int(self.interfaces(np.array([self.num_ranks - 1]))[0]) + 1
+        out = _sums(self.interfaces(transfer.senders[crosses]), sizes, count)
+        return out, _sums(self.interfaces(transfer.receivers[crosses]), sizes, count)
+
+    def transfer_seconds(self, transfer: Transfer) -> float:
+        """Until the last message has arrived: latency of the rank with most messages, and bytes of the fullest link.
+
+        Links inside hosts and between them work at the same time.
+
+        Args:
+            transfer: Messages.
+        """
+        if not len(transfer.sizes):
+            return 0.0
+        links, crosses = self.cluster.links, self.crosses(transfer)
+        ones = np.ones(len(transfer.sizes), dtype=np.int64)
+        peers = max(int(_sums(ends, ones, self.num_ranks).max()) for ends in (transfer.senders, transfer.receivers))
+        level = links.network if crosses.any() else links.host
+        across = max(int(part.max()) for part in self.interface_bytes(transfer))
+        inside = Transfer(transfer.senders[~crosses], transfer.receivers[~crosses], transfer.sizes[~crosses])
+        within = max(int(inside.sent(self.num_ranks).max()), int(inside.received(self.num_ranks).max()))
+        carried = max(seconds(across, links.network.bandwidth_gb_per_s), seconds(within, links.host.bandwidth_gb_per_s))
+        return peers * level.latency_us * MICRO + carried
+
+    def gather_seconds(self, num_bytes: float, ranks: Int) -> float:
+        """Every rank gets all of what is cut in even parts: an all-gather, or a reduce-scatter, of a model's weights.
+
+        Rings over all interfaces of a host carry it; the small steps between grow with the logarithm of the ranks.
+
+        Args:
+            num_bytes: Of the whole.
+            ranks: That take part.
+        """
+        if len(ranks) < 2:
+            return 0.0
+        cluster, hosts = self.cluster, np.unique(self.hosts(ranks))
+        link = cluster.links.host
+        bandwidth = link.bandwidth_gb_per_s
+        if len(hosts) > 1:
+            link = cluster.links.network
+            shared = np.unique(self.interfaces(ranks)).size / len(hosts)
+            within = bandwidth if len(ranks) > len(hosts) else np.inf
+            bandwidth = min(within, link.bandwidth_gb_per_s * shared)
+        share = 1 - 1 / len(ranks)
+        return ceil(log2(len(ranks))) * link.latency_us * MICRO + seconds(num_bytes * share, bandwidth)
+
+
+def seconds(num_bytes: float, gb_per_s: float | None) -> float:
+    """Time that bytes take.
+
+    Args:
+        num_bytes: 0 or more.
+        gb_per_s: None when nothing has to be done.
+    """
+    return 0.0 if gb_per_s is None else num_bytes / (gb_per_s * GIGA)
+
+
+def _sums(places: Int, sizes: Int, count: int) -> Int:
+    return np.bincount(places, weights=sizes, minlength=count).astype(np.int64)

@@ -1,0 +1,69 @@
+"""The model against a measurement: what it says of one transition whose rows are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from leaderless.planner import Reshard
+from leaderless.simulation.cluster import OURS, ClusterConfig
+from leaderless.simulation.moves import Controller, Cost, controller_cost, peer_cost
+from leaderless.simulation.network import Network
+from leaderless.simulation.placement import Routes, owners_of
+from leaderless.simulation.rows import Int, Rows
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of a prediction, each as a share of what was measured: 0.1 is a tenth too much.
+
+    Attributes:
+        seconds: Of the transition.
+        interface_bytes: Of the busiest interface.
+        process_bytes: Of the busiest process.
+    """
+
+    seconds: float
+    interface_bytes: float
+    process_bytes: float
+
+
+def predict(action: Reshard, rows: Rows, holders: Int, cluster: ClusterConfig, way: str) -> Cost:
+    """What one transition costs.
+
+    Args:
+        action: Its columns and layouts; its ranks are those of the first hosts of the cluster.
+        rows: That go.
+        holders: [n] rank that holds each.
+        cluster: Constants of the cost model.
+        way: `ours`, or a controller of the cluster file.
+
+    Raises:
+        ValueError: The cluster file has no such controller.
+    """
+    ranks = action.ranks
+    network = Network(cluster, ranks[-1] + 1)
+    routes = Routes(rows, holders, owners_of(action, rows, holders), action.target_layout, is_agreed=False)
+    if way == OURS:
+        return peer_cost(routes, action.columns, np.array(ranks), network)
+    if way not in cluster.controllers:
+        known = ", ".join([OURS, *cluster.controllers])
+        raise ValueError(
+            f"way '{way}' is not in the cluster file '{cluster.name}': use one of {known}, or add it there"
+        )
+    return controller_cost(routes, action.columns, Controller(cluster.controllers[way], network))
+
+
+def errors_of(predicted: Cost, measured: Cost) -> Errors:
+    """How far a prediction is from what was measured.
+
+    Args:
+        predicted: By `predict`.
+        measured: Each above 0.
+    """
+    return Errors(
+        seconds=predicted.seconds / measured.seconds - 1,
+        interface_bytes=predicted.interface_bytes / measured.interface_bytes - 1,
+        process_bytes=predicted.process_bytes / measured.process_bytes - 1,
+    )

@@ -1,0 +1,172 @@
+"""The rows of a simulated step: how long they are, and how many bytes their columns take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaderless.config import Recipe
+from leaderless.data.balance import sequence_cost
+from leaderless.planner.make_plan import UNKNOWN_COLUMN_BYTES
+from leaderless.simulation.cluster import WorkloadConfig
+from leaderless.workflow import COLUMNS
+from leaderless.workflow.columns import Column
+
+Int = NDArray[np.int64]
+
+ID_BYTES = 8
+"""A row travels with its id, and so does a prompt."""
+LENGTH_BYTES = 8
+"""A run of a jagged column travels with its length, and an object with that of its text."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Lengths of some rows, in the order of their ids.
+
+    Attributes:
+        groups: [n] place of each row's prompt, ascending.
+        prompt_tokens: [n] length of each row's prompt.
+        response_tokens: [n] length of what follows it; 0 before there is a response.
+        are_samples: Rows point to prompts; else they are prompts.
+    """
+
+    groups: Int
+    prompt_tokens: Int
+    response_tokens: Int
+    are_samples: bool
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.groups)
+
+    @cached_property
+    def tokens(self) -> Int:
+        """[n] length of each row, prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+    @cached_property
+    def is_first_of_group(self) -> NDArray[np.bool_]:
+        """[n] whether no row before has the same prompt."""
+        is_first: NDArray[np.bool_] = np.diff(self.groups, prepend=-1) != 0
+        return is_first
+
+    def costs(self, columns: Iterable[str]) -> Int:
+        """[n] what the databuffer tells of rows for their assignment: the cost of their length, where it travels.
+
+        Args:
+            columns: That travel.
+        """
+        parts = {"prompt_tokens": self.prompt_tokens, "tokens": self.response_tokens}
+        lengths = np.zeros(len(self), dtype=np.int64)
+        for column in columns:
+            lengths += parts.get(column, 0)
+        return sequence_cost(np.maximum(lengths, 1))
+
+    def row_bytes(self, columns: Iterable[str]) -> Int:
+        """[n] bytes of rows as they travel packed: the id, that of the prompt, and the row's own columns.
+
+        Args:
+            columns: That travel; those that belong to the prompt are not counted here.
+        """
+        sizes = np.full(len(self), 2 * ID_BYTES, dtype=np.int64)
+        for column in map(column_of, columns):
+            if not self._is_of_prompt(column):
+                sizes += self._packed(column)
+        return sizes
+
+    def prompt_bytes(self, columns: Iterable[str]) -> Int:
+        """[n] bytes of each row's prompt as it travels packed; 0 where rows are prompts.
+
+        Args:
+            columns: That travel; only those that belong to the prompt are counted.
+        """
+        chosen = [column for column in map(column_of, columns) if self._is_of_prompt(column)]
+        sizes = np.full(len(self), ID_BYTES if self.are_samples else 0, dtype=np.int64)
+        for column in chosen:
+            sizes += self._packed(column)
+        return sizes
+
+    def separate_bytes(self, columns: Iterable[str], *, is_padded: bool) -> Int:
+        """[n] bytes of rows that each have their own prompt.
+
+        Args:
+            columns: That travel.
+            is_padded: Prompts and responses are as long as the longest.
+        """
+        sizes = np.zeros(len(self), dtype=np.int64)
+        for column in map(column_of, columns):
+            if column.axis is None:
+                sizes += column.item_bytes
+            else:
+                lengths = self.prompt_tokens if column.axis == "prompt_tokens" else self.response_tokens
+                sizes += column.item_bytes * (lengths.max() if is_padded else lengths)
+        return sizes
+
+    def _is_of_prompt(self, column: Column) -> bool:
+        return column.is_prompt and self.are_samples
+
+    def _packed(self, column: Column) -> Int | int:
+        if column.axis is None:
+            return column.item_bytes + (LENGTH_BYTES if column.kind == "object" else 0)
+        lengths = self.prompt_tokens if column.axis == "prompt_tokens" else self.response_tokens
+        return LENGTH_BYTES + lengths * column.item_bytes
+
+
+def column_of(name: str) -> Column:
+    """The column of a name, as the planner sizes it; one that only a user's stage knows is a number for each row.
+
+    Args:
+        name: Of a column.
+    """
+    known = COLUMNS["old_log_probs"] if name.endswith("_log_probs") else COLUMNS.get(name)
+    if known is None:
+        assert COLUMNS["response_lengths"].item_bytes == UNKNOWN_COLUMN_BYTES
+        return COLUMNS["response_lengths"]
+    return known
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sequences of one step.
+
+    Attributes:
+        prompts: The rows of the data.
+        samples: The rows behind a rollout.
+    """
+
+    prompts: Rows
+    samples: Rows
+
+
+def sample_workload(recipe: Recipe, config: WorkloadConfig) -> Workload:
+    """Draw the lengths of a step's sequences; the recipe's seed decides, and the number of ranks does not matter.
+
+    Args:
+        recipe: Batch sizes, limits and seed.
+        config: The distributions.
+    """
+    generator = np.random.default_rng(recipe.seed)
+    num_prompts, num_siblings = recipe.batch.prompts_per_step, recipe.batch.responses_per_prompt
+    limit = recipe.data.max_prompt_tokens
+    prompts = _lengths(generator, num_prompts, config.prompt_median_tokens, config.prompt_sigma, limit)
+    groups = np.arange(num_prompts)
+    is_given = recipe.data.train.response is not None
+    limit = recipe.data.max_response_tokens if is_given else recipe.rollout.max_response_tokens
+    count = num_prompts * num_siblings
+    responses = _lengths(generator, count, config.response_median_share * limit, config.response_sigma, limit)
+    given = responses[::num_siblings] if is_given else np.zeros(num_prompts, dtype=np.int64)
+    return Workload(
+        prompts=Rows(groups, prompts, given, are_samples=False),
+        samples=Rows(np.repeat(groups, num_siblings), np.repeat(prompts, num_siblings), responses, are_samples=True),
+    )
+
+
+def _lengths(generator: np.random.Generator, count: int, median: float, sigma: float, limit: int) -> Int:
+    """[count] lognormal lengths, at least 1 and at most the limit."""
+    drawn = median * np.exp(sigma * generator.standard_normal(count))
+    return np.clip(np.rint(drawn), 1, limit).astype(np.int64)

@@ -1,0 +1,229 @@
+"""The time of one step on every way that data may go: clocks of all ranks, moved on entry by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from leaderless.config import Recipe
+from leaderless.planner import Layout, Plan
+from leaderless.simulation.cluster import GIB, OURS, ClusterConfig
+from leaderless.simulation.events import Event, Loaded, Moved, Synced, Worked, events_of
+from leaderless.simulation.moves import Controller, Cost, peer_cost, weights_cost
+from leaderless.simulation.network import Network
+from leaderless.simulation.rows import Int, Workload
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One step on one way that data may go.
+
+    Attributes:
+        seconds: Of the step.
+        tokens_per_s: Of prompts and responses, over all ranks.
+        transition_seconds: Of all transitions, those that run at the same time counted one by one.
+        interface_bytes: Through the busiest interface in the busiest transition of rows, in and out together.
+        process_bytes: Rows and messages in main memory of the busiest process.
+        host_bytes: The same for all processes of its host that are like it.
+        fits_host: They fit the host's main memory.
+        transitions: Cost of each transition of rows, by name.
+        weights: Cost of bringing new weights, by name; the same on all ways.
+    """
+
+    seconds: float
+    tokens_per_s: float
+    transition_seconds: float
+    interface_bytes: int
+    process_bytes: int
+    host_bytes: int
+    fits_host: bool
+    transitions: Mapping[str, Cost]
+    weights: Mapping[str, Cost]
+
+
+def estimate_step(plan: Plan, recipe: Recipe, workload: Workload, cluster: ClusterConfig) -> dict[str, Estimate]:
+    """Estimate one step, by way: the project's own, and that of every controller of the cluster file.
+
+    Rows are on the same ranks and models take the same time on all of them; they differ in how data moves.
+
+    Args:
+        plan: Of the recipe.
+        recipe: Batch sizes and models.
+        workload: Rows of the step.
+        cluster: Its constants.
+
+    Raises:
+        RecipeError: The workflow has a loop, or the size of a model is not known.
+    """
+    network = Network(cluster, plan.world_size)
+    events = events_of(plan, recipe, workload, network)
+    tokens = _trained_tokens(events)
+    walks: dict[str, _Walk] = {OURS: _walk_peers(events, network)}
+    for name, config in cluster.controllers.items():
+        walk = _ControllerWalk(network, Controller(config, network), events)
+        walks[name] = walk.finish()
+    processes = {name: cluster.host.devices if name == OURS else 1 for name in walks}
+    return {name: _estimate(walk, tokens, processes[name], cluster) for name, walk in walks.items()}
+
+
+def _trained_tokens(events: Sequence[Event]) -> int:
+    """Tokens of the rows at the end of the step."""
+    last = [event for event in events if isinstance(event, Worked)][-1]
+    return int(last.rows_after.tokens.sum())
+
+
+@dataclass
+class _Walk:
+    """Clocks and memory of all ranks, on the way through a step."""
+
+    network: Network
+    clocks: np.ndarray[tuple[int], np.dtype[np.float64]] = field(init=False)
+    held: Int = field(init=False)
+    peak_bytes: int = 0
+    transitions: dict[str, Cost] = field(default_factory=dict)
+    weights: dict[str, Cost] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clocks = np.zeros(self.network.num_ranks)
+        self.held = np.zeros(self.network.num_ranks, dtype=np.int64)
+
+    def together(self, ranks: Iterable[int], took: float) -> None:
+        """Some ranks wait for each other, and then take the same time."""
+        chosen = np.fromiter(ranks, dtype=np.int64)
+        self.clocks[chosen] = self.clocks[chosen].max() + took
+
+    def work(self, event: Worked, begin: float = 0.0) -> None:
+        """A node runs; models begin together, because their weights are gathered."""
+        layout = event.node.layout
+        chosen = np.array(layout.ranks)
+        if event.uses_model:
+            begin = max(begin, float(self.clocks[chosen].max()))
+            self.clocks[chosen] = begin + np.repeat(event.seconds, layout.ranks_per_shard)
+
+    def sync(self, event: Synced) -> None:
+        """Weights go from rank to rank on every way."""
+        cost = weights_cost(event.action, event.num_parameters, self.network)
+        self.together(event.action.ranks, cost.seconds)
+        self.weights[str(event.action)] = cost
+
+    def move(self, name: str, cost: Cost, held_bytes: int) -> None:
+        """Note a transition of rows, and the memory that its busiest process has meanwhile."""
+        before = self.transitions.get(name)
+        self.transitions[name] = cost if before is None else before + cost
+        self.peak_bytes = max(self.peak_bytes, held_bytes + cost.process_bytes)
+
+
+def _estimate(walk: _Walk, tokens: int, num_processes: int, cluster: ClusterConfig) -> Estimate:
+    took = float(walk.clocks.max())
+    process_bytes = max(walk.peak_bytes, int(walk.held.max()))
+    host_bytes = process_bytes * min(num_processes, walk.network.num_ranks)
+    return Estimate(
+        seconds=took,
+        tokens_per_s=tokens / took,
+        transition_seconds=sum(cost.seconds for cost in walk.transitions.values()),
+        interface_bytes=max((cost.interface_bytes for cost in walk.transitions.values()), default=0),
+        process_bytes=process_bytes,
+        host_bytes=host_bytes,
+        fits_host=host_bytes <= cluster.host.memory_gib * GIB,
+        transitions=walk.transitions,
+        weights=walk.weights,
+    )
+
+
+def _walk_peers(events: Sequence[Event], network: Network) -> _Walk:
+    """Every rank loads its own prompts, and rows go straight to their new owners where layouts change."""
+    walk = _Walk(network)
+    for event in events:
+        match event:
+            case Loaded(action, rows, seconds, holders):
+                walk.clocks[list(action.layout.ranks)] += np.repeat(seconds, action.layout.ranks_per_shard)
+                _hold(walk, action.layout, rows.row_bytes(action.columns), holders)
+            case Worked(node=node):
+                walk.work(event)
+                _hold(walk, node.layout, event.rows_after.row_bytes(node.writes), event.holders_after)
+            case Moved(action, routes):
+                cost = peer_cost(routes, action.columns, np.array(action.ranks), network)
+                walk.together(action.ranks, cost.seconds)
+                walk.move(str(action), cost, int(walk.held.max()))
+                # Counted for each row, a prompt that several of a rank's rows share is counted more than once.
+                sizes = routes.rows.row_bytes(action.columns) + routes.rows.prompt_bytes(action.columns)
+                first = np.array(action.target_layout.ranks)[routes.owners * action.target_layout.ranks_per_shard]
+                _hold(walk, action.target_layout, sizes, first)
+            case Synced():
+                walk.sync(event)
+    return walk
+
+
+def _hold(walk: _Walk, layout: Layout, sizes: Int, holders: Int) -> None:
+    """Rows that ranks have from now on; those of one shard all hold its rows."""
+    held = np.bincount(holders, weights=sizes, minlength=walk.network.num_ranks).astype(np.int64)
+    ranks = np.array(layout.ranks)
+    by_shard = held[ranks].reshape(-1, layout.ranks_per_shard).sum(axis=1)
+    walk.held[ranks] += np.repeat(by_shard, layout.ranks_per_shard)
+
+
+class _ControllerWalk:
+    """The controller loads all prompts, hands every node that has a model what it reads, and takes what it wrote.
+
+    Nodes without a model run in the controller, at no cost. It takes a node's columns when the next reader wants them,
+    so that nodes on different ranks run at the same time.
+    """
+
+    def __init__(self, network: Network, controller: Controller, events: Sequence[Event]) -> None:
+        self.controller = controller
+        self.events = events
+        self.walk = _Walk(network)
+        self.clock = 0.0
+        self.held_bytes = 0
+        self.waiting: dict[str, Worked] = {}
+        self.wanted = {
+            (source, column)
+            for event in events
+            if isinstance(event, Worked)
+            for column, source in event.node.reads.items()
+        }
+
+    def finish(self) -> _Walk:
+        """Go through the step."""
+        for event in self.events:
+            match event:
+                case Loaded():
+                    self._load(event)
+                case Worked():
+                    self._run(event)
+                case Synced():
+                    self.walk.sync(event)
+        self.walk.clocks = np.maximum(self.walk.clocks, self.clock)
+        return self.walk
+
+    def _load(self, event: Loaded) -> None:
+        cluster, config = self.walk.network.cluster, self.controller.config
+        self.clock += float(event.rows.tokens.sum()) / (cluster.dataloader.tokens_per_s * config.dataloader_processes)
+        self.held_bytes += int(self.controller.bytes_of(event.rows, event.action.columns).sum())
+
+    def _run(self, event: Worked) -> None:
+        node = event.node
+        for source in sorted(set(node.reads.values()) & self.waiting.keys()):
+            self._gather(self.waiting.pop(source))
+        written = [column for column in node.writes if (node.name, column) in self.wanted]
+        if not event.uses_model:
+            self.held_bytes += int(self.controller.bytes_of(event.rows_after, written).sum())
+            return
+        cost = self.controller.exchange(self.controller.bytes_of(event.rows, tuple(node.reads)), event.holders)
+        self.clock += cost.seconds
+        self.walk.move(node.name, cost, self.held_bytes)
+        self.walk.work(event, begin=self.clock)
+        if written:
+            self.waiting[node.name] = event
+
+    def _gather(self, event: Worked) -> None:
+        """Wait for a node, and take those of its columns that other nodes read."""
+        node, rows = event.node, event.rows_after
+        columns = [column for column in node.writes if (node.name, column) in self.wanted]
+        sizes = self.controller.bytes_of(rows, columns)
+        cost = self.controller.exchange(sizes, event.holders_after)
+        self.clock = max(self.clock, float(self.walk.clocks[list(node.layout.ranks)].max())) + cost.seconds
+        self.walk.move(node.name, cost, self.held_bytes)
+        self.held_bytes += int(sizes.sum())

@@ -1,0 +1,108 @@
+"""`leaderless simulate`, as a person runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import ROOT, Outcome, run, succeed
+from tests.end_to_end.test_cli_plan import light
+from tests.unit.recipes import write_model
+
+CLUSTER = ROOT / "recipes/clusters/h100.yaml"
+RECIPE = """\
+name: tiny
+workflow: grpo
+models: {policy: model}
+data: {train: {path: rows.jsonl}, max_prompt_tokens: 64}
+reward: {math: 1.0}
+batch: {prompts_per_step: 64, micro_batch_tokens: 1024}
+layout: {rollout: {ranks: 0%-50%}, policy: {ranks: 50%-100%}}
+steps: 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Holds a recipe, the size of its model and a cluster file."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    write_model(tmp_path / "model")
+    shutil.copy(CLUSTER, tmp_path / "cluster.yaml")
+    return tmp_path
+
+
+def simulate(ranks: RankPool, folder: Path, *arguments: object) -> Outcome:
+    return run(ranks, folder, "simulate", "recipe.yaml", "--cluster=cluster.yaml", *arguments)
+
+
+def said(outcome: Outcome) -> str:
+    """What was refused, without the frame around it."""
+    assert outcome.code == 2, outcome
+    return " ".join(outcome.errors.replace("│", " ").split())
+
+
+def test_a_sweep_is_printed_and_written(ranks: RankPool, folder: Path) -> None:
+    options = ("--world-size=8,16,64", "--prompts-per-rank=2", "--out=results")
+    output = succeed(ranks, folder, "simulate", "recipe.yaml", "--cluster=cluster.yaml", *options)
+    assert "a model, not a measurement" in output
+    numbers = json.loads((folder / "results/simulation.json").read_text())
+    assert [point["world_size"] for point in numbers["points"]] == [8, 16, 64]
+    assert [point["prompts_per_step"] for point in numbers["points"]] == [16, 32, 128]
+    for point in numbers["points"]:
+        assert set(point["estimates"]) == {"ours", "ray"}
+        assert f"{point['estimates']['ours']['tokens_per_s']:,.0f}" in output
+    files = {"simulation.json", "simulation.html"}
+    files |= {"simulation.png"} if importlib.util.find_spec("matplotlib") else set()
+    assert {path.name for path in (folder / "results").iterdir()} == files
+    assert f"page: {Path('results/simulation.html')}" in output
+    assert not (folder / "runs").exists(), "nothing is started"
+
+
+def test_context_and_prompts_vary_too(ranks: RankPool, folder: Path) -> None:
+    for option in ("--context=256,512", "--prompts=64,128"):
+        outcome = simulate(ranks, folder, "--world-size=8", option, "--out=results")
+        assert outcome.code == 0, outcome.errors
+        first, second = json.loads((folder / "results/simulation.json").read_text())["points"]
+        assert first["estimates"]["ours"]["seconds"] < second["estimates"]["ours"]["seconds"]
+    assert (first["prompts_per_step"], second["prompts_per_step"]) == (64, 128)
+
+
+def test_a_wrong_cluster_file_is_placed(ranks: RankPool, folder: Path) -> None:
+    text = (folder / "cluster.yaml").read_text()
+    (folder / "cluster.yaml").write_text(text.replace("interfaces: 8", "interface: 8"))
+    line = text[: text.index("interfaces: 8")].count("\n") + 1
+    message = said(simulate(ranks, folder))
+    assert f"cluster.yaml:{line}: host.interface: unknown key (did you mean 'interfaces'?)" in message
+    (folder / "cluster.yaml").unlink()
+    assert "cluster.yaml: cannot be read" in said(simulate(ranks, folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--world-size=3"], "recipe.yaml:7: layout.rollout.ranks: share '0%-50%': 50% of 3 ranks is no whole number"),
+        (["--world-size=512"], "fewer than the 256 data-parallel ranks of node 'rollout'"),
+        (["--world-size=8,x"], "'x' in '8,x' is no whole number above 0: write 8 or 8,64"),
+        (["--world-size=64,8"], "'64,8' does not ascend: write each value once, in order"),
+        (["--world-size=8,16", "--context=256,512"], "ranks and context both have several values: vary one of them"),
+        (["--world-size=8", "--context=64"], "a context of 64 tokens leaves no room"),
+        (["--world-size=8", "--out=cluster.yaml"], "folder cluster.yaml cannot be made: File exists: name another"),
+        (["--world-size="], "'' in '' is no whole number above 0: write 8 or 8,64"),
+        (["--world-size=0"], "'0' in '0' is no whole number above 0"),
+        (["models.policy=/no/model", "--world-size=8"], "models.policy: the size of '/no/model' is not known"),
+        (["workflow=dapo", "layout={}", "--world-size=8"], "'dapo' has a loop"),
+        (["batch.prompt_per_step=8", "--world-size=8"], "did you mean 'prompts_per_step'?"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(ranks: RankPool, folder: Path, options: list[str], message: str) -> None:
+    assert message in said(simulate(ranks, folder, *options))
+
+
+def test_torch_is_not_needed(folder: Path) -> None:
+    outcome = light(folder, "simulate", "recipe.yaml", "--cluster", "cluster.yaml", "--world-size", "8")
+    assert outcome.code == 0, outcome.errors
+    assert outcome.errors.strip() == "numpy"

@@ -1,0 +1,88 @@
+"""Cluster files: what is read, and what is refused where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.unit.simulation.clusters import ROUND
+
+from leaderless.config import RecipeError
+from leaderless.simulation.cluster import ClusterConfig, load_cluster
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "recipes/clusters").glob("*.yaml"))
+
+
+def refusal(tmp_path, **sections) -> str:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(ROUND | sections, sort_keys=False))
+    with pytest.raises(RecipeError) as caught:
+        load_cluster(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_cluster_that_comes_along_is_valid_and_gives_the_source_of_each_number(path):
+    assert load_cluster(path).name
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        values = line.partition("#")[0]
+        if any(character.isdigit() for character in values) and not values.startswith("name"):
+            assert "#" in line, f"{path.name}:{number} says nothing about where its number comes from"
+
+
+def test_an_unknown_key_is_placed_and_the_nearest_is_named(tmp_path):
+    message = refusal(tmp_path, dataloader={"tokens_per_sec": 5})
+    place = f"{tmp_path}/cluster.yaml:"
+    line = next(
+        n for n, text in enumerate((tmp_path / "cluster.yaml").read_text().splitlines(), 1) if "per_sec:" in text
+    )
+    assert f"{place}{line}: dataloader.tokens_per_sec: unknown key (did you mean 'tokens_per_s'?)" in message
+    assert "dataloader.tokens_per_s: must be given" in message
+
+
+def test_a_key_of_another_section_is_named_with_it(tmp_path):
+    assert "(did you mean 'host.interfaces'?)" in refusal(tmp_path, dataloader={"tokens_per_s": 5, "interfaces": 5})
+
+
+def test_an_unknown_key_of_a_controller_is_placed(tmp_path):
+    controller = {"call_us": 1, "copy_gb_per_s": 1, "dataloader_processes": 1, "cal_us": 1}
+    message = refusal(tmp_path, controllers={"mine": controller})
+    assert "controllers.mine.cal_us: unknown key (did you mean 'call_us'?)" in message
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"host": {**ROUND["host"], "devices": 0}}, "host.devices=0: must be greater than or equal to 1"),
+        ({"host": {**ROUND["host"], "devices": 3, "interfaces": 2}}, "host.interfaces=2 does not divide the 3 devices"),
+        ({"controllers": {}}, "controllers: "),
+        ({"controllers": {"ours": ROUND["controllers"]["one"]}}, "controllers.ours is how figures call"),
+        ({"dataloader": 5}, "dataloader=5: must be a section of settings"),
+    ],
+)
+def test_what_no_cluster_can_be_is_refused(tmp_path, section, message):
+    assert message in refusal(tmp_path, **section)
+
+
+def test_every_constant_says_its_unit_and_its_meaning():
+    units = (
+        "_gib",
+        "_tflops",
+        "_utilization",
+        "_gb_per_s",
+        "_us",
+        "_us_per_row",
+        "_tokens",
+        "_per_s",
+        "_sigma",
+        "_share",
+    )
+    counts = {"name", "devices", "interfaces", "dataloader_processes"}
+    sections = [ClusterConfig, *(field.annotation for field in ClusterConfig.model_fields.values())]
+    for section in sections:
+        for name, field in getattr(section, "model_fields", {}).items():
+            assert field.description, name
+            if field.annotation in {int, float, float | None}:
+                assert name.endswith(units) or name in counts, name

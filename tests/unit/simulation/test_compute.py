@@ -1,0 +1,111 @@
+"""Seconds of models, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.recipes import make_recipe
+from tests.unit.simulation.clusters import equal_rows, network
+
+from leaderless.config.models import ModelConfig
+from leaderless.planner import Layout
+from leaderless.planner.model_size import ModelSize
+from leaderless.simulation.compute import ModelCost, num_decoding_steps, tokenizing_seconds
+from leaderless.simulation.rows import Rows
+
+MILLION = 10**6
+SIZE = ModelSize(MILLION, 2, 50, 100, 1000, num_kv_heads=1, head_dim=25, max_positions=4096)
+"""A million weights; attention costs 200 operations for each token's square; 100 numbers a token in the cache."""
+
+
+def model(num_ranks=1, dtype="float32", *, checkpointing=False, batch=None, rollout=None, **constants):
+    config = ModelConfig(path="m", compute_dtype=dtype, gradient_checkpointing=checkpointing)
+    recipe = make_recipe(batch={"updates_per_step": 1, **(batch or {})}, rollout=rollout or {})
+    ranks = Layout(tuple(range(num_ranks)), num_ranks)
+    return ModelCost(SIZE, config, ranks, network(num_ranks, **constants), recipe)
+
+
+def test_a_pass_takes_two_operations_a_weight_and_token_and_the_square_for_attention():
+    flops = model().forward_flops(equal_rows(1, prompt=10, response=90))
+    assert flops.tolist() == [2 * MILLION * 100 + 2 * 2 * 50 * 100**2]
+
+
+def test_scoring_waits_for_the_fullest_shard():
+    rows = equal_rows(3, response=1000)
+    flops = float(model().forward_flops(rows)[0])
+    seconds = model(2).scoring_seconds(rows, np.array([0, 0, 1]))
+    assert seconds == pytest.approx(2 * flops / (1e12 * 0.25))
+
+
+def test_scoring_waits_for_weights_where_there_is_little_to_compute():
+    rows = equal_rows(2, response=1)
+    seconds = model(2, batch={"micro_batch_tokens": 4096}).scoring_seconds(rows, np.array([0, 1]))
+    assert seconds == pytest.approx(4 * MILLION / 2 / 10e9)
+
+
+def test_training_takes_three_passes_or_four_where_activations_are_computed_again():
+    rows, shards = equal_rows(4, response=1000), np.zeros(4, dtype=np.int64)
+    flops = float(model().forward_flops(rows).sum())
+    assert model().training_seconds(rows, shards) == pytest.approx(3 * flops / 0.5e12)
+    assert model(checkpointing=True).training_seconds(rows, shards) == pytest.approx(4 * flops / 0.5e12)
+
+
+def test_shards_wait_for_each_other_at_every_update():
+    rows = equal_rows(4, response=1000)
+    flops = float(model().forward_flops(rows)[0])
+    shards = np.array([0, 0, 1, 1])
+    together = model(2).training_seconds(rows, shards)
+    apart = model(2, batch={"updates_per_step": 2}).training_seconds(rows, shards)
+    assert together == pytest.approx(3 * 2 * flops / 0.5e12)
+    assert apart == pytest.approx(2 * together), "the first update is all on shard 0, the second all on shard 1"
+
+
+def test_every_pass_of_training_gathers_weights_twice_and_sums_gradients_once():
+    rows = equal_rows(2, response=100)
+    slow = model(2, "bfloat16", batch={"micro_batch_tokens": 50}, links__host__bandwidth_gb_per_s=0.001)
+    one_pass = (2 * 2 * MILLION / 2 + 4 * MILLION / 2) / 1e6
+    assert slow.training_seconds(rows, np.array([0, 1])) == pytest.approx(2 * one_pass)
+
+
+def test_decoding_reads_the_weights_at_each_step_and_all_that_went_before():
+    rows = equal_rows(1, siblings=2, prompt=10, response=3)
+    seconds = model().generation_seconds(rows, np.zeros(2, dtype=np.int64))
+    cached = 2 * (11 + 12 + 13) * 100 * 4
+    prompts = 2 * MILLION * 10 / 0.25e12
+    assert seconds.tolist() == [pytest.approx((3 * 4 * MILLION + cached) / 5e9 + prompts)]
+
+
+def test_decoding_many_sequences_is_bound_by_operations():
+    rows = equal_rows(1000, response=3)
+    fast = {"device__memory_bandwidth_gb_per_s": 1e6}
+    seconds = model(rollout={"max_sequences": 1000}, **fast).generation_seconds(rows, np.zeros(1000, dtype=np.int64))
+    assert seconds.tolist() == [pytest.approx(2 * MILLION * 3000 / 0.25e12)]
+
+
+def test_generation_gathers_sharded_weights_once_on_every_shard():
+    rows = equal_rows(2, response=3)
+    one = model(1).generation_seconds(rows, np.zeros(2, dtype=np.int64))[0]
+    two = model(2, rollout={"max_sequences": 2}).generation_seconds(rows, np.zeros(2, dtype=np.int64))
+    assert two[0] == pytest.approx(one + 4 * MILLION / 2 / 10e9)
+    assert two[1] == pytest.approx(4 * MILLION / 2 / 10e9), "a shard without rows has its part in the gather"
+
+
+@pytest.mark.parametrize(("places", "steps"), [(1, 14), (2, 9), (3, 6), (4, 6), (9, 6)])
+def test_a_free_place_takes_the_next_response(places, steps):
+    lengths = np.array([3, 3, 6, 2])
+    assert num_decoding_steps(lengths, np.zeros(4, dtype=np.int64), 1, places).tolist() == [steps]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 8))
+def test_steps_are_between_the_longest_response_and_all_in_a_row(lengths, places):
+    rows = np.array(lengths)
+    steps = int(num_decoding_steps(rows, np.zeros(len(rows), dtype=np.int64), 1, places)[0])
+    assert max(rows.max(), -(-rows.sum() // places)) <= steps <= rows.sum()
+    assert steps >= num_decoding_steps(rows, np.zeros(len(rows), dtype=np.int64), 1, 1000)[0]
+
+
+def test_every_shard_tokenizes_its_own_prompts():
+    rows = Rows(np.arange(3), np.array([100, 200, 400]), np.zeros(3, dtype=np.int64), are_samples=False)
+    assert tokenizing_seconds(rows, 100.0, np.array([0, 0, 1]), 2).tolist() == [3.0, 4.0]

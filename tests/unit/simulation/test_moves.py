@@ -1,0 +1,243 @@
+"""What one transition costs: straight from rank to rank, and through a controller."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.simulation.clusters import cluster, equal_rows, network, pools
+
+from leaderless.data.balance import assign
+from leaderless.planner import Layout, Reshard, SyncWeights
+from leaderless.simulation.moves import (
+    FACT_BYTES,
+    PLANNING_BYTES_PER_ROW,
+    WEIGHT_BUCKET_BYTES,
+    Controller,
+    Cost,
+    controller_cost,
+    peer_cost,
+    transfer_of,
+    weights_cost,
+)
+from leaderless.simulation.placement import Routes, owners_of, speakers
+from leaderless.simulation.prediction import errors_of, predict
+from leaderless.simulation.rows import Rows
+
+ONE_A_HOST = {"host__devices": 1}
+ROW_BYTES = 16 + 8 + 100 * 8
+"""Of a row of 100 tokens: two ids, the length, int64 each."""
+
+
+def between_pools(world_size, rows, *columns):
+    """Rows dealt out evenly over the first half of the ranks, on the way to the second."""
+    action = pools(world_size, *columns)
+    holders = np.arange(len(rows)) * (world_size // 2) // len(rows)
+    return Routes(rows, holders, owners_of(action, rows, holders), action.target_layout, is_agreed=False)
+
+
+def seconds_of(routes, world_size, **constants):
+    ranks = np.arange(world_size)
+    return peer_cost(routes, ["tokens"], ranks, network(world_size, **constants)).seconds
+
+
+def test_rows_between_two_hosts_take_their_bytes_over_the_interface():
+    routes = between_pools(2, equal_rows(1000), "tokens")
+    slow = {"links__network__bandwidth_gb_per_s": 1e-3}
+    carried = (1000 * (ROW_BYTES + 8) + 8) / 1e6  # a prompt without columns is its id; one message's size comes first
+    assert seconds_of(routes, 2, **ONE_A_HOST, **slow) == pytest.approx(carried, rel=1e-3)
+
+
+def test_every_part_of_a_transition_adds_its_own_time():
+    routes, base = between_pools(4, equal_rows(1000), "tokens"), ONE_A_HOST
+    before = seconds_of(routes, 4, **base)
+    added = {
+        "coordinator__assignment_us_per_row": (10.0, 1000 * 10e-6),
+        "coordinator__hop_latency_us": (100.0, 3 * 3 * 3 * 100e-6),  # gathers, hops of each for every rank but one
+        "links__device__latency_us": (50.0, 2 * 50e-6),
+        "links__network__latency_us": (100.0, 2 * 2 * 100e-6),  # sizes and rows, to two receivers
+    }
+    for name, (value, seconds) in added.items():
+        assert seconds_of(routes, 4, **base, **{name: value}) - before == pytest.approx(seconds, rel=1e-6), name
+
+
+def test_owners_that_are_agreed_are_not_computed_again():
+    rows = equal_rows(100)
+    new = between_pools(4, rows, "tokens")
+    agreed = Routes(rows, new.holders, new.owners, new.target, is_agreed=True)
+    costly = {"coordinator__assignment_us_per_row": 1e6}
+    assert seconds_of(new, 4, **costly) - seconds_of(agreed, 4, **costly) == pytest.approx(100, rel=0.01)
+
+
+def test_a_prompt_travels_once_to_each_shard_and_from_the_lowest_sender():
+    rows = equal_rows(2, siblings=2, prompt=50, response=1)
+    target = Layout((2, 3), 2)
+    holders = np.array([1, 0, 0, 0])
+    routes = Routes(rows, holders, np.array([0, 0, 0, 1]), target, is_agreed=False)
+    moved = transfer_of(routes, ["tokens", "prompt_tokens"])
+    row, prompt = 16 + 8 + 8, 8 + 8 + 50 * 8
+    sent = {(int(a), int(b)): int(size) for a, b, size in zip(moved.senders, moved.receivers, moved.sizes, strict=True)}
+    assert sent == {(1, 2): row, (0, 2): 2 * row + 2 * prompt, (0, 3): row + prompt}
+
+
+def test_all_ranks_of_a_shard_get_its_rows_and_share_the_sending():
+    rows = equal_rows(4)
+    source, target = Layout((0, 1), 1, tp=2), Layout((2, 3), 1, tp=2)
+    holders = speakers(np.zeros(4, dtype=np.int64), source)
+    assert holders.tolist() == [0, 0, 1, 1]
+    moved = transfer_of(Routes(rows, holders, np.zeros(4, dtype=np.int64), target, is_agreed=False), ["tokens"])
+    assert moved.sent(4).tolist() == [4 * (ROW_BYTES + 8), 4 * (ROW_BYTES + 8), 0, 0]
+    assert moved.received(4).tolist() == [0, 0, 4 * (ROW_BYTES + 8), 4 * (ROW_BYTES + 8)]
+
+
+@given(count=st.integers(1, 40), size=st.integers(1, 4), dp=st.integers(1, 5))
+def test_ranks_of_a_shard_speak_for_parts_as_the_databuffer_cuts_them(count, size, dp):
+    shards = np.sort(np.arange(count) % dp)
+    spoken = speakers(shards, Layout(tuple(range(dp * size)), dp, tp=size))
+    for shard in range(dp):
+        mine = spoken[shards == shard] - shard * size
+        for place in range(size):
+            assert (mine == place).sum() == len(mine) * (place + 1) // size - len(mine) * place // size
+        assert (np.diff(mine) >= 0).all()
+
+
+@pytest.mark.parametrize("world_size", [4, 8, 32])
+def test_the_controllers_busiest_interface_carries_as_much_more_as_there_are_ranks(world_size):
+    rows = equal_rows(16 * world_size, response=20_000)  # so long that what ranks tell each other is little
+    links = network(world_size, **ONE_A_HOST)
+    routes = between_pools(world_size, rows, "tokens")
+    ours = peer_cost(routes, ["tokens"], np.arange(world_size), links).interface_bytes
+    controller = Controller(links.cluster.controllers["one"], links)
+    central = controller_cost(routes, ["tokens"], controller).interface_bytes
+    # The controller's own rank has no row to send, and rows of one length need no padding.
+    expected = 2 * int(rows.separate_bytes(["tokens"], is_padded=True).sum()) * (1 - 1 / world_size)
+    assert central == pytest.approx(expected)
+    # Ours: the even share of a rank in one pool, where the controller has all of it, in and out but for its own.
+    assert central / ours == pytest.approx(world_size - 1, rel=0.05)
+
+
+def test_a_controller_handles_every_byte_itself():
+    links = network(3, **ONE_A_HOST)
+    sizes, ranks, total = np.array([2, 1]) * 10**6, np.array([1, 2]), 3 * 10**6
+    prices = {
+        "call_us": (1000.0, 2e-3),  # two ranks have rows
+        "copy_gb_per_s": (1e-3, total / 1e6),
+        "serialization_gb_per_s": (1e-3, (total + 2 * 10**6) / 1e6),  # the rank with most does its own besides
+        "object_store_gb_per_s": (1e-3, total / 1e6),
+        "network_gb_per_s": (1e-3, total / 1e6 - total / 1e9),
+    }
+    free = {"call_us": 0, "copy_gb_per_s": 1e12, "dataloader_processes": 1}
+    for name, (value, seconds) in prices.items():
+        costs = []
+        for constants in (free, free | {name: value}):
+            priced = cluster(controllers={"one": constants}, **ONE_A_HOST).controllers["one"]
+            costs.append(Controller(priced, links).exchange(sizes, ranks).seconds)
+        assert costs[1] - costs[0] == pytest.approx(seconds, rel=1e-6), name
+
+
+def test_a_controller_holds_parts_whole_and_what_is_stored():
+    links, size = network(2, **ONE_A_HOST), np.array([5000])
+    one = links.cluster.controllers["one"]
+    stored = one.model_copy(update={"object_store_gb_per_s": 1.0})
+    there, here = np.array([1]), np.array([0])
+    assert Controller(one, links).exchange(size, there) == Cost(pytest.approx(5000 / 1e9 + 5000 / 1e12), 5000, 10_000)
+    assert Controller(stored, links).exchange(size, there).process_bytes == 15_000
+    assert Controller(one, links).exchange(size, here).interface_bytes == 0, "rank 0 is on its host"
+    assert Controller(one, links).exchange(size * 0, there) == Cost(0.0, 0, 0)
+
+
+def test_a_controller_that_does_not_pad_moves_as_much_as_there_is():
+    rows = Rows(np.arange(2), np.zeros(2, dtype=np.int64), np.array([10, 90]), are_samples=True)
+    links = network(4, **ONE_A_HOST)
+    padding = links.cluster.controllers["one"]
+    routes = Routes(rows, np.array([1, 1]), np.array([0, 1]), Layout((2, 3), 2), is_agreed=False)
+    moved = [
+        controller_cost(routes, ["tokens"], Controller(config, links)).interface_bytes
+        for config in (padding, padding.model_copy(update={"pads_rows": False}))
+    ]
+    assert moved == [2 * 2 * 90 * 8, 2 * 100 * 8]
+
+
+def test_a_rank_holds_what_it_sends_and_twice_what_it_gets_and_plans_for_all_rows():
+    routes = between_pools(4, equal_rows(1000), "tokens")
+    held = peer_cost(routes, ["tokens"], np.arange(4), network(4)).process_bytes
+    assert held == PLANNING_BYTES_PER_ROW * 1000 + 2 * 500 * (ROW_BYTES + 8)
+
+
+def test_planning_takes_no_more_memory_for_a_row_than_is_counted():
+    count, shards = 100_000, 512
+    costs = np.random.default_rng(0).integers(1, 30_000, count)
+    units, holders = np.arange(count), np.arange(count) * shards // count
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        assign(costs, units, holders, shards)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (peak - before) / count + 2 * FACT_BYTES <= PLANNING_BYTES_PER_ROW, "facts as they come, and joined"
+
+
+@given(
+    count=st.integers(2, 60),
+    world_size=st.sampled_from([2, 4, 6]),
+    seed=st.integers(0, 9),
+    longer=st.integers(1, 500),
+)
+def test_longer_responses_and_slower_links_never_take_less(count, world_size, seed, longer):
+    lengths = np.random.default_rng(seed).integers(1, 400, count)
+    groups, zeros = np.arange(count), np.zeros(count, dtype=np.int64)
+    short = between_pools(world_size, Rows(groups, zeros, lengths, are_samples=True), "tokens")
+    grown = Rows(groups, zeros, lengths + longer, are_samples=True)
+    long = Routes(grown, short.holders, short.owners, short.target, is_agreed=False)
+    assert seconds_of(long, world_size) >= seconds_of(short, world_size)
+    assert seconds_of(short, world_size, links__network__bandwidth_gb_per_s=0.5) >= seconds_of(short, world_size)
+    moved = transfer_of(short, ["tokens"])
+    assert moved.sent(world_size).sum() == moved.received(world_size).sum()
+
+
+def test_weights_cross_once_and_in_buckets():
+    action = SyncWeights("policy", Layout((0, 1), 2), Layout((2, 3, 4, 5), 4))
+    count = 10**9
+    links = network(6, **ONE_A_HOST)
+    cost = weights_cost(action, count, links)
+    assert cost.interface_bytes == 4 * count // 2, "each of the two that train sends half of it"
+    assert cost.seconds == pytest.approx(2 + (2 + 1) / 1000), "over 1 GB/s; packed, and unpacked in quarters"
+    assert cost.process_bytes == 2 * WEIGHT_BUCKET_BYTES
+    late = weights_cost(action, count, network(6, **ONE_A_HOST, links__network__latency_us=1000)).seconds
+    assert late - cost.seconds == pytest.approx(2 * 15 * 2 * 1e-3), "sizes and bytes of 15 buckets, to two receivers"
+
+
+def test_a_bucket_is_as_large_as_the_one_that_is_sent():
+    weight_sync = pytest.importorskip("leaderless.training.weight_sync")
+    assert weight_sync.BUCKET_BYTES == WEIGHT_BUCKET_BYTES
+
+
+def test_a_prediction_is_that_of_the_way_that_is_named():
+    rows, action = equal_rows(100), pools(4, "tokens")
+    holders = np.repeat([0, 1], 50)
+    constants = cluster()
+    ours, central = (predict(action, rows, holders, constants, way) for way in ("ours", "one"))
+    routes = Routes(rows, holders, owners_of(action, rows, holders), action.target_layout, is_agreed=False)
+    assert ours == peer_cost(routes, ["tokens"], np.arange(4), network(4))
+    assert central == controller_cost(routes, ["tokens"], Controller(constants.controllers["one"], network(4)))
+    with pytest.raises(ValueError, match="way 'two' is not in the cluster file 'round numbers': use one of ours, one"):
+        predict(action, rows, holders, constants, "two")
+
+
+def test_errors_are_shares_of_what_was_measured():
+    errors = errors_of(Cost(3.0, 50, 120), Cost(2.0, 100, 100))
+    assert (errors.seconds, errors.interface_bytes) == (0.5, -0.5)
+    assert errors.process_bytes == pytest.approx(0.2)
+
+
+def test_units_that_stay_together_are_assigned_together():
+    rows = equal_rows(8, siblings=4)
+    base = pools(4, "tokens")
+    action = Reshard("rollout", "rollout", ("tokens",), base.source_layout, base.target_layout, keep_groups=True)
+    owners = owners_of(action, rows, np.zeros(32, dtype=np.int64))
+    assert all(len(set(owners[rows.groups == group])) == 1 for group in range(8))
+    assert sorted(np.bincount(owners).tolist()) == [16, 16]

@@ -1,0 +1,92 @@
+"""How long rows are, and how many bytes they take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.recipes import make_recipe
+from tests.unit.simulation.clusters import cluster, equal_rows
+
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.wire import pack
+from leaderless.simulation.rows import Rows, sample_workload
+
+HEADER_BYTES = 8
+"""The number of rows, once a message."""
+
+
+def workload(recipe_changes=None, **changes):
+    batch = {"prompts_per_step": 4000, "responses_per_prompt": 2}
+    sections = {"batch": batch, "rollout": {"max_response_tokens": 400}, **(recipe_changes or {})}
+    return sample_workload(make_recipe(**sections), cluster(**changes).workload)
+
+
+def test_lengths_have_the_median_and_the_tail_that_is_asked_for():
+    lengths = workload(workload__response_sigma=0.8).samples.response_tokens
+    assert np.median(lengths) == pytest.approx(100, rel=0.05)
+    # A standard normal is above ln(4) / 0.8 = 1.733 with a chance of 4.16 %, and is then cut at the limit.
+    assert (lengths == 400).mean() == pytest.approx(0.0416, abs=0.006)
+    assert lengths.max() == 400
+    assert (workload(workload__response_sigma=0).samples.response_tokens == 100).all()
+
+
+def test_lengths_follow_from_the_seed_alone():
+    one, again, other = workload(), workload(), workload({"seed": 1})
+    assert np.array_equal(one.samples.response_tokens, again.samples.response_tokens)
+    assert not np.array_equal(one.samples.response_tokens, other.samples.response_tokens)
+
+
+def test_samples_have_their_prompts_lengths():
+    drawn = workload()
+    assert np.array_equal(drawn.samples.prompt_tokens, np.repeat(drawn.prompts.prompt_tokens, 2))
+    assert drawn.samples.groups.tolist()[:5] == [0, 0, 1, 1, 2]
+    assert not drawn.prompts.response_tokens.any()
+
+
+def test_responses_of_the_data_are_there_from_the_start():
+    data = {"train": {"path": "rows.jsonl", "response": "text"}, "max_response_tokens": 50}
+    drawn = workload({"data": data, "workflow": "sft"})
+    assert 1 <= drawn.prompts.response_tokens.min() < drawn.prompts.response_tokens.max() == 50
+
+
+def test_bytes_are_those_of_packed_rows():
+    lengths = torch.tensor([3, 5])
+    total = int(lengths.sum())
+    columns = {
+        "tokens": Jagged(torch.zeros(total, dtype=torch.int64), lengths, "tokens"),
+        "response_mask": Jagged(torch.ones(total, dtype=torch.bool), lengths, "tokens"),
+        "old_log_probs": Jagged(torch.zeros(total), lengths, "response_tokens"),
+        "rewards": torch.zeros(2),
+        "<group id>": torch.zeros(2, dtype=torch.int64),
+    }
+    message = pack(Batch(torch.tensor([0, 1]), columns))
+    rows = Rows(np.array([0, 0]), np.array([7, 7]), np.array([3, 5]), are_samples=True)
+    names = ["tokens", "response_mask", "old_log_probs", "rewards", "prompt_tokens"]
+    assert rows.row_bytes(names).sum() + HEADER_BYTES == len(message)
+    prompts = Batch(
+        torch.tensor([0]),
+        {"prompt_tokens": Jagged(torch.zeros(7, dtype=torch.int64), torch.tensor([7]), "prompt_tokens")},
+    )
+    assert rows.prompt_bytes(names)[0] + HEADER_BYTES == len(pack(prompts))
+
+
+def test_padded_rows_are_as_long_as_the_longest_and_have_their_own_prompt():
+    rows = Rows(np.array([0, 1]), np.array([7, 4]), np.array([3, 50]), are_samples=True)
+    assert rows.separate_bytes(["tokens"], is_padded=True).tolist() == [50 * 8] * 2
+    columns = ["tokens", "prompt_tokens", "rewards"]
+    assert rows.separate_bytes(columns, is_padded=True).tolist() == [50 * 8 + 7 * 8 + 4] * 2
+    assert rows.separate_bytes(columns, is_padded=False).tolist() == [3 * 8 + 7 * 8 + 4, 50 * 8 + 4 * 8 + 4]
+
+
+def test_a_prompt_is_a_row_before_there_are_samples():
+    rows = Rows(np.arange(2), np.array([7, 4]), np.zeros(2, dtype=np.int64), are_samples=False)
+    assert rows.row_bytes(["prompt_tokens"]).tolist() == [16 + 8 + 56, 16 + 8 + 32]
+    assert not rows.prompt_bytes(["prompt_tokens"]).any()
+
+
+def test_only_lengths_that_travel_cost():
+    rows = equal_rows(2, prompt=10, response=20)
+    assert rows.costs(["tokens", "prompt_tokens"]).tolist() == [30, 30]
+    assert rows.costs(["tokens"]).tolist() == [20, 20]
+    assert rows.costs(["rewards"]).tolist() == [1, 1]

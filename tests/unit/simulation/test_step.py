@@ -1,0 +1,223 @@
+"""One whole step, on every way that data may go."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from tests.unit.recipes import make_recipe, write_model
+from tests.unit.simulation.clusters import cluster, network, plan_for, pools_recipe, step_of
+
+from leaderless.config import RecipeError, all_keys
+from leaderless.simulation.cluster import ClusterConfig, ControllerConfig
+from leaderless.simulation.events import Loaded, Moved, Worked, events_of
+from leaderless.simulation.rows import sample_workload
+
+CHANGES = {
+    "controllers.one.pads_rows": False,
+    "host.devices": 4,
+    "host.interfaces": 2,
+    "controllers.one.dataloader_processes": 2,
+}
+"""Of settings that cannot be halved."""
+
+
+def everything_matters() -> ClusterConfig:
+    """A cluster where no cost is nothing."""
+    links = {name: {"latency_us": 5, "bandwidth_gb_per_s": 0.5} for name in ("device", "host", "network")}
+    controller = {
+        "call_us": 5,
+        "serialization_gb_per_s": 1,
+        "object_store_gb_per_s": 1,
+        "network_gb_per_s": 0.1,
+        "copy_gb_per_s": 1,
+        "dataloader_processes": 1,
+    }
+    return cluster(
+        links=links,
+        controllers={"one": controller},
+        coordinator__hop_latency_us=5,
+        coordinator__hop_bandwidth_gb_per_s=0.1,
+        coordinator__assignment_us_per_row=2,
+        device__peak_tflops=1e-3,
+        device__memory_bandwidth_gb_per_s=1e-1,
+        workload__prompt_median_tokens=20,
+        workload__response_median_share=0.2,
+    )
+
+
+def test_a_step_is_the_sum_of_what_its_slowest_rank_does(tmp_path):
+    recipe = pools_recipe(tmp_path)
+    constants = everything_matters()
+    links = network(4)
+    events = events_of(plan_for(recipe, 4), recipe, sample_workload(recipe, constants.workload), links)
+    assert {type(event).__name__ for event in events} == {"Loaded", "Worked", "Moved", "Synced"}
+    estimate = step_of(recipe, 4, constants)["ours"]
+    assert set(estimate.transitions) == {
+        "reshard(rollout->2-3)",
+        "reshard(reward->2-3)",
+        "reshard(reference->2-3)",
+        "reshard(advantage->2-3)",
+    }
+    assert set(estimate.weights) == {"weights(policy->0-1)"}
+    assert estimate.transition_seconds == pytest.approx(sum(c.seconds for c in estimate.transitions.values()))
+    assert estimate.seconds > estimate.transition_seconds
+
+
+def test_where_computing_takes_no_time_a_step_is_loading_moving_and_weights(tmp_path):
+    settings = everything_matters().model_dump()
+    settings["device"] |= {"peak_tflops": 1e9, "memory_bandwidth_gb_per_s": 1e12}
+    settings["links"]["host"] = {"latency_us": 0, "bandwidth_gb_per_s": 1e12}  # weights are gathered inside hosts
+    constants, recipe = ClusterConfig.model_validate(settings), pools_recipe(tmp_path)
+    prompts = sample_workload(recipe, constants.workload).prompts.tokens
+    loading = {"ours": max(prompts[:32].sum(), prompts[32:].sum()) / 1e6, "one": prompts.sum() / 1e6}
+    for way, estimate in step_of(recipe, 4, constants).items():
+        weights = sum(cost.seconds for cost in estimate.weights.values())
+        assert weights > 0
+        assert estimate.seconds == pytest.approx(loading[way] + estimate.transition_seconds + weights, rel=1e-6), way
+
+
+def test_a_controller_lets_pools_work_at_the_same_time(tmp_path):
+    # Scoring with the policy on one pool and with the reference on the other takes as long as the slower of the two.
+    slow = cluster(device__peak_tflops=1e-6, device__training_utilization=1, dataloader__tokens_per_s=1e12)
+    both = step_of(pools_recipe(tmp_path), 4, slow)["one"].seconds
+    alone = step_of(pools_recipe(tmp_path, algorithm={}), 4, slow)["one"].seconds
+    assert both == pytest.approx(alone, rel=0.1)
+
+
+def test_every_row_is_somewhere_and_a_response_is_where_its_prompt_is(tmp_path):
+    recipe = pools_recipe(tmp_path)
+    constants = cluster()
+    events = events_of(plan_for(recipe, 8), recipe, sample_workload(recipe, constants.workload), network(8))
+    loaded = next(event for event in events if isinstance(event, Loaded))
+    rollout = next(event for event in events if isinstance(event, Worked) and event.node.name == "rollout")
+    assert np.bincount(loaded.holders).tolist() == [16, 16, 16, 16]
+    assert np.array_equal(rollout.holders_after, np.repeat(loaded.holders, 4))
+    moves = [event for event in events if isinstance(event, Moved)]
+    assert [move.routes.is_agreed for move in moves] == [False, True, True, True]
+    assert all(np.array_equal(move.routes.owners, moves[0].routes.owners) for move in moves)
+    update = [event for event in events if isinstance(event, Worked)][-1]
+    assert np.array_equal(update.holders, 4 + moves[0].routes.owners)
+    work = np.bincount(moves[0].routes.owners, weights=moves[0].routes.rows.costs(moves[0].action.columns))
+    assert work.max() < 1.2 * work.mean()
+
+
+def test_nothing_moves_where_all_nodes_share_their_ranks(tmp_path):
+    recipe = pools_recipe(tmp_path, layout={})
+    estimates = step_of(recipe, 4, cluster())
+    assert not estimates["ours"].transitions
+    assert estimates["ours"].transition_seconds == estimates["ours"].interface_bytes == 0
+    assert set(estimates["one"].transitions) == {"rollout", "old", "reference", "policy"}
+    assert estimates["one"].interface_bytes > 0
+
+
+def test_the_ways_differ_in_moving_alone(tmp_path):
+    # Where nothing that moves data takes time, the two take the same time.
+    free = {"latency_us": 0, "bandwidth_gb_per_s": 1e12}
+    constants = cluster(
+        links={"device": free, "host": free, "network": free},
+        controllers={"one": {"call_us": 0, "copy_gb_per_s": 1e12, "dataloader_processes": 10**9}},
+        coordinator__hop_bandwidth_gb_per_s=1e12,
+        dataloader__tokens_per_s=1e12,
+        device__peak_tflops=1e-3,
+    )
+    estimates = step_of(pools_recipe(tmp_path), 4, constants)
+    assert estimates["one"].seconds == pytest.approx(estimates["ours"].seconds, rel=1e-6)
+    assert estimates["one"].tokens_per_s == pytest.approx(estimates["ours"].tokens_per_s, rel=1e-6)
+
+
+def test_a_host_that_is_too_small_is_told_for_each_way(tmp_path):
+    recipe = pools_recipe(tmp_path)
+    roomy = step_of(recipe, 4, cluster())
+    assert roomy["one"].fits_host
+    limit = roomy["ours"].host_bytes
+    assert limit == 2 * roomy["ours"].process_bytes, "both ranks of a host"
+    assert limit < roomy["one"].host_bytes == roomy["one"].process_bytes
+    small = step_of(recipe, 4, cluster(host__memory_gib=limit / 2**30))
+    assert small["ours"].fits_host
+    assert not small["one"].fits_host
+
+
+CONSTANTS = [
+    *(key for key in all_keys(ClusterConfig) if key not in {"name", "controllers", "device.memory_gib"}),
+    *(f"controllers.one.{name}" for name in ControllerConfig.model_fields),
+]
+"""All but those that tables and pictures alone show; tests of the sweep look at them."""
+
+
+@pytest.mark.parametrize("key", CONSTANTS)
+def test_every_constant_changes_something(tmp_path, key):
+    recipe, constants = pools_recipe(tmp_path), everything_matters()
+    before = step_of(recipe, 4, constants)
+    settings = constants.model_dump()
+    *parents, last = key.split(".")
+    section = settings
+    for part in parents:
+        section = section[part]
+    section[last] = CHANGES.get(key, section[last] / 2)
+    if key == "host.memory_gib":
+        section[last] = before["one"].host_bytes / 2**31
+    assert step_of(recipe, 4, ClusterConfig.model_validate(settings)) != before
+
+
+def test_a_loop_cannot_be_simulated(tmp_path):
+    recipe = pools_recipe(tmp_path, workflow="dapo", layout={}, algorithm={})
+    with pytest.raises(RecipeError, match="'dapo' has a loop, and how often it goes round depends on rewards"):
+        step_of(recipe, 2, cluster())
+
+
+def test_a_model_of_unknown_size_cannot_be_simulated():
+    with pytest.raises(RecipeError, match=r"the size of '/no/such/model' is not known.*name a folder that holds one"):
+        step_of(make_recipe(), 2, cluster())
+
+
+@pytest.mark.parametrize(
+    ("workflow", "algorithm", "train"),
+    [
+        ("ppo", {"advantage": {"type": "gae"}}, {}),
+        ("remax", {"advantage": {"type": "remax"}}, {}),
+        ("reinforce_pp", {}, {}),
+        ("sft", {}, {"response": "answer"}),
+    ],
+)
+def test_other_workflows_are_simulated_too(tmp_path, workflow, algorithm, train):
+    data = {"train": {"path": "rows.jsonl", **train}, "max_prompt_tokens": 64, "max_response_tokens": 192}
+    recipe = pools_recipe(tmp_path, workflow=workflow, data=data, layout={}, algorithm=algorithm)
+    estimates = step_of(recipe, 4, cluster())
+    assert 0 < estimates["ours"].seconds < estimates["one"].seconds
+    assert estimates["one"].transitions["policy"].interface_bytes > 0
+
+
+def test_sixteen_thousand_ranks_are_planned_and_simulated_in_a_minute(tmp_path):
+    recipe = pools_recipe(
+        tmp_path, batch={"prompts_per_step": 2 * 16384, "responses_per_prompt": 4, "micro_batch_tokens": 512}
+    )
+    begin = time.process_time()
+    plan = plan_for(recipe, 16384)
+    assert len(plan.hash()) == 64
+    assert len(plan.chains()) == 2
+    planned = time.process_time()
+    estimates = step_of(recipe, 16384, cluster())
+    simulated = time.process_time()
+    assert planned - begin < 10, "0.1 s on an idle core"
+    assert simulated - begin < 60, "4 s on an idle core"
+    assert estimates["one"].interface_bytes > 10 * estimates["ours"].interface_bytes
+
+
+def test_work_grows_with_the_batch_and_falls_with_the_ranks(tmp_path):
+    recipe = pools_recipe(tmp_path)
+    constants = everything_matters()
+    double = pools_recipe(
+        tmp_path, batch={"prompts_per_step": 128, "responses_per_prompt": 4, "micro_batch_tokens": 512}
+    )
+    for way, estimate in step_of(recipe, 4, constants).items():
+        assert step_of(double, 4, constants)[way].seconds > estimate.seconds
+    assert step_of(recipe, 8, constants)["ours"].seconds < step_of(recipe, 4, constants)["ours"].seconds
+
+
+def test_the_model_of_a_role_decides(tmp_path):
+    small = pools_recipe(tmp_path)
+    large = pools_recipe(tmp_path, models={"policy": write_model(tmp_path / "large", num_hidden_layers=16)})
+    constants = everything_matters()
+    assert step_of(large, 4, constants)["ours"].seconds > 1.5 * step_of(small, 4, constants)["ours"].seconds
