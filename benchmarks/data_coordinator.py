@@ -1,0 +1,167 @@
+"""The data coordinator on several hosts, beside a single controller: seconds, bytes, memory and balance.
+
+    pip install --editable .[benchmarks]
+    python benchmarks/data_coordinator.py && python docs/generate.py
+
+Needs Linux and root: the hosts are network namespaces. Every transition is done in each of three ways in turn, on the
+same rows: by `leaderless.data.reshard`, by a controller over Ray, and by a controller over gloo. An interrupted
+benchmark goes on where it was if it is asked for the same again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.hosts import obstacle
+from benchmarks.transitions.case import KINDS, WAYS, Case, Way
+from benchmarks.transitions.report import PICTURES, RESULTS, draw, tables
+from benchmarks.transitions.session import Session
+from benchmarks.transitions.transition import Results, Transition
+
+ROOT = Path(__file__).resolve().parents[1]
+HOSTS = (2, 4, 8)
+BASE = (1024, 1024)
+"""Prompts and longest response, where only the number of hosts changes."""
+LARGEST = ((256, 1024), (512, 1024), BASE, (2048, 1024), (256, 2048), (256, 4096), (256, 8192))
+"""The same on the largest number of hosts, where batch and context grow."""
+QUICK = ((32, 128),)
+WARM_UP = (64, 256)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", nargs="+", type=int, default=HOSTS, help="even numbers; all sizes on the largest")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--mbit-per-s", type=float, default=500.0, help="of each interface, in either direction")
+    parser.add_argument("--quick", action="store_true", help="one tiny batch, to see that everything works")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/data-coordinator", help="for logs and what is done")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder")
+    options = parser.parse_args()
+    problem = obstacle()
+    if not problem and "ray" in options.ways and importlib.util.find_spec("ray") is None:
+        problem = "ray is not installed: pip install --editable .[benchmarks], or leave it out with --ways ours gloo"
+    if problem:
+        sys.exit(problem)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
+    results = measure(options)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(to_json(results), encoding="utf-8")
+    draw(results, options.pictures)
+    Console(width=200).print(tables(results), markup=False)
+
+
+def cases(hosts: Sequence[int], quick: bool) -> dict[int, list[Case]]:
+    """What is measured, by number of hosts."""
+    sizes = {number: QUICK if quick else LARGEST if number == max(hosts) else (BASE,) for number in sorted(hosts)}
+    return {
+        number: [
+            Case(kind=kind, hosts=number, prompts=prompts, max_tokens=max_tokens)
+            for prompts, max_tokens in some
+            for kind in KINDS
+        ]
+        for number, some in sizes.items()
+    }
+
+
+def measure(options: argparse.Namespace) -> Results:
+    """Do all transitions that have not been done yet."""
+    folder: Path = options.folder.resolve()
+    journal = Journal(folder, {name: str(value) for name, value in vars(options).items()})
+    planned = cases(options.hosts, options.quick)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        total = options.repeats * len(options.ways) * sum(map(len, planned.values()))
+        task = progress.add_task("starting", total=total, completed=len(journal.transitions))
+        for number, some in planned.items():
+            left = [turn for turn in turns(some, options.ways, options.repeats) if not journal.has(*turn)]
+            if not left:
+                continue
+            progress.update(task, description=f"{number} hosts: starting")
+            with Session(number, options.mbit_per_s, options.ways, folder) as session:
+                for way in options.ways:  # connections are made and libraries loaded
+                    prompts, max_tokens = WARM_UP
+                    for kind in KINDS:
+                        session.measure(way, Case(kind=kind, hosts=number, prompts=prompts, max_tokens=max_tokens), 0)
+                for way, case, repeat in left:
+                    described = f"{case.kind}, {case.prompts} prompts, {case.max_tokens} tokens"
+                    progress.update(task, description=f"{number} hosts: {way}, {described}")
+                    journal.add(session.measure(way, case, repeat))
+                    progress.advance(task)
+    versions = {"python": platform.python_version(), "torch": version("torch")}
+    if "ray" in options.ways:
+        versions["ray"] = version("ray")
+    return Results(
+        mbit_per_s=options.mbit_per_s,
+        cores=os.cpu_count() or 1,
+        versions=versions,
+        transitions=tuple(journal.finish()),
+    )
+
+
+def turns(some: Sequence[Case], ways: Sequence[Way], repeats: int) -> Iterator[tuple[Way, Case, int]]:
+    """All transitions of one number of hosts: the ways take turns, and each repeat begins with another one."""
+    for repeat in range(repeats):
+        for case in some:
+            for place in range(len(ways)):
+                yield ways[(place + repeat) % len(ways)], case, repeat
+
+
+class Journal:
+    """Transitions that have been done, kept in a file until all are."""
+
+    def __init__(self, folder: Path, settings: dict[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "measured.jsonl"
+        self.transitions: list[Transition] = []
+        head = json.dumps(settings)
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        if lines and lines[0] == head:
+            self.transitions = [Transition.model_validate_json(line) for line in lines[1:]]
+        else:
+            self._path.write_text(f"{head}\n", encoding="utf-8")
+
+    def has(self, way: Way, case: Case, repeat: int) -> bool:
+        return any((t.way, t.case, t.repeat) == (way, case, repeat) for t in self.transitions)
+
+    def add(self, transition: Transition) -> None:
+        self.transitions.append(transition)
+        with self._path.open("a", encoding="utf-8") as journal:
+            journal.write(f"{transition.model_dump_json()}\n")
+
+    def finish(self) -> list[Transition]:
+        """All transitions; the next benchmark begins anew."""
+        self._path.unlink()
+        return self.transitions
+
+
+def to_json(results: Results) -> str:
+    """A line for each transition, so that two measurements can be compared line by line."""
+    head = json.dumps(results.model_dump(exclude={"transitions"}), indent=1).rstrip("\n}")
+    lines = ",\n  ".join(t.model_dump_json(exclude={"shares"}) for t in results.transitions)
+    return f'{head},\n "transitions": [\n  {lines}\n ]\n}}\n'
+
+
+if __name__ == "__main__":
+    main()
