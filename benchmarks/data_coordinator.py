@@ -3,9 +3,9 @@
     pip install --editable .[benchmarks]
     python benchmarks/data_coordinator.py && python docs/generate.py
 
-Needs Linux and root: the hosts are network namespaces. Every transition is done in each of three ways in turn, on the
-same rows: by `leaderless.data.reshard`, by a controller over Ray, and by a controller over gloo. An interrupted
-benchmark goes on where it was if it is asked for the same again.
+Needs Linux and root: the hosts are network namespaces. Every transition is done in each of four ways in turn, on the
+same rows: by `leaderless.data.reshard`, by a controller over Ray, by one over gloo, and by one over gloo that does not
+pad. An interrupted benchmark goes on where it was if it is asked for the same again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     problem = obstacle()
     if not problem and "ray" in options.ways and importlib.util.find_spec("ray") is None:
-        problem = "ray is not installed: pip install --editable .[benchmarks], or leave it out with --ways ours gloo"
+        problem = "ray is not installed: pip install --editable .[benchmarks], or name other --ways"
     if problem:
         sys.exit(problem)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down

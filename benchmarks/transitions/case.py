@@ -14,7 +14,7 @@ from leaderless.data.ids import make_sample_ids
 from leaderless.planner import Layout, Reshard
 
 Kind = Literal["balance", "pools"]
-Way = Literal["ours", "ray", "gloo"]
+Way = Literal["ours", "ray", "gloo", "packed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WAYS: tuple[Way, ...] = get_args(Way)
 RESPONSES = 8
@@ -100,11 +100,6 @@ class Case(Message):
         """[prompts * RESPONSES] int64, ascending."""
         groups = torch.arange(self.prompts).repeat_interleave(RESPONSES)
         return make_sample_ids(groups, torch.arange(RESPONSES).repeat(self.prompts))
-
-    @property
-    def padding(self) -> float:
-        """Size of the padded responses, in that of the true ones."""
-        return len(self.response_lengths) * self.max_tokens / int(self.response_lengths.sum())
 
     def prompts_held(self, host: int) -> range:
         """The prompts whose rows a host holds before."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from benchmarks.transitions.case import RESPONSES, Case
 from benchmarks.transitions.padded import Padded, empty, share_out
+from torch import Tensor
 
 CONTROLLER = 0
 """The rank that all rows pass through."""
@@ -26,11 +27,11 @@ def through_controller(case: Case, rank: int, held: Padded | None) -> Padded | N
     """
     if rank != CONTROLLER:
         if held is not None:
-            _finish(_operations(dist.isend, held, CONTROLLER))
+            finish(operations(dist.isend, held, CONTROLLER))
         if rank not in case.action.target_layout:
             return None
         share = empty(case, case.prompts * RESPONSES // len(case.action.target_layout.ranks))
-        _finish(_operations(dist.irecv, share, CONTROLLER))
+        finish(operations(dist.irecv, share, CONTROLLER))
         return share
     return _scatter(case, _gather(case, held)).get(rank)
 
@@ -38,7 +39,7 @@ def through_controller(case: Case, rank: int, held: Padded | None) -> Padded | N
 def _gather(case: Case, held: Padded | None) -> Padded:
     """All rows, received where they belong in one table."""
     everything = empty(case, case.prompts * RESPONSES)
-    operations: list[dist.P2POp] = []
+    waiting: list[dist.P2POp] = []
     for rank in case.action.source_layout.ranks:
         prompts = case.prompts_held(rank)
         part = {name: table[prompts.start * RESPONSES : prompts.stop * RESPONSES] for name, table in everything.items()}
@@ -47,8 +48,8 @@ def _gather(case: Case, held: Padded | None) -> Padded:
             for name, table in part.items():
                 table.copy_(held[name])
         else:
-            operations += _operations(dist.irecv, part, rank)
-    _finish(operations)
+            waiting += operations(dist.irecv, part, rank)
+    finish(waiting)
     return everything
 
 
@@ -60,15 +61,22 @@ def _scatter(case: Case, everything: Padded) -> dict[int, Padded]:
         rank: {name: table[index] for name, table in everything.items()}
         for rank, index in zip(ranks, members, strict=True)
     }
-    _finish([op for rank, share in shares.items() if rank != CONTROLLER for op in _operations(dist.isend, share, rank)])
+    finish([op for rank, share in shares.items() if rank != CONTROLLER for op in operations(dist.isend, share, rank)])
     return shares
 
 
-def _operations(operation: Callable[..., dist.Work | None], tables: Padded, peer: int) -> list[dist.P2POp]:
-    """One message for each table, as bytes."""
+def operations(operation: Callable[..., dist.Work | None], tables: Mapping[str, Tensor], peer: int) -> list[dist.P2POp]:
+    """One message for each table, as bytes.
+
+    Args:
+        operation: `isend` or `irecv`.
+        tables: Of names and sizes that the other side knows.
+        peer: The other rank.
+    """
     return [dist.P2POp(operation, tables[name].view(torch.uint8), peer) for name in sorted(tables)]
 
 
-def _finish(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else ():
+def finish(waiting: list[dist.P2POp]) -> None:
+    """Start these operations and wait for all."""
+    for work in dist.batch_isend_irecv(waiting) if waiting else ():
         work.wait()

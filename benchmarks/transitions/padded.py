@@ -15,16 +15,26 @@ from leaderless.data.batch import Batch, Jagged
 
 Padded = Mapping[str, Tensor]
 """Tables [n] or [n, width] by name: the columns, `ids` and `prompt_lengths`."""
-_DTYPES = {"response_mask": torch.bool, "rollout_log_probs": torch.float32, "old_log_probs": torch.float32}
+DTYPES = {
+    "ids": torch.int64,
+    "prompt_lengths": torch.int64,
+    "prompt_tokens": torch.int64,
+    "tokens": torch.int64,
+    "response_mask": torch.bool,
+    "response_lengths": torch.int64,
+    "rollout_log_probs": torch.float32,
+    "old_log_probs": torch.float32,
+    "rewards": torch.float32,
+}
+_DENSE = {"ids", "prompt_lengths", "response_lengths", "rewards"}
 
 
 def empty(case: Case, num_rows: int) -> Padded:
     """Tables for so many rows, not filled."""
-    tables = {name: torch.empty(num_rows, dtype=torch.int64) for name in ("ids", "prompt_lengths", "response_lengths")}
-    tables["rewards"] = torch.empty(num_rows)
-    tables["prompt_tokens"] = torch.empty(num_rows, MAX_PROMPT_TOKENS, dtype=torch.int64)
-    for name in ("tokens", *_DTYPES):
-        tables[name] = torch.empty(num_rows, case.max_tokens, dtype=_DTYPES.get(name, torch.int64))
+    tables: dict[str, Tensor] = {}
+    for name, dtype in DTYPES.items():
+        width = MAX_PROMPT_TOKENS if name == "prompt_tokens" else case.max_tokens
+        tables[name] = torch.empty((num_rows,) if name in _DENSE else (num_rows, width), dtype=dtype)
     return tables
 
 

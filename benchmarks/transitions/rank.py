@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from benchmarks.transitions import gloo, packed
 from benchmarks.transitions.case import Case, Order
 from benchmarks.transitions.channel import Channel
 from benchmarks.transitions.contents import Contents
-from benchmarks.transitions.gloo import through_controller
 from benchmarks.transitions.padded import contents, pad, share_out
 from benchmarks.transitions.watch import Observation, Observations, Watch
 
@@ -34,9 +34,21 @@ def main() -> None:
     channel = Channel.connect(options.socket, f"rank {options.host}")
     for line in channel:
         order = Order.model_validate_json(line)
-        observe = observe_ours if order.way == "ours" else observe_gloo
-        channel.send(Observations([observe(order.case, transport)]).model_dump_json())
+        channel.send(Observations([observe(order, transport)]).model_dump_json())
     dist.destroy_process_group()
+
+
+def observe(order: Order, transport: Transport) -> Observation:
+    """One transition, as this rank sees it."""
+    match order.way:
+        case "ours":
+            return observe_ours(order.case, transport)
+        case "gloo":
+            return observe_gloo(order.case, transport)
+        case "packed":
+            return observe_packed(order.case, transport)
+        case "ray":
+            raise ValueError("ray: no rank takes part in that; tell the controller")
 
 
 def observe_ours(case: Case, transport: Transport) -> Observation:
@@ -59,8 +71,18 @@ def observe_gloo(case: Case, transport: Transport) -> Observation:
     held = None if rows is None else pad(case, rows)
     del rows  # as if they had been padded from the beginning
     with Watch(dist.barrier) as watch:
-        got = through_controller(case, transport.rank, held)
+        got = gloo.through_controller(case, transport.rank, held)
     return watch.observation(transport.rank, contents(held), contents(got))
+
+
+def observe_packed(case: Case, transport: Transport) -> Observation:
+    """The same without padding."""
+    rows = case.make_rows(transport.rank)
+    held = None if rows is None else packed.flat(rows)
+    del rows
+    with Watch(dist.barrier) as watch:
+        got = packed.through_controller(case, transport.rank, held)
+    return watch.observation(transport.rank, Contents.of_batch(held), Contents.of_batch(got))
 
 
 if __name__ == "__main__":

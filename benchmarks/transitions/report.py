@@ -13,8 +13,13 @@ from benchmarks.transitions.transition import Results, Transition
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/scaling/hosts.json"
 PICTURES = ROOT / "docs/images"
-NAMES: dict[Way, str] = {"ours": "leaderless", "ray": "controller, Ray", "gloo": "controller, gloo"}
-COLOURS: dict[Way, str] = {"ours": "C0", "ray": "C1", "gloo": "C2"}
+NAMES: dict[Way, str] = {
+    "ours": "leaderless",
+    "ray": "controller, Ray",
+    "gloo": "controller, gloo",
+    "packed": "controller, gloo, not padded",
+}
+COLOURS: dict[Way, str] = {"ours": "C0", "ray": "C1", "gloo": "C2", "packed": "C3"}
 KIND_NAMES: dict[Kind, str] = {"balance": "same ranks, uneven rows", "pools": "from pool to pool"}
 
 

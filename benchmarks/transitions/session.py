@@ -54,7 +54,7 @@ class Session:
             self._logs.mkdir(parents=True, exist_ok=True)
             self._board = stack.enter_context(Switchboard(self._folder / "socket"))
             stack.enter_context(self._hosts)
-            if {"ours", "gloo"} & {*self._ways}:
+            if {*self._ways} - {"ray"}:
                 self._start_ranks()
             if "ray" in self._ways:
                 self._start_ray()

@@ -143,7 +143,7 @@ def test_hosts_that_cannot_be_made_are_refused_and_leave_nothing() -> None:
 
 def ways() -> list[object]:
     has_ray = importlib.util.find_spec("ray") is not None
-    return ["gloo", pytest.param("ray", marks=pytest.mark.skipif(not has_ray, reason="ray is not installed"))]
+    return ["gloo", "packed", pytest.param("ray", marks=pytest.mark.skipif(not has_ray, reason="ray is not installed"))]
 
 
 @pytest.mark.parametrize("controller", ways())
