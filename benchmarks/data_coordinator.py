@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.hosts import obstacle
 from benchmarks.transitions.case import KINDS, WAYS, Case, Way
-from benchmarks.transitions.report import PICTURES, RESULTS, draw, tables
+from benchmarks.transitions.report import PICTURES, RESULTS, draw, save, tables
 from benchmarks.transitions.session import Session
 from benchmarks.transitions.transition import Results, Transition
 
@@ -60,8 +60,7 @@ def main() -> None:
         sys.exit(problem)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
     results = measure(options)
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(to_json(results), encoding="utf-8")
+    save(results, options.results)
     draw(results, options.pictures)
     Console(width=200).print(tables(results), markup=False)
 
@@ -154,13 +153,6 @@ class Journal:
         """All transitions; the next benchmark begins anew."""
         self._path.unlink()
         return self.transitions
-
-
-def to_json(results: Results) -> str:
-    """A line for each transition, so that two measurements can be compared line by line."""
-    head = json.dumps(results.model_dump(exclude={"transitions"}), indent=1).rstrip("\n}")
-    lines = ",\n  ".join(t.model_dump_json(exclude={"shares"}) for t in results.transitions)
-    return f'{head},\n "transitions": [\n  {lines}\n ]\n}}\n'
 
 
 if __name__ == "__main__":

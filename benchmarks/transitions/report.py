@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -99,17 +100,25 @@ QUANTITIES = (
 )
 
 
-def load(path: Path = RESULTS) -> Results:
-    """What a benchmark has measured.
+def load(path: Path = RESULTS) -> Results | None:
+    """What a benchmark has measured; nothing if there was none."""
+    return Results.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    Raises:
-        FileNotFoundError: Nothing has been measured yet.
-    """
-    return Results.model_validate_json(path.read_text(encoding="utf-8"))
+
+def save(results: Results, path: Path) -> None:
+    """Write a line for each transition, so that two measurements can be compared line by line."""
+    head = json.dumps(results.model_dump(exclude={"transitions"}))
+    lines = ",\n".join(transition.model_dump_json(exclude={"shares"}) for transition in results.transitions)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head[:-1]}, "transitions": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def tables(results: Results) -> str:
-    """What was measured on what, and a table for each axis, in Markdown."""
+    """What was measured on what, and a table for each axis, in Markdown.
+
+    Args:
+        results: With those of `ours`.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     repeats = len({t.repeat for t in results.transitions})
     conditions = (
@@ -123,20 +132,19 @@ def tables(results: Results) -> str:
 
 
 def axis_table(results: Results, axis: Axis) -> str:
-    """Ours in full, and the controllers as multiples of it."""
-    others = [way for way in _ways(results) if way != "ours"]
-    units = ("s", "MB", "MB of memory")
-    titles = ["transition", axis.label, *units, *(f"{NAMES[way]}: {unit}" for way in others for unit in _TIMES)]
+    """Ours in full, and the controllers as multiples of what ours took in the same repeat."""
+    ways = _ways(results)
     rows = []
     for kind, name in KIND_NAMES.items():
         for value, runs in axis.runs(results, kind).items():
-            cells = [name, f"{value:,}"]
-            cells += [_spread([quantity.value(run) for run in runs["ours"]]) for quantity in QUANTITIES]
-            for way in others:
-                pairs = list(zip(runs[way], runs["ours"], strict=True))
-                cells += [_spread([q.value(other) / q.value(ours) for other, ours in pairs]) for q in QUANTITIES]
-            rows.append(cells)
-    return _markdown(titles, rows)
+            for quantity in QUANTITIES:
+                ours = [quantity.value(run) for run in runs["ours"]]
+                cells = [name, f"{value:,}", quantity.label, _spread(ours)]
+                for way in ways[1:]:
+                    theirs = [quantity.value(run) for run in runs[way]]
+                    cells.append(_spread([their / our for their, our in zip(theirs, ours, strict=True)]))
+                rows.append(cells)
+    return _markdown(["transition", axis.label, "", *(NAMES[way] for way in ways)], rows)
 
 
 def ways_table(results: Results) -> str:
@@ -180,9 +188,6 @@ def draw(results: Results, folder: Path) -> None:
         figure.tight_layout()
         figure.savefig(folder / f"scaling-{axis.name}.png", dpi=100)
         plt.close(figure)
-
-
-_TIMES = ("times the s", "bytes", "memory")
 
 
 def _ways(results: Results) -> list[Way]:

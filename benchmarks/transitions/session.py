@@ -56,9 +56,10 @@ class Session:
             stack.enter_context(self._hosts)
             if {*self._ways} - {"ray"}:
                 self._start_ranks()
+                self._wait()
             if "ray" in self._ways:
                 self._start_ray()
-            self._board.wait_for({*self._processes}, self._check, START_TIMEOUT_S, TRANSITION_TIMEOUT_S)
+                self._wait()
             self._stack = stack.pop_all()
         return self
 
@@ -106,6 +107,10 @@ class Session:
             busy_cores=seen[0].busy_cores,
         )
 
+    def _wait(self) -> None:
+        """Wait until all that have been started have connected."""
+        self._board.wait_for({*self._processes}, self._check, START_TIMEOUT_S, TRANSITION_TIMEOUT_S)
+
     def _start_ranks(self) -> None:
         """Start one torchrun on each host, which meet at the first."""
         first = self._hosts.address(0)
@@ -121,11 +126,10 @@ class Session:
     def _start_ray(self) -> None:
         """Make every host a node of Ray, and start the controller on the first."""
         address = f"{self._hosts.address(0)}:{RAY_PORT}"
-        for hosts in (range(1), range(1, self._hosts.num_hosts)):  # the head first, then all others at once
-            starting = {f"ray {host}": self._start_node(host, address) for host in hosts}
-            for name, process in starting.items():
-                if process.wait(timeout=START_TIMEOUT_S):
-                    raise RuntimeError(f"{name} did not start:\n{self._tail(name)}")
+        for host in range(self._hosts.num_hosts):  # one by one: Ray gives a node 30 s to start
+            name = f"ray {host}"
+            if self._start_node(host, address).wait(timeout=START_TIMEOUT_S):
+                raise RuntimeError(f"{name} did not start:\n{self._tail(name)}")
         controller = ["-m", "benchmarks.transitions.controller", "--hosts", str(self._hosts.num_hosts)]
         self._start("controller", 0, [*controller, "--address", address, "--socket", str(self._board.path)])
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from benchmarks.data_coordinator import Journal, cases, turns
 from benchmarks.transitions.case import KINDS, RESPONSES, Case, Kind, Way
 from benchmarks.transitions.contents import Contents
 from benchmarks.transitions.padded import contents, pad, share_out
-from benchmarks.transitions.report import tables
+from benchmarks.transitions.report import load, save, tables
 from benchmarks.transitions.transition import Results, Transition
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,16 +116,55 @@ def transition(way: Way, repeat: int, seconds: float, megabytes: int) -> Transit
     )
 
 
-def test_tables_hold_medians_and_ratios_of_the_same_repeat() -> None:
+def results() -> Results:
     seconds = {"ours": (1.0, 2.0, 4.0), "gloo": (3.0, 4.0, 20.0)}
     measured = [
         transition(way, repeat, seconds[way][repeat], 5 if way == "ours" else 40)
         for repeat in range(3)
         for way in ("ours", "gloo")
     ]
-    text = tables(Results(mbit_per_s=500, cores=2, versions={"torch": "2"}, transitions=tuple(measured)))
-    row = "| 2.00 (1.00 to 4.00) | 5.00 | 20 | 3.00 (2.00 to 5.00) | 8.00 | 1.00 |"
-    assert f"| same ranks, uneven rows | 4 {row}" in text  # by hosts
-    assert f"| same ranks, uneven rows | 36 {row}" in text  # by prompts
+    return Results(mbit_per_s=500, cores=2, versions={"torch": "2"}, transitions=tuple(measured))
+
+
+def test_tables_hold_medians_and_ratios_of_the_same_repeat() -> None:
+    text = tables(results())
+    for value in (4, 36, 64):  # hosts, prompts, longest response
+        assert f"| same ranks, uneven rows | {value} | seconds | 2.00 (1.00 to 4.00) | 3.00 (2.00 to 5.00) |" in text
+        assert f"| same ranks, uneven rows | {value} | busiest interface, MB | 5.00 | 8.00 |" in text
+        assert f"| same ranks, uneven rows | {value} | busiest process, MB | 20 | 1.00 |" in text
     assert "500 Mbit/s" in text
     assert "| controller, gloo | 1.250 | 0.50 |" in text
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    assert load(tmp_path / "there/results.json") is None
+    save(results(), tmp_path / "there/results.json")
+    assert load(tmp_path / "there/results.json") == results()
+
+
+def test_an_interrupted_benchmark_goes_on_if_the_same_is_asked_for(tmp_path: Path) -> None:
+    first, second, *_ = results().transitions
+    journal = Journal(tmp_path, {"repeats": "3"})
+    journal.add(first)
+    again = Journal(tmp_path, {"repeats": "3"})
+    assert again.has(first.way, first.case, first.repeat)
+    assert not again.has(second.way, second.case, second.repeat)
+    again.add(second)
+    assert again.finish() == [first, second]
+    assert not Journal(tmp_path, {"repeats": "3"}).transitions  # what is finished is not taken for interrupted
+    again = Journal(tmp_path, {"repeats": "3"})
+    again.add(first)
+    assert not Journal(tmp_path, {"repeats": "4"}).transitions
+
+
+def test_ways_take_turns_and_each_is_first_once() -> None:
+    order = list(turns([CASE], ("ours", "gloo"), 2))
+    assert [(way, repeat) for way, _, repeat in order] == [("ours", 0), ("gloo", 0), ("gloo", 1), ("ours", 1)]
+
+
+def test_batch_and_context_grow_on_most_hosts_only() -> None:
+    planned = cases((2, 8), quick=False)
+    sizes = {hosts: [(case.prompts, case.max_tokens) for case in some] for hosts, some in planned.items()}
+    assert set(sizes[2]) == {(1024, 1024)}
+    assert {prompts for prompts, longest in sizes[8] if longest == 1024} == {256, 512, 1024, 2048}
+    assert {longest for prompts, longest in sizes[8] if prompts == 256} == {1024, 2048, 4096, 8192}
