@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.transitions.case import Case, Kind, Way
 from benchmarks.transitions.transition import Results, Transition
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/scaling/hosts.json"
@@ -31,7 +34,8 @@ class Axis(NamedTuple):
         name: Of the picture.
         label: For the reader.
         value: Of a case.
-        rest: What must be the same along the axis: two numbers, and how to call them.
+        rest: Of a case, what must be the same along the axis.
+        rest_label: For the reader, with places for the two numbers of `rest`.
     """
 
     name: str
@@ -87,7 +91,12 @@ AXES = (
 
 
 class Quantity(NamedTuple):
-    """One of the things that are measured."""
+    """One of the things that are measured.
+
+    Attributes:
+        label: For the reader, with the unit.
+        value: Of a transition.
+    """
 
     label: str
     value: Callable[[Transition], float]
@@ -166,28 +175,31 @@ def draw(results: Results, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for axis in AXES:
         figure, charts = plt.subplots(len(KIND_NAMES), len(QUANTITIES), figsize=(9.6, 5.4), sharex=True, squeeze=False)
-        for kind, row in zip(KIND_NAMES, charts, strict=True):
-            runs = axis.runs(results, kind)
+        for (kind, name), row in zip(KIND_NAMES.items(), charts, strict=True):
             for quantity, chart in zip(QUANTITIES, row, strict=True):
-                for way in _ways(results):
-                    values = [[quantity.value(run) for run in some[way]] for some in runs.values()]
-                    places = list(runs)
-                    chart.fill_between(
-                        places, [*map(min, values)], [*map(max, values)], color=COLOURS[way], alpha=0.25, linewidth=0
-                    )
-                    chart.plot(places, [*map(median, values)], "o-", color=COLOURS[way], label=NAMES[way], markersize=4)
-                chart.set_xscale("log", base=2)
-                chart.set_yscale("log")
-                chart.set_xticks(list(runs), [f"{value:,}" for value in runs])
-                chart.minorticks_off()
-                chart.grid(visible=True, color="0.9")
-                chart.set_title(f"{KIND_NAMES[kind]}: {quantity.label}", fontsize=9)
-                chart.tick_params(labelsize=8)
+                _draw_chart(chart, axis.runs(results, kind), quantity)
+                chart.set_title(f"{name}: {quantity.label}", fontsize=9)
         charts[0][0].legend(fontsize=8)
         figure.supxlabel(axis.label, fontsize=9)
         figure.tight_layout()
         figure.savefig(folder / f"scaling-{axis.name}.png", dpi=100)
         plt.close(figure)
+
+
+def _draw_chart(chart: Axes, runs: Mapping[int, Mapping[Way, Sequence[Transition]]], quantity: Quantity) -> None:
+    """A line of medians for each way, and a band from least to most."""
+    places = list(runs)
+    for way in (way for way in NAMES if any(way in some for some in runs.values())):
+        values = [[quantity.value(run) for run in some[way]] for some in runs.values()]
+        least, most = [*map(min, values)], [*map(max, values)]
+        chart.fill_between(places, least, most, color=COLOURS[way], alpha=0.25, linewidth=0)
+        chart.plot(places, [*map(median, values)], "o-", color=COLOURS[way], label=NAMES[way], markersize=4)
+    chart.set_xscale("log", base=2)
+    chart.set_yscale("log")
+    chart.set_xticks(places, [f"{value:,}" for value in places])
+    chart.minorticks_off()
+    chart.grid(visible=True, color="0.9")
+    chart.tick_params(labelsize=8)
 
 
 def _ways(results: Results) -> list[Way]:

@@ -68,6 +68,11 @@ class Session:
     ) -> None:
         self._stack.close()
 
+    @property
+    def socket(self) -> Path:
+        """Where the processes connect; it is part of their command lines."""
+        return self._board.path
+
     def measure(self, way: Way, case: Case, repeat: int) -> Transition:
         """Let the hosts do one transition.
 

@@ -17,6 +17,8 @@ from pydantic import RootModel
 
 _LIBC = ctypes.CDLL(None)
 _MADV_DONTNEED = 4
+PAGE_BYTES = 4096
+"""The kernel's account of memory is no finer."""
 
 
 class Observation(Message):
@@ -37,8 +39,8 @@ class Observation(Message):
     ended: float
     peak_bytes: int
     busy_cores: float
-    held: Contents = Contents()
-    got: Contents = Contents()
+    held: Contents
+    got: Contents
 
 
 class Observations(RootModel[list[Observation]]):
@@ -75,7 +77,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ended = time.monotonic()
-        self.peak_bytes = max(0, _status_bytes("VmHWM") - self._before)
+        self.peak_bytes = max(PAGE_BYTES, _status_bytes("VmHWM") - self._before)
         cpu = psutil.cpu_times()
         used = sum(cpu) - sum(self._cpu_before) - (cpu.idle - self._cpu_before.idle)
         used -= cpu.iowait - self._cpu_before.iowait

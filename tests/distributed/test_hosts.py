@@ -141,23 +141,40 @@ def test_hosts_that_cannot_be_made_are_refused_and_leave_nothing() -> None:
     assert hosts.namespace(0) not in namespaces_there()
 
 
-def ways() -> list[object]:
-    has_ray = importlib.util.find_spec("ray") is not None
-    return ["gloo", "packed", pytest.param("ray", marks=pytest.mark.skipif(not has_ray, reason="ray is not installed"))]
+HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
-@pytest.mark.parametrize("controller", ways())
-def test_every_way_gives_each_host_the_same_rows(controller: Way, tmp_path: Path) -> None:
-    with Session(2, 500, ("ours", controller), tmp_path) as session:
+@pytest.mark.parametrize(
+    "controllers",
+    [
+        pytest.param(("gloo", "packed"), id="gloo"),
+        pytest.param(("ray",), id="ray", marks=pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")),
+    ],
+)
+def test_every_way_gives_each_host_the_same_rows(controllers: tuple[Way, ...], tmp_path: Path) -> None:
+    with Session(2, 500, ("ours", *controllers), tmp_path) as session:
         for kind in KINDS:
             case = Case(kind=kind, hosts=2, prompts=12, max_tokens=64)
-            theirs = session.measure(controller, case, 0)
             like_theirs = session.measure("ours", case.model_copy(update={"same_shares": True}), 0)
-            assert like_theirs.shares == theirs.shares
-            assert len(set(theirs.shares)) == case.action.target_layout.dp
             # By itself it chooses its own shares; that no row is lost or changed is part of `measure`.
             ours = session.measure("ours", case, 0)
-            assert ours.busiest_bytes < theirs.busiest_bytes
-            assert ours.seconds > 0
-            assert theirs.peak_bytes > 0
+            for controller in controllers:
+                theirs = session.measure(controller, case, 0)
+                assert theirs.shares == like_theirs.shares
+                assert len(set(theirs.shares)) == case.action.target_layout.dp
+                assert ours.busiest_bytes < theirs.busiest_bytes
+                assert min(ours.seconds, theirs.seconds) > 0
+                assert min(ours.peak_bytes, theirs.peak_bytes) > 0
     assert not [name for name in namespaces_there().split() if name.startswith(f"hosts-{os.getpid()}-")]
+
+
+def test_a_rank_that_dies_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+    case = Case(kind="pools", hosts=2, prompts=12, max_tokens=64)
+    with Session(2, 500, ("gloo",), tmp_path) as session:
+        session.measure("gloo", case, 0)
+        pids = subprocess.run(["pgrep", "-f", str(session.socket)], capture_output=True, text=True, check=True).stdout
+        os.kill(max(map(int, pids.split())), signal.SIGKILL)  # a rank; the lower ones are torchrun
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"gloo with .*pools"):
+            session.measure("gloo", case, 1)
+        assert time.monotonic() - start < 30

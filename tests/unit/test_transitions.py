@@ -10,7 +10,7 @@ from benchmarks.data_coordinator import Journal, cases, turns
 from benchmarks.transitions.case import KINDS, RESPONSES, Case, Kind, Way
 from benchmarks.transitions.contents import Contents
 from benchmarks.transitions.padded import contents, pad, share_out
-from benchmarks.transitions.report import load, save, tables
+from benchmarks.transitions.report import draw, load, save, tables
 from benchmarks.transitions.transition import Results, Transition
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,17 +144,17 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_an_interrupted_benchmark_goes_on_if_the_same_is_asked_for(tmp_path: Path) -> None:
     first, second, *_ = results().transitions
-    journal = Journal(tmp_path, {"repeats": "3"})
-    journal.add(first)
-    again = Journal(tmp_path, {"repeats": "3"})
+    path = tmp_path / "there/measured.jsonl"
+    Journal(path, {"repeats": "3"}).add(first)
+    again = Journal(path, {"repeats": "3"})
     assert again.has(first.way, first.case, first.repeat)
     assert not again.has(second.way, second.case, second.repeat)
     again.add(second)
-    assert again.finish() == [first, second]
-    assert not Journal(tmp_path, {"repeats": "3"}).transitions  # what is finished is not taken for interrupted
-    again = Journal(tmp_path, {"repeats": "3"})
-    again.add(first)
-    assert not Journal(tmp_path, {"repeats": "4"}).transitions
+    assert Journal(path, {"repeats": "3"}).transitions == [first, second]
+    assert not Journal(path, {"repeats": "4"}).transitions
+    assert not Journal(path, {"repeats": "3"}).transitions  # begun anew by the line before
+    Journal(path, {"repeats": "3"}).remove()
+    assert not path.exists()
 
 
 def test_ways_take_turns_and_each_is_first_once() -> None:
@@ -168,3 +168,11 @@ def test_batch_and_context_grow_on_most_hosts_only() -> None:
     assert set(sizes[2]) == {(1024, 1024)}
     assert {prompts for prompts, longest in sizes[8] if longest == 1024} == {256, 512, 1024, 2048}
     assert {longest for prompts, longest in sizes[8] if prompts == 256} == {1024, 2048, 4096, 8192}
+
+
+def test_a_picture_for_each_axis_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(results(), tmp_path)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes.keys() == {f"scaling-{name}.png" for name in ("hosts", "batch", "context")}
+    assert max(sizes.values()) < 150_000
