@@ -38,7 +38,7 @@ _NUMBERS = count()
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that have passed an interface since it was made, headers included."""
+    """Bytes that have passed an interface since it was made, as the kernel counts them."""
 
     sent: int
     received: int

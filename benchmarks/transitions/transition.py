@@ -13,7 +13,7 @@ class Transition(Message):
         case: Which rows, and which layouts.
         repeat: From 0.
         seconds: From the moment when all had their rows under the one layout to that when all had them under the other.
-        sent: Bytes through each host's interface, headers included.
+        sent: Bytes through each host's interface, as the kernel counts them.
         received: Likewise.
         busiest_bytes: Both together, of the interface that most passed.
         peak_bytes: Most memory that one process took, above what it had before.
