@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import typer
 from generate_algorithms import formulas_page, results_page, with_combinations
+from generate_hosts import with_hosts
 from generate_markup import cell, sections_of, table_of
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -89,6 +90,8 @@ def render() -> dict[Path, str]:
     files[DOCS / "algorithms/results.md"] = f"{NOTE}\n\n{results_page()}\n"
     index = DOCS / "algorithms/index.md"
     files[index] = with_combinations(index.read_text(encoding="utf-8"))
+    scaling = DOCS / "scaling.md"
+    files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
     return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
 
 

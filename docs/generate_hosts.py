@@ -1,0 +1,33 @@
+"""What has been measured on several hosts, for the page about scaling."""
+
+from __future__ import annotations
+
+MARKS = "<!-- several hosts: begin -->", "<!-- several hosts: end -->"
+ALTS = {
+    "hosts": "Seconds, bytes and memory of a transition by number of hosts, for ours and the controllers",
+    "batch": "Seconds, bytes and memory of a transition by number of prompts, for ours and the controllers",
+    "context": "Seconds, bytes and memory of a transition by longest response, for ours and the controllers",
+}
+"""What each picture shows."""
+
+
+def with_hosts(page: str) -> str:
+    """A page with what `benchmarks/data_coordinator.py` has measured last between its two marks."""
+    before, _, rest = page.partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def measured() -> str:
+    """Pictures and tables."""
+    from benchmarks.transitions.report import AXES, KIND_NAMES, load, tables
+
+    results = load()
+    if results is None:
+        return "There is nothing here yet: the script below has not been run for this version."
+    pictures = [f"![{ALTS[axis.name]}](images/scaling-{axis.name}.png)" for axis in AXES]
+    read = (
+        f"The upper charts are of *{KIND_NAMES['balance']}*, the lower of *{KIND_NAMES['pools']}*. Lines are medians, "
+        "bands go from least to most. In the tables, ours is in seconds and megabytes, and the controllers are "
+        "multiples of it in the same repeat. All single transitions are in `docs/scaling/hosts.json`."
+    )
+    return "\n\n".join([*pictures, read, tables(results)])
