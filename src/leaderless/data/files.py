@@ -27,8 +27,9 @@ def find_files(config: DatasetConfig, key: str) -> list[Path] | None:
         found = path.iterdir() if not is_pattern else Path(path.anchor).glob(str(path.relative_to(path.anchor)))
         files = sorted(file for file in found if file.name.endswith(SUFFIXES))
         if not files:
-            what = f"no file is named {path}" if is_pattern else f"folder {path} holds none"
-            raise RecipeError.at(f"{key}.path", f"{what}, of those that end in .jsonl, .parquet or {COMPRESSED}")
+            kinds = f"no .jsonl, .parquet or {COMPRESSED} file"
+            what = f"there is {kinds} named {path}" if is_pattern else f"folder {path} holds {kinds}"
+            raise RecipeError.at(f"{key}.path", what)
         return files
     if path.name.endswith(SUFFIXES):
         if not path.exists():

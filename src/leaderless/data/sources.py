@@ -168,5 +168,5 @@ def check_same(dataset: RowSource | RowStream, config: DatasetConfig, key: str, 
     if others:
         raise RuntimeError(
             f"rank {group.rank}: ranks {format_ranks(others)} have other data for {key} than rank {group.ranks[0]} "
-            f"(here it is {config.path}): give all machines the same files"
+            f"(here {config.path}): give all machines the same files"
         )
