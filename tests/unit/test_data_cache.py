@@ -145,6 +145,15 @@ def test_parquet_is_unpacked_once_and_its_rows_keep_their_names(
     assert not isinstance(plain.source, UnpackedSource)
 
 
+@pytest.mark.parametrize("limit", [1, 3, 4, 9, 50])
+def test_no_more_row_groups_are_unpacked_than_are_used(tmp_path: Path, limit: int) -> None:
+    rows: list[Row] = [{"prompt": f"{index}"} for index in range(10)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=3)
+    dataset = open_one(recipe_of(tmp_path / "a.parquet", {"limit": limit}), tmp_path / "cache")
+    assert dataset.rows.tolist() == list(range(min(limit, 10)))
+    assert len(dataset.source) == min(10, -(-limit // 3) * 3)
+
+
 def test_a_bad_row_of_parquet_is_named_by_its_file(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"prompt": ["a", None]}), tmp_path / "a.parquet")
     with pytest.raises(RecipeError, match=r"a.parquet row 1: column 'prompt' is null"):

@@ -11,7 +11,9 @@ import pytest
 from tests.rows import recipe_of, shards_of, take, write_jsonl
 
 from leaderless.config import RecipeError
+from leaderless.data.jsonl import JsonlSource
 from leaderless.data.read_ahead import ReadAhead
+from leaderless.data.rows import Row
 
 
 def wait_until(condition) -> None:
@@ -78,13 +80,27 @@ def test_it_can_be_closed_at_any_time() -> None:
         assert not ahead._thread.is_alive()
 
 
-def test_position_counts_what_was_given(tmp_path: Path) -> None:
+def watch_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the rows that are read."""
+    seen: list[int] = []
+    read = JsonlSource.row
+
+    def watched(self: JsonlSource, index: int) -> Row:
+        seen.append(index)
+        return read(self, index)
+
+    monkeypatch.setattr(JsonlSource, "row", watched)
+    return seen
+
+
+def test_position_counts_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{index}"} for index in range(10)])
     expected = take(shards_of(recipe_of(path, {"prefetch_steps": 0}, batch={"prompts_per_step": 3}), 1), 9)
     recipe = recipe_of(path, {"prefetch_steps": 3}, batch={"prompts_per_step": 3})
     (loader,) = shards_of(recipe, 1)
+    seen = watch_rows(monkeypatch)
     taken = take([loader], 2)
-    wait_until(lambda: loader._next_position == 15)  # three steps beyond the two that were given
+    wait_until(lambda: len(seen) >= 15)  # three steps beyond the two that were given
     assert loader.position == 6
     (resumed,) = shards_of(recipe, 1, loader.position)
     assert taken + take([resumed], 7) == expected

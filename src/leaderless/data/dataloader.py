@@ -9,7 +9,7 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.config.data import DATASET_COLUMN, MixedSetConfig, TrainingSetConfig
 from leaderless.data.batch import Batch
 from leaderless.data.cache import DataCache
-from leaderless.data.dataset import Feed, Prompt, TrainingSet, make_batch, open_dataset
+from leaderless.data.dataset import Prompt, TrainingSet, make_batch, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.data.mixture import Interleaving
 from leaderless.data.read_ahead import ReadAhead
@@ -48,14 +48,15 @@ class Dataloader:
             shard: Which part of every step is given.
             num_shards: Into how many a step is divided.
         """
-        self.sets = sets
-        self.recipe = recipe
+        self.sets, self.recipe = sets, recipe
         self.shard, self.num_shards = shard, num_shards
-        configs = [one.encoder.config for one in sets]
-        weights = [config.weight if isinstance(config, MixedSetConfig) else 1.0 for config in configs]
-        self._turns = Interleaving(weights, recipe.seed)
-        self._ahead: ReadAhead[LoadedStep] | None = None
-        self.position = 0
+        self._begin(0)
+
+    def _begin(self, position: int) -> None:
+        self._position = position
+        self.epochs: Mapping[str, float] = {one.encoder.key: 0.0 for one in self.sets}
+        reader = _StepReader(self, position)
+        self._ahead = ReadAhead(reader.next, self.recipe.data.prefetch_steps, f"dataloader {self.shard}")
 
     @property
     def position(self) -> int:
@@ -65,11 +66,19 @@ class Dataloader:
     @position.setter
     def position(self, position: int) -> None:
         self.close()
-        self._position = self._next_position = position
-        self.epochs: Mapping[str, float] = {one.encoder.key: 0.0 for one in self.sets}
-        data, seed = self.recipe.data, self.recipe.seed
-        self._feeds: list[Feed] = [one.feed(seed, i, shuffle=data.shuffle) for i, one in enumerate(self.sets)]
-        self._ahead = ReadAhead(self._load, data.prefetch_steps, f"dataloader {self.shard}")
+        self._begin(position)
+
+    def next(self) -> Batch:
+        """This shard's prompts of the next step.
+
+        Raises:
+            RecipeError: A row cannot be used.
+            RuntimeError: The data cannot be read, or are others than before.
+        """
+        step = self._ahead.next()
+        self._position += self.recipe.batch.prompts_per_step
+        self.epochs = step.epochs
+        return step.batch
 
     def numbers(self) -> dict[str, float]:
         """Where the data are, by name of a metric.
@@ -77,45 +86,43 @@ class Dataloader:
         Returns:
             `data/position`, and `data/epoch`: in a mixture that of the dataset which is behind most, with those of all.
         """
-        by_name = {f"data/epoch/{key.rpartition('.')[2]}": epoch for key, epoch in self.epochs.items()}
+        by_name = {f"data/epoch/{_name(key)}": epoch for key, epoch in self.epochs.items()}
         return {
             "data/position": self.position,
             "data/epoch": min(self.epochs.values()),
             **(by_name if isinstance(self.recipe.data.train, Mapping) else {}),
         }
 
-    def next(self) -> Batch:
-        """This shard's prompts of the next step.
-
-        Raises:
-            RecipeError: A row cannot be used.
-        """
-        assert self._ahead is not None
-        step = self._ahead.next()
-        self._position += self.recipe.batch.prompts_per_step
-        self.epochs = step.epochs
-        return step.batch
-
     def close(self) -> None:
         """End what reads ahead."""
-        if self._ahead is not None:
-            self._ahead.close()
+        self._ahead.close()
 
-    def _load(self) -> LoadedStep:
-        """Read this shard's part of the step that follows the one read last."""
+
+class _StepReader:
+    """Reads the steps of one shard, one after the other. It belongs to the thread that reads ahead."""
+
+    def __init__(self, loader: Dataloader, position: int) -> None:
+        self.sets, self.recipe, self.position = loader.sets, loader.recipe, position
+        self.shard, self.num_shards = loader.shard, loader.num_shards
+        configs = [one.encoder.config for one in self.sets]
+        weights = [config.weight if isinstance(config, MixedSetConfig) else 1.0 for config in configs]
+        seed, shuffle = self.recipe.seed, self.recipe.data.shuffle
+        self.turns = Interleaving(weights, seed)
+        self.feeds = [one.feed(seed, number, shuffle=shuffle) for number, one in enumerate(self.sets)]
+
+    def next(self) -> LoadedStep:
         size = self.recipe.batch.prompts_per_step
-        begin, self._next_position = self._next_position, self._next_position + size
+        begin, self.position = self.position, self.position + size
         mine = range(begin + size * self.shard // self.num_shards, begin + size * (self.shard + 1) // self.num_shards)
-        turns = [self._turns.at(position) for position in mine]
+        turns = [self.turns.at(position) for position in mine]
         prompts: dict[int, Prompt] = {}
-        for number, feed in enumerate(self._feeds):
+        for number, feed in enumerate(self.feeds):
             positions = [position for position, (turn, _) in zip(mine, turns, strict=True) if turn == number]
             taken = feed.take([place for turn, place in turns if turn == number])
             prompts |= zip(positions, (self._named(prompt, number) for prompt in taken), strict=True)
         batch = make_batch(mine, [prompts[position] for position in mine], has_responses=self.recipe.data.has_responses)
-        counts = self._turns.counts(begin + size)
-        epochs = zip(self.sets, self._feeds, counts, strict=True)
-        return LoadedStep(batch, {one.encoder.key: feed.epoch(count) for one, feed, count in epochs})
+        done = zip(self.sets, self.feeds, self.turns.counts(self.position), strict=True)
+        return LoadedStep(batch, {one.encoder.key: feed.epoch(count) for one, feed, count in done})
 
     def _named(self, prompt: Prompt, number: int) -> Prompt:
         """In a mixture, with the name of the dataset in the row."""
@@ -128,7 +135,12 @@ class Dataloader:
                 f"rows have a column '{DATASET_COLUMN}', which in a mixture holds the name of the dataset: "
                 "rename it, or leave it out of `columns`",
             )
-        return Prompt(prompt.row | {DATASET_COLUMN: key.rpartition(".")[2]}, prompt.encoded)
+        return Prompt(prompt.row | {DATASET_COLUMN: _name(key)}, prompt.encoded)
+
+
+def _name(key: str) -> str:
+    """The name of a dataset of a mixture."""
+    return key.rpartition(".")[2]
 
 
 def open_training_set(
@@ -156,5 +168,5 @@ def open_training_set(
     encoder = RowEncoder(tokenizer, config, key)
     if config.streaming:
         return StreamedDataset(open_stream(config, key, cache), encoder, config, recipe.data)
-    source = unpack(open_source(config, key, cache), config.wanted_columns(), cache)
+    source = unpack(open_source(config, key, cache), config, cache)
     return open_dataset(source, encoder, recipe, cache, progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 
 from typing_extensions import override
@@ -94,12 +94,24 @@ class HubStream(RowStream):
 
     @override
     def rows(self) -> Iterator[tuple[str, Row]]:
-        for index, values in enumerate(self._dataset):
+        for index, values in enumerate(self._fetched()):
             place = f"{self.name} row {index}"
             kept = values if self._columns is None else {c: values[c] for c in _kept(values, self._columns)}
             row = plain_row(kept, place)
             self._bytes += len(json.dumps(row))
             yield place, row
+
+    def _fetched(self) -> Iterator[Mapping[str, object]]:
+        num_rows = 0
+        try:
+            for values in self._dataset:
+                yield values
+                num_rows += 1
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.name} cannot be fetched beyond row {num_rows}: {type(error).__name__}: {error}: see to the "
+                "connection; the same command goes on from the last checkpoint"
+            ) from error
 
     @override
     def bytes_read(self) -> int:

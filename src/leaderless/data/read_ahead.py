@@ -10,6 +10,9 @@ from typing import Generic, TypeVar
 POLL_S = 0.1
 """After so long, a thread that waits for room looks whether it shall end."""
 
+CLOSE_S = 2.0
+"""So long it is waited for: whoever stops a process shall not wait for a step that takes minutes to read."""
+
 T = TypeVar("T")
 
 
@@ -49,10 +52,10 @@ class ReadAhead(Generic[T]):
         raise self._failed.error
 
     def close(self) -> None:
-        """End the thread; what it has made ahead is dropped."""
+        """End the thread, when it has made what it is making; what it has made ahead is dropped."""
         self._is_closed.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while not self._is_closed.is_set():

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
+from leaderless.config import Json
+from leaderless.config.data import DatasetConfig
 from leaderless.data.cache import DataCache, whole_file
 from leaderless.data.jsonl import JsonlSource
 from leaderless.data.parquet import ParquetSource
@@ -54,7 +56,7 @@ def needs_unpacking(source: RowSource) -> bool:
     )
 
 
-def unpack(source: RowSource, columns: frozenset[str] | None, cache: DataCache) -> RowSource:
+def unpack(source: RowSource, config: DatasetConfig, cache: DataCache) -> RowSource:
     """Write the rows of a source as JSON lines into the run's folder, unless an earlier start has done so.
 
     Each rank reads and writes a share of whole blocks, so that no part of a file is read twice. All ranks call it
@@ -62,28 +64,32 @@ def unpack(source: RowSource, columns: frozenset[str] | None, cache: DataCache) 
 
     Args:
         source: A dataset.
-        columns: That its rows keep; None for all.
+        config: Says how many of its rows are used, and which of their columns.
         cache: Whose folder is written to; without a folder the source stays as it is.
     """
-    kept = None if columns is None else sorted(columns)
-    folder = cache.path("rows", [source.version(), kept], "")
+    columns = config.wanted_columns()
+    kept: Json = None if columns is None else sorted(columns)
+    folder = cache.path("rows", [source.version(), kept, config.limit], "")
     if folder is None or not needs_unpacking(source):
         return source
+    num_rows = min(len(source), config.limit or len(source))
     if not cache.all_agree(is_true=(folder / DONE).exists()):
-        _write_share(source, folder, cache)
+        _write_share(source, num_rows, folder, cache)
     names: list[str] = json.loads((folder / DONE).read_text(encoding="utf-8"))
     unpacked = UnpackedSource(source, [folder / name for name in names])
     unpacked.prepare(cache)
-    assert len(unpacked) == len(source), f"{folder} does not hold the rows of its source"
+    if len(unpacked) < num_rows:
+        raise RuntimeError(f"{folder} holds {len(unpacked)} of {num_rows} rows: remove it, to have them written anew")
     return unpacked
 
 
-def _write_share(source: RowSource, folder: Path, cache: DataCache) -> None:
-    """Write this rank's rows, and when all have done so the list of files."""
-    ends = list(accumulate(source.blocks(), initial=0))
-    share = cache.share(len(source))
+def _write_share(source: RowSource, num_rows: int, folder: Path, cache: DataCache) -> None:
+    """Write this rank's part of the first rows, and when all have done so the list of files."""
+    ends = [end for end in accumulate(source.blocks(), initial=0) if end < num_rows]
+    ends += [next(end for end in accumulate(source.blocks()) if end >= num_rows)]
+    share = cache.share(num_rows)
     # A block belongs to the rank that has its middle row.
-    mine = [i for i in range(len(ends) - 1) if (ends[i] + ends[i + 1]) // 2 in share]
+    mine = [i for i in range(len(ends) - 1) if (ends[i] + min(num_rows, ends[i + 1])) // 2 in share]
     size = cache.group.size
     names = [f"part-{place:05d}-of-{size:05d}.jsonl" for place in range(size)]
     name = names[cache.group.ranks.index(cache.group.rank)]
