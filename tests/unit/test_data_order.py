@@ -99,7 +99,7 @@ def test_a_curriculum_sorts_by_its_column(tmp_path: Path, order: str, expected: 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"levle": 1}, r"data.train.curriculum: .*a.jsonl:2 has no column 'level' \(did you mean 'levle'\?\)"),
+        ({"levels": 1}, r"data.train.curriculum: .*a.jsonl:2 has no column 'level' \(did you mean 'levels'\?\)"),
         ({"level": "hard"}, r"a.jsonl:2: column 'level' holds 'hard'; rows are sorted by finite numbers: write one"),
         ({"level": None}, r"a.jsonl:2: column 'level' holds None"),
         ({"level": True}, r"a.jsonl:2: column 'level' holds True"),

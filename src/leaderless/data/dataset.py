@@ -194,7 +194,8 @@ def _cache_path(
     """Where the usable rows are kept; None when they are not."""
     if cache.folder is None:
         return None
-    data, tokenizer = recipe.data, tokenizer_fingerprint(encoder.tokenizer)
+    data = recipe.data
+    tokenizer = tokenizer_fingerprint(encoder.tokenizer) if cache.is_first else ""  # the first rank names the file
     limits: list[Json] = [data.max_prompt_tokens, data.max_response_tokens, data.overlong, max_rows]
     settings = encoder.config.model_dump(mode="json")
     return cache.path("usable", [leaderless.__version__, source.version(), tokenizer, settings, limits], ".npz")
