@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 
 import pyarrow as pa
 import torch
@@ -47,7 +47,7 @@ class Measured:
         start_s: From opening the data to the first step, at the first start and at the second.
         start_bytes: Read until then, likewise.
         epoch_bytes: Read in the epoch that follows, without reading ahead.
-        wait_s: Median wait for a step, without reading ahead and with it.
+        wait_s: Mean wait for a step but the first, without reading ahead and with it.
     """
 
     start_s: tuple[float, float]
@@ -131,7 +131,7 @@ def _be_rank(rank: int, num_ranks: int, task: Task, answers: str) -> None:
         starts.append(time.perf_counter() - begin)
         num_bytes.append(read_by(sets))
         loader = Dataloader(sets, recipe, rank, num_ranks)
-        waits.append(median(wait_for_steps(loader, task)))
+        waits.append(fmean(wait_for_steps(loader, task)[1:]))
         loader.close()
         epochs.append(read_by(sets) - num_bytes[-1])
     measured = {"start_s": starts, "start_bytes": num_bytes, "epoch_bytes": epochs[0], "wait_s": waits}

@@ -32,7 +32,7 @@ def test_so_much_is_made_ahead_and_no_more(num_ahead: int) -> None:
         made.append(next(numbers))
         return made[-1]
 
-    ahead = ReadAhead(make, num_ahead, "test")
+    ahead = ReadAhead(make, num_ahead, "test", 10)
     for expected in range(10):
         assert ahead.next() == expected
         wait_until(lambda expected=expected: len(made) == expected + 1 + num_ahead)
@@ -44,7 +44,7 @@ def test_so_much_is_made_ahead_and_no_more(num_ahead: int) -> None:
 
 def test_nothing_is_made_ahead_without_being_asked_for() -> None:
     numbers = count()
-    ahead = ReadAhead(lambda: next(numbers), 0, "test")
+    ahead = ReadAhead(lambda: next(numbers), 0, "test", 10)
     before = threading.active_count()
     assert [ahead.next() for _ in range(3)] == [0, 1, 2]
     assert threading.active_count() == before
@@ -61,7 +61,7 @@ def test_an_error_comes_in_its_turn_and_stays() -> None:
             raise RecipeError.at("data", "row 2 is bad")
         return number
 
-    ahead = ReadAhead(make, 4, "test")
+    ahead = ReadAhead(make, 4, "test", 10)
     assert [ahead.next(), ahead.next()] == [0, 1]
     for _ in range(2):
         with pytest.raises(RecipeError, match="row 2 is bad"):
@@ -70,9 +70,20 @@ def test_an_error_comes_in_its_turn_and_stays() -> None:
     assert next(numbers) == 3, "nothing is made behind an error"
 
 
+def test_no_wait_is_without_end() -> None:
+    never = threading.Event()
+    ahead = ReadAhead(never.wait, 1, "the reader", 0.05)
+    with pytest.raises(RuntimeError, match=r"the reader has waited 0.05 s for data: see whether the disk"):
+        ahead.next()
+    never.set()
+    ahead.close()
+    with pytest.raises(AssertionError, match="is closed"):
+        ahead.next()
+
+
 def test_it_can_be_closed_at_any_time() -> None:
     for num_taken in range(3):
-        ahead = ReadAhead(lambda: time.sleep(0.01), 2, "test")
+        ahead = ReadAhead(lambda: time.sleep(0.01), 2, "test", 10)
         for _ in range(num_taken):
             ahead.next()
         ahead.close()

@@ -55,8 +55,9 @@ class Dataloader:
     def _begin(self, position: int) -> None:
         self._position = position
         self.epochs: Mapping[str, float] = {one.encoder.key: 0.0 for one in self.sets}
-        reader = _StepReader(self, position)
-        self._ahead = ReadAhead(reader.next, self.recipe.data.prefetch_steps, f"dataloader {self.shard}")
+        num_ahead, timeout_s = self.recipe.data.prefetch_steps, self.recipe.run.timeout_s
+        name = f"the dataloader of shard {self.shard}"
+        self._ahead = ReadAhead(_StepReader(self, position).next, num_ahead, name, timeout_s)
 
     @property
     def position(self) -> int:

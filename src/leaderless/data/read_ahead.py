@@ -22,15 +22,16 @@ class ReadAhead(Generic[T]):
     The thread is begun when the first result is asked for. It never keeps a process from ending.
     """
 
-    def __init__(self, make: Callable[[], T], num_ahead: int, name: str) -> None:
+    def __init__(self, make: Callable[[], T], num_ahead: int, name: str, timeout_s: float) -> None:
         """Take a function.
 
         Args:
             make: Called by one thread at a time only.
             num_ahead: Results that are made ahead; 0 makes each one when it is asked for, without a thread.
-            name: Of the thread.
+            name: Of the thread, for people.
+            timeout_s: Longest wait for a result.
         """
-        self._make, self._num_ahead = make, num_ahead
+        self._make, self._num_ahead, self._timeout_s = make, num_ahead, timeout_s
         self._made: queue.Queue[T | _Failed] = queue.Queue()
         self._room = threading.Semaphore(num_ahead)
         self._is_closed = threading.Event()
@@ -38,13 +39,24 @@ class ReadAhead(Generic[T]):
         self._failed: _Failed | None = None
 
     def next(self) -> T:
-        """The next result; an error of the function is raised here, in its turn, and again at every later call."""
+        """The next result; an error of the function is raised here, in its turn, and again at every later call.
+
+        Raises:
+            RuntimeError: It takes too long.
+        """
+        assert not self._is_closed.is_set(), f"{self._thread.name} is closed"
         if not self._num_ahead:
             return self._make()
         if self._thread.ident is None:
             self._thread.start()
         if self._failed is None:
-            made = self._made.get()
+            try:
+                made = self._made.get(timeout=self._timeout_s)
+            except queue.Empty as error:
+                raise RuntimeError(
+                    f"{self._thread.name} has waited {self._timeout_s:g} s for data: see whether the disk or the hub "
+                    "answers; where a long stream is read up to where the run was, raise run.timeout_s"
+                ) from error
             if not isinstance(made, _Failed):
                 self._room.release()
                 return made
