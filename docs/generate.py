@@ -160,6 +160,9 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
         yield "A reward of one's own is named `package.module:function`; see [Rewards](../concepts/rewards.md)."
     for name, field in fields.items():
         inner_sections = sections_of(field.annotation)
+        if len(inner_sections) > 1 and "type" not in inner_sections[0].model_fields:
+            yield from _one_or_several(inner_sections, f"{heading}.{name}", field)
+            continue
         if len(inner_sections) > 1:
             yield from _typed_sections(inner_sections, f"{heading}.{name}", field)
             continue
@@ -175,6 +178,16 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
                 yield f"{cell(field.description or '')} It has the settings of [`optimizer`](#optimizer)."
             else:
                 yield from _section(inner, f"{heading}.{name}", field.description or "")
+
+
+def _one_or_several(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:
+    """A section that may also be given several times, by names that are up to the user."""
+    one, of_several = sections
+    yield from _section(one, heading, field.description or "")
+    more = {name: inner for name, inner in of_several.model_fields.items() if name not in one.model_fields}
+    yield f"### `{heading}.<name>`"
+    yield f"One of several. It has the settings of [`{heading}`](#{heading.replace('.', '')}), and also:"
+    yield _settings_table(more, f"{heading}.<name>.")
 
 
 def _typed_sections(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:

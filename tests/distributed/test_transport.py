@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed.ranks import RankPool
-from tests.unit.test_dataloader import Characters
+from tests.rows import Characters
 
 from leaderless.config import Recipe
-from leaderless.data.dataloader import Dataloader, open_dataset
+from leaderless.data.cache import DataCache
+from leaderless.data.dataloader import Dataloader
+from leaderless.data.dataset import open_dataset
 from leaderless.data.encode import RowEncoder
 from leaderless.data.sources import open_source
 from leaderless.data.transport import Transport
@@ -63,10 +65,10 @@ def read_dataset(path: str, max_prompt_tokens: int) -> tuple[list[int], list[int
             "batch": {"prompts_per_step": 5},
         }
     )
-    world = Transport(torch.device("cpu"), timeout_s=20).world
+    cache = DataCache(Transport(torch.device("cpu"), timeout_s=20).world)
     encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
-    dataset = open_dataset(open_source(recipe.data.train, "data.train"), encoder, recipe, world)
-    loader = Dataloader(dataset, recipe, dist.get_rank(), dist.get_world_size())
+    dataset = open_dataset(open_source(recipe.data.train, "data.train", cache), encoder, recipe, cache)
+    loader = Dataloader([dataset], recipe, dist.get_rank(), dist.get_world_size())
     return dataset.rows.tolist(), [*loader.next().ids.tolist(), *loader.next().ids.tolist()]
 
 
@@ -75,10 +77,12 @@ def read_some(paths: list[str], max_rows: int | None) -> tuple[list[int], int] |
     path = paths[dist.get_rank()]
     config = {"name": "test", "workflow": "grpo", "models": {}, "steps": 1}
     recipe = Recipe.model_validate(config | {"data": {"train": {"path": path}, "max_prompt_tokens": 5}})
-    world = Transport(torch.device("cpu"), timeout_s=20).world
+    cache = DataCache(Transport(torch.device("cpu"), timeout_s=20).world)
     encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
     try:
-        dataset = open_dataset(open_source(recipe.data.train, "data.train"), encoder, recipe, world, None, max_rows)
+        dataset = open_dataset(
+            open_source(recipe.data.train, "data.train", cache), encoder, recipe, cache, None, max_rows
+        )
     except RuntimeError as error:
         return str(error)
     return dataset.rows.tolist(), dataset.num_overlong

@@ -51,9 +51,12 @@ def watched_reads(folder: str, commands: list[list[str]], rows: list[dict[str, s
                 reads.add((type(self).__name__, name))
         return object.__getattribute__(self, name)
 
-    def hub(path: str, subset: str, split: str) -> datasets.Dataset:
+    def hub(
+        path: str, subset: str, split: str, *, streaming: bool = False
+    ) -> datasets.Dataset | datasets.IterableDataset:
         assert (path, subset, split) == ("some/additions", "small", "held-out")
-        return datasets.Dataset.from_list(rows)
+        dataset = datasets.Dataset.from_list(rows)
+        return dataset.to_iterable_dataset() if streaming else dataset
 
     with patch.object(Section, "__getattribute__", read, create=True), patch.object(datasets, "load_dataset", hub):
         for arguments in commands:
@@ -85,12 +88,28 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
         },
     )
     rows = [json.loads(line) for line in write_additions(tmp_path / "rows.jsonl", 4).read_text().splitlines()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"level": 1}) + "\n" for row in rows))
     own_optimizer = "models.policy.optimizer={learning_rate: 0.5}"
-    sft = ["workflow=sft", "data.train.response=answer", "data.max_response_tokens=2", "evaluation.every_steps=0"]
+    columns = {"prompt": "question", "answer": "answer", "template": "plain"}
+    stream = held_out | columns | {"streaming": True}
+    mixture = {
+        "stream": stream | {"weight": 2.0},
+        "file": columns | {"path": str(tmp_path / "rows.jsonl"), "curriculum": {"column": "level"}},
+    }
+    sft = ["workflow=sft", "data.max_response_tokens=2", "evaluation.every_steps=0"]
+    sft.append(f"data.train={json.dumps(stream | {'response': 'answer'})}")
     commands = [
         ["train", str(grpo)],
         ["train", str(grpo), "name=imitate", "layout={}", own_optimizer, *sft],
-        ["train", str(grpo), "name=ppo", "workflow=ppo", "layout={}", "evaluation.every_steps=0"],
+        [
+            "train",
+            str(grpo),
+            "name=ppo",
+            "workflow=ppo",
+            "layout={}",
+            "evaluation.every_steps=0",
+            f"data.train={json.dumps(mixture)}",
+        ],
         [
             "train",
             str(grpo),

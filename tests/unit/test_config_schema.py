@@ -55,6 +55,8 @@ def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, obje
         return accepts(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], value, root)
     if "anyOf" in schema:
         return any(accepts(option, value, root) for option in schema["anyOf"])
+    if "oneOf" in schema:
+        return sum(accepts(option, value, root) for option in schema["oneOf"]) == 1
     if "enum" in schema or "const" in schema:
         return value in schema.get("enum", [schema.get("const")])
     kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
@@ -88,6 +90,10 @@ def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, obje
         ({"layout": {"rollout": {"ranks": [0]}}}, False),
         ({"optimizer": {"schedule": "other"}}, False),
         ({"stepz": 3}, False),
+        ({"data": {"train": {"path": "x", "curriculum": "level", "streaming": False}}}, True),
+        ({"data": {"train": {"path": "x", "weight": 2.0}}}, False),
+        ({"data": {"train": {"a": {"path": "x"}, "b": {"path": "y", "weight": 2.0}}}}, True),
+        ({"data": {"train": {"a": {"path": "x"}, "path": "y"}}}, False),
     ],
 )
 def test_the_json_schema_accepts_what_the_loader_accepts(change, is_valid):

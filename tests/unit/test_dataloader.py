@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
-import sys
 import tracemalloc
-from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -16,76 +13,29 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from tests.rows import (
+    Characters,
+    open_path,
+    open_recipe,
+    prompts_of,
+    recipe_of,
+    rows_of,
+    text_of,
+    write_jsonl,
+)
 
 from leaderless.config import Json, Recipe, RecipeError
 from leaderless.config.data import DatasetConfig
-from leaderless.data import sources
+from leaderless.data import jsonl
 from leaderless.data.batch import Batch
-from leaderless.data.dataloader import Dataloader, Dataset, open_dataset
+from leaderless.data.cache import DataCache
+from leaderless.data.dataloader import Dataloader
+from leaderless.data.dataset import Dataset, open_dataset
 from leaderless.data.encode import RowEncoder
 from leaderless.data.order import RowOrder
-from leaderless.data.sources import ParquetSource, Row, RowSource, open_source
-from leaderless.data.transport import Group
-
-BOS, EOS = 1, 2
-
-
-class Characters:
-    """A tokenizer whose tokens are characters."""
-
-    def __init__(self, chat_template: str | None = None, eos_token_id: int | None = EOS) -> None:
-        self.chat_template, self.eos_token_id = chat_template, eos_token_id
-
-    def __len__(self) -> int:
-        return sys.maxunicode + 1
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [BOS] * add_special_tokens + [ord(character) for character in text]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:  # noqa: ARG002
-        return "".join(map(chr, token_ids))
-
-    def apply_chat_template(self, conversation: Sequence[Json], *, add_generation_prompt: bool, tokenize: bool) -> str:
-        assert not tokenize
-        turns = [f"{turn['role']}:{turn['content']};" for turn in conversation if isinstance(turn, dict)]
-        return "".join(turns) + "assistant:" * add_generation_prompt
-
-    def save_pretrained(self, save_directory: str) -> object:
-        raise NotImplementedError
-
-
-def text_of(tokens: Sequence[int]) -> str:
-    return "".join({BOS: "<", EOS: ">"}.get(token) or chr(token) for token in tokens)
-
-
-def write_jsonl(path: Path, rows: Sequence[Json]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def open_path(path: Path) -> RowSource:
-    return open_source(DatasetConfig(path=str(path)), "data.train")
-
-
-def rows_of(source: RowSource) -> list[Row]:
-    return [source.row(index) for index in range(len(source))]
-
-
-def recipe_of(path: Path | str, data: dict[str, object] | None = None, **settings: object) -> Recipe:
-    """A recipe that trains on a file; `data` and `settings` as in YAML."""
-    data = dict(data or {})
-    train = {"path": str(path), **{key: data.pop(key) for key in list(data) if key in DatasetConfig.model_fields}}
-    return Recipe.model_validate(
-        {"name": "test", "workflow": "grpo", "models": {"policy": "x"}, "steps": 1, "data": {"train": train} | data}
-        | settings
-    )
-
-
-def open_recipe(recipe: Recipe, tokenizer: Characters | None = None) -> Dataset:
-    train = recipe.data.train
-    encoder = RowEncoder(tokenizer or Characters(), train, "data.train")
-    return open_dataset(open_source(train, "data.train"), encoder, recipe, Group((0,), 0))
-
+from leaderless.data.parquet import ParquetSource
+from leaderless.data.rows import Row, RowSource
+from leaderless.data.sources import open_source
 
 # Sources
 
@@ -116,7 +66,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
 def test_jsonl_lines_are_found_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scan_bytes: int, tail: bytes
 ) -> None:
-    monkeypatch.setattr(sources, "SCAN_BYTES", scan_bytes)
+    monkeypatch.setattr(jsonl, "SCAN_BYTES", scan_bytes)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\n\n{"a": 1}\n   \n  {"a": 22}\r\n\v\n{"a": 333}' + tail)
     source = open_path(path)
@@ -125,7 +75,7 @@ def test_jsonl_lines_are_found_piece_by_piece(
 
 
 def test_a_jsonl_file_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SCAN_BYTES", 1 << 16)
+    monkeypatch.setattr(jsonl, "SCAN_BYTES", 1 << 16)
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * 100_000}] * 40)
     tracemalloc.start()
     source = open_path(path)
@@ -162,9 +112,40 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_what_is_no_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt\n")
-    for name, message in (("a.csv", "must end in .jsonl or .parquet"), ("b.jsonl", "does not exist"), ("", "holds no")):
+    for name, message in (
+        ("a.csv", "must end in .jsonl, .parquet or .jsonl.gz"),
+        ("b.jsonl", "does not exist"),
+        ("", "holds no"),
+    ):
         with pytest.raises(RecipeError, match=message):
             open_path(tmp_path / name)
+    with pytest.raises(RecipeError, match=r"there is no .jsonl, .parquet or .jsonl.gz file named .*part-\*"):
+        open_path(tmp_path / "part-*")
+
+
+def test_a_pattern_names_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("part-1.jsonl", "part-0.jsonl", "other.jsonl"):
+        write_jsonl(tmp_path / name, [{"prompt": name}])
+    monkeypatch.chdir(tmp_path)
+    for pattern in (tmp_path / "part-*.jsonl", Path("part-?.jsonl"), Path("part-[01].*")):
+        assert [row["prompt"] for row in rows_of(open_path(pattern))] == ["part-0.jsonl", "part-1.jsonl"]
+
+
+def test_only_wanted_columns_are_kept(tmp_path: Path) -> None:
+    rows: list[Row] = [{"q": "a", "a": "b", "kind": 1, "level": 2, "extra": 3, "unused": 4}] * 3
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    more = {"prompt": "q", "answer": "a", "source": "kind", "template": "{q}{level}", "columns": ["extra"]}
+    for name in ("a.jsonl", "a.parquet"):
+        config = DatasetConfig.model_validate({"path": str(tmp_path / name), **more})
+        assert open_source(config, "data.train").row(1) == {"q": "a", "a": "b", "kind": 1, "level": 2, "extra": 3}
+        recipe = recipe_of(tmp_path / name, {**more, "columns": ["extar"]})
+        with pytest.raises(RecipeError, match=r"data.train.columns: .*a\.\w+( row 0|:1) has no column 'extar'"):
+            open_recipe(recipe)
+    wide, narrow = (ParquetSource(tmp_path / "a.parquet", columns) for columns in (None, {"q", "a"}))
+    assert wide.row(0) == rows[0]
+    assert narrow.row(0) == {"q": "a", "a": "b"}
+    assert 0 < narrow.bytes_read() < wide.bytes_read() / 2
 
 
 def test_parquet_rows_are_read_in_any_order(tmp_path: Path) -> None:
@@ -362,7 +343,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
     recipe = recipe_of(path)
     told: list[int] = []
     encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
-    open_dataset(open_path(path), encoder, recipe, Group((0,), 0), told.append)
+    open_dataset(open_path(path), encoder, recipe, DataCache(), told.append)
     assert told == [256, 300]
 
 
@@ -371,7 +352,7 @@ def test_no_more_rows_are_encoded_than_are_asked_for(tmp_path: Path) -> None:
     recipe = recipe_of(path)
     told: list[int] = []
     encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
-    dataset = open_dataset(open_path(path), encoder, recipe, Group((0,), 0), told.append, max_rows=5)
+    dataset = open_dataset(open_path(path), encoder, recipe, DataCache(), told.append, max_rows=5)
     assert dataset.rows.tolist() == [0, 1, 2, 3, 4]
     assert told == [5]
 
@@ -399,13 +380,9 @@ def test_without_shuffling_rows_come_as_they_are() -> None:
 # Steps and shards
 
 
-def prompts_of(batch: Batch) -> list[Json]:
-    return [row["prompt"] for row in batch.objects("rows") if isinstance(row, dict)]
-
-
 def steps_of(dataset: Dataset, recipe: Recipe, num_shards: int, num_steps: int) -> list[list[Batch]]:
     """The shards of each step."""
-    shards = [Dataloader(dataset, recipe, shard, num_shards) for shard in range(num_shards)]
+    shards = [Dataloader([dataset], recipe, shard, num_shards) for shard in range(num_shards)]
     return [[shard.next() for shard in shards] for _ in range(num_steps)]
 
 
@@ -428,16 +405,16 @@ def test_steps_do_not_depend_on_the_number_of_shards(tmp_path: Path, shuffle: bo
 
 def test_epochs_go_on_in_the_middle_of_a_step(tmp_path: Path) -> None:
     recipe = recipe_of(numbered(tmp_path, 5), batch={"prompts_per_step": 3})
-    loader = Dataloader(open_recipe(recipe), recipe, 0, 1)
+    loader = Dataloader([open_recipe(recipe)], recipe, 0, 1)
     prompts = [prompt for _ in range(5) for prompt in prompts_of(loader.next())]
     for epoch in range(3):
         assert sorted(map(str, prompts[5 * epoch : 5 * epoch + 5])) == [f"{index:03}" for index in range(5)]
-    assert loader.epoch == 3.0
+    assert loader.numbers() == {"data/position": 15, "data/epoch": 3.0}
 
 
 def test_a_step_may_be_larger_than_the_data(tmp_path: Path) -> None:
     recipe = recipe_of(numbered(tmp_path, 2), batch={"prompts_per_step": 5})
-    batch = Dataloader(open_recipe(recipe), recipe, 0, 1).next()
+    batch = Dataloader([open_recipe(recipe)], recipe, 0, 1).next()
     assert batch.ids.tolist() == [0, 1, 2, 3, 4]
     assert sorted(map(str, prompts_of(batch)[:4])) == ["000", "000", "001", "001"]
 
@@ -445,10 +422,10 @@ def test_a_step_may_be_larger_than_the_data(tmp_path: Path) -> None:
 def test_position_is_the_whole_state(tmp_path: Path) -> None:
     recipe = recipe_of(numbered(tmp_path, 10), batch={"prompts_per_step": 4})
     dataset = open_recipe(recipe)
-    loader = Dataloader(dataset, recipe, 0, 1)
+    loader = Dataloader([dataset], recipe, 0, 1)
     for _ in range(4):
         loader.next()
-    resumed = [Dataloader(dataset, recipe, shard, 2) for shard in range(2)]  # on another number of ranks
+    resumed = [Dataloader([dataset], recipe, shard, 2) for shard in range(2)]  # on another number of ranks
     for shard in resumed:
         shard.position = loader.position
     for _ in range(3):
@@ -460,10 +437,10 @@ def test_position_is_the_whole_state(tmp_path: Path) -> None:
 def test_a_batch_holds_prompts_rows_and_responses(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "ab", "r": "c", "more": [1]}, {"prompt": "d", "r": ""}])
     recipe = recipe_of(path, {"response": "r", "shuffle": False}, batch={"prompts_per_step": 2})
-    batch = Dataloader(open_recipe(recipe), recipe, 0, 1).next()
+    batch = Dataloader([open_recipe(recipe)], recipe, 0, 1).next()
     assert batch.names() == ["prompt_tokens", "response_mask", "rows", "tokens"]
     assert [text_of(tokens) for tokens in batch.jagged("prompt_tokens").to_lists()] == ["<ab", "<d"]
     assert [text_of(tokens) for tokens in batch.jagged("tokens").to_lists()] == ["c>", ">"]
     assert batch.jagged("response_mask").values.tolist() == [True, True, True]
     assert batch.objects("rows")[0] == {"prompt": "ab", "r": "c", "more": [1]}
-    assert Dataloader(open_recipe(recipe_of(path)), recipe_of(path), 0, 1).next().names() == ["prompt_tokens", "rows"]
+    assert Dataloader([open_recipe(recipe_of(path))], recipe_of(path), 0, 1).next().names() == ["prompt_tokens", "rows"]

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from leaderless.cli.common import Planned, console, plan_recipe, print_path, recipe_path
 from leaderless.config import Problem, Recipe, RecipeError
+from leaderless.data.files import find_files
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.worker.place import Place
 from leaderless.worker.stop import Interrupted
@@ -27,6 +28,7 @@ FREE_KEYS = (
     "evaluation.",
     "layout.",
     "batch.micro_batch_tokens",
+    "data.prefetch_steps",
     "rollout.max_sequences",
     "algorithm.loop.",
 )
@@ -234,11 +236,12 @@ def _check_inputs(planned: Planned) -> None:
             problems.append(Problem(f"models.{role}", f"folder {path} holds no config.json, so it is not a model"))
         elif not path.exists() and (path.is_absolute() or model.path.startswith(".") or len(path.parts) > 2):
             problems.append(Problem(f"models.{role}", f"folder {path} does not exist (looked for from {Path.cwd()})"))
-    for name, dataset in (("train", recipe.data.train), ("evaluation", recipe.data.evaluation)):
-        if dataset is not None and dataset.path.endswith((".jsonl", ".parquet")) and not Path(dataset.path).exists():
-            problems.append(
-                Problem(f"data.{name}.path", f"file {dataset.path} does not exist (looked for from {Path.cwd()})")
-            )
+    held_out = {"data.evaluation": recipe.data.evaluation} if recipe.data.evaluation else {}
+    for key, dataset in {**recipe.data.train_sets(), **held_out}.items():
+        try:
+            find_files(dataset, key)
+        except RecipeError as error:
+            problems += error.problems
     if problems:
         raise planned.loaded.locate(RecipeError(problems))
     try:

@@ -23,7 +23,8 @@ class RewardOptions(ShorthandSection):
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one response may take to grade; its process is then ended and the sample counted as failed."""
     sources: tuple[str, ...] = ()
-    """Apply to rows of these sources only (`data.train.source` names the column); empty applies to all."""
+    """Apply to rows of these sources only (`data.train.source` names the column; without one, rows of a mixture have
+    the name of their dataset); empty applies to all."""
 
 
 class MathOptions(RewardOptions):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Tag
 
 from leaderless.config.errors import nearest
 from leaderless.config.recipe import Recipe
@@ -61,6 +61,10 @@ def _follow(location: Sequence[int | str], root: type[BaseModel]) -> tuple[tuple
     annotation: object = root
     parents: list[type[BaseModel]] = []
     for part in map(str, location):
+        form = _form(annotation, part)
+        if form is not None:
+            annotation = form
+            continue
         sections = _sections_in(annotation)
         named = [section for section in sections if len(sections) > 1 and section.model_fields["type"].default == part]
         if named:
@@ -70,6 +74,13 @@ def _follow(location: Sequence[int | str], root: type[BaseModel]) -> tuple[tuple
         parents = sections
         annotation = _child(annotation, sections, part)
     return tuple(path), parents
+
+
+def _form(annotation: object, tag: str) -> object:
+    """The annotation of one of the forms that a setting may be written in; None if it has none of that name."""
+    forms = get_args(annotation) if get_origin(annotation) in {Union, UnionType} else ()
+    named = [get_args(form)[0] for form in forms if get_origin(form) is Annotated and Tag(tag) in get_args(form)]
+    return named[0] if named else None
 
 
 def _child(annotation: object, sections: Sequence[type[BaseModel]], part: str) -> object:

@@ -2,168 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.data.batch import Batch, Column, Jagged
-from leaderless.data.encode import Encoded, RowEncoder
-from leaderless.data.order import Int, RowOrder
-from leaderless.data.sources import RowSource
-from leaderless.data.transport import Group
-from leaderless.planner import format_ranks
+from leaderless.config.data import DATASET_COLUMN, MixedSetConfig, TrainingSetConfig
+from leaderless.data.batch import Batch
+from leaderless.data.cache import DataCache
+from leaderless.data.dataset import Prompt, TrainingSet, make_batch, open_dataset
+from leaderless.data.encode import RowEncoder, Tokenizer
+from leaderless.data.mixture import Interleaving
+from leaderless.data.read_ahead import ReadAhead
+from leaderless.data.sources import open_source, open_stream
+from leaderless.data.stream import StreamedDataset
+from leaderless.data.unpack import unpack
 
 
-class Dataset:
-    """A source of rows together with how they become tokens, and which of them may be used.
+@dataclass(frozen=True)
+class LoadedStep:
+    """A shard's prompts of a step, and how far the data have been gone through when it is done.
 
     Attributes:
-        source: All rows.
-        encoder: How they become tokens.
-        rows: [n] numbers of those that may be used, ascending.
-        num_overlong: Rows before the last of these that may not.
+        batch: The prompts.
+        epochs: By key of the dataset.
     """
 
-    def __init__(self, source: RowSource, encoder: RowEncoder, rows: Int, num_overlong: int) -> None:
-        self.source, self.encoder, self.rows, self.num_overlong = source, encoder, rows, num_overlong
-
-    def batch(self, group_ids: Sequence[int], rows: Sequence[int]) -> Batch:
-        """Prompts as a batch: `prompt_tokens` and `rows`, and `tokens` and `response_mask` if there are responses.
-
-        Args:
-            group_ids: Ascending; the ids of the prompts.
-            rows: Their numbers in the dataset.
-        """
-        values = [self.source.row(row) for row in rows]
-        encoded = [
-            self.encoder.encode(value, self.source.describe(row)) for value, row in zip(values, rows, strict=True)
-        ]
-        columns: dict[str, Column] = {
-            "prompt_tokens": Jagged.from_lists([e.prompt for e in encoded], torch.int64, "prompt_tokens"),
-            "rows": tuple(values),
-        }
-        if self.encoder.config.response is not None:
-            tokens = Jagged.from_lists([e.response for e in encoded], torch.int64, "tokens")
-            mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")
-            columns |= {"tokens": tokens, "response_mask": mask}
-        return Batch(torch.tensor(group_ids, dtype=torch.int64), columns)
+    batch: Batch
+    epochs: Mapping[str, float]
 
 
 class Dataloader:
     """Gives one shard its prompts, step by step.
 
     The stream of prompts and the borders of steps depend on neither the number of shards nor the layout; a shard takes
-    a contiguous part of every step. The whole state is `position`.
+    a contiguous part of every step. The whole state is `position`. Steps are read ahead in a thread, which changes no
+    number: `position` counts what was given.
     """
 
-    def __init__(self, dataset: Dataset, recipe: Recipe, shard: int, num_shards: int) -> None:
+    def __init__(self, sets: Sequence[TrainingSet], recipe: Recipe, shard: int, num_shards: int) -> None:
         """Take a shard of the training data.
 
         Args:
-            dataset: The rows.
+            sets: The datasets, in the order of `recipe.data.train_sets()`.
             recipe: Seed, order and prompts per step.
             shard: Which part of every step is given.
             num_shards: Into how many a step is divided.
         """
-        self.dataset = dataset
-        self.order = RowOrder(dataset.rows, recipe.seed, shuffle=recipe.data.shuffle)
-        self.prompts_per_step = recipe.batch.prompts_per_step
+        self.sets, self.recipe = sets, recipe
         self.shard, self.num_shards = shard, num_shards
-        self.position = 0
+        self._begin(0)
+
+    def _begin(self, position: int) -> None:
+        self._position = position
+        self.epochs: Mapping[str, float] = {one.encoder.key: 0.0 for one in self.sets}
+        num_ahead, timeout_s = self.recipe.data.prefetch_steps, self.recipe.run.timeout_s
+        name = f"the dataloader of shard {self.shard}"
+        self._ahead = ReadAhead(_StepReader(self, position).next, num_ahead, name, timeout_s)
 
     @property
-    def epoch(self) -> float:
-        """How often the data has been gone through."""
-        return self.position / len(self.dataset.rows)
+    def position(self) -> int:
+        """Prompts that all shards together have been given; may be set, to go on from there."""
+        return self._position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self.close()
+        self._begin(position)
 
     def next(self) -> Batch:
-        """This shard's prompts of the next step."""
-        first = self.position + self.prompts_per_step * self.shard // self.num_shards
-        last = self.position + self.prompts_per_step * (self.shard + 1) // self.num_shards
-        self.position += self.prompts_per_step
-        places = range(first, last)
-        return self.dataset.batch(places, [self.order.row_at(place) for place in places])
+        """This shard's prompts of the next step.
+
+        Raises:
+            RecipeError: A row cannot be used.
+            RuntimeError: The data cannot be read, or are others than before.
+        """
+        step = self._ahead.next()
+        self._position += self.recipe.batch.prompts_per_step
+        self.epochs = step.epochs
+        return step.batch
+
+    def numbers(self) -> dict[str, float]:
+        """Where the data are, by name of a metric.
+
+        Returns:
+            `data/position`, and `data/epoch`: in a mixture that of the dataset which is behind most, with those of all.
+        """
+        by_name = {f"data/epoch/{_name(key)}": epoch for key, epoch in self.epochs.items()}
+        return {
+            "data/position": self.position,
+            "data/epoch": min(self.epochs.values()),
+            **(by_name if isinstance(self.recipe.data.train, Mapping) else {}),
+        }
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        self._ahead.close()
 
 
-def open_dataset(
-    source: RowSource,
-    encoder: RowEncoder,
+class _StepReader:
+    """Reads the steps of one shard, one after the other. It belongs to the thread that reads ahead."""
+
+    def __init__(self, loader: Dataloader, position: int) -> None:
+        self.sets, self.recipe, self.position = loader.sets, loader.recipe, position
+        self.shard, self.num_shards = loader.shard, loader.num_shards
+        configs = [one.encoder.config for one in self.sets]
+        weights = [config.weight if isinstance(config, MixedSetConfig) else 1.0 for config in configs]
+        seed, shuffle = self.recipe.seed, self.recipe.data.shuffle
+        self.turns = Interleaving(weights, seed)
+        self.feeds = [one.feed(seed, number, shuffle=shuffle) for number, one in enumerate(self.sets)]
+
+    def next(self) -> LoadedStep:
+        size = self.recipe.batch.prompts_per_step
+        begin, self.position = self.position, self.position + size
+        mine = range(begin + size * self.shard // self.num_shards, begin + size * (self.shard + 1) // self.num_shards)
+        turns = [self.turns.at(position) for position in mine]
+        prompts: dict[int, Prompt] = {}
+        for number, feed in enumerate(self.feeds):
+            positions = [position for position, (turn, _) in zip(mine, turns, strict=True) if turn == number]
+            taken = feed.take([place for turn, place in turns if turn == number])
+            prompts |= zip(positions, (self._named(prompt, number) for prompt in taken), strict=True)
+        batch = make_batch(mine, [prompts[position] for position in mine], has_responses=self.recipe.data.has_responses)
+        done = zip(self.sets, self.feeds, self.turns.counts(self.position), strict=True)
+        return LoadedStep(batch, {one.encoder.key: feed.epoch(count) for one, feed, count in done})
+
+    def _named(self, prompt: Prompt, number: int) -> Prompt:
+        """In a mixture, with the name of the dataset in the row."""
+        if isinstance(self.recipe.data.train, TrainingSetConfig):
+            return prompt
+        key = self.sets[number].encoder.key
+        if DATASET_COLUMN in prompt.row:
+            raise RecipeError.at(
+                key,
+                f"rows have a column '{DATASET_COLUMN}', which in a mixture holds the name of the dataset: "
+                "rename it, or leave it out of `columns`",
+            )
+        return Prompt(prompt.row | {DATASET_COLUMN: _name(key)}, prompt.encoded)
+
+
+def _name(key: str) -> str:
+    """The name of a dataset of a mixture."""
+    return key.rpartition(".")[2]
+
+
+def open_training_set(
+    config: TrainingSetConfig,
+    key: str,
+    tokenizer: Tokenizer,
     recipe: Recipe,
-    group: Group,
+    cache: DataCache,
     progress: Callable[[int], None] | None = None,
-    max_rows: int | None = None,
-) -> Dataset:
-    """Find the rows that may be used, before any are divided among ranks, so that all ranks agree on them.
-
-    Each rank reads and tokenises a contiguous share of the dataset once.
+) -> TrainingSet:
+    """Open a dataset to train on. All ranks call it together.
 
     Args:
-        source: All rows.
-        encoder: How they become tokens.
+        config: The dataset.
+        key: The recipe's section, for errors.
+        tokenizer: Of the model that is trained.
         recipe: What is overlong, and what happens then.
-        group: All ranks.
+        cache: Of all ranks; Parquet is unpacked into its folder.
         progress: Told how many rows of its share this rank has looked at.
-        max_rows: Look no further when so many rows that may be used are found; None takes all.
 
     Raises:
-        RecipeError: A row lacks a column, is overlong where that is an error, or none is left.
+        RecipeError: It does not exist, cannot be read, or has no row that may be used.
         RuntimeError: Ranks have different datasets of this name.
     """
-    config, key = encoder.config, encoder.key
-    _compare_sources(source, encoder, group)
-    num_rows = min(len(source), config.limit or len(source))
-    wanted = num_rows if max_rows is None else max_rows
-    rows, num_seen, num_mine, patience = torch.zeros(0, dtype=torch.int64), 0, 0, 1
-    while len(rows) < wanted and num_seen < num_rows:
-        window = range(num_seen, min(num_rows, num_seen + patience * (wanted - len(rows))))
-        num_seen, patience = window.stop, 2 * patience
-        place = group.ranks.index(group.rank)
-        mine = window[len(window) * place // group.size : len(window) * (place + 1) // group.size]
-        kept: list[int] = []
-        for index in mine:
-            where = source.describe(index)
-            if _fits(encoder.encode(source.row(index), where), where, recipe, key):
-                kept.append(index)
-            num_mine += 1
-            if progress is not None and (num_mine % 256 == 0 or index == mine[-1]):
-                progress(num_mine)
-        found = group.gather(torch.tensor(kept, dtype=torch.int64), f"the usable rows of {key}")
-        rows = torch.cat([rows, *found])[:wanted]
-    if not len(rows):
-        limits = f"data.max_prompt_tokens (now {recipe.data.max_prompt_tokens})"
-        if config.response is not None:
-            limits += f" or data.max_response_tokens (now {recipe.data.max_response_tokens})"
-        raise RecipeError.at("data", f"all {num_rows} rows of {config.path} are overlong: raise {limits}")
-    num_used = num_seen if len(rows) < wanted else int(rows[-1]) + 1
-    return Dataset(source, encoder, rows.numpy(), num_used - len(rows))
-
-
-def _compare_sources(source: RowSource, encoder: RowEncoder, group: Group) -> None:
-    """Stop on all ranks when some have other rows: each row is read by whoever needs it."""
-    text = f"{len(source)} {source.fingerprint()}"
-    others = group.unlike_first(text, f"the datasets of all workers for {encoder.key}")
-    if others:
-        raise RuntimeError(
-            f"rank {group.rank}: ranks {format_ranks(others)} have other data for {encoder.key} than rank "
-            f"{group.ranks[0]} (here {encoder.config.path} has {len(source)} rows): give all machines the same files"
-        )
-
-
-def _fits(encoded: Encoded, place: str, recipe: Recipe, key: str) -> bool:
-    """Whether a row is short enough to use."""
-    data = recipe.data
-    if not encoded.prompt:
-        raise RecipeError.at(key, f"{place} has an empty prompt")
-    for what, length, limit in (
-        ("prompt", len(encoded.prompt), data.max_prompt_tokens),
-        ("response", len(encoded.response), data.max_response_tokens),
-    ):
-        if length > limit:
-            if data.overlong == "error":
-                raise RecipeError.at(
-                    f"data.max_{what}_tokens",
-                    f"{place} has a {what} of {length} tokens, more than {limit}: raise it, or set data.overlong=drop",
-                )
-            return False
-    return True
+    encoder = RowEncoder(tokenizer, config, key)
+    if config.streaming:
+        return StreamedDataset(open_stream(config, key, cache), encoder, config, recipe.data)
+    source = unpack(open_source(config, key, cache), config, cache)
+    return open_dataset(source, encoder, recipe, cache, progress)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from jinja2 import TemplateError
 
 from leaderless.config import Json, RecipeError, nearest
-from leaderless.config.data import DatasetConfig
-from leaderless.data.sources import Row
+from leaderless.config.data import DataConfig, DatasetConfig
+from leaderless.data.rows import Row
 
 
 class Tokenizer(Protocol):
@@ -88,6 +91,9 @@ class RowEncoder:
         for column in (self.config.answer, self.config.source):
             if column is not None:
                 self._value(row, column, place)
+        for column in self.config.columns or ():
+            if column not in row:
+                raise RecipeError.at(f"{self.key}.columns", f"{place} has no column '{column}'{nearest(column, row)}")
         response: list[int] = []
         if self.config.response is not None:
             text = self._value(row, self.config.response, place)
@@ -151,6 +157,62 @@ class RowEncoder:
         if row[column] is None:
             raise RecipeError.at(self.key, f"{place}: column '{column}' is null")
         return row[column]
+
+
+def fits(encoded: Encoded, place: str, data: DataConfig, key: str) -> bool:
+    """Whether a row is short enough to use.
+
+    Args:
+        encoded: The row.
+        place: Where it is, for errors.
+        data: What is overlong, and what happens then.
+        key: The recipe's section, for errors.
+
+    Raises:
+        RecipeError: The prompt is empty, or the row is overlong where that is an error.
+    """
+    if not encoded.prompt:
+        raise RecipeError.at(key, f"{place} has an empty prompt")
+    for what, length, limit in (
+        ("prompt", len(encoded.prompt), data.max_prompt_tokens),
+        ("response", len(encoded.response), data.max_response_tokens),
+    ):
+        if length > limit:
+            if data.overlong == "error":
+                raise RecipeError.at(
+                    f"data.max_{what}_tokens",
+                    f"{place} has a {what} of {length} tokens, more than {limit}: raise it, or set data.overlong=drop",
+                )
+            return False
+    return True
+
+
+def all_overlong(what: str, config: DatasetConfig, data: DataConfig) -> RecipeError:
+    """The error for a dataset of which nothing can be used.
+
+    Args:
+        what: Is overlong.
+        config: The dataset.
+        data: The limits.
+    """
+    limits = f"data.max_prompt_tokens (now {data.max_prompt_tokens})"
+    if config.response is not None:
+        limits += f" or data.max_response_tokens (now {data.max_response_tokens})"
+    return RecipeError.at("data", f"{what} of {config.path} are overlong: raise {limits}")
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """Tells a tokenizer from others, by the files that it would be saved as.
+
+    Args:
+        tokenizer: Of the model that is trained.
+    """
+    digest = hashlib.sha256()
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir()):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _is_message(value: Json) -> bool:

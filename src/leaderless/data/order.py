@@ -6,31 +6,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int = NDArray[np.int64]
+Float = NDArray[np.float64]
+
+
+def generator(seed: int, *keys: int) -> np.random.Generator:
+    """Random numbers that follow from a seed and from what they are for.
+
+    Args:
+        seed: Of the order of a dataset.
+        keys: Such as the epoch.
+    """
+    return np.random.Generator(np.random.PCG64([seed, *keys]))
 
 
 class RowOrder:
-    """An endless stream of rows, epoch after epoch, each in a random order of its own."""
+    """An endless stream of rows, epoch after epoch, each in an order of its own."""
 
-    def __init__(self, rows: Int, seed: int, *, shuffle: bool) -> None:
+    def __init__(self, rows: Int, seed: int, dataset: int = 0, levels: Float | None = None, *, shuffle: bool) -> None:
         """Take the rows that may be used.
 
         Args:
             rows: [n] their numbers in the dataset, ascending.
             seed: Of the order.
+            dataset: Tells the datasets of a mixture from each other.
+            levels: [n] what rows are sorted by, small ones first; equal ones keep the order that they have without.
             shuffle: Draw a new order every epoch; else rows come as they are in the dataset.
         """
-        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self.rows, self.seed, self.dataset, self.levels, self.shuffle = rows, seed, dataset, levels, shuffle
         self._epoch = -1
-        self._permuted = rows
+        self._ordered = rows
 
-    def row_at(self, position: int) -> int:
+    def row_at(self, place: int) -> int:
         """The row at a place in the stream.
 
         Args:
-            position: From 0; the prompt that is taken there has this number as its group id.
+            place: From 0.
         """
-        epoch, index = divmod(position, len(self.rows))
-        if self.shuffle and epoch != self._epoch:
-            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            self._permuted, self._epoch = generator.permutation(self.rows), epoch
-        return int(self._permuted[index])
+        epoch, index = divmod(place, len(self.rows))
+        if epoch != self._epoch and (self.shuffle or self._epoch < 0):
+            self._ordered = self._order(epoch)
+        self._epoch = epoch
+        return int(self._ordered[index])
+
+    def _order(self, epoch: int) -> Int:
+        count = len(self.rows)
+        order = np.arange(count)
+        if self.shuffle:
+            order = generator(self.seed, epoch, self.dataset).permutation(count)
+        if self.levels is not None:
+            order = order[np.argsort(self.levels[order], kind="stable")]
+        return self.rows[order]

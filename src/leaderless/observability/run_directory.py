@@ -29,6 +29,7 @@ class RunDirectory:
         self.traces = path / "trace"
         self.checkpoints = path / "checkpoints"
         self.errors = path / "errors"
+        self.data = path / "data"
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
 

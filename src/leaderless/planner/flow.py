@@ -137,7 +137,7 @@ class _Tracer:
     def __post_init__(self) -> None:
         self.before = self.workflow.ancestors()
         self.position = {node.name: index for index, node in enumerate(self.order)}
-        provided = DATA_COLUMNS + (DATA_RESPONSE_COLUMNS if self.recipe.data.train.response else ())
+        provided = DATA_COLUMNS + (DATA_RESPONSE_COLUMNS if self.recipe.data.has_responses else ())
         self.writers: dict[str, list[str]] = {column: [DATA] for column in provided}
         for node in self.order:
             for column in self.specs[node.name].writes_of(self.recipe, node, self.workflow):

@@ -30,12 +30,12 @@ def record(batch: Batch, context: StageContext) -> Batch:
 
 
 def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
-    config = context.recipe.data.train
     texts = decode_responses(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe)
     advantages = [float(row[0]) if len(row) else 0.0 for row in batch.jagged("advantages").rows()]
     samples: list[dict[str, Json]] = []
     for index, row in enumerate(batch.objects("rows")):
         assert isinstance(row, Mapping)
+        config = context.recipe.data.train_set_of(row)
         samples.append(
             {
                 "step": context.step,

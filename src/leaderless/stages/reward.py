@@ -27,8 +27,9 @@ def reward(batch: Batch, context: StageContext) -> Batch:
     rows = [row for row in batch.objects("rows") if isinstance(row, Mapping)]
     texts = decode_responses(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe)
     truncated = batch.dense("truncated").tolist()
-    inputs, sources = reward_inputs(context.recipe.data.train, rows, texts, truncated)
-    graded = context.grade(inputs, sources)
+    data = context.recipe.data
+    inputs = reward_inputs([data.train_set_of(row) for row in rows], rows, texts, truncated)
+    graded = context.grade(inputs, [data.source_of(row) for row in rows])
     rewards = torch.tensor([g.value for g in graded], dtype=torch.float32)
     is_valid = torch.tensor([g.is_valid for g in graded], dtype=torch.bool)
     _report(context, [g.details for g in graded], rewards[is_valid], len(graded))
@@ -63,17 +64,20 @@ def reward_value(details: Mapping[str, Json], name: str) -> float | None:
 
 
 def reward_inputs(
-    config: DatasetConfig, rows: Sequence[Mapping[str, Json]], texts: Sequence[str], truncated: Sequence[bool]
-) -> tuple[list[RewardInput], list[str | None]]:
-    """What rewards are given, and the source of each row.
+    configs: Sequence[DatasetConfig],
+    rows: Sequence[Mapping[str, Json]],
+    texts: Sequence[str],
+    truncated: Sequence[bool],
+) -> list[RewardInput]:
+    """What rewards are given.
 
     Args:
-        config: Which columns mean what.
-        rows: Of the dataset, one for each response.
+        configs: Which columns of each row mean what.
+        rows: One for each response.
         texts: The responses.
         truncated: Which of them were cut.
     """
-    inputs = [
+    return [
         RewardInput(
             prompt=row.get(config.prompt),
             response=text,
@@ -81,9 +85,8 @@ def reward_inputs(
             row=row,
             is_truncated=is_truncated,
         )
-        for row, text, is_truncated in zip(rows, texts, truncated, strict=True)
+        for config, row, text, is_truncated in zip(configs, rows, texts, truncated, strict=True)
     ]
-    return inputs, [str(row[config.source]) if config.source else None for row in rows]
 
 
 def decode_responses(tokenizer: Tokenizer, responses: Sequence[Sequence[int]], recipe: Recipe) -> list[str]:

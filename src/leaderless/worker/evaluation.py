@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from leaderless.config import Recipe
-from leaderless.data.dataloader import Dataset
+from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.ids import make_sample_ids
 from leaderless.planner import Layout, Plan, RoleInstance
@@ -79,7 +79,7 @@ class Evaluator:
         """The graded responses to some rows, those to one row side by side."""
         config, done = self.recipe.evaluation, 0
         k = config.responses_per_prompt
-        batch = self.dataset.batch(rows, rows)
+        batch = make_batch(rows, self.dataset.read(rows), has_responses=False)
         ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(rows)))
         prompts = batch.jagged("prompt_tokens").to_lists()
         requests = [Request(prompt, ids[i * k : (i + 1) * k].tolist()) for i, prompt in enumerate(prompts)]
@@ -101,4 +101,5 @@ class Evaluator:
         data = self.recipe.data.evaluation
         assert data is not None
         values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
-        return self.grade(*reward_inputs(data, values, texts, [c.is_truncated for c in completions]))
+        inputs = reward_inputs([data] * len(values), values, texts, [c.is_truncated for c in completions])
+        return self.grade(inputs, [str(row[data.source]) if data.source else None for row in values])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,8 +12,9 @@ import torch
 from rich.markup import escape
 
 from leaderless.config import Recipe, dump_recipe
-from leaderless.config.data import DatasetConfig
-from leaderless.data.dataloader import Dataset, open_dataset
+from leaderless.data.cache import DataCache
+from leaderless.data.dataloader import open_training_set
+from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.data.sources import open_source
 from leaderless.data.transport import Transport
@@ -69,18 +71,20 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
             write_description(directory, recipe, plan)
         parts = _Builder(recipe, plan, transport, device, display)
         stack.callback(display.stop)
-        yield Worker(
+        worker = Worker(
             recipe=recipe,
             plan=plan,
             transport=transport,
             roles=parts.roles,
-            dataset=parts.open(recipe.data.train, "data.train"),
+            sets=parts.training_sets(directory.data),
             evaluator=parts.evaluator(rewards.grade) if recipe.evaluation.every_steps else None,
             tokenizer=parts.tokenizer,
             grade=rewards.grade,
             directory=directory,
             display=display,
         )
+        stack.callback(worker.close)
+        yield worker
 
 
 def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpoint: Path | None) -> dict[str, float]:
@@ -126,14 +130,30 @@ class _Builder:
         self.tokenizer: Tokenizer = load_tokenizer(config, self.instance.role)
         self.roles = Roles(recipe, plan, transport, device, self.tokenizer)
 
-    def open(self, config: DatasetConfig, key: str, max_rows: int | None = None) -> Dataset:
-        """The usable rows of a dataset, or the first of them."""
-        encoder = RowEncoder(self.tokenizer, config, key)
-        source, world = open_source(config, key), self.transport.world
-        dataset = open_dataset(source, encoder, self.recipe, world, self._progress(config.path), max_rows)
-        note = f", {dataset.num_overlong:,} overlong left out" if dataset.num_overlong else ""
-        self.display.say(f"{key}: {len(dataset.rows):,} rows of [bold]{escape(config.path)}[/]{note}")
+    def training_sets(self, folder: Path) -> list[TrainingSet]:
+        """The datasets to train on, with what is found out about them kept in a folder. All ranks call it together."""
+        cache = DataCache(self.transport.world, folder)
+        # They are read in a thread, and a tokenizer may not be used by two at once.
+        tokenizer = copy.deepcopy(self.tokenizer)
+        sets: list[TrainingSet] = []
+        for key, config in self.recipe.data.train_sets().items():
+            progress = self._progress(config.path)
+            sets.append(open_training_set(config, key, tokenizer, self.recipe, cache, progress))
+            self._say(key, sets[-1], config.path)
+        return sets
+
+    def _held_out(self) -> Dataset:
+        """Held-out prompts. All ranks call it together."""
+        config, key, cache = self.recipe.data.evaluation, "data.evaluation", DataCache(self.transport.world)
+        assert config is not None, "checked when the recipe was read"
+        source, encoder = open_source(config, key, cache), RowEncoder(self.tokenizer, config, key)
+        progress, max_rows = self._progress(config.path), self.recipe.evaluation.max_prompts
+        dataset = open_dataset(source, encoder, self.recipe, cache, progress, max_rows)
+        self._say(key, dataset, config.path)
         return dataset
+
+    def _say(self, key: str, dataset: TrainingSet, path: str) -> None:
+        self.display.say(f"{key}: {dataset.summary(f'[bold]{escape(path)}[/]')}")
 
     def _progress(self, path: str) -> Callable[[int], None]:
         def report(count: int) -> None:
@@ -143,9 +163,7 @@ class _Builder:
 
     def evaluator(self, grade: Grader) -> Evaluator | None:
         """What evaluates on this rank, if it holds the model that answers. All ranks call it together."""
-        data = self.recipe.data.evaluation
-        assert data is not None, "checked when the recipe was read"
-        dataset = self.open(data, "data.evaluation", self.recipe.evaluation.max_prompts)
+        dataset = self._held_out()
         if self.transport.rank not in self.instance.layout:
             return None
         model = self.roles.of(self.instance.role, self.instance.layout)

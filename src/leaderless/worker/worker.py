@@ -13,7 +13,8 @@ from rich.markup import escape
 
 from leaderless.config import Recipe
 from leaderless.data.databuffer import Databuffer
-from leaderless.data.dataloader import Dataloader, Dataset
+from leaderless.data.dataloader import Dataloader
+from leaderless.data.dataset import TrainingSet
 from leaderless.data.encode import Tokenizer
 from leaderless.data.surplus import Surplus
 from leaderless.data.transport import Transport
@@ -41,7 +42,7 @@ class Worker:
         plan: The same on every rank.
         transport: Has all groups of the plan.
         roles: The models.
-        dataset: Training prompts.
+        sets: Training prompts.
         evaluator: Held-out prompts, on ranks that hold the model that answers them.
         tokenizer: Of the policy.
         grade: Computes rewards.
@@ -53,7 +54,7 @@ class Worker:
     plan: Plan
     transport: Transport
     roles: Roles
-    dataset: Dataset
+    sets: Sequence[TrainingSet]
     evaluator: Evaluator | None
     tokenizer: Tokenizer
     grade: Grader
@@ -68,7 +69,7 @@ class Worker:
         self.stages = load_stages(self.plan, self.rank)
         self.buffer = Databuffer(self.plan, self.transport)
         self.loaders = {
-            action: Dataloader(self.dataset, self.recipe, action.layout.shard_of(self.rank), action.layout.dp)
+            action: Dataloader(self.sets, self.recipe, action.layout.shard_of(self.rank), action.layout.dp)
             for action in flat(self.chain)
             if isinstance(action, Load)
         }
@@ -106,6 +107,11 @@ class Worker:
         self.tracer.close()
         if self.log is not None:
             self.log.close()
+
+    def close(self) -> None:
+        """End what reads data ahead."""
+        for loader in self.loaders.values():
+            loader.close()
 
     def _announce_stop(self) -> None:
         self.display.say("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once without one")
@@ -206,7 +212,8 @@ class Worker:
             if not isinstance(action, Loop):
                 self.metrics[self.plan.ranks_of(action)].max(f"time/{action}", spent.get(str(action), 0.0))
             if isinstance(action, Load):
-                self.metrics[action.layout.ranks].mean("data/position", self.loaders[action].position, 1)
+                for name, value in self.loaders[action].numbers().items():
+                    self.metrics[action.layout.ranks].mean(name, value, 1)
         numbers: dict[str, float] = {}
         for ranks in self.pools:
             reduced = self.metrics[ranks].reduce(self.transport.group(ranks)) if self.rank in ranks else {}
@@ -216,7 +223,7 @@ class Worker:
             numbers["throughput/tokens_per_s"] = numbers.pop("throughput/tokens") / seconds
         # The first rank may have no part in loading; what others report has been brought to it.
         self.data_position = int(numbers.pop("data/position", 0))
-        return {**numbers, "time/step": seconds, "data/epoch": self.data_position / len(self.dataset.rows)}
+        return {**numbers, "time/step": seconds}
 
     def _bring_to_first(self, ranks: tuple[int, ...], numbers: dict[str, float]) -> dict[str, float]:
         """Numbers that some ranks agree on, brought to rank 0 by the first of them if it is not among them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from leaderless.config import RecipeError, nearest
+from leaderless.config.data import TrainingSetConfig
 from leaderless.config.functions import is_function_name, load_function
 from leaderless.workflow.stage import STAGE_ATTRIBUTE, StageSpec
 
@@ -93,7 +94,8 @@ def _check_reward(recipe: Recipe, node: Node) -> None:
     if not recipe.reward.options():
         raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
     limited = next((name for name, options in recipe.reward.options().items() if options.sources), None)
-    if limited is not None and recipe.data.train.source is None:
+    train = recipe.data.train
+    if limited is not None and isinstance(train, TrainingSetConfig) and train.source is None:
         raise RecipeError.at(
             f"reward.{limited}",
             "applies to some sources only, which needs data.train.source: the column that names the source of a row",
@@ -201,8 +203,10 @@ def _check_updates_per_step(recipe: Recipe) -> None:
 
 
 def _check_sft(recipe: Recipe, node: Node) -> None:
-    if recipe.data.train.response is None:
-        raise RecipeError.at("data.train.response", f"must name the column that node '{node.name}' imitates")
+    if not recipe.data.has_responses:
+        raise RecipeError.at(
+            f"{next(iter(recipe.data.train_sets()))}.response", f"must name the column that node '{node.name}' imitates"
+        )
     _check_sequence_fits(recipe, "data.max_response_tokens", recipe.data.max_response_tokens)
     _check_updates_per_step(recipe)
 

@@ -161,7 +161,11 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
     "How fast it is": (
         Topic("Throughput", "Tokens of all samples per second of the whole step.", ("throughput/tokens_per_s",)),
         Topic("Generation speed", "Sampled tokens per second of rollout.", ("rollout/tokens_per_s",)),
-        Topic("Epoch", "Passes over the training data.", ("data/epoch",)),
+        Topic(
+            "Epoch",
+            "Passes over the training data; of a mixture, over each dataset and the one that is behind most.",
+            ("data/epoch", "data/epoch/*"),
+        ),
     ),
 }
 

@@ -1,0 +1,174 @@
+"""What the dataloader reads on each rank, and how long a step waits for it.
+
+    python benchmarks/dataloader.py
+
+Ranks are processes of this machine. A step that computes is played by a pause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import fmean
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from pyarrow import parquet
+
+from leaderless.config import Recipe
+from leaderless.data.cache import DataCache
+from leaderless.data.dataloader import Dataloader, open_training_set
+from leaderless.data.dataset import Dataset, TrainingSet
+from leaderless.data.transport import Transport
+from leaderless.models.tiny import write_tiny_model
+from leaderless.models.tokenizer import load_tokenizer
+
+CHARACTERS = "0123456789+-=?. abcdefghijklmnopqrstuvwxyz"
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% endfor %}assistant:"
+SIZE = 256
+"""Prompts a step."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank.
+
+    Attributes:
+        start_s: From opening the data to the first step, at the first start and at the second.
+        start_bytes: Read until then, likewise.
+        epoch_bytes: Read in the epoch that follows, without reading ahead.
+        wait_s: Mean wait for a step but the first, without reading ahead and with it.
+    """
+
+    start_s: tuple[float, float]
+    start_bytes: tuple[int, int]
+    epoch_bytes: int
+    wait_s: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured: a file, the folders of the cache and of the model, the pause of a step, and steps."""
+
+    file: Path
+    cache: Path
+    model: Path
+    pause_s: float
+    num_steps: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=10 * SIZE)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds that a step computes")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tiny_model(folder / "model", CHARACTERS, hidden_size=32, num_heads=4, chat_template=TEMPLATE)
+        files = write_data(folder, options.rows)
+        print(f"{options.rows} rows, {files[0].stat().st_size / 1e6:.2f} MB as JSON lines; steps of {SIZE} prompts\n")
+        print("| file | ranks | MB at the first start | at the second | in an epoch | seconds | ms of waiting |")
+        print("| --- " * 7 + "|")
+        for file in files:
+            for num_ranks in options.ranks:
+                cache = folder / f"{file.name}-{num_ranks}"
+                task = Task(file, cache, folder / "model", options.pause, options.rows // SIZE)
+                print(line(file, measure(num_ranks, task)), flush=True)
+        print("\nMB: most of any rank; seconds: of the two starts; waiting: without reading ahead, and with it")
+
+
+def line(file: Path, ranks: Sequence[Measured]) -> str:
+    """A row of the table."""
+    starts = [max(one.start_bytes[i] for one in ranks) / 1e6 for i in range(2)]
+    seconds = ", ".join(f"{max(one.start_s[i] for one in ranks):.2f}" for i in range(2))
+    waits = ", ".join(f"{1e3 * max(one.wait_s[i] for one in ranks):.1f}" for i in range(2))
+    epoch = max(one.epoch_bytes for one in ranks) / 1e6
+    return f"| {file.name} | {len(ranks)} | {starts[0]:.2f} | {starts[1]:.2f} | {epoch:.2f} | {seconds} | {waits} |"
+
+
+def write_data(folder: Path, num_rows: int) -> list[Path]:
+    """The same rows in each format."""
+    draw = random.Random(0)
+    rows = [{"prompt": "".join(draw.choices(CHARACTERS, k=draw.randint(100, 500)))} for _ in range(num_rows)]
+    lines, table, stream = (folder / name for name in ("rows.jsonl", "rows.parquet", "stream.jsonl"))
+    for path in (lines, stream):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    parquet.write_table(pa.Table.from_pylist(rows), table, row_group_size=max(1, num_rows // 16))
+    return [lines, table, stream]
+
+
+def measure(num_ranks: int, task: Task) -> list[Measured]:
+    """Open a dataset twice and read two epochs of it, on so many ranks."""
+    with tempfile.TemporaryDirectory() as answers:
+        mp.spawn(_be_rank, (num_ranks, task, answers), num_ranks)
+        texts = [Path(answers, f"{rank}.json").read_text(encoding="utf-8") for rank in range(num_ranks)]
+    return [Measured(**json.loads(text)) for text in texts]
+
+
+def _be_rank(rank: int, num_ranks: int, task: Task, answers: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    store = dist.FileStore(f"{answers}/store", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=300))
+    cache = DataCache(Transport(torch.device("cpu"), timeout_s=300).world, task.cache)
+    tokenizer = load_tokenizer(make_recipe(task, 0).models["policy"], "policy")
+    starts, num_bytes, waits, epochs = [], [], [], []
+    for ahead in (0, 1):
+        recipe = make_recipe(task, ahead)
+        begin = time.perf_counter()
+        sets = [open_training_set(c, key, tokenizer, recipe, cache) for key, c in recipe.data.train_sets().items()]
+        starts.append(time.perf_counter() - begin)
+        num_bytes.append(read_by(sets))
+        loader = Dataloader(sets, recipe, rank, num_ranks)
+        waits.append(fmean(wait_for_steps(loader, task)[1:]))
+        loader.close()
+        epochs.append(read_by(sets) - num_bytes[-1])
+    measured = {"start_s": starts, "start_bytes": num_bytes, "epoch_bytes": epochs[0], "wait_s": waits}
+    Path(answers, f"{rank}.json").write_text(json.dumps(measured), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def wait_for_steps(loader: Dataloader, task: Task) -> list[float]:
+    """Seconds that each step waits for its prompts, with a pause behind each."""
+    waits: list[float] = []
+    for _ in range(task.num_steps):
+        begin = time.perf_counter()
+        loader.next()
+        waits.append(time.perf_counter() - begin)
+        time.sleep(task.pause_s)
+    return waits
+
+
+def make_recipe(task: Task, ahead: int) -> Recipe:
+    settings = {
+        "name": "benchmark",
+        "workflow": "grpo",
+        "models": {"policy": str(task.model)},
+        "data": {
+            "train": {"path": str(task.file), "streaming": task.file.stem == "stream"},
+            "max_prompt_tokens": 2000,
+            "prefetch_steps": ahead,
+        },
+        "batch": {"prompts_per_step": SIZE},
+        "steps": 1,
+    }
+    return Recipe.model_validate(settings)
+
+
+def read_by(sets: list[TrainingSet]) -> int:
+    return sum((one.source if isinstance(one, Dataset) else one.stream).bytes_read() for one in sets)
+
+
+if __name__ == "__main__":
+    main()

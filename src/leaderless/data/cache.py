@@ -1,0 +1,123 @@
+"""What ranks have found out about data together, kept in the run's folder for the next start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from leaderless.config import Json
+from leaderless.data.transport import Group
+
+Arrays = Mapping[str, NDArray[np.int64] | NDArray[np.float64]]
+
+
+class DataCache:
+    """Arrays of numbers in files that are named by what they follow from.
+
+    Attributes:
+        group: All ranks that read the data; they call the methods together.
+        folder: That all of them see; None keeps nothing.
+    """
+
+    def __init__(self, group: Group | None = None, folder: Path | None = None) -> None:
+        """Take a folder.
+
+        Args:
+            group: All ranks that read the data; None for this process alone.
+            folder: Made when something is kept.
+        """
+        self.group = group or Group((0,), 0)
+        self.folder = folder
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what all have found."""
+        return self.group.rank == self.group.ranks[0]
+
+    def path(self, kind: str, origin: Json, suffix: str) -> Path | None:
+        """The file or folder for what follows from something; None when nothing is kept.
+
+        Args:
+            kind: What is kept.
+            origin: What it follows from, as the first rank sees it.
+            suffix: Of the name.
+        """
+        if self.folder is None:
+            return None
+        digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
+        # Times of files may differ between machines, and then the names would too.
+        return self.folder / self.group.broadcast_text(f"{kind}-{digest}{suffix}", self.group.ranks[0], kind)
+
+    def load(self, path: Path | None, names: tuple[str, ...]) -> Arrays | None:
+        """What was kept, if all ranks can read it.
+
+        Args:
+            path: As `path` gave it.
+            names: Of the arrays.
+        """
+        if path is None:
+            return None
+        arrays: dict[str, NDArray[np.int64] | NDArray[np.float64]] | None
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in names}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            arrays = None  # not there, or cut off when a machine failed: it is found out again
+        return arrays if self.all_agree(is_true=arrays is not None) else None
+
+    def save(self, path: Path | None, arrays: Arrays) -> None:
+        """Keep something; the first rank writes it.
+
+        Args:
+            path: As `path` gave it.
+            arrays: By name.
+        """
+        if path is None or not self.is_first:
+            return
+        with whole_file(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, **dict(arrays))  # type: ignore[arg-type]
+
+    def all_agree(self, *, is_true: bool) -> bool:
+        """Whether something holds on all ranks, the same answer on each.
+
+        Args:
+            is_true: Whether it holds here.
+        """
+        return int(self.group.max(torch.tensor([int(not is_true)]), "what is known of the data")) == 0
+
+    def share(self, count: int) -> range:
+        """This rank's part when so many things are divided among all.
+
+        Args:
+            count: Of things.
+        """
+        place = self.group.ranks.index(self.group.rank)
+        return range(count * place // self.group.size, count * (place + 1) // self.group.size)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Write a file so that it is there whole or not at all.
+
+    Args:
+        path: The file.
+
+    Yields:
+        What to write to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,40 @@
+"""Which files a dataset is made of. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from leaderless.config import RecipeError
+from leaderless.config.data import COMPRESSED, DatasetConfig
+
+SUFFIXES = (".jsonl", ".parquet", COMPRESSED)
+"""Of the files that are read."""
+
+
+def find_files(config: DatasetConfig, key: str) -> list[Path] | None:
+    """The files that a dataset is made of, by name; None when it must be one of the hub.
+
+    Args:
+        config: Names a file, a folder, a pattern or a hub dataset.
+        key: The recipe's section, for errors.
+
+    Raises:
+        RecipeError: There are no such files.
+    """
+    path = Path(config.path)
+    is_pattern = any(character in config.path for character in "*?[") and not path.exists()
+    if path.is_dir() or is_pattern:
+        found = path.iterdir() if not is_pattern else Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+        files = sorted(file for file in found if file.name.endswith(SUFFIXES))
+        if not files:
+            kinds = f"no .jsonl, .parquet or {COMPRESSED} file"
+            what = f"there is {kinds} named {path}" if is_pattern else f"folder {path} holds {kinds}"
+            raise RecipeError.at(f"{key}.path", what)
+        return files
+    if path.name.endswith(SUFFIXES):
+        if not path.exists():
+            raise RecipeError.at(f"{key}.path", f"file {path} does not exist (looked for from {Path.cwd()})")
+        return [path]
+    if path.exists():
+        raise RecipeError.at(f"{key}.path", f"{path} must end in .jsonl, .parquet or {COMPRESSED}")
+    return None

@@ -1,0 +1,164 @@
+"""Datasets whose rows are read in their order, shuffled within windows of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from typing_extensions import override
+
+from leaderless.config import RecipeError
+from leaderless.config.data import DataConfig, TrainingSetConfig
+from leaderless.data.dataset import Feed, Prompt, TrainingSet
+from leaderless.data.encode import Encoded, RowEncoder, all_overlong, fits
+from leaderless.data.order import generator
+from leaderless.data.rows import Row, RowStream
+
+UNSHUFFLED_WINDOW = 64
+"""Rows that are held when their order stays as it is."""
+
+
+@dataclass(frozen=True)
+class StreamRow:
+    """A row that may be used.
+
+    Attributes:
+        place: Where it is, for errors.
+        row: By column.
+        encoded: Its token ids; None where they were not needed to know whether it may be used.
+    """
+
+    place: str
+    row: Row
+    encoded: Encoded | None
+
+
+class StreamedDataset(TrainingSet):
+    """A stream of rows together with how they become tokens.
+
+    Nobody knows how many rows there are before the stream has ended once. So each rank follows the whole stream, and
+    tokenises every row that could be overlong, to know which row has which place.
+
+    Attributes:
+        stream: All rows.
+        encoder: How they become tokens.
+    """
+
+    def __init__(self, stream: RowStream, encoder: RowEncoder, config: TrainingSetConfig, data: DataConfig) -> None:
+        """Take a stream and look at its first row.
+
+        Args:
+            stream: All rows.
+            encoder: How they become tokens.
+            config: The dataset.
+            data: What is overlong, and what happens then.
+
+        Raises:
+            RecipeError: There is no row, or the first one lacks a column.
+        """
+        self.stream, self.encoder, self.config, self.data = stream, encoder, config, data
+        first = next(iter(stream.rows()), None)
+        if first is None:
+            raise RecipeError.at(f"{encoder.key}.path", f"{config.path} has no rows")
+        place, row = first
+        encoder.encode(row, place)
+
+    def usable_rows(self) -> Iterator[StreamRow]:
+        """The rows that may be used, from the first.
+
+        Raises:
+            RecipeError: A row lacks a column.
+        """
+        for place, row in islice(self.stream.rows(), self.config.limit):
+            if self.data.overlong == "error":
+                yield StreamRow(place, row, None)
+                continue
+            encoded = self.encoder.encode(row, place)
+            if fits(encoded, place, self.data, self.encoder.key):
+                yield StreamRow(place, row, encoded)
+
+    @override
+    def feed(self, seed: int, number: int, *, shuffle: bool) -> Feed:
+        return StreamFeed(self, seed, number, shuffle=shuffle)
+
+    @override
+    def summary(self, path: str) -> str:
+        return f"a stream of {path}"
+
+
+class StreamFeed(Feed):
+    """Follows a stream, epoch after epoch, window by window.
+
+    The order within a window follows from the seed, the epoch and the number of the window. So any place can be found
+    again by reading the stream from the beginning of its epoch, and nothing but the place has to be remembered.
+    """
+
+    def __init__(self, dataset: StreamedDataset, seed: int, number: int, *, shuffle: bool) -> None:
+        """Begin before the first row.
+
+        Args:
+            dataset: Whose rows.
+            seed: Of the run.
+            number: Tells the datasets of a mixture from each other.
+            shuffle: Whether rows are shuffled within windows.
+        """
+        self.dataset, self.seed, self.number, self.shuffle = dataset, seed, number, shuffle
+        self.window_size = dataset.config.shuffle_buffer if shuffle else UNSHUFFLED_WINDOW
+        self._length: int | None = None
+        self._begin(0)
+
+    @override
+    def take(self, places: Sequence[int]) -> list[Prompt]:
+        return [self._prompt(self._find(place)) for place in places]
+
+    @override
+    def epoch(self, count: int) -> float:
+        if count:
+            self._find(count - 1)
+        return count / self._length if self._length else 0.0  # not known before the stream has ended once
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._window_number = epoch, -1
+        self._rows = self.dataset.usable_rows()
+        self._window: list[StreamRow] = []
+
+    def _find(self, place: int) -> StreamRow:
+        """Read on until a place is in the window."""
+        while True:
+            epoch, index = divmod(place, self._length) if self._length else (0, place)
+            number, inside = divmod(index, self.window_size)
+            if epoch != self._epoch or number < self._window_number:
+                self._begin(epoch)
+            if number == self._window_number and inside < len(self._window):
+                return self._window[inside]
+            self._read_window()
+
+    def _read_window(self) -> None:
+        window = list(islice(self._rows, self.window_size))
+        self._window_number += 1
+        if len(window) < self.window_size:
+            self._end(self._window_number * self.window_size + len(window))
+        if self.shuffle:
+            order = generator(self.seed, self._epoch, self.number, self._window_number + 1).permutation(len(window))
+            window = [window[index] for index in order.tolist()]
+        self._window = window
+
+    def _end(self, length: int) -> None:
+        """Remember how many rows there are."""
+        path = self.dataset.config.path
+        if not length:
+            raise all_overlong("all rows", self.dataset.config, self.dataset.data)
+        if self._length not in {None, length}:
+            raise RuntimeError(
+                f"{path} has {length} usable rows now, and had {self._length} in the epoch before: data must stay as "
+                "they are while a run reads them"
+            )
+        self._length = length
+
+    def _prompt(self, row: StreamRow) -> Prompt:
+        encoded = row.encoded
+        if encoded is None:
+            encoded = self.dataset.encoder.encode(row.row, row.place)
+            fits(encoded, row.place, self.dataset.data, self.dataset.encoder.key)  # refuses what is overlong
+        return Prompt(row.row, encoded)
