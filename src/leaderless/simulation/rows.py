@@ -155,7 +155,7 @@ def sample_workload(recipe: Recipe, config: WorkloadConfig) -> Workload:
     limit = recipe.data.max_prompt_tokens
     prompts = _lengths(generator, num_prompts, config.prompt_median_tokens, config.prompt_sigma, limit)
     groups = np.arange(num_prompts)
-    is_given = recipe.data.train.response is not None
+    is_given = recipe.data.has_responses
     limit = recipe.data.max_response_tokens if is_given else recipe.rollout.max_response_tokens
     count = num_prompts * num_siblings
     responses = _lengths(generator, count, config.response_median_share * limit, config.response_sigma, limit)
