@@ -16,7 +16,7 @@ from leaderless.config import Json
 from leaderless.data import transfer
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.ids import SIBLING_BITS, make_sample_ids
-from leaderless.planner import Action, Cluster, Reshard, make_plan
+from leaderless.planner import Action, Cluster, Reshard, Run, make_plan
 
 SPLIT_GROUPS = Case(
     4,
@@ -33,6 +33,30 @@ SPLIT_GROUPS = Case(
 )
 
 
+IN_WINDOWS = Case(
+    4,
+    (
+        Step("expand", (0, 1), 2, {"prompt_tokens": "data", "rows": "data", "image": "data"}, ("tokens",), False, True),
+        Step("same", (2, 3), 2, {"tokens": "n0", "rows": "n0"}, ("scores", "notes"), True, True),
+        Step("same", (0, 1), 2, {"scores": "n1"}, ("flags",), False, True),
+        Step("same", (1, 2), 1, {"scores": "n1", "flags": "n2"}, ("halves",), False, True),
+        Step("filter", (0, 1, 2, 3), 4, {"tokens": "n0", "halves": "n3", "notes": "n1", "image": "n0"}, (), True),
+        Step("same", (0,), 1, {"tokens": "n4", "halves": "n4", "notes": "n4", "image": "n4"}, (), False),
+    ),
+    num_prompts=10,
+    spread="even",
+    seed=3,
+    num_windows=3,
+)
+
+
+def test_the_walk_in_windows_streams_its_first_four_nodes() -> None:
+    stream = plan_of(IN_WINDOWS).stream
+    assert stream is not None
+    assert [str(action) for action in stream.body if isinstance(action, Run)] == ["n0", "n1", "n2", "n3"]
+    assert stream.delays == (0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3)
+
+
 @settings(
     max_examples=60,
     # A failure ends the processes; each of hundreds of attempts to shrink it would start new ones.
@@ -40,6 +64,7 @@ SPLIT_GROUPS = Case(
 )
 @given(case=cases())
 @example(case=SPLIT_GROUPS)
+@example(case=IN_WINDOWS)
 def test_every_row_and_byte_arrives_over_any_chain_of_layouts(ranks: RankPool, case: Case) -> None:
     note("\n".join(map(str, plan_of(case).schedule)))
     first, second = zip(*ranks.run(case.world_size, walk, case, timeout_s=20, deadline_s=40), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +19,7 @@ from leaderless.data.databuffer import Databuffer
 from leaderless.data.ids import SIBLING_BITS, make_sample_ids
 from leaderless.data.transport import Transport
 from leaderless.data.wire import DTYPES
-from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, Run
+from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, Run, Stream, flat
 from leaderless.planner.plan import BatchSizes
 from leaderless.planner.schedule import make_schedule
 from leaderless.workflow import Node, StageSpec
@@ -66,6 +67,7 @@ class Step:
         reads: For each column that it reads, the node that provides it.
         writes: Columns.
         needs_whole_groups: As a stage declares it.
+        streams: As a stage declares it.
     """
 
     rows: Literal["same", "expand", "filter"]
@@ -74,6 +76,7 @@ class Step:
     reads: Mapping[str, str]
     writes: tuple[str, ...]
     needs_whole_groups: bool
+    streams: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -89,6 +92,7 @@ class Case:
     num_prompts: int
     spread: Literal["even", "random", "one"]
     seed: int
+    num_windows: int = 1
 
 
 @st.composite
@@ -106,7 +110,8 @@ def cases(draw: st.DrawFn) -> Case:
         writes = tuple(draw(st.lists(st.sampled_from(SAMPLE_COLUMNS), unique=True, max_size=5)))
         ranks = tuple(sorted(draw(st.sets(st.integers(0, world_size - 1), min_size=1))))
         dp = draw(st.sampled_from([size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0]))
-        steps.append(Step(rows, ranks, dp, reads, writes, draw(st.booleans())))
+        streams = draw(st.sampled_from([True, True, True, False]))
+        steps.append(Step(rows, ranks, dp, reads, writes, draw(st.booleans()), streams))
         name = f"n{index}"
         if rows != "same":
             provided = {column: [name] for column in reads}
@@ -114,7 +119,8 @@ def cases(draw: st.DrawFn) -> Case:
             provided.setdefault(column, []).append(name)
             provided[column] = list(dict.fromkeys(provided[column]))
     spread = draw(st.sampled_from(["even", "random", "one"]))
-    return Case(world_size, tuple(steps), draw(st.integers(0, 12)), spread, draw(st.integers(0, 2**32)))
+    seed, num_windows = draw(st.integers(0, 2**32)), draw(st.sampled_from([1, 1, 2, 3]))
+    return Case(world_size, tuple(steps), draw(st.integers(0, 12)), spread, seed, num_windows)
 
 
 def plan_of(case: Case) -> Plan:
@@ -123,13 +129,20 @@ def plan_of(case: Case) -> Plan:
     row_set = "data"
     for index, step in enumerate(case.steps):
         name = f"n{index}"
-        spec = StageSpec("tests:none", rows=step.rows, needs_whole_groups=step.needs_whole_groups)
+        spec = StageSpec("tests:none", rows=step.rows, needs_whole_groups=step.needs_whole_groups, streams=step.streams)
         after = name if step.rows != "same" else row_set
         node = Node(name, "tests:none", after=(f"n{index - 1}",) if index else ())
         nodes.append(PlannedNode(node, spec, step.layout, step.reads, step.writes, row_set, after))
         row_set = after
     recipe = Recipe.model_validate(
-        {"name": "walk", "workflow": "x", "models": {}, "data": {"train": {"path": "x"}}, "steps": 1}
+        {
+            "name": "walk",
+            "workflow": "x",
+            "models": {},
+            "data": {"train": {"path": "x"}},
+            "steps": 1,
+            "batch": {"windows_per_step": case.num_windows},
+        }
     )
     return Plan(
         recipe_name="walk",
@@ -235,8 +248,10 @@ class Walker:
         self.truth, self.plan = Truth(case), plan_of(case)
         host = self.truth.random("host", dist.get_rank()).choice(["a", "b"])
         self.transport = Transport(torch.device("cpu"), timeout_s=20, host=host)
-        for action in self.plan.schedule:
+        for action in flat(self.plan.schedule):
             self.transport.add_group(self.plan.ranks_of(action))
+            if isinstance(action, Reshard):
+                self.transport.add_background_group(action.ranks)
         self.rank = self.transport.rank
         self.buffer = Databuffer(self.plan, self.transport)
 
@@ -255,11 +270,29 @@ class Walker:
                 case Reshard():
                     self.buffer.reshard(action)
                     self.check_arrived(action)
+                case Stream():
+                    self.stream(action, seen)
             self.buffer.release(action)
         held = [table.columns.keys() for table in self.buffer._tables.values() if table.columns]
         assert not held, f"rank {self.rank} still holds {held}"
         self.buffer.clear()
         return seen
+
+    def stream(self, stream: Stream, seen: dict[str, list[int]]) -> None:
+        """Walk window by window."""
+        self.buffer.open_windows(stream)
+        for action, window in stream.turns():
+            match action:
+                case Run(name):
+                    self.buffer.wait(name, window)
+                    batch = self.buffer.get(name, window)
+                    seen.setdefault(name, []).extend(batch.ids.tolist())
+                    self.check(name, batch)
+                    self.buffer.put(name, self.output(name, batch), window)
+                case Reshard():
+                    self.buffer.reshard_window(action, window, nullcontext())
+            self.buffer.release(action, window)
+        self.buffer.close_windows()
 
     def loaded(self, action: Load) -> Batch:
         shard = action.layout.shard_of(self.rank)

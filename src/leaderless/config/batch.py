@@ -19,5 +19,9 @@ class BatchConfig(Section):
     """Responses sampled for each prompt: the group."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimiser steps made from one step's samples."""
+    windows_per_step: int = Field(default=1, ge=1)
+    """Into how many parts each rank's prompts of a step are divided on their way through nodes on different ranks that
+    need not see all rows at once (rollout, rewards, log-probs): while one part is sampled, the one before is on its way
+    or already scored. Changes nothing where no rows change ranks between such nodes."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Most tokens in one forward and backward pass of a rank: a memory bound that changes no number."""

@@ -27,7 +27,7 @@ def sequence_cost(tokens: Int) -> Int:
     return tokens + tokens * tokens // QUADRATIC_TOKENS
 
 
-def assign(costs: Int, units: Int, holders: Int, num_shards: int) -> Int:
+def assign(costs: Int, units: Int, holders: Int, num_shards: int, before: Int | None = None) -> Int:
     """Give every row to a shard. Every rank that calls it with the same arguments gets the same answer.
 
     Rows stay with their holder up to an even share; what is over goes, dearest first, to the shard with least work.
@@ -39,6 +39,7 @@ def assign(costs: Int, units: Int, holders: Int, num_shards: int) -> Int:
         units: [n] rows with the same number stay together.
         holders: [n] shard that has the row already, or -1.
         num_shards: Shards to give rows to.
+        before: [num_shards] work that shards have got already and that counts too; none when None.
 
     Returns:
         [n] shard of each row.
@@ -50,11 +51,12 @@ def assign(costs: Int, units: Int, holders: Int, num_shards: int) -> Int:
         return unit_of_row
     dearest_first = np.lexsort((names, -unit_costs))
     unit_costs, unit_holders = unit_costs[dearest_first], holders[first][dearest_first]
-    share = -(-int(unit_costs.sum()) // num_shards)
+    loads = np.zeros(num_shards, dtype=np.int64) if before is None else before
+    share = -(-int(unit_costs.sum() + loads.sum()) // num_shards)
 
-    owners = _kept(unit_costs, unit_holders, share, num_shards)
+    owners = _kept(unit_costs, unit_holders, share, loads.tolist())
     fullest = _fullest(unit_costs, owners)
-    if fullest > max(int(unit_costs[0]), EVEN_ENOUGH * share):
+    if before is None and fullest > max(int(unit_costs[0]), EVEN_ENOUGH * share):
         spread = _spread(unit_costs, unit_holders, num_shards)
         if _fullest(unit_costs, spread) < fullest:
             owners = spread
@@ -67,13 +69,12 @@ def _fullest(costs: Int, owners: Int) -> int:
     return int(np.bincount(owners, weights=costs).max())
 
 
-def _kept(costs: Int, holders: Int, share: int, num_shards: int) -> Int:
+def _kept(costs: Int, holders: Int, share: int, loads: list[int]) -> Int:
     """Owners of units, dearest first: the holder up to an even share, then the shard with least work.
 
     Units above an even share come first, each alone, so that none finds all shards filled by others.
     """
     owners = np.full(len(costs), -1, dtype=np.int64)
-    loads = [0] * num_shards
     num_dear = int((costs > share).sum())
     surplus: list[int] = []
     for unit, (holder, cost) in enumerate(zip(holders.tolist(), costs.tolist(), strict=True)):

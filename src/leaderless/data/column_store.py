@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from leaderless.config import Json
 from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.data.byte_runs import ByteColumn, ByteRuns, Int
-from leaderless.data.wire import DTYPES, ColumnSchema, Schema, to_json
+from leaderless.data.wire import DTYPES, ColumnSchema, Schema, schema_of, to_json
 
 COPY_BYTES = 1 << 22
 """Rows that stay on a rank are copied in pieces of this size."""
@@ -194,3 +194,28 @@ class ArrivingRows:
                     here[place] if place in here else json.loads(store.data[start:end].tobytes())
                     for place, (start, end) in enumerate(zip(store.starts.tolist(), ends, strict=True))
                 )
+
+
+def merge(ids: Tensor, parts: Sequence[tuple[Tensor, Column]]) -> Column:
+    """A column of rows that lie in several parts, each copied once, straight to where it belongs.
+
+    Args:
+        ids: [n] of all rows, ascending.
+        parts: Ids and values of rows; a row that is in several has the same value in each. One without rows may not
+            know the type of its values, so the first that has some decides.
+    """
+    filled = [Batch(part, {"column": column}) for part, column in parts if len(part)]
+    if not filled:
+        return parts[0][1]
+    (schema,) = schema_of(filled[0])
+    at = [torch.searchsorted(ids, batch.ids).numpy() for batch in filled]
+    lengths = {key: np.zeros(len(ids), dtype=np.int64) for key in ragged_keys((schema,))}
+    tables = [HeldRows(batch) for batch in filled]
+    for table, places in zip(tables, at, strict=True):
+        for key, values in lengths.items():
+            if key.startswith("axis "):
+                values[places] = table.lengths(key, np.arange(len(places)))
+    arriving = ArrivingRows((schema,), ids.numpy(), lengths)
+    for table, places in zip(tables, at, strict=True):
+        arriving.take(table, places, np.arange(len(places)))
+    return arriving.batch().columns["column"]

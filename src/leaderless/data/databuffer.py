@@ -7,19 +7,29 @@ tensors; for another layout the ranks concerned exchange bytes, as `reshard` say
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
+from leaderless.data.courier import Courier
 from leaderless.data.objects import what_changes
 from leaderless.data.reshard import reshard, schemas_to_json
 from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
-from leaderless.data.transport import Transport, digest
+from leaderless.data.transport import Group, Transport, digest
 from leaderless.data.wire import schema_from_json
-from leaderless.planner import Action, Layout, Load, Loop, Plan, PlannedNode, Reshard, Run, flat
+from leaderless.planner import Action, Layout, Load, Loop, Plan, PlannedNode, Reshard, Run, Stream, flat
+
+WINDOWS_UNDER_WAY = 2
+"""Windows of an edge that travel, or wait to, while the next is made."""
 
 TableKey = tuple[str, tuple[int, ...], int]
 """Row set, ranks and data-parallel size."""
@@ -44,6 +54,11 @@ class Databuffer:
         self.rank = transport.rank
         self.surplus = Surplus()
         self._tables: dict[TableKey, Table] = {}
+        self._windows: list[dict[TableKey, Table]] = []
+        self._courier = Courier()
+        self._arrivals: dict[tuple[TableKey, int], list[Future[None]]] = {}
+        self._under_way: dict[Reshard, deque[Future[None]]] = {}
+        self._loads: dict[Reshard, NDArray[np.int64]] = {}
         self._readers = _readers(plan)
         self._released_after = _last_readers(plan, self.rank)
 
@@ -56,20 +71,22 @@ class Databuffer:
         """
         self._tables[_key("data", action.layout)] = Table.of(batch.only(action.columns), "data")
 
-    def get(self, name: str) -> Batch:
+    def get(self, name: str, window: int | None = None) -> Batch:
         """The rows of this rank with the columns that a node reads.
 
         Args:
             name: Of the node.
+            window: Of a stream; all rows when None.
         """
         node = self.plan[name]
-        return self._tables[_key(node.row_set, node.layout)].batch(node.reads)
+        return self._tables_of(window)[_key(node.row_set, node.layout)].batch(node.reads)
 
-    def put(self, name: str, batch: object) -> None:
+    def put(self, name: str, batch: object, window: int | None = None) -> None:
         """Take what a node has put out.
 
         Args:
             name: Of the node.
+            window: Of a stream, whose rows these are; all rows when None.
             batch: A `Batch` with every column that its stage declares to write, and, if it changes rows, those that
                 later nodes read through it. Whatever no node reads is left out.
 
@@ -84,7 +101,8 @@ class Databuffer:
                 "end the stage with `return batch`, or `return batch.with_columns(...)`"
             )
         readers = self._readers.get(name, {})
-        table = self._tables[_key(node.row_set, node.layout)]
+        tables = self._tables_of(window)
+        table = tables[_key(node.row_set, node.layout)]
         _check_rows(node, batch, table)
         for column in node.writes:
             if column not in batch:
@@ -102,7 +120,7 @@ class Databuffer:
             table.add(batch, name)
         else:
             batch = batch.only(readers)
-            self._tables[_key(name, node.layout)] = Table.of(batch, name)
+            tables[_key(name, node.layout)] = Table.of(batch, name)
         if any(action.source == name for action in flat(self.plan.schedule) if isinstance(action, Reshard)):
             self._compare(node, batch)
 
@@ -138,26 +156,98 @@ class Databuffer:
         Args:
             action: The entry of the chain.
         """
-        group = self.transport.group(action.ranks)
+        self._reshard(action, self._tables, self.transport.group(action.ranks), None)
+
+    def _reshard(
+        self, action: Reshard, tables: dict[TableKey, Table], group: Group, loads: NDArray[np.int64] | None
+    ) -> None:
         held = wanted = None
         if self.rank in action.source_layout:
-            source = self._tables[_key(action.row_set, action.source_layout)]
+            source = tables[_key(action.row_set, action.source_layout)]
             held = source.batch(dict.fromkeys(action.columns, action.source))
         key = _key(action.row_set, action.target_layout)
-        target = self._tables.get(key) if self.rank in action.target_layout else None
+        target = tables.get(key) if self.rank in action.target_layout else None
         if target is not None and action.target_layout.is_first_of_shard(self.rank):
             wanted = target.ids
         spare = None
         if action.spare_layout is not None and _has_spare(action, self.rank):
-            known = self._tables[_key(action.row_set, action.spare_layout)]
+            known = tables[_key(action.row_set, action.spare_layout)]
             spare = known.batch(dict.fromkeys(action.columns, action.source))
-        arrived = reshard(action, group, held, wanted, spare)
+        arrived = reshard(action, group, held, wanted, spare, loads)
         if arrived is None:
             return
         if target is None:
-            self._tables[key] = Table.of(arrived, action.source)
+            tables[key] = Table.of(arrived, action.source)
         else:
             target.add(arrived, action.source)
+
+    def open_windows(self, stream: Stream) -> None:
+        """Divide the prompts that are here into windows.
+
+        Args:
+            stream: The entry of the chain.
+        """
+        self._windows = [{} for _ in range(stream.num_windows)]
+        for key, table in self._tables.items():
+            for window, part in zip(self._windows, table.divided(stream.num_windows), strict=True):
+                window[key] = part
+        edges = [action for action in stream.body if isinstance(action, Reshard)]
+        self._loads = {action: np.zeros(action.target_layout.dp, dtype=np.int64) for action in edges}
+
+    def reshard_window(self, action: Reshard, window: int, timed: AbstractContextManager[None]) -> None:
+        """Bring columns of a window from one layout to another in the background, with at most one window behind it.
+
+        All ranks of both layouts call it, in the order of the plan.
+
+        Args:
+            action: The entry of the chain.
+            window: Which one.
+            timed: Entered while the rows travel.
+        """
+        under_way = self._under_way.setdefault(action, deque())
+        while len(under_way) >= WINDOWS_UNDER_WAY:
+            under_way.popleft().result()
+        group = self.transport.group(action.ranks, in_background=True)
+
+        def bring() -> None:
+            with timed:
+                self._reshard(action, self._windows[window], group, self._loads[action])
+
+        arrival = self._courier.give(bring)
+        under_way.append(arrival)
+        self._arrivals.setdefault((_key(action.row_set, action.target_layout), window), []).append(arrival)
+
+    def wait(self, name: str, window: int) -> None:
+        """Wait until the rows of a window that a node reads are here.
+
+        Args:
+            name: Of the node.
+            window: Which one.
+        """
+        node = self.plan[name]
+        for arrival in self._arrivals.pop((_key(node.row_set, node.layout), window), ()):
+            arrival.result()
+
+    def close_windows(self) -> None:
+        """Wait until all windows are here, and make one table of them."""
+        self._courier.give(lambda: None).result()
+        self._arrivals.clear()
+        self._under_way.clear()
+        for key in list(self._windows[0]):
+            parts = [window.pop(key) for window in self._windows]
+            whole = self._tables.get(key)
+            if whole is None:
+                self._tables[key] = Table.joined(parts)
+                continue
+            left = parts[0].columns.keys()
+            whole.drop([column for column in whole.columns if column not in left])
+            for part in parts:
+                part.drop(whole.columns)
+            whole.columns |= Table.joined(parts).columns
+        self._windows = []
+
+    def _tables_of(self, window: int | None) -> dict[TableKey, Table]:
+        return self._tables if window is None else self._windows[window]
 
     def end_round(self, loop: Loop) -> None:
         """Keep what has come out of a round of a loop, and forget all else that the round has made.
@@ -180,15 +270,22 @@ class Databuffer:
         taken = self.surplus.take(loop.num_groups, self.transport.group(loop.layout.ranks))
         self._tables[_key(loop.last, loop.layout)] = Table.of(taken, loop.last)
 
-    def release(self, action: Action) -> None:
+    def release(self, action: Action, window: int | None = None) -> None:
         """Free the columns whose last reader on this rank has run.
 
         Args:
             action: The entry of the chain that has just been executed.
+            window: Of a stream; what travels in the background is waited for, in the background.
         """
+        if window is None:
+            self._release(action, self._tables)
+        elif action in self._released_after:
+            self._courier.give(partial(self._release, action, self._windows[window]))
+
+    def _release(self, action: Action, tables: Mapping[TableKey, Table]) -> None:
         for key, column in self._released_after.get(action, ()):
-            if key in self._tables:
-                self._tables[key].drop([column])
+            if key in tables:
+                tables[key].drop([column])
 
     def clear(self) -> None:
         """Forget the step, but not what a loop has left over."""

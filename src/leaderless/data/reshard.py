@@ -27,7 +27,12 @@ from leaderless.planner import Layout, Reshard
 
 
 def reshard(
-    action: Reshard, group: Group, held: Batch | None, wanted: Tensor | None, spare: Batch | None = None
+    action: Reshard,
+    group: Group,
+    held: Batch | None,
+    wanted: Tensor | None,
+    spare: Batch | None = None,
+    loads: Int | None = None,
 ) -> Batch | None:
     """Bring rows from one layout to another. All ranks of both layouts call it together.
 
@@ -39,6 +44,8 @@ def reshard(
             decided that already.
         spare: Rows with the same columns that this rank has from an earlier change of layout, ascending; they are not
             sent to it again. Only where `action.spare_layout` names that layout.
+        loads: [dp of the target] work that its shards have got in earlier windows of the step; what they get now is
+            added to it. The same on all ranks.
 
     Returns:
         This rank's rows under the target layout, ascending, or None when it is not part of that.
@@ -46,7 +53,7 @@ def reshard(
     Raises:
         RuntimeError: A row is held by two shards, or a wanted row is held by none.
     """
-    routes = agree_on_routes(action, group, held, wanted, spare)
+    routes = agree_on_routes(action, group, held, wanted, spare, loads)
     schemas = _agree_on_schemas(action, group, routes, held)
     return Transfer(group, routes, schemas, held, spare, f"edge {action.name}").run()
 
@@ -73,7 +80,12 @@ def schemas_to_json(batch: Batch) -> str:
 
 
 def agree_on_routes(
-    action: Reshard, group: Group, held: Batch | None, wanted: Tensor | None, spare: Batch | None = None
+    action: Reshard,
+    group: Group,
+    held: Batch | None,
+    wanted: Tensor | None,
+    spare: Batch | None = None,
+    loads: Int | None = None,
 ) -> Routes:
     """Where every row goes. All ranks of both layouts call it together and compute the same from the same facts.
 
@@ -83,6 +95,7 @@ def agree_on_routes(
         held: As for `reshard`.
         wanted: As for `reshard`.
         spare: As for `reshard`.
+        loads: As for `reshard`.
     """
     source, target = action.source_layout, action.target_layout
     facts = torch.empty((0, 3), dtype=torch.int64)
@@ -107,7 +120,10 @@ def agree_on_routes(
         owners = _claimed(action, shards, ids, claims)
     else:
         units = group_ids if action.keep_groups else ids
-        owners = assign(costs, units, _holding_shards(ids, np.repeat(shards, counts), spares, target), target.dp)
+        holding = _holding_shards(ids, np.repeat(shards, counts), spares, target)
+        owners = assign(costs, units, holding, target.dp, loads)
+        if loads is not None:
+            np.add.at(loads, owners, costs)
     holders = np.repeat(np.array(group.ranks), counts)
     hosts = {rank: group.hosts.get(rank, -1 - rank) for rank in group.ranks}
     return Routes(ids, group_ids, holders, owners, source, target, hosts, spares)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from leaderless.data.batch import Batch, Column
+from leaderless.data.batch import Batch, Column, select_rows
+from leaderless.data.column_store import merge
 
 ColumnKey = tuple[str, str]
 """The node that wrote a column, and the column's name: two nodes may write the same name one after the other."""
@@ -85,6 +87,44 @@ class Table:
         """
         for key in keys:
             self.columns.pop(key, None)
+
+    def divided(self, num_parts: int) -> list[Table]:
+        """The rows in parts of about equal size, in order.
+
+        Args:
+            num_parts: How many; some may have no rows.
+        """
+        borders = [len(self.ids) * place // num_parts for place in range(num_parts + 1)]
+        return [self._part(torch.arange(begin, end)) for begin, end in pairwise(borders)]
+
+    def _part(self, index: Tensor) -> Table:
+        columns = {key: select_rows(column, index) for key, column in self.columns.items()}
+        prompt_index = None if self.prompt_index is None else self.prompt_index[index]
+        return Table(self.ids[index], self.prompts, prompt_index, columns)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Table]) -> Table:
+        """The rows of several tables with the same columns, and no row in common; the parts give up their columns.
+
+        Args:
+            parts: At least one.
+        """
+        batches = [Batch(part.ids, {}, part.prompts, part.prompt_index) for part in parts]
+        ids = torch.cat([batch.ids for batch in batches]).sort().values
+        prompts = prompt_index = None
+        if parts[0].prompts is not None:
+            tables = [batch.prompts for batch in batches if batch.prompts is not None]
+            known = torch.unique(torch.cat([table.ids for table in tables]))
+            columns = {name: merge(known, [(t.ids, t.columns[name]) for t in tables]) for name in tables[0].columns}
+            prompts = Batch(known, columns)
+            group_ids = torch.empty_like(ids)
+            for batch in batches:
+                group_ids[torch.searchsorted(ids, batch.ids)] = batch.group_ids
+            prompt_index = torch.searchsorted(known, group_ids)
+        joined = cls(ids, prompts, prompt_index)
+        for key in list(parts[0].columns):
+            joined.columns[key] = merge(ids, [(part.ids, part.columns.pop(key)) for part in parts])
+        return joined
 
 
 def sort_rows(batch: Batch, writer: str) -> Batch:

@@ -296,6 +296,7 @@ class Transport:
         self.world = Group(tuple(range(dist.get_world_size())), self.rank, None, payload_device)
         self.world.hosts = self._hosts(host or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
         self._groups: dict[tuple[int, ...], Group] = {self.world.ranks: self.world}
+        self._background: dict[tuple[int, ...], Group] = {}
 
     def add_group(self, ranks: tuple[int, ...]) -> None:
         """Make the group of some ranks, if there is none yet. All ranks of the world call it, members or not.
@@ -312,16 +313,29 @@ class Transport:
         numbers = torch.unique(digests, return_inverse=True)[1]
         return dict(enumerate(numbers.tolist()))
 
-    def group(self, ranks: tuple[int, ...]) -> Group:
+    def add_background_group(self, ranks: tuple[int, ...]) -> None:
+        """Make a group of some ranks for a thread of its own. All ranks of the world call it, members or not.
+
+        Its bytes travel through host memory: on an accelerator they would compete with those of the main thread.
+
+        Args:
+            ranks: Ascending.
+        """
+        if ranks not in self._background:
+            handle = dist.new_group(list(ranks), timeout=self.timeout, backend="gloo")
+            self._background[ranks] = Group(ranks, self.rank, handle, hosts=self.world.hosts)
+
+    def group(self, ranks: tuple[int, ...], *, in_background: bool = False) -> Group:
         """The group of some ranks, which this rank belongs to.
 
         Args:
             ranks: Ascending, and passed to `add_group` before.
+            in_background: That of `add_background_group`.
         """
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
-        return self._groups[ranks]
+        return (self._background if in_background else self._groups)[ranks]
 
     def traffic(self) -> Traffic:
         """Payload that this rank has exchanged in all groups."""
-        groups = self._groups.values()
+        groups = [*self._groups.values(), *self._background.values()]
         return Traffic(sum(g.traffic.sent for g in groups), sum(g.traffic.received for g in groups))

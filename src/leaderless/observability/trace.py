@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 
 class Tracer:
@@ -21,6 +22,7 @@ class Tracer:
         """
         self.rank = rank
         self._file = None
+        self._lock = Lock()
         self.seconds: dict[str, float] = {}
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,12 +32,13 @@ class Tracer:
             self._file.write("[\n" + "".join(f"{line}\n" for line in before if line.endswith("},")))
 
     @contextmanager
-    def span(self, name: str, step: int) -> Iterator[None]:
-        """Time what happens inside.
+    def span(self, name: str, step: int, lane: int = 0) -> Iterator[None]:
+        """Time what happens inside. Threads may do so at the same time, each in a lane of its own.
 
         Args:
             name: Of a node or another part of the step.
             step: That it belongs to.
+            lane: Where it is drawn; 0 is the main thread.
         """
         wall_us = time.time_ns() / 1000
         begin = time.perf_counter()
@@ -43,13 +46,15 @@ class Tracer:
             yield
         finally:
             seconds = time.perf_counter() - begin
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            event = {"name": name, "ph": "X", "ts": wall_us, "dur": seconds * 1e6, "pid": self.rank, "tid": 0}
-            self._write({**event, "args": {"step": step}})
+            event = {"name": name, "ph": "X", "ts": wall_us, "dur": seconds * 1e6, "pid": self.rank, "tid": lane}
+            with self._lock:
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+                self._write({**event, "args": {"step": step}})
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds by name since the last call."""
-        seconds, self.seconds = self.seconds, {}
+        with self._lock:
+            seconds, self.seconds = self.seconds, {}
         return seconds
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from leaderless.planner.plan import (
     Reshard,
     RoleInstance,
     Run,
+    Stream,
     SyncWeights,
     flat,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "Reshard",
     "RoleInstance",
     "Run",
+    "Stream",
     "SyncWeights",
     "flat",
     "format_ranks",

@@ -107,6 +107,12 @@ def _check_loop(recipe: Recipe, workflow: Workflow, specs: Mapping[str, StageSpe
         if recipe.algorithm.loop != LoopConfig():
             raise RecipeError.at("algorithm.loop", f"does nothing: the workflow '{workflow.name}' has no loop")
         return
+    if recipe.batch.windows_per_step > 1:
+        raise RecipeError.at(
+            "batch.windows_per_step",
+            f"is {recipe.batch.windows_per_step}, but the workflow '{workflow.name}' has a loop, whose rounds divide a "
+            "step already: leave it at 1",
+        )
     last = workflow[workflow.loop[-1]]
     if specs[last.name].rows != "filter" or not specs[last.name].needs_whole_groups:
         raise RecipeError.at(

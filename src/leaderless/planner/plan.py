@@ -181,18 +181,46 @@ class Loop:
         return f"loop({' -> '.join(map(str, self.body))})"
 
 
-Action = Load | Run | Reshard | SyncWeights | Loop
+@dataclass(frozen=True)
+class Stream:
+    """Chain entry: go through other entries window by window, a window being a part of each rank's prompts in order.
+
+    Attributes:
+        body: The entries; changes of layout go on in the background.
+        delays: For each of them, how many windows it is behind the first.
+        num_windows: Into how many windows a step is divided.
+        ranks: All that take part, ascending.
+    """
+
+    body: tuple[Action, ...]
+    delays: tuple[int, ...]
+    num_windows: int
+    ranks: tuple[int, ...]
+
+    def turns(self) -> Iterator[tuple[Action, int]]:
+        """Entries and the window that each works on, in the order that every rank keeps."""
+        for turn in range(self.num_windows + max(self.delays, default=0)):
+            for action, delay in zip(self.body, self.delays, strict=True):
+                if 0 <= turn - delay < self.num_windows:
+                    yield action, turn - delay
+
+    def __str__(self) -> str:
+        """Short form for a reader."""
+        return f"stream({' -> '.join(map(str, self.body))})"
+
+
+Action = Load | Run | Reshard | SyncWeights | Loop | Stream
 
 
 def flat(actions: Sequence[Action]) -> Iterator[Action]:
-    """Chain entries, with those inside a loop behind it.
+    """Chain entries, with those inside a loop or stream behind it.
 
     Args:
         actions: Of a schedule or a chain.
     """
     for action in actions:
         yield action
-        if isinstance(action, Loop):
+        if isinstance(action, Loop | Stream):
             yield from flat(action.body)
 
 
@@ -289,6 +317,11 @@ class Plan:
         """The entry that repeats others, if there is one."""
         return next((action for action in self.schedule if isinstance(action, Loop)), None)
 
+    @property
+    def stream(self) -> Stream | None:
+        """The entry that goes through others window by window, if there is one."""
+        return next((action for action in self.schedule if isinstance(action, Stream)), None)
+
     def chain(self, rank: int) -> tuple[Action, ...]:
         """What one rank does in each step, in order.
 
@@ -298,12 +331,21 @@ class Plan:
         return self._part_of(rank, self.schedule)
 
     def _part_of(self, rank: int, actions: Sequence[Action]) -> tuple[Action, ...]:
-        """The entries that a rank takes part in, inside loops too."""
-        return tuple(
-            replace(action, body=self._part_of(rank, action.body)) if isinstance(action, Loop) else action
-            for action in actions
-            if rank in self.ranks_of(action)
-        )
+        """The entries that a rank takes part in, inside loops and streams too."""
+        part: list[Action] = []
+        for action in actions:
+            if rank not in self.ranks_of(action):
+                continue
+            match action:
+                case Loop():
+                    part.append(replace(action, body=self._part_of(rank, action.body)))
+                case Stream():
+                    kept = [place for place, inner in enumerate(action.body) if rank in self.ranks_of(inner)]
+                    body = tuple(action.body[place] for place in kept)
+                    part.append(replace(action, body=body, delays=tuple(action.delays[place] for place in kept)))
+                case _:
+                    part.append(action)
+        return tuple(part)
 
     def chains(self) -> dict[tuple[int, ...], tuple[Action, ...]]:
         """All chains, each under the ranks that share it."""
@@ -337,6 +379,7 @@ class Plan:
                 for node in self.nodes
             ],
             "loop": None if self.loop is None else self._loop_to_json(self.loop),
+            "windows": 1 if self.stream is None else self.stream.num_windows,
             "pruned": list(self.pruned),
             "edges": [asdict(edge) for edge in self.edges],
             "roles": [
@@ -375,6 +418,8 @@ class Plan:
                 facts += [action.is_late, str(action.spare_layout)]
             case Loop():
                 facts += [str(action.layout), action.num_groups, action.max_rounds]
+            case Stream():
+                facts += [action.delays, action.num_windows]
         return facts
 
     def hash(self) -> str:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from leaderless.config import Recipe
 from leaderless.planner.flow import DATA
 from leaderless.planner.layout import Layout
-from leaderless.planner.plan import Action, Load, Loop, PlannedNode, Reshard, RoleInstance, Run, SyncWeights
+from leaderless.planner.plan import Action, Load, Loop, PlannedNode, Reshard, RoleInstance, Run, Stream, SyncWeights
+from leaderless.planner.streaming import stream
 
 
 def make_schedule(
@@ -27,8 +28,10 @@ def make_schedule(
         schedule.append(Run(node.name))
         if loop and node.name == loop[-1]:
             schedule = [_loop(recipe, nodes, schedule)]
-        for reshard in _reshards(recipe, nodes, node):
-            schedule.append(_seen_before(reshard, nodes, schedule))
+        schedule.extend(_reshards(recipe, nodes, node))
+    if not loop:
+        schedule = stream(nodes, schedule, recipe.batch.windows_per_step)
+    schedule = _after_each_other(nodes, schedule, [])
     for trained in instances:
         if trained.is_trained:
             schedule.extend(
@@ -108,6 +111,21 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
         keep_groups = keeps_groups(recipe, nodes, row_set, layout)
         reshards.append(Reshard(source.name, row_set, tuple(sorted(columns)), source.layout, layout, keep_groups))
     return reshards
+
+
+def _after_each_other(nodes: Sequence[PlannedNode], schedule: Sequence[Action], before: list[Action]) -> list[Action]:
+    """The same entries, each transfer knowing what its target has got from those before; `before` grows with them."""
+    entries: list[Action] = []
+    for action in schedule:
+        entry = action
+        match action:
+            case Reshard():
+                entry = _seen_before(action, nodes, before)
+            case Loop() | Stream():
+                entry = replace(action, body=tuple(_after_each_other(nodes, action.body, before)))
+        before.append(entry)
+        entries.append(entry)
+    return entries
 
 
 def _seen_before(reshard: Reshard, nodes: Sequence[PlannedNode], schedule: Sequence[Action]) -> Reshard:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import Memory, format_bytes
-from leaderless.planner.plan import Action, Loop, Plan, PlannedNode, Reshard, RoleInstance, SyncWeights
+from leaderless.planner.plan import Action, Loop, Plan, PlannedNode, Reshard, RoleInstance, Stream, SyncWeights
 
 UNKNOWN_MEMORY = (
     "unknown: the config.json of the model is not on this machine,\n"
@@ -145,6 +145,9 @@ def _action(action: Action) -> Text:
             return Text(str(action), "magenta")
         case Loop():
             return Text.assemble("loop(", Text(" -> ").join(_action(inner) for inner in action.body), ")")
+        case Stream():
+            body = Text(" -> ").join(_action(inner) for inner in action.body)
+            return Text.assemble(f"{action.num_windows} windows(", body, ")")
         case _:
             return Text(str(action))
 

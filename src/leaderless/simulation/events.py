@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.planner import Load, Loop, Plan, PlannedNode, Reshard, Run, SyncWeights
+from leaderless.planner import Load, Loop, Plan, PlannedNode, Reshard, Run, Stream, SyncWeights, flat
 from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.simulation.compute import ModelCost, tokenizing_seconds
 from leaderless.simulation.network import Float, Network
@@ -96,7 +96,7 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
 def _events(
     plan: Plan, models: Mapping[tuple[str, tuple[int, ...]], ModelCost], placement: Placement, network: Network
 ) -> Iterator[Event]:
-    for action in plan.schedule:
+    for action in flat(plan.schedule):
         match action:
             case Load(layout, _):
                 shards = placement.load(action)
@@ -109,6 +109,8 @@ def _events(
                 yield Moved(action, placement.reshard(action))
             case SyncWeights():
                 yield Synced(action, models[action.role, action.source_layout.ranks].size.num_parameters)
+            case Stream():  # overlap is not modelled: its entries come one behind the other
+                continue
             case Loop():
                 raise RecipeError.at(
                     "workflow",

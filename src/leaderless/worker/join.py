@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from leaderless.data.transport import Group, Transport
 from leaderless.device import setup_device
-from leaderless.planner import Plan, flat, format_ranks
+from leaderless.planner import Plan, Reshard, flat, format_ranks
 from leaderless.worker.place import Place
 
 SHARED_FOLDER_S = 5.0
@@ -56,6 +56,9 @@ def join_workers(place: Place, plan: Plan, timeout_s: float) -> Iterator[tuple[T
         transport.add_group(plan.ranks_of(action))
     for instance in plan.instances:
         transport.add_group(instance.layout.ranks)
+    for action in plan.stream.body if plan.stream else ():
+        if isinstance(action, Reshard):
+            transport.add_background_group(action.ranks)
     yield transport, setup.device
     # After an error the peers may be gone, and taking leave could wait for them: the process just ends.
     dist.destroy_process_group()

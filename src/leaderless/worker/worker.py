@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Action, Load, Loop, Plan, Reshard, Run, SyncWeights, flat, format_ranks
+from leaderless.planner import Action, Load, Loop, Plan, Reshard, Run, Stream, SyncWeights, flat, format_ranks
 from leaderless.stages.context import Grader, StageContext
 from leaderless.worker.checkpoint import CheckpointWriter, RunState, load_checkpoint, read_node_state
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
@@ -31,6 +32,19 @@ from leaderless.worker.loop import check_filled, count_groups, report_loop
 from leaderless.worker.nodes import load_stages
 from leaderless.worker.roles import Roles
 from leaderless.worker.stop import StopRequest
+
+WAITING = "waiting"
+"""Span in which a rank waits for a window that is on its way."""
+
+
+@contextmanager
+def _placed(action: str, step: int, rank: int) -> Iterator[None]:
+    """Errors say where in the run they came up."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"at step {step}, in {action}, on rank {rank}")
+        raise
 
 
 @dataclass
@@ -153,10 +167,34 @@ class Worker:
             if isinstance(action, Loop):
                 self._repeat(action)
                 continue
+            if isinstance(action, Stream):
+                self._stream(action)
+                continue
             self.display.activity(str(action))
             with self.tracer.span(str(action), self.step):
                 self._execute(action)
             self.buffer.release(action)
+
+    def _stream(self, stream: Stream) -> None:
+        """Go through entries window by window, while windows before are on their way to other ranks."""
+        self.buffer.open_windows(stream)
+        for action, window in stream.turns():
+            label = f"{action} {window + 1}/{stream.num_windows}"
+            self.display.activity(label)
+            with _placed(label, self.step, self.rank):
+                match action:
+                    case Run(name):
+                        with self.tracer.span(WAITING, self.step):
+                            self.buffer.wait(name, window)
+                        with self.tracer.span(str(action), self.step):
+                            made = self.stages[name](self.buffer.get(name, window), self._context(name))
+                            self.buffer.put(name, made, window)
+                    case Reshard():
+                        timed = self.tracer.span(str(action), self.step, lane=1)
+                        self.buffer.reshard_window(action, window, timed)
+            self.buffer.release(action, window)
+        with self.tracer.span(WAITING, self.step), _placed(str(stream), self.step, self.rank):
+            self.buffer.close_windows()
 
     def _repeat(self, loop: Loop) -> None:
         """Go round a loop until its ranks together have the groups that the step wants."""
@@ -175,7 +213,7 @@ class Worker:
             return count_groups(loop, self.buffer, self.transport.group(loop.ranks))
 
     def _execute(self, action: Action) -> None:
-        try:
+        with _placed(str(action), self.step, self.rank):
             match action:
                 case Load():
                     self.buffer.load(action, self.loaders[action].next())
@@ -185,9 +223,6 @@ class Worker:
                     self.buffer.reshard(action)
                 case SyncWeights():
                     self.roles.sync(action)
-        except Exception as error:
-            error.add_note(f"at step {self.step}, in {action}, on rank {self.rank}")
-            raise
 
     def _context(self, name: str) -> StageContext:
         node = self.plan[name]
@@ -209,7 +244,9 @@ class Worker:
         """Add up the numbers of each pool; rank 0 gets them all, for the log."""
         spent = self.tracer.take_seconds()
         for action in flat(self.chain):
-            if not isinstance(action, Loop):
+            if isinstance(action, Stream):
+                self.metrics[action.ranks].max("time/waiting", spent.get(WAITING, 0.0))
+            elif not isinstance(action, Loop):
                 self.metrics[self.plan.ranks_of(action)].max(f"time/{action}", spent.get(str(action), 0.0))
             if isinstance(action, Load):
                 for name, value in self.loaders[action].numbers().items():

@@ -36,6 +36,7 @@ class StageSpec:
         reads_if_carried: Columns that it needs besides, where a loop carries samples over from the step before.
         rows: What it does to rows.
         needs_whole_groups: All samples of a prompt must be on the same rank.
+        streams: It can work on some groups of a step before the others are there: no number depends on other groups.
         role_use: How it uses the node's role: not at all, to generate, to score, or to train it.
         is_critic: The role that it uses is a value model, not a language model.
         idle_steps: Steps at the begin of a run in which it does not train its role, given the recipe.
@@ -51,6 +52,7 @@ class StageSpec:
     reads_if_carried: tuple[str, ...] = ()
     rows: Rows = "same"
     needs_whole_groups: bool = False
+    streams: bool = False
     role_use: Literal["none", "generate", "score", "train"] = "none"
     is_critic: bool = False
     idle_steps: Callable[[Recipe], int] = field(default=lambda recipe: 0)  # noqa: ARG005
@@ -81,6 +83,7 @@ def stage(
     writes: Sequence[str] = (),
     rows: Rows = "same",
     needs_whole_groups: bool = False,
+    streams: bool = False,
     has_effect: bool = False,
 ) -> Callable[[Function], Function]:
     """Declare a function of one's own as a stage, to be named in a workflow as `package.module:function`.
@@ -92,6 +95,8 @@ def stage(
         writes: Columns that it adds or replaces; the function must return exactly these.
         rows: What it does to rows.
         needs_whole_groups: All samples of a prompt must be on the same rank.
+        streams: It may be called several times in a step, each time with some groups; what it writes about a group
+            depends on no other group.
         has_effect: Run it even when nobody reads what it writes.
 
     Raises:
@@ -110,6 +115,7 @@ def stage(
             writes=tuple(writes),
             rows=rows,
             needs_whole_groups=needs_whole_groups,
+            streams=streams,
             has_effect=has_effect,
             summary=summary,
         )
