@@ -404,6 +404,8 @@ MORE_METRICS = {
     "time/step": "Seconds of the whole step, evaluation and checkpoints left out.",
     "time/<entry>": "Seconds of one entry of the chain, on the rank that took longest: a node by its name, `load`, "
     "`reshard(a->0-3)`, `weights(policy->0-3)`.",
+    "time/waiting": "Seconds that the rank which waited longest has waited for windows of a step; only where "
+    "`batch.windows_per_step` divides one.",
     "time/evaluate": "Seconds of an evaluation.",
     "reward/<name>": "Mean of one reward before weighting, over the responses that it could be computed for.",
     "<role>/...": "Where the tables above say `policy/`, the name of the trained role stands.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "2 ranks": (2, {}),
     "4 ranks": (4, {}),
     "rollout on 0-1, update on 2-3": (4, {"layout": {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}}}),
+    "rollout on 0-1, update on 2-3, in windows": (
+        4,
+        {
+            "layout": {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}, "reference": {"ranks": "2-3"}},
+            "batch.windows_per_step": 3,
+        },
+    ),
     "update on 0, rollout and reward on 1-3": (
         4,
         {"layout": {"rollout": {"ranks": "1-3"}, "policy": {"ranks": "0"}}},
@@ -106,6 +114,41 @@ def test_samples_gradients_and_weights_are_those_of_one_rank(ranks: RankPool, tm
         assert expected["numbers"]["policy/grad_norm"] > 0.1, "there is something to learn"  # type: ignore[index]
         assert worst < 1e-4
     print(f"{layout}: weights after step 5 differ by {worst:.1e}")
+
+
+def traced(recipe_file: str) -> dict[str, list[tuple[int, float, float]]]:
+    """Lane, begin and end of each span of two steps on this rank."""
+    loaded = load_recipe(recipe_file)
+    place = Place.from_environment()
+    plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
+    with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        numbers = [worker.run_step() for _ in range(2)][-1]
+        worker.tracer.close()
+        events = json.loads((worker.directory.traces / f"rank-{place.rank}.json").read_text())
+    assert place.rank or numbers["time/waiting"] > 0
+    spans: dict[str, list[tuple[int, float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            begin = event["ts"]
+            spans.setdefault(event["name"], []).append((event["tid"], begin, begin + event["dur"]))
+    return spans
+
+
+def test_windows_travel_while_the_next_is_sampled(ranks: RankPool, tmp_path: Path) -> None:
+    pools = {"layout": {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}, "reference": {"ranks": "1"}}}
+    settings = SETTINGS | pools | {"batch.windows_per_step": 4, "run.trace_steps": 2}
+    recipe = write_recipe(tmp_path, tiny_model(), settings)
+    first, second = ranks.run(2, traced, str(recipe), init_group=False)
+    assert len(first["rollout"]) == len(second["old"]) == 2 * 4, "each of two steps has four windows"
+    travelled = first["reshard(rollout->1)"]
+    assert {lane for lane, _, _ in travelled} == {1}
+    overlaps = [
+        min(end, until) - max(begin, since)
+        for _, begin, end in travelled
+        for _, since, until in first["rollout"]
+        if min(end, until) > max(begin, since)
+    ]
+    assert overlaps, "no window was on its way while another was sampled"
 
 
 def test_the_log_reaches_the_first_rank_whoever_computes(ranks: RankPool, tmp_path: Path) -> None:
