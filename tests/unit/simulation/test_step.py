@@ -55,6 +55,10 @@ def test_a_step_is_the_sum_of_what_its_slowest_rank_does(tmp_path):
     assert {type(event).__name__ for event in events} == {"Loaded", "Worked", "Moved", "Synced"}
     estimate = step_of(recipe, 4, constants)["ours"]
     assert set(estimate.transitions) == {
+        "put(rollout)",
+        "put(reward)",
+        "put(reference)",
+        "put(advantage)",
         "reshard(rollout->2-3)",
         "reshard(reward->2-3)",
         "reshard(reference->2-3)",
