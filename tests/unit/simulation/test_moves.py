@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.simulation.clusters import cluster, equal_rows, network, pools
 
 from leaderless.data import transfer, transport
-from leaderless.data.balance import assign
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.reshard import agree_on_routes, schemas_to_json
+from leaderless.data.transport import Group
 from leaderless.planner import Layout, Reshard, SyncWeights
 from leaderless.simulation.moves import (
     FACT_BYTES,
@@ -20,6 +23,7 @@ from leaderless.simulation.moves import (
     PLANNING_BYTES_PER_ROW,
     ROUND_BYTES,
     ROUNDS_AHEAD,
+    SCHEMA_BYTES,
     WEIGHT_BUCKET_BYTES,
     Controller,
     Cost,
@@ -79,7 +83,7 @@ def test_every_part_of_a_transition_adds_its_own_time():
         "coordinator__hop_latency_us": (
             100.0,
             (3 * 3 + 2 * 2) * 100e-6,
-        ),  # a gather around three others, two broadcasts
+        ),  # a gather, two broadcasts
         "links__device__latency_us": (50.0, 2 * 50e-6),
         "links__network__latency_us": (100.0, 2 * 2 * 100e-6),  # lengths and values, to two receivers
     }
@@ -269,18 +273,35 @@ def test_pieces_and_rounds_are_those_of_the_databuffer():
     assert ROUNDS_AHEAD == transport.ROUNDS_AHEAD
 
 
+class Deaf(Group):
+    """A rank that hears nothing new: what all ranks would say is known before."""
+
+    def gather(self, rows, _what):
+        assert not len(rows)
+        return self.known
+
+
 def test_planning_takes_no_more_memory_for_a_row_than_is_counted():
-    count, shards = 100_000, 512
+    action, count, ids = pools(512, "tokens"), 100_000, np.arange(100_000)
     costs = np.random.default_rng(0).integers(1, 30_000, count)
-    units, holders = np.arange(count), np.arange(count) * shards // count
-    tracemalloc.start()
+    facts = torch.from_numpy(np.stack([ids, ids // 8, costs], axis=1))
+    group = Deaf(action.ranks, 300)
+    group.known = [*facts.tensor_split(256), *[facts[:0]] * 256]
+    tracemalloc.start()  # it sees arrays, not tensors
     try:
         before, _ = tracemalloc.get_traced_memory()
-        assign(costs, units, holders, shards)
+        agree_on_routes(action, group, None, None).delivery(300)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert (peak - before) / count + 2 * FACT_BYTES <= PLANNING_BYTES_PER_ROW, "facts as they come, and joined"
+
+
+def test_a_schema_is_about_as_long_as_is_counted():
+    run = Jagged(torch.zeros(1), torch.ones(1, dtype=torch.int64), "response_tokens")
+    columns = {"rewards": torch.zeros(1), "old_log_probs": run, "ref_log_probs": run, "reward_details": ({},)}
+    text = schemas_to_json(Batch(torch.arange(1), columns))
+    assert len(text) / len(columns) == pytest.approx(SCHEMA_BYTES, rel=0.25)
 
 
 @given(

@@ -205,7 +205,7 @@ def test_sixteen_thousand_ranks_are_planned_and_simulated_in_a_minute(tmp_path):
     estimates = step_of(recipe, 16384, cluster())
     simulated = time.process_time()
     assert planned - begin < 10, "0.1 s on an idle core"
-    assert simulated - begin < 60, "4 s on an idle core"
+    assert simulated - begin < 60, "8 s on a busy core"
     assert estimates["one"].interface_bytes > 10 * estimates["ours"].interface_bytes
 
 
