@@ -28,7 +28,7 @@ class Estimate:
         process_bytes: Rows and messages in main memory of the busiest process.
         host_bytes: The same for all processes of its host that are like it.
         fits_host: They fit the host's main memory.
-        transitions: Cost of each transition of rows, by name.
+        transitions: Cost of each transition of rows, and of comparing them at `put`, by name.
         weights: Cost of bringing new weights, by name; the same on all ways.
     """
 
