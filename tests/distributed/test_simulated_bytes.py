@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
+from tests.unit.simulation.clusters import network
 
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.ids import make_sample_ids
 from leaderless.data.reshard import reshard
 from leaderless.data.transport import Transport
 from leaderless.planner import Layout, Reshard
-from leaderless.simulation.moves import transfer_of
-from leaderless.simulation.placement import Routes, owners_of
-from leaderless.simulation.rows import Rows
+from leaderless.simulation.parcels import parcels_of
+from leaderless.simulation.placement import Routes, owners_of, speakers
+from leaderless.simulation.rows import Int, Rows
 
 SIBLINGS = 4
 NUM_PROMPTS = 60
-COLUMNS = ("prompt_tokens", "tokens", "response_mask", "old_log_probs", "rewards")
+COLUMNS = ("prompt_tokens", "tokens", "response_mask", "old_log_probs", "rewards", "reward_details", "rows")
 WORLD_SIZE = 4
-Kind = Literal["pools", "skewed"]
-
-
-def action_of(kind: Kind, *, keep_groups: bool) -> Reshard:
-    everyone = Layout(tuple(range(WORLD_SIZE)), WORLD_SIZE)
-    source, target = (Layout((0, 1), 2), Layout((2, 3), 2)) if kind == "pools" else (everyone, everyone)
-    return Reshard("rollout", "rollout", COLUMNS, source, target, keep_groups)
+RANKS_PER_HOST = 2
+TEXT = "x" * 510
+"""With its quotes as long as an object is assumed to be."""
+EVERYONE = Layout((0, 1, 2, 3), 4)
+FIRST, LAST = Layout((0, 1), 2), Layout((2, 3), 2)
+BOTH = Layout((2, 3), 1, tp=2)
+KINDS: Mapping[str, Reshard] = {
+    name: Reshard("rollout", "rollout", COLUMNS, source, target, keep_groups=False, spare_layout=spare)
+    for name, source, target, spare in (
+        ("from pool to pool", FIRST, LAST, None),
+        ("same ranks, the first has most rows", EVERYONE, EVERYONE, None),
+        ("to peers on another host, which pass rows on", FIRST, BOTH, None),
+        ("ranks hold some rows as replicas", Layout((0, 1, 2, 3), 2, tp=2), EVERYONE, None),
+        ("some rows have come before", FIRST, BOTH, LAST),
+        ("some rows have come before, and stay where they are", FIRST, Layout((1, 2, 3), 3), LAST),
+    )
+}
 
 
 def lengths() -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,57 +51,75 @@ def lengths() -> tuple[torch.Tensor, torch.Tensor]:
     return prompts, responses
 
 
-def holders_of(kind: Kind) -> np.ndarray:
-    """[n] rank of each row; in `skewed` the first rank has half of them."""
-    counts = [30, 30] if kind == "pools" else [30, 10, 10, 10]
-    return np.repeat(np.repeat(np.arange(len(counts)), counts), SIBLINGS)
+def shards_of(layout: Layout) -> Int:
+    """[n] shard of each row under the source layout; the first has three quarters of them."""
+    counts = [NUM_PROMPTS * 3 // 4, *[NUM_PROMPTS // 4 // (layout.dp - 1)] * (layout.dp - 1)]
+    return np.repeat(np.repeat(np.arange(layout.dp), counts), SIBLINGS)
 
 
-def exchange(kind: Kind, keep_groups: bool) -> tuple[list[int], int, int]:
-    """The rows that this rank gets, and the bytes that it sends and receives."""
-    transport = Transport(torch.device("cpu"), timeout_s=20)
+def spare_shards() -> Int:
+    """[n] shard of each row under the layout that it has come to before."""
+    return np.repeat(np.arange(NUM_PROMPTS) % 2, SIBLINGS)
+
+
+def sample_ids() -> torch.Tensor:
+    groups = torch.arange(NUM_PROMPTS).repeat_interleave(SIBLINGS)
+    return make_sample_ids(groups, torch.arange(SIBLINGS).repeat(NUM_PROMPTS))
+
+
+def rows_of(layout: Layout | None, shards: Int, rank: int) -> Batch | None:
+    """The rows of a rank, and their prompts."""
+    if layout is None or rank not in layout:
+        return None
     prompts, responses = lengths()
-    ids = make_sample_ids(
-        torch.arange(NUM_PROMPTS).repeat_interleave(SIBLINGS), torch.arange(SIBLINGS).repeat(NUM_PROMPTS)
+    mine = torch.from_numpy(np.flatnonzero(shards == layout.shard_of(rank)))
+    count, total = responses[mine], int(responses[mine].sum())
+    groups = torch.unique(mine // SIBLINGS)
+    tokens = Jagged(torch.zeros(int(prompts[groups].sum()), dtype=torch.int64), prompts[groups], "prompt_tokens")
+    return Batch(
+        sample_ids()[mine],
+        {
+            "tokens": Jagged(torch.zeros(total, dtype=torch.int64), count, "tokens"),
+            "response_mask": Jagged(torch.ones(total, dtype=torch.bool), count, "tokens"),
+            "old_log_probs": Jagged(torch.zeros(total), count, "response_tokens"),
+            "rewards": torch.zeros(len(mine)),
+            "reward_details": (TEXT,) * len(mine),
+        },
+        Batch(groups, {"prompt_tokens": tokens, "rows": (TEXT,) * len(groups)}),
+        torch.searchsorted(groups, mine // SIBLINGS),
     )
-    mine = torch.from_numpy(holders_of(kind) == transport.rank).nonzero().squeeze(1)
-    held = None
-    if len(mine):
-        count, total = responses[mine], int(responses[mine].sum())
-        groups = torch.unique(mine // SIBLINGS)
-        tokens = Jagged(torch.zeros(int(prompts[groups].sum()), dtype=torch.int64), prompts[groups], "prompt_tokens")
-        held = Batch(
-            ids[mine],
-            {
-                "tokens": Jagged(torch.zeros(total, dtype=torch.int64), count, "tokens"),
-                "response_mask": Jagged(torch.ones(total, dtype=torch.bool), count, "tokens"),
-                "old_log_probs": Jagged(torch.zeros(total), count, "response_tokens"),
-                "rewards": torch.zeros(len(mine)),
-            },
-            Batch(groups, {"prompt_tokens": tokens}),
-            torch.searchsorted(groups, mine // SIBLINGS),
-        )
-    arrived = reshard(action_of(kind, keep_groups=keep_groups), transport.world, held, None)
+
+
+def exchange(action: Reshard) -> tuple[list[int], int, int]:
+    """The rows that this rank gets, and the bytes that it sends and receives."""
+    rank = torch.distributed.get_rank()
+    transport = Transport(torch.device("cpu"), timeout_s=20, host=f"host {rank // RANKS_PER_HOST}")
+    held = rows_of(action.source_layout, shards_of(action.source_layout), rank)
+    spare = rows_of(action.spare_layout, spare_shards(), rank)
+    arrived = reshard(action, transport.world, held, None, spare if rank in action.target_layout else None)
     traffic = transport.traffic()
-    return [] if arrived is None else sorted(arrived.ids.tolist()), traffic.sent, traffic.received
+    return [] if arrived is None else arrived.ids.tolist(), traffic.sent, traffic.received
 
 
-@pytest.mark.parametrize("kind", ["pools", "skewed"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keep_groups", [False, True])
-def test_a_simulated_exchange_is_the_real_one(ranks: RankPool, kind: Kind, keep_groups: bool) -> None:
-    real = ranks.run(WORLD_SIZE, exchange, kind, keep_groups)
+def test_a_simulated_exchange_is_the_real_one(ranks: RankPool, kind: str, keep_groups: bool) -> None:
+    action = replace(KINDS[kind], keep_groups=keep_groups)
+    real = ranks.run(WORLD_SIZE, exchange, action)
     prompts, responses = (part.numpy() for part in lengths())
     groups = np.repeat(np.arange(NUM_PROMPTS), SIBLINGS)
     rows = Rows(groups, prompts[groups], responses, are_samples=True)
-    action, holders = action_of(kind, keep_groups=keep_groups), holders_of(kind)
-    owners = owners_of(action, rows, holders)
-    ids = make_sample_ids(torch.from_numpy(groups), torch.arange(SIBLINGS).repeat(NUM_PROMPTS)).numpy()
-    routes = Routes(rows, holders, owners, action.target_layout, is_agreed=False)
-    moved = transfer_of(routes, COLUMNS)
+    source, target, spare = action.source_layout, action.target_layout, action.spare_layout
+    holders = speakers(shards_of(source), source)
+    known = () if spare is None else [rank for rank in spare.ranks if rank in target]
+    spares = {rank: np.flatnonzero(spare_shards() == rank - LAST.ranks[0]) for rank in known}
+    owners = owners_of(action, rows, holders, spares)
+    links = network(WORLD_SIZE, host__devices=RANKS_PER_HOST)
+    moved = parcels_of(Routes(rows, holders, owners, source, target, is_agreed=False, spares=spares), COLUMNS, links)
     for rank, (arrived, sent, received) in enumerate(real):
-        if rank in action.target_layout:
-            assert arrived == sorted(ids[owners == action.target_layout.shard_of(rank)].tolist())
-        # Numbers of rows, and columns that begin at multiples of eight bytes, come on top of each message.
-        for actual, simulated in ((sent, moved.sent(WORLD_SIZE)[rank]), (received, moved.received(WORLD_SIZE)[rank])):
-            assert simulated <= actual <= simulated + 100 * (WORLD_SIZE - 1)
-    assert moved.sizes.sum() > 20_000
+        if rank in target:
+            assert arrived == sample_ids()[owners == target.shard_of(rank)].tolist()
+        assert sent == sum(transfer.sent(WORLD_SIZE)[rank] for transfer in moved.transfers)
+        assert received == sum(transfer.received(WORLD_SIZE)[rank] for transfer in moved.transfers)
+    assert moved.values.sizes.sum() > 20_000
+    assert moved.is_passed_on == (kind == "to peers on another host, which pass rows on")

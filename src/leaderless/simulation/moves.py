@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 
 import numpy as np
 
 from leaderless.planner import SyncWeights
 from leaderless.simulation.cluster import ControllerConfig
 from leaderless.simulation.network import MICRO, Network, Transfer, seconds
+from leaderless.simulation.parcels import Parcels, parcels_of
 from leaderless.simulation.placement import Routes
 from leaderless.simulation.rows import Int, Rows
 
-DIGEST_BYTES = 24
-"""What a rank tells of its columns before a change of layout."""
+TYPES_BYTES = 24
+"""What a rank tells its node's others of rows that are about to travel: digests of types and ids, and their number."""
 FACT_BYTES = 24
 """Id, group and cost of a row, which ranks tell each other."""
-CLAIM_BYTES = 8
-"""Id of a row that a rank wants because it has others of its columns."""
-PLANNING_BYTES_PER_ROW = 192
-"""Facts as they arrive and joined, and what `assign` works with: 143 bytes a row at its peak, measured."""
+ID_BYTES = 8
+"""Id of a row that a rank has got before, or wants because it has others of its columns."""
+SCHEMA_BYTES = 64
+"""A column's name and type as text, about."""
+PLANNING_BYTES_PER_ROW = 208
+"""Facts as they arrive and joined, and what the assignment works with: 204 bytes a row at the peak, measured."""
+ROUND_BYTES, PIECE_BYTES, ROUNDS_AHEAD = 1 << 25, (1 << 16, 1 << 22), 2
+"""How `leaderless.data.transfer` cuts what goes to all peers and to one, and how many rounds are under way."""
 WEIGHT_BUCKET_BYTES = 1 << 28
 """Weights travel in buckets of this size, as `leaderless.training.weight_sync` sends them."""
 
@@ -49,27 +54,8 @@ class Cost:
         )
 
 
-def transfer_of(routes: Routes, columns: Sequence[str]) -> Transfer:
-    """The bytes between ranks: rows to every rank of their shard, and each prompt once to each shard.
-
-    Args:
-        routes: Of the rows.
-        columns: That travel.
-    """
-    sizes, prompts = routes.rows.row_bytes(columns), routes.rows.prompt_bytes(columns)
-    if prompts.any():
-        # Of all who send samples of a prompt to a shard, the lowest rank sends the prompt.
-        order = np.lexsort((routes.holders, routes.owners, routes.rows.groups))
-        groups, owners = routes.rows.groups[order], routes.owners[order]
-        is_first = (np.diff(groups, prepend=-1) != 0) | (np.diff(owners, prepend=-1) != 0)
-        sizes[order[is_first]] += prompts[order[is_first]]
-    size = routes.target.ranks_per_shard
-    receivers = np.array(routes.target.ranks).reshape(-1, size)[routes.owners]
-    return Transfer.of(np.repeat(routes.holders, size), receivers.reshape(-1), np.repeat(sizes, size))
-
-
 def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
-    """The project's own way: agree, assign, pack, send straight to the new owner, unpack.
+    """The project's own way: agree, assign, send lengths, then values in pieces, from column to column.
 
     Args:
         routes: Of the rows.
@@ -77,42 +63,85 @@ def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Netwo
         ranks: That take part.
         network: Between them.
     """
-    cluster, transfer = network.cluster, transfer_of(routes, columns)
-    sent, received = transfer.sent(network.num_ranks), transfer.received(network.num_ranks)
-    agreement = _agreement(routes, ranks, network)
+    cluster, count = network.cluster, network.num_ranks
+    parcels = parcels_of(routes, columns, network)
+    agreement = _agreement(routes, columns, ranks, network)
     assignment = 0.0 if routes.is_agreed else len(routes.rows) * cluster.coordinator.assignment_us_per_row * MICRO
-    # Ranks tell each other the sizes of their messages first.
-    sizes = Transfer(transfer.senders, transfer.receivers, np.full_like(transfer.sizes, 8))
-    carried = network.transfer_seconds(sizes) + network.transfer_seconds(transfer)
-    out, into = network.interface_bytes(transfer)
+    lengths = sum(network.transfer_seconds(leg) for leg in parcels.lengths)
+    piece = min(max(ROUND_BYTES // len(ranks), PIECE_BYTES[0]), PIECE_BYTES[1])
+    # What does not lie together in memory goes through buffers, one for each piece and round under way.
+    sizes = np.minimum(parcels.values.sizes, ROUNDS_AHEAD * piece)
+    staged = Transfer(parcels.values.senders, parcels.values.receivers, sizes)
+    held = parcels.arriving + staged.sent(count) + staged.received(count)
     return Cost(
-        seconds=agreement.seconds + assignment + _packing_seconds(transfer, network) + carried,
-        interface_bytes=agreement.interface_bytes + int((out + into).max()),
-        process_bytes=PLANNING_BYTES_PER_ROW * len(routes.rows) + int((sent + 2 * received).max()),
+        seconds=agreement.seconds + assignment + lengths + _streaming_seconds(parcels, piece, network),
+        interface_bytes=agreement.interface_bytes + parcels.interface_bytes(network),
+        process_bytes=PLANNING_BYTES_PER_ROW * len(routes.rows) + int(held.max()),
     )
 
 
+def put_cost(ranks: Int, network: Network) -> Cost:
+    """A node's ranks compare what is about to travel.
+
+    Args:
+        ranks: Of the node.
+        network: Between them.
+    """
+    return _gathers([TYPES_BYTES], ranks, network)
+
+
+def _streaming_seconds(parcels: Parcels, piece: int, network: Network) -> float:
+    """Rows that stay are copied first; then buffers are filled and emptied while the round before travels."""
+    link, values, count = network.cluster.links.device, parcels.values, network.num_ranks
+    kept = seconds(int(parcels.kept.max()), link.bandwidth_gb_per_s)
+    most = int((values.sent(count) + values.received(count)).max())
+    num_rounds = ceil(parcels.largest_bytes / piece) + ROUNDS_AHEAD * parcels.is_passed_on
+    latency = network.latency_seconds(values) * max(ceil(num_rounds / ROUNDS_AHEAD) - 1, 0)
+    carried = max(network.transfer_seconds(values), seconds(most, link.bandwidth_gb_per_s))
+    return 2 * link.latency_us * MICRO + kept + latency + carried
+
+
 def _packing_seconds(transfer: Transfer, network: Network) -> float:
-    """Making bytes of what goes, and rows or weights of what has come; ranks do so at the same time."""
+    """Making bytes of weights that go, and weights of what has come; ranks do so at the same time."""
     link, count = network.cluster.links.device, network.num_ranks
     most = int(transfer.sent(count).max()) + int(transfer.received(count).max())
     return 2 * link.latency_us * MICRO + seconds(most, link.bandwidth_gb_per_s)
 
 
-def _agreement(routes: Routes, ranks: Int, network: Network) -> Cost:
-    """Every gather is a sum of counts and a gather of values, both around a ring of all ranks."""
-    if len(ranks) < 2:
-        return Cost(0.0, 0, 0)
-    coordinator, count = network.cluster.coordinator, len(ranks)
-    most_held = int(np.bincount(routes.holders).max())
-    most_wanted = int(np.bincount(routes.owners).max()) if routes.is_agreed else 0
-    gathered = (DIGEST_BYTES, FACT_BYTES * most_held, CLAIM_BYTES * most_wanted)
-    # A sum goes round a ring twice and a gather once; what ranks gather is padded to the longest.
+def _agreement(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
+    """What ranks tell each other of rows, and the lowest rank with rows all others of columns."""
+    gathered = [FACT_BYTES * int(np.bincount(routes.holders).max())]
+    if routes.spares:
+        gathered.append(ID_BYTES * max(map(len, routes.spares.values())))
+    if routes.is_agreed:
+        gathered.append(ID_BYTES * int(np.bincount(routes.owners).max()))
+    told = _broadcasts([8, SCHEMA_BYTES * len(columns)], ranks, network)
+    return _gathers(gathered, ranks, network) + told
+
+
+def _gathers(gathered: Sequence[int], ranks: Int, network: Network) -> Cost:
+    """Every gather is a sum of counts and a gather of values, padded to the longest, around a ring of all ranks."""
+    count = len(ranks)
+    # A sum goes round the ring twice and a gather once.
     num_hops = 3 * (count - 1) * len(gathered)
     total = sum(2 * 8 * count + num_bytes * count for num_bytes in gathered)
-    took = num_hops * coordinator.hop_latency_us * MICRO + seconds(total, coordinator.hop_bandwidth_gb_per_s)
+    return _told(num_hops, total, ranks, network)
+
+
+def _broadcasts(sizes: Sequence[int], ranks: Int, network: Network) -> Cost:
+    """Ranks that know pass it on: after every hop, twice as many know."""
+    depth = ceil(log2(len(ranks)))
+    return _told(depth * len(sizes), depth * sum(sizes), ranks, network)
+
+
+def _told(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:
+    """Hops one behind the other, with so many bytes in all through each rank."""
+    if len(ranks) < 2:
+        return Cost(0.0, 0, 0)
+    coordinator = network.cluster.coordinator
+    took = num_hops * coordinator.hop_latency_us * MICRO + seconds(num_bytes, coordinator.hop_bandwidth_gb_per_s)
     is_between_hosts = len(np.unique(network.hosts(ranks))) > 1
-    return Cost(took, 2 * total * is_between_hosts, 0)
+    return Cost(took, 2 * num_bytes * is_between_hosts, 0)
 
 
 @dataclass(frozen=True)
@@ -193,8 +222,7 @@ def weights_cost(action: SyncWeights, num_parameters: int, network: Network) -> 
     receivers = targets[np.searchsorted(borders[1], begins, side="right") - 1]
     transfer = Transfer.of(senders, receivers, sizes)
     # Every bucket is an exchange of its own: sizes first, then bytes.
-    empty = Transfer(transfer.senders, transfer.receivers, np.zeros_like(transfer.sizes))
-    latency = network.transfer_seconds(empty) * (2 * ceil(num_bytes / WEIGHT_BUCKET_BYTES) - 1)
+    latency = network.latency_seconds(transfer) * (2 * ceil(num_bytes / WEIGHT_BUCKET_BYTES) - 1)
     out, into = network.interface_bytes(transfer)
     most = int((transfer.sent(network.num_ranks) + transfer.received(network.num_ranks)).max())
     held = min(2 * WEIGHT_BUCKET_BYTES, most)

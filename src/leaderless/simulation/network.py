@@ -33,14 +33,14 @@ class Transfer:
 
     @classmethod
     def of(cls, senders: Int, receivers: Int, sizes: Int) -> Transfer:
-        """One message for each pair of ranks, and none from a rank to itself.
+        """One message for each pair of ranks that has something to send, and none from a rank to itself.
 
         Args:
             senders: [k] rank that has something.
             receivers: [k] rank that gets it.
             sizes: [k] bytes of it.
         """
-        moves = senders != receivers
+        moves = (senders != receivers) & (sizes > 0)
         span = int(receivers.max(initial=0)) + 1
         pairs, index = np.unique(senders[moves] * span + receivers[moves], return_inverse=True)
         # Sums of float64 are exact below 2 ** 53 bytes.
@@ -124,14 +124,25 @@ class Network:
         if not len(transfer.sizes):
             return 0.0
         links, crosses = self.cluster.links, self.crosses(transfer)
-        ones = np.ones(len(transfer.sizes), dtype=np.int64)
-        peers = max(int(_sums(ends, ones, self.num_ranks).max()) for ends in (transfer.senders, transfer.receivers))
-        level = links.network if crosses.any() else links.host
         across = max(int(part.max()) for part in self.interface_bytes(transfer))
         inside = Transfer(transfer.senders[~crosses], transfer.receivers[~crosses], transfer.sizes[~crosses])
         within = max(int(inside.sent(self.num_ranks).max()), int(inside.received(self.num_ranks).max()))
         carried = max(seconds(across, links.network.bandwidth_gb_per_s), seconds(within, links.host.bandwidth_gb_per_s))
-        return peers * level.latency_us * MICRO + carried
+        return self.latency_seconds(transfer) + carried
+
+    def latency_seconds(self, transfer: Transfer) -> float:
+        """The part of `transfer_seconds` that does not depend on bytes.
+
+        Args:
+            transfer: Messages.
+        """
+        if not len(transfer.sizes):
+            return 0.0
+        ones = np.ones(len(transfer.sizes), dtype=np.int64)
+        peers = max(int(_sums(ends, ones, self.num_ranks).max()) for ends in (transfer.senders, transfer.receivers))
+        links = self.cluster.links
+        level = links.network if self.crosses(transfer).any() else links.host
+        return peers * level.latency_us * MICRO
 
     def gather_seconds(self, num_bytes: float, ranks: Int) -> float:
         """Every rank gets all of what is cut in even parts: an all-gather, or a reduce-scatter, of a model's weights.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,15 +21,19 @@ class Routes:
         rows: That go.
         holders: [n] rank that sends each row.
         owners: [n] shard of the target layout that gets it.
-        target: The target layout.
+        source: The layout that it leaves.
+        target: The layout that it enters.
         is_agreed: The owners were found by an earlier change of layout.
+        spares: For each rank, the rows that it has already from an earlier change of layout, ascending.
     """
 
     rows: Rows
     holders: Int
     owners: Int
+    source: Layout
     target: Layout
     is_agreed: bool
+    spares: Mapping[int, Int] = field(default_factory=dict)
 
 
 class Placement:
@@ -102,10 +107,21 @@ class Placement:
         rows, target = self.rows(action.row_set), action.target_layout
         holders = speakers(self.shards(action.row_set, action.source_layout), action.source_layout)
         key = (action.row_set, _divided(target))
-        is_agreed = key in self._shards
+        is_agreed, spares = key in self._shards, self._spares(action)
         if not is_agreed:
-            self._shards[key] = owners_of(action, rows, holders)
-        return Routes(rows, holders, self._shards[key], target, is_agreed)
+            self._shards[key] = owners_of(action, rows, holders, spares)
+        return Routes(rows, holders, self._shards[key], action.source_layout, target, is_agreed, spares)
+
+    def _spares(self, action: Reshard) -> dict[int, Int]:
+        """For each rank of the target layout, the rows that it has got with the same columns before."""
+        spare = action.spare_layout
+        if spare is None:
+            return {}
+        shards = self.shards(action.row_set, spare)
+        order = np.argsort(shards, kind="stable")
+        of_shard = np.split(order, np.searchsorted(shards[order], np.arange(1, spare.dp)))
+        ranks = [rank for rank in spare.ranks if rank in action.target_layout]
+        return {rank: of_shard[spare.shard_of(rank)] for rank in ranks if len(of_shard[spare.shard_of(rank)])}
 
 
 def _divided(layout: Layout) -> Layout:
@@ -113,19 +129,24 @@ def _divided(layout: Layout) -> Layout:
     return Layout(layout.ranks, layout.dp)
 
 
-def owners_of(action: Reshard, rows: Rows, holders: Int) -> Int:
+def owners_of(action: Reshard, rows: Rows, holders: Int, spares: Mapping[int, Int]) -> Int:
     """[n] shard that gets each row, as all ranks of the change of layout compute it.
 
     Args:
         action: The entry of the chain.
         rows: That go.
         holders: [n] rank that sends each.
+        spares: As `Routes` has them.
     """
     target, ranks = action.target_layout, action.ranks
     shard_of_rank = np.full(ranks[-1] + 1, -1, dtype=np.int64)
     shard_of_rank[list(target.ranks)] = np.arange(len(target.ranks)) // target.ranks_per_shard
     units = rows.groups if action.keep_groups else np.arange(len(rows))
-    return assign(rows.costs(action.columns), units, shard_of_rank[holders], target.dp)
+    shards = shard_of_rank[holders]
+    for rank in sorted(spares):
+        known = spares[rank]
+        shards[known[shards[known] < 0]] = shard_of_rank[rank]
+    return assign(rows.costs(action.columns), units, shards, target.dp)
 
 
 def speakers(shards: Int, layout: Layout) -> Int:

@@ -44,7 +44,8 @@ def predict(action: Reshard, rows: Rows, holders: Int, cluster: ClusterConfig, w
     """
     ranks = action.ranks
     network = Network(cluster, ranks[-1] + 1)
-    routes = Routes(rows, holders, owners_of(action, rows, holders), action.target_layout, is_agreed=False)
+    owners = owners_of(action, rows, holders, {})
+    routes = Routes(rows, holders, owners, action.source_layout, action.target_layout, is_agreed=False)
     if way == OURS:
         return peer_cost(routes, action.columns, np.array(ranks), network)
     if way not in cluster.controllers:

@@ -14,14 +14,16 @@ from leaderless.data.balance import sequence_cost
 from leaderless.planner.make_plan import UNKNOWN_COLUMN_BYTES
 from leaderless.simulation.cluster import WorkloadConfig
 from leaderless.workflow import COLUMNS
-from leaderless.workflow.columns import Column
+from leaderless.workflow.columns import Axis, Column
 
 Int = NDArray[np.int64]
 
 ID_BYTES = 8
-"""A row travels with its id, and so does a prompt."""
-LENGTH_BYTES = 8
-"""A run of a jagged column travels with its length, and an object with that of its text."""
+"""Of a row, and of its prompt, in memory. They do not travel: all ranks know them."""
+LENGTH_BYTES = 4
+"""A length as it travels: one for all columns of an axis, and one for each object's text."""
+HELD_LENGTH_BYTES = 8
+"""A length in memory."""
 
 
 @dataclass(frozen=True)
@@ -68,28 +70,42 @@ class Rows:
         return sequence_cost(np.maximum(lengths, 1))
 
     def row_bytes(self, columns: Iterable[str]) -> Int:
-        """[n] bytes of rows as they travel packed: the id, that of the prompt, and the row's own columns.
+        """[n] bytes of the values of rows, as they are in memory and as they travel.
 
         Args:
-            columns: That travel; those that belong to the prompt are not counted here.
+            columns: Of them; those that belong to the prompt are not counted here.
         """
-        sizes = np.full(len(self), 2 * ID_BYTES, dtype=np.int64)
-        for column in map(column_of, columns):
-            if not self._is_of_prompt(column):
-                sizes += self._packed(column)
-        return sizes
+        return self._values(column for column in map(column_of, columns) if not self._is_of_prompt(column))
 
     def prompt_bytes(self, columns: Iterable[str]) -> Int:
-        """[n] bytes of each row's prompt as it travels packed; 0 where rows are prompts.
+        """[n] bytes of the values of each row's prompt; 0 where rows are prompts.
 
         Args:
-            columns: That travel; only those that belong to the prompt are counted.
+            columns: Of them; only those that belong to the prompt are counted.
         """
-        chosen = [column for column in map(column_of, columns) if self._is_of_prompt(column)]
-        sizes = np.full(len(self), ID_BYTES if self.are_samples else 0, dtype=np.int64)
-        for column in chosen:
-            sizes += self._packed(column)
-        return sizes
+        return self._values(column for column in map(column_of, columns) if self._is_of_prompt(column))
+
+    def num_lengths(self, columns: Iterable[str]) -> tuple[int, int]:
+        """Lengths that travel with a row, and with a prompt that rows point to.
+
+        Args:
+            columns: That travel.
+        """
+        ragged: tuple[set[str], set[str]] = (set(), set())
+        for name in columns:
+            column = column_of(name)
+            if column.kind != "dense":
+                ragged[self._is_of_prompt(column)].add(column.axis or name)
+        return len(ragged[0]), len(ragged[1])
+
+    def held_bytes(self, columns: Iterable[str]) -> Int:
+        """[n] bytes of rows in memory: the id, that of the prompt, lengths, and the rows' own columns.
+
+        Args:
+            columns: That are held; those that belong to the prompt are not counted here.
+        """
+        chosen = tuple(columns)
+        return self.row_bytes(chosen) + 2 * ID_BYTES + HELD_LENGTH_BYTES * self.num_lengths(chosen)[0]
 
     def separate_bytes(self, columns: Iterable[str], *, is_padded: bool) -> Int:
         """[n] bytes of rows that each have their own prompt.
@@ -103,18 +119,21 @@ class Rows:
             if column.axis is None:
                 sizes += column.item_bytes
             else:
-                lengths = self.prompt_tokens if column.axis == "prompt_tokens" else self.response_tokens
+                lengths = self._lengths_along(column.axis)
                 sizes += column.item_bytes * (lengths.max() if is_padded else lengths)
         return sizes
 
     def _is_of_prompt(self, column: Column) -> bool:
         return column.is_prompt and self.are_samples
 
-    def _packed(self, column: Column) -> Int | int:
-        if column.axis is None:
-            return column.item_bytes + (LENGTH_BYTES if column.kind == "object" else 0)
-        lengths = self.prompt_tokens if column.axis == "prompt_tokens" else self.response_tokens
-        return LENGTH_BYTES + lengths * column.item_bytes
+    def _values(self, columns: Iterable[Column]) -> Int:
+        sizes = np.zeros(len(self), dtype=np.int64)
+        for column in columns:
+            sizes += column.item_bytes * (1 if column.axis is None else self._lengths_along(column.axis))
+        return sizes
+
+    def _lengths_along(self, axis: Axis) -> Int:
+        return self.prompt_tokens if axis == "prompt_tokens" else self.response_tokens
 
 
 def column_of(name: str) -> Column:

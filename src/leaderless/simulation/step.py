@@ -11,7 +11,7 @@ from leaderless.config import Recipe
 from leaderless.planner import Layout, Plan
 from leaderless.simulation.cluster import GIB, OURS, ClusterConfig
 from leaderless.simulation.events import Event, Loaded, Moved, Synced, Worked, events_of
-from leaderless.simulation.moves import Controller, Cost, peer_cost, weights_cost
+from leaderless.simulation.moves import Controller, Cost, peer_cost, put_cost, weights_cost
 from leaderless.simulation.network import Network
 from leaderless.simulation.rows import Int, Workload
 
@@ -28,7 +28,7 @@ class Estimate:
         process_bytes: Rows and messages in main memory of the busiest process.
         host_bytes: The same for all processes of its host that are like it.
         fits_host: They fit the host's main memory.
-        transitions: Cost of each transition of rows, by name.
+        transitions: Cost of each transition of rows, and of comparing them at `put`, by name.
         weights: Cost of bringing new weights, by name; the same on all ways.
     """
 
@@ -135,20 +135,25 @@ def _estimate(walk: _Walk, tokens: int, num_processes: int, cluster: ClusterConf
 def _walk_peers(events: Sequence[Event], network: Network) -> _Walk:
     """Every rank loads its own prompts, and rows go straight to their new owners where layouts change."""
     walk = _Walk(network)
+    travelling = {event.action.source for event in events if isinstance(event, Moved)}
     for event in events:
         match event:
             case Loaded(action, rows, seconds, holders):
                 walk.clocks[list(action.layout.ranks)] += np.repeat(seconds, action.layout.ranks_per_shard)
-                _hold(walk, action.layout, rows.row_bytes(action.columns), holders)
+                _hold(walk, action.layout, rows.held_bytes(action.columns), holders)
             case Worked(node=node):
                 walk.work(event)
-                _hold(walk, node.layout, event.rows_after.row_bytes(node.writes), event.holders_after)
+                _hold(walk, node.layout, event.rows_after.held_bytes(node.writes), event.holders_after)
+                if node.name in travelling and len(node.layout.ranks) > 1:
+                    cost = put_cost(np.array(node.layout.ranks), network)
+                    walk.together(node.layout.ranks, cost.seconds)
+                    walk.move(f"put({node.name})", cost, int(walk.held.max()))
             case Moved(action, routes):
                 cost = peer_cost(routes, action.columns, np.array(action.ranks), network)
                 walk.together(action.ranks, cost.seconds)
                 walk.move(str(action), cost, int(walk.held.max()))
                 # Counted for each row, a prompt that several of a rank's rows share is counted more than once.
-                sizes = routes.rows.row_bytes(action.columns) + routes.rows.prompt_bytes(action.columns)
+                sizes = routes.rows.held_bytes(action.columns) + routes.rows.prompt_bytes(action.columns)
                 first = np.array(action.target_layout.ranks)[routes.owners * action.target_layout.ranks_per_shard]
                 _hold(walk, action.target_layout, sizes, first)
             case Synced():

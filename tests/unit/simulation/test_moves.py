@@ -3,40 +3,64 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.simulation.clusters import cluster, equal_rows, network, pools
 
-from leaderless.data.balance import assign
+from leaderless.data import transfer, transport
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.reshard import agree_on_routes, schemas_to_json
+from leaderless.data.transport import Group
 from leaderless.planner import Layout, Reshard, SyncWeights
 from leaderless.simulation.moves import (
     FACT_BYTES,
+    PIECE_BYTES,
     PLANNING_BYTES_PER_ROW,
+    ROUND_BYTES,
+    ROUNDS_AHEAD,
+    SCHEMA_BYTES,
     WEIGHT_BUCKET_BYTES,
     Controller,
     Cost,
     controller_cost,
     peer_cost,
-    transfer_of,
+    put_cost,
     weights_cost,
 )
+from leaderless.simulation.parcels import parcels_of
 from leaderless.simulation.placement import Routes, owners_of, speakers
 from leaderless.simulation.prediction import errors_of, predict
 from leaderless.simulation.rows import Rows
 
 ONE_A_HOST = {"host__devices": 1}
-ROW_BYTES = 16 + 8 + 100 * 8
-"""Of a row of 100 tokens: two ids, the length, int64 each."""
+ROW_BYTES = 100 * 8
+"""Values of a row of 100 tokens."""
+SENT_BYTES = ROW_BYTES + 4
+"""With the length."""
+HELD_BYTES = ROW_BYTES + 8 + 16
+"""In memory: with the length and two ids."""
 
 
 def between_pools(world_size, rows, *columns):
     """Rows dealt out evenly over the first half of the ranks, on the way to the second."""
     action = pools(world_size, *columns)
     holders = np.arange(len(rows)) * (world_size // 2) // len(rows)
-    return Routes(rows, holders, owners_of(action, rows, holders), action.target_layout, is_agreed=False)
+    owners = owners_of(action, rows, holders, {})
+    return Routes(rows, holders, owners, action.source_layout, action.target_layout, is_agreed=False)
+
+
+def moved_bytes(routes, columns, links):
+    """What goes from rank to rank, lengths and values."""
+    moved: dict[tuple[int, int], int] = {}
+    for part in parcels_of(routes, columns, links).transfers:
+        for sender, receiver, size in zip(part.senders.tolist(), part.receivers.tolist(), part.sizes, strict=True):
+            moved[sender, receiver] = moved.get((sender, receiver), 0) + int(size)
+    return moved
 
 
 def seconds_of(routes, world_size, **constants):
@@ -47,7 +71,7 @@ def seconds_of(routes, world_size, **constants):
 def test_rows_between_two_hosts_take_their_bytes_over_the_interface():
     routes = between_pools(2, equal_rows(1000), "tokens")
     slow = {"links__network__bandwidth_gb_per_s": 1e-3}
-    carried = (1000 * (ROW_BYTES + 8) + 8) / 1e6  # a prompt without columns is its id; one message's size comes first
+    carried = 1000 * SENT_BYTES / 1e6
     assert seconds_of(routes, 2, **ONE_A_HOST, **slow) == pytest.approx(carried, rel=1e-3)
 
 
@@ -56,9 +80,12 @@ def test_every_part_of_a_transition_adds_its_own_time():
     before = seconds_of(routes, 4, **base)
     added = {
         "coordinator__assignment_us_per_row": (10.0, 1000 * 10e-6),
-        "coordinator__hop_latency_us": (100.0, 3 * 3 * 3 * 100e-6),  # gathers, hops of each for every rank but one
+        "coordinator__hop_latency_us": (
+            100.0,
+            (3 * 3 + 2 * 2) * 100e-6,
+        ),  # a gather, two broadcasts
         "links__device__latency_us": (50.0, 2 * 50e-6),
-        "links__network__latency_us": (100.0, 2 * 2 * 100e-6),  # sizes and rows, to two receivers
+        "links__network__latency_us": (100.0, 2 * 2 * 100e-6),  # lengths and values, to two receivers
     }
     for name, (value, seconds) in added.items():
         assert seconds_of(routes, 4, **base, **{name: value}) - before == pytest.approx(seconds, rel=1e-6), name
@@ -67,20 +94,50 @@ def test_every_part_of_a_transition_adds_its_own_time():
 def test_owners_that_are_agreed_are_not_computed_again():
     rows = equal_rows(100)
     new = between_pools(4, rows, "tokens")
-    agreed = Routes(rows, new.holders, new.owners, new.target, is_agreed=True)
+    agreed = replace(new, is_agreed=True)
     costly = {"coordinator__assignment_us_per_row": 1e6}
     assert seconds_of(new, 4, **costly) - seconds_of(agreed, 4, **costly) == pytest.approx(100, rel=0.01)
 
 
+def test_what_ranks_have_got_before_is_told_by_ids():
+    routes, slow = between_pools(4, equal_rows(1000), "tokens"), {"coordinator__hop_bandwidth_gb_per_s": 1e-3}
+    told = (2 * 8 * 4 + 4 * 500 * 8) / 1e6
+    late = replace(routes, is_agreed=True)
+    assert seconds_of(late, 4, **slow) - seconds_of(routes, 4, **slow) == pytest.approx(told)
+    there = peer_cost(routes, ["tokens"], np.arange(4), network(4, **ONE_A_HOST)).interface_bytes
+    spared = replace(routes, spares={2: np.flatnonzero(routes.owners == 0)})
+    here = peer_cost(spared, ["tokens"], np.arange(4), network(4, **ONE_A_HOST)).interface_bytes
+    # The last rank's interface is the busiest now as before, and it gets 500 rows.
+    assert here - there == 2 * (2 * 8 * 4 + 4 * 500 * 8)
+    assert moved_bytes(spared, ["tokens"], network(4)).keys() == {(0, 3), (1, 3)}
+
+
+def test_a_node_that_sends_compares_first():
+    slow = {"coordinator__hop_latency_us": 100.0, "coordinator__hop_bandwidth_gb_per_s": 1e-3}
+    cost = put_cost(np.arange(4), network(4, **ONE_A_HOST, **slow))
+    assert cost.seconds == pytest.approx(3 * 3 * 100e-6 + 4 * (16 + 24) / 1e6)
+    assert cost.interface_bytes == 2 * 4 * (16 + 24)
+
+
 def test_a_prompt_travels_once_to_each_shard_and_from_the_lowest_sender():
     rows = equal_rows(2, siblings=2, prompt=50, response=1)
-    target = Layout((2, 3), 2)
     holders = np.array([1, 0, 0, 0])
-    routes = Routes(rows, holders, np.array([0, 0, 0, 1]), target, is_agreed=False)
-    moved = transfer_of(routes, ["tokens", "prompt_tokens"])
-    row, prompt = 16 + 8 + 8, 8 + 8 + 50 * 8
-    sent = {(int(a), int(b)): int(size) for a, b, size in zip(moved.senders, moved.receivers, moved.sizes, strict=True)}
+    routes = Routes(rows, holders, np.array([0, 0, 0, 1]), Layout((0, 1), 2), Layout((2, 3), 2), is_agreed=False)
+    row, prompt = 4 + 8, 4 + 50 * 8
+    sent = moved_bytes(routes, ["tokens", "prompt_tokens"], network(4))
     assert sent == {(1, 2): row, (0, 2): 2 * row + 2 * prompt, (0, 3): row + prompt}
+
+
+def test_a_prompt_stays_away_where_one_of_its_samples_is():
+    rows = equal_rows(2, siblings=2, prompt=50, response=1)
+    both = Layout((0, 1), 2)
+    routes = Routes(rows, np.array([0, 0, 0, 1]), np.array([0, 1, 1, 1]), both, both, is_agreed=False)
+    # The second rank has a sample of the second prompt, but none of the first.
+    assert moved_bytes(routes, ["tokens", "prompt_tokens"], network(2)) == {(0, 1): 2 * (4 + 8) + 4 + 50 * 8}
+
+
+def test_rows_without_columns_are_agreed_on_and_send_nothing():
+    assert moved_bytes(between_pools(4, equal_rows(10)), [], network(4)) == {}
 
 
 def test_all_ranks_of_a_shard_get_its_rows_and_share_the_sending():
@@ -88,9 +145,30 @@ def test_all_ranks_of_a_shard_get_its_rows_and_share_the_sending():
     source, target = Layout((0, 1), 1, tp=2), Layout((2, 3), 1, tp=2)
     holders = speakers(np.zeros(4, dtype=np.int64), source)
     assert holders.tolist() == [0, 0, 1, 1]
-    moved = transfer_of(Routes(rows, holders, np.zeros(4, dtype=np.int64), target, is_agreed=False), ["tokens"])
-    assert moved.sent(4).tolist() == [4 * (ROW_BYTES + 8), 4 * (ROW_BYTES + 8), 0, 0]
-    assert moved.received(4).tolist() == [0, 0, 4 * (ROW_BYTES + 8), 4 * (ROW_BYTES + 8)]
+    routes = Routes(rows, holders, np.zeros(4, dtype=np.int64), source, target, is_agreed=False)
+    apart, together = (moved_bytes(routes, ["tokens"], network(4, host__devices=size)) for size in (1, 2))
+    half = 2 * SENT_BYTES
+    assert apart == {(0, 2): half, (0, 3): half, (1, 2): half, (1, 3): half}
+    # Peers on one host take turns in getting a copy from afar, and pass it on.
+    assert together == {(0, 2): half, (2, 3): half, (1, 3): half, (3, 2): half}
+
+
+def test_what_is_passed_on_crosses_once_and_waits_for_the_first_leg():
+    rows, source, target = equal_rows(4), Layout((0, 1), 2), Layout((2, 3), 1, tp=2)
+    routes = Routes(rows, np.array([0, 0, 1, 1]), np.zeros(4, dtype=np.int64), source, target, is_agreed=False)
+    alone = replace(routes, target=Layout((2,), 1))
+    late = {"host__devices": 2, "links__network__latency_us": 1000.0}
+    before, after = (seconds_of(part, 4, **late) for part in (alone, routes))
+    assert after - before > 1e-3, "another leg"
+    crossing = [parcels_of(part, ["tokens"], network(4, host__devices=2)) for part in (alone, routes)]
+    assert [part.interface_bytes(network(4, host__devices=2)) for part in crossing] == [4 * SENT_BYTES] * 2
+
+
+def test_what_ranks_hold_as_replicas_does_not_travel():
+    rows, source, target = equal_rows(8), Layout((0, 1), 1, tp=2), Layout((0, 1), 2)
+    holders = speakers(np.zeros(8, dtype=np.int64), source)
+    routes = Routes(rows, holders, np.arange(8) % 2, source, target, is_agreed=False)
+    assert moved_bytes(routes, ["tokens"], network(2)) == {}
 
 
 @given(count=st.integers(1, 40), size=st.integers(1, 4), dp=st.integers(1, 5))
@@ -153,7 +231,7 @@ def test_a_controller_that_does_not_pad_moves_as_much_as_there_is():
     rows = Rows(np.arange(2), np.zeros(2, dtype=np.int64), np.array([10, 90]), are_samples=True)
     links = network(4, **ONE_A_HOST)
     padding = links.cluster.controllers["one"]
-    routes = Routes(rows, np.array([1, 1]), np.array([0, 1]), Layout((2, 3), 2), is_agreed=False)
+    routes = Routes(rows, np.array([1, 1]), np.array([0, 1]), Layout((0, 1), 2), Layout((2, 3), 2), is_agreed=False)
     moved = [
         controller_cost(routes, ["tokens"], Controller(config, links)).interface_bytes
         for config in (padding, padding.model_copy(update={"pads_rows": False}))
@@ -161,24 +239,69 @@ def test_a_controller_that_does_not_pad_moves_as_much_as_there_is():
     assert moved == [2 * 2 * 90 * 8, 2 * 100 * 8]
 
 
-def test_a_rank_holds_what_it_sends_and_twice_what_it_gets_and_plans_for_all_rows():
+def test_a_rank_receives_in_place_and_plans_for_all_rows():
     routes = between_pools(4, equal_rows(1000), "tokens")
     held = peer_cost(routes, ["tokens"], np.arange(4), network(4)).process_bytes
-    assert held == PLANNING_BYTES_PER_ROW * 1000 + 2 * 500 * (ROW_BYTES + 8)
+    assert held == PLANNING_BYTES_PER_ROW * 1000 + 500 * HELD_BYTES + 500 * ROW_BYTES, "less than what may be staged"
+
+
+def test_what_is_staged_does_not_grow_with_the_rows():
+    held = []
+    for count in (100, 200):
+        rows = equal_rows(count, response=100_000)
+        held.append(peer_cost(between_pools(2, rows, "tokens"), ["tokens"], np.arange(2), network(2)).process_bytes)
+        held[-1] -= count * (PLANNING_BYTES_PER_ROW + 24 + 800_000)
+    assert held == [ROUNDS_AHEAD * PIECE_BYTES[1]] * 2
+
+
+def test_every_second_round_waits_for_a_message():
+    routes = between_pools(2, equal_rows(100, response=100_000), "tokens")  # 20 pieces: 80 MB, of 4 MiB
+    late, soon = (seconds_of(routes, 2, **ONE_A_HOST, links__network__latency_us=value) for value in (1000.0, 0))
+    assert late - soon == pytest.approx((1 + 20 / 2) * 1e-3)
+
+
+def test_rows_that_stay_are_copied_and_what_travels_is_copied_meanwhile():
+    both = Layout((0, 1), 2)
+    rows = equal_rows(10)
+    routes = Routes(rows, np.zeros(10, dtype=np.int64), np.repeat([0, 1], [6, 4]), both, both, is_agreed=False)
+    slow = {"links__device__bandwidth_gb_per_s": 1e-6, "links__host__bandwidth_gb_per_s": 1e6}
+    assert seconds_of(routes, 2, **slow) == pytest.approx((6 + 4) * ROW_BYTES / 1e3, rel=1e-3)
+
+
+def test_pieces_and_rounds_are_those_of_the_databuffer():
+    assert (ROUND_BYTES, PIECE_BYTES) == (transfer.ROUND_BYTES, transfer.PIECE_BYTES)
+    assert ROUNDS_AHEAD == transport.ROUNDS_AHEAD
+
+
+class Deaf(Group):
+    """A rank that hears nothing new: what all ranks would say is known before."""
+
+    def gather(self, rows, _what):
+        assert not len(rows)
+        return self.known
 
 
 def test_planning_takes_no_more_memory_for_a_row_than_is_counted():
-    count, shards = 100_000, 512
+    action, count, ids = pools(512, "tokens"), 100_000, np.arange(100_000)
     costs = np.random.default_rng(0).integers(1, 30_000, count)
-    units, holders = np.arange(count), np.arange(count) * shards // count
-    tracemalloc.start()
+    facts = torch.from_numpy(np.stack([ids, ids // 8, costs], axis=1))
+    group = Deaf(action.ranks, 300)
+    group.known = [*facts.tensor_split(256), *[facts[:0]] * 256]
+    tracemalloc.start()  # it sees arrays, not tensors
     try:
         before, _ = tracemalloc.get_traced_memory()
-        assign(costs, units, holders, shards)
+        agree_on_routes(action, group, None, None).delivery(300)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert (peak - before) / count + 2 * FACT_BYTES <= PLANNING_BYTES_PER_ROW, "facts as they come, and joined"
+
+
+def test_a_schema_is_about_as_long_as_is_counted():
+    run = Jagged(torch.zeros(1), torch.ones(1, dtype=torch.int64), "response_tokens")
+    columns = {"rewards": torch.zeros(1), "old_log_probs": run, "ref_log_probs": run, "reward_details": ({},)}
+    text = schemas_to_json(Batch(torch.arange(1), columns))
+    assert len(text) / len(columns) == pytest.approx(SCHEMA_BYTES, rel=0.25)
 
 
 @given(
@@ -192,11 +315,11 @@ def test_longer_responses_and_slower_links_never_take_less(count, world_size, se
     groups, zeros = np.arange(count), np.zeros(count, dtype=np.int64)
     short = between_pools(world_size, Rows(groups, zeros, lengths, are_samples=True), "tokens")
     grown = Rows(groups, zeros, lengths + longer, are_samples=True)
-    long = Routes(grown, short.holders, short.owners, short.target, is_agreed=False)
+    long = replace(short, rows=grown)
     assert seconds_of(long, world_size) >= seconds_of(short, world_size)
     assert seconds_of(short, world_size, links__network__bandwidth_gb_per_s=0.5) >= seconds_of(short, world_size)
-    moved = transfer_of(short, ["tokens"])
-    assert moved.sent(world_size).sum() == moved.received(world_size).sum()
+    moved = parcels_of(short, ["tokens"], network(world_size)).values
+    assert moved.sent(world_size).sum() == moved.received(world_size).sum() == 8 * lengths.sum()
 
 
 def test_weights_cross_once_and_in_buckets():
@@ -221,7 +344,8 @@ def test_a_prediction_is_that_of_the_way_that_is_named():
     holders = np.repeat([0, 1], 50)
     constants = cluster()
     ours, central = (predict(action, rows, holders, constants, way) for way in ("ours", "one"))
-    routes = Routes(rows, holders, owners_of(action, rows, holders), action.target_layout, is_agreed=False)
+    owners = owners_of(action, rows, holders, {})
+    routes = Routes(rows, holders, owners, action.source_layout, action.target_layout, is_agreed=False)
     assert ours == peer_cost(routes, ["tokens"], np.arange(4), network(4))
     assert central == controller_cost(routes, ["tokens"], Controller(constants.controllers["one"], network(4)))
     with pytest.raises(ValueError, match="way 'two' is not in the cluster file 'round numbers': use one of ours, one"):
@@ -238,6 +362,6 @@ def test_units_that_stay_together_are_assigned_together():
     rows = equal_rows(8, siblings=4)
     base = pools(4, "tokens")
     action = Reshard("rollout", "rollout", ("tokens",), base.source_layout, base.target_layout, keep_groups=True)
-    owners = owners_of(action, rows, np.zeros(32, dtype=np.int64))
+    owners = owners_of(action, rows, np.zeros(32, dtype=np.int64), {})
     assert all(len(set(owners[rows.groups == group])) == 1 for group in range(8))
     assert sorted(np.bincount(owners).tolist()) == [16, 16]

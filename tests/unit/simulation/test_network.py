@@ -40,10 +40,12 @@ def test_inside_a_host_the_faster_link_carries_and_both_levels_work_at_once():
 
 def test_latency_counts_the_messages_of_the_busiest_rank():
     slow = network(6, links__network__latency_us=1000, links__host__latency_us=10)
-    fan_in = [(rank, 4, 0) for rank in (0, 1, 2)]
-    assert slow.transfer_seconds(transfer(*fan_in)) == pytest.approx(3e-3)
-    assert slow.transfer_seconds(transfer((0, 1, 0))) == pytest.approx(1e-5)
-    assert slow.transfer_seconds(transfer((1, 1, GB))) == 0
+    fan_in = transfer(*((rank, 4, 1) for rank in (0, 1, 2)))
+    assert slow.latency_seconds(fan_in) == pytest.approx(3e-3)
+    assert slow.transfer_seconds(fan_in) == pytest.approx(3e-3 + 3 / GB)
+    assert slow.latency_seconds(transfer((0, 1, 1))) == pytest.approx(1e-5)
+    for nothing in (transfer((1, 1, GB)), transfer((0, 1, 0))):
+        assert slow.transfer_seconds(nothing) == slow.latency_seconds(nothing) == 0
 
 
 def test_interfaces_count_what_leaves_the_host_only():

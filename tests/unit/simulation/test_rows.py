@@ -9,11 +9,9 @@ from tests.unit.recipes import make_recipe
 from tests.unit.simulation.clusters import cluster, equal_rows
 
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.wire import pack
+from leaderless.data.column_store import HeldRows, ragged_keys
+from leaderless.data.wire import schema_of
 from leaderless.simulation.rows import Rows, sample_workload
-
-HEADER_BYTES = 8
-"""The number of rows, once a message."""
 
 
 def workload(recipe_changes=None, **changes):
@@ -50,25 +48,41 @@ def test_responses_of_the_data_are_there_from_the_start():
     assert 1 <= drawn.prompts.response_tokens.min() < drawn.prompts.response_tokens.max() == 50
 
 
-def test_bytes_are_those_of_packed_rows():
+def value_bytes(batch: Batch) -> int:
+    held = HeldRows(batch)
+    for key in ragged_keys(schema_of(batch)):
+        held.lengths(key, np.arange(len(batch)))  # so that texts are made
+    return sum(int(held.column(name).sizes.sum()) for name in batch.columns)
+
+
+def test_bytes_and_lengths_are_those_of_rows_that_travel():
     lengths = torch.tensor([3, 5])
     total = int(lengths.sum())
-    columns = {
-        "tokens": Jagged(torch.zeros(total, dtype=torch.int64), lengths, "tokens"),
-        "response_mask": Jagged(torch.ones(total, dtype=torch.bool), lengths, "tokens"),
-        "old_log_probs": Jagged(torch.zeros(total), lengths, "response_tokens"),
-        "rewards": torch.zeros(2),
-        "<group id>": torch.zeros(2, dtype=torch.int64),
-    }
-    message = pack(Batch(torch.tensor([0, 1]), columns))
-    rows = Rows(np.array([0, 0]), np.array([7, 7]), np.array([3, 5]), are_samples=True)
-    names = ["tokens", "response_mask", "old_log_probs", "rewards", "prompt_tokens"]
-    assert rows.row_bytes(names).sum() + HEADER_BYTES == len(message)
-    prompts = Batch(
-        torch.tensor([0]),
-        {"prompt_tokens": Jagged(torch.zeros(7, dtype=torch.int64), torch.tensor([7]), "prompt_tokens")},
+    text = "x" * 510  # and its quotes: an object is assumed to take 512 bytes
+    samples = Batch(
+        torch.tensor([0, 1]),
+        {
+            "tokens": Jagged(torch.zeros(total, dtype=torch.int64), lengths, "tokens"),
+            "response_mask": Jagged(torch.ones(total, dtype=torch.bool), lengths, "tokens"),
+            "old_log_probs": Jagged(torch.zeros(total), lengths, "response_tokens"),
+            "ref_log_probs": Jagged(torch.zeros(total), lengths, "response_tokens"),
+            "reward_details": (text, text),
+            "rewards": torch.zeros(2),
+        },
     )
-    assert rows.prompt_bytes(names)[0] + HEADER_BYTES == len(pack(prompts))
+    tokens = Jagged(torch.zeros(7, dtype=torch.int64), torch.tensor([7]), "prompt_tokens")
+    prompts = Batch(torch.tensor([0]), {"prompt_tokens": tokens, "rows": (text,)})
+    rows = Rows(np.array([0, 0]), np.array([7, 7]), np.array([3, 5]), are_samples=True)
+    names = [*samples.columns, *prompts.columns]
+    assert rows.row_bytes(names).sum() == value_bytes(samples)
+    assert rows.prompt_bytes(names).tolist() == [value_bytes(prompts)] * 2
+    assert rows.num_lengths(names) == tuple(len(ragged_keys(schema_of(table))) for table in (samples, prompts))
+    assert rows.num_lengths(names) == (3, 2), "two axes and an object; one of each"
+
+
+def test_rows_in_memory_have_ids_and_lengths_besides():
+    rows = Rows(np.array([0, 1]), np.array([7, 4]), np.array([3, 50]), are_samples=True)
+    assert rows.held_bytes(["tokens", "response_mask", "prompt_tokens"]).tolist() == [16 + 8 + 27, 16 + 8 + 450]
 
 
 def test_padded_rows_are_as_long_as_the_longest_and_have_their_own_prompt():
@@ -81,7 +95,8 @@ def test_padded_rows_are_as_long_as_the_longest_and_have_their_own_prompt():
 
 def test_a_prompt_is_a_row_before_there_are_samples():
     rows = Rows(np.arange(2), np.array([7, 4]), np.zeros(2, dtype=np.int64), are_samples=False)
-    assert rows.row_bytes(["prompt_tokens"]).tolist() == [16 + 8 + 56, 16 + 8 + 32]
+    assert rows.row_bytes(["prompt_tokens"]).tolist() == [56, 32]
+    assert rows.num_lengths(["prompt_tokens"]) == (1, 0)
     assert not rows.prompt_bytes(["prompt_tokens"]).any()
 
 
