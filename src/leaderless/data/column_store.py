@@ -212,6 +212,6 @@ class ArrivingRows:
                 store, here = self.column(column.name), self._objects.get(column.name, {})
                 ends = (store.starts + store.sizes).tolist()
                 return tuple(
-                    here[place] if place in here else json.loads(str(store.data[start:end], "utf-8", "surrogatepass"))
+                    here[place] if place in here else json.loads(store.data[start:end].tobytes())
                     for place, (start, end) in enumerate(zip(store.starts.tolist(), ends, strict=True))
                 )
