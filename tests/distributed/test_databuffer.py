@@ -161,11 +161,12 @@ def test_columns_are_freed_behind_their_last_reader(ranks: RankPool) -> None:
     held = dict(entries)
     ids = make_sample_ids(torch.arange(12).repeat_interleave(4), torch.arange(4).repeat(12))
     tokens, scores = 8 * int((ids % 5).sum()), 4 * len(ids)
+    prompts = 8 * sum(1 + place % 3 for place in range(12))
     kept = held.pop("positive")
     assert held == {
-        "load": 8 * sum(1 + place % 3 for place in range(12)),
-        "sample": tokens,  # the prompts' columns belong to the samples now, and `unread` was never kept
-        "score": tokens + scores,
+        "load": prompts,
+        "sample": prompts + tokens,  # the prompts' columns belong to the samples now, and `unread` was never kept
+        "score": tokens + scores,  # nobody else reads prompts
         "look": tokens + scores,
         "double": tokens + scores,  # the first version is free
         "centre": tokens + 2 * scores,

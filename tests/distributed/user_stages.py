@@ -112,6 +112,12 @@ def use_tokens(batch: Batch, context: Context) -> Batch:
     return batch
 
 
+@stage(reads=["note"], has_effect=True)
+def use_notes(batch: Batch, context: Context) -> Batch:
+    """Reads nothing but texts."""
+    return batch
+
+
 def recipe_of(layout: Mapping[str, Json], prompts: int = 12, responses: int = 4) -> Recipe:
     """A recipe for the nodes of these stages; `layout` as in YAML."""
     return Recipe.model_validate(

@@ -273,8 +273,8 @@ class Walker:
                 case Stream():
                     self.stream(action, seen)
             self.buffer.release(action)
-        held = [table.columns.keys() for table in self.buffer._tables.values() if table.columns]
-        assert not held, f"rank {self.rank} still holds {held}"
+        held = {key: [*table.columns, *table.prompt_columns] for key, table in self.buffer._tables.items()}
+        assert not any(held.values()), f"rank {self.rank} still holds {held}"
         self.buffer.clear()
         return seen
 
@@ -333,14 +333,14 @@ class Walker:
             return
         table = self.buffer._tables[action.row_set, action.target_layout.ranks, action.target_layout.dp]
         columns = {name for source, name in table.columns if source == action.source}
-        if table.prompts is None or table.prompt_index is None:
+        if table.prompt_ids is None or table.prompt_index is None:
             assert columns == set(action.columns), f"{columns} arrived by {action}"
             return
-        assert columns | {*table.prompts.columns} >= set(action.columns), f"{columns} arrived by {action}"
-        assert columns <= set(action.columns), f"{columns} arrived by {action}"
+        of_prompts = {name for source, name in table.prompt_columns if source == action.source}
+        assert columns | of_prompts == set(action.columns), f"{columns} and {of_prompts} arrived by {action}"
         referenced = table.prompt_index.unique().tolist()
-        assert referenced == list(range(len(table.prompts))), f"prompts of {action} on rank {self.rank}"
-        assert torch.equal(table.prompts.ids, table.prompts.ids.unique())
+        assert referenced == list(range(len(table.prompt_ids))), f"prompts of {action} on rank {self.rank}"
+        assert torch.equal(table.prompt_ids, table.prompt_ids.unique())
 
     def output(self, name: str, batch: Batch) -> Batch:
         """What a stage would put out, with a column too many, in any order of rows."""

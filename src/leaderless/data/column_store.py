@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -32,6 +33,29 @@ def _ragged_key(column: ColumnSchema) -> str:
     return f"axis {column.axis}" if column.kind == "jagged" else f"text {column.name}"
 
 
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of an object column, made once and held once.
+
+    Attributes:
+        data: One text behind the other, in the order in which they were asked for.
+        starts: [n] first byte of each row's text; -1 where it has not been asked for.
+        sizes: [n] bytes of each text.
+    """
+
+    data: bytearray
+    starts: Int
+    sizes: Int
+
+    @classmethod
+    def none(cls, num_rows: int) -> _Texts:
+        return cls(bytearray(), np.full(num_rows, -1, dtype=np.int64), np.zeros(num_rows, dtype=np.int64))
+
+    def add(self, place: int, text: bytes) -> None:
+        self.starts[place], self.sizes[place] = len(self.data), len(text)
+        self.data.extend(text)
+
+
 class HeldRows:
     """Rows that a rank has, as bytes to send. Texts of objects are made when they are first asked for."""
 
@@ -43,7 +67,7 @@ class HeldRows:
         """
         self.batch = batch
         self._ids = batch.ids.numpy()
-        self._texts: dict[str, dict[int, bytes]] = {}
+        self._texts: dict[str, _Texts] = {}
         self._columns: dict[str, ByteColumn] = {}
 
     @cached_property
@@ -78,13 +102,12 @@ class HeldRows:
         kind, name = key.split(" ", 1)
         if kind == "axis":
             return self._jagged(name).lengths.numpy()[places]
-        texts = self._texts.setdefault(name, {})
-        values = self.batch.objects(name)
-        for place in places.tolist():
-            if place not in texts:
-                texts[place] = to_json(name, values[place])
         self._columns.pop(name, None)
-        return np.array([len(texts[place]) for place in places.tolist()], dtype=np.int64)
+        values = self.batch.objects(name)
+        texts = self._texts.setdefault(name, _Texts.none(len(values)))
+        for place in places[texts.starts[places] < 0].tolist():
+            texts.add(place, to_json(name, values[place]))
+        return texts.sizes[places]
 
     def _jagged(self, axis: str) -> Jagged:
         return next(
@@ -108,10 +131,8 @@ class HeldRows:
             case Jagged():
                 return ByteColumn.of(column.values.contiguous(), column.lengths.numpy())
             case _:
-                texts = self._texts.get(name, {})
-                sizes = np.array([len(texts.get(place, b"")) for place in range(len(column))], dtype=np.int64)
-                joined = b"".join(texts[place] for place in sorted(texts))
-                return ByteColumn(np.frombuffer(joined, dtype=np.uint8), np.cumsum(sizes) - sizes, sizes)
+                texts = self._texts.get(name) or _Texts.none(len(column))
+                return ByteColumn(np.frombuffer(texts.data, dtype=np.uint8), texts.starts, texts.sizes)
 
 
 class ArrivingRows:

@@ -292,10 +292,10 @@ class Databuffer:
         self._tables.clear()
 
     def num_bytes(self) -> int:
-        """Bytes of the rows' own tensors that are held now."""
-        columns = [column for table in self._tables.values() for column in table.columns.values()]
+        """Bytes of tensors that are held now, of rows and of prompts; those that tables share count once."""
+        columns = [column for table in self._tables.values() for column in table.all_columns()]
         tensors = [column.values if isinstance(column, Jagged) else column for column in columns]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
+        return sum({id(tensor): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)}.values())
 
 
 def _key(row_set: str, layout: Layout) -> TableKey:
@@ -323,7 +323,7 @@ def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
     if node.spec.rows == "expand":
         if batch.prompts is None:
             raise ValueError(f"{place} put out samples that point to no prompts: give Batch its prompts")
-        known, parents, what = given.ids if given.prompts is None else given.prompts.ids, batch.prompts.ids, "prompt"
+        known, parents, what = given.ids if given.prompt_ids is None else given.prompt_ids, batch.prompts.ids, "prompt"
     elif node.spec.rows == "filter":
         known, parents, what = given.ids, batch.ids, "row"
     else:  # the table itself refuses to take other rows than it has, and new groups may be of anything

@@ -22,15 +22,17 @@ class Table:
 
     Attributes:
         ids: [n] int64, ascending.
-        prompts: The prompts that rows point to, in ascending order of their ids; None when rows are prompts.
-        prompt_index: [n] int64, each row's row of `prompts`.
+        prompt_ids: [m] int64, the prompts that rows point to, ascending; None when rows are prompts.
+        prompt_index: [n] int64, each row's place in `prompt_ids`.
         columns: The rows' own columns.
+        prompt_columns: The prompts' columns. Other tables may hold the same tensors; each lets go of them by itself.
     """
 
     ids: Tensor
-    prompts: Batch | None
+    prompt_ids: Tensor | None
     prompt_index: Tensor | None
     columns: dict[ColumnKey, Column] = field(default_factory=dict)
+    prompt_columns: dict[ColumnKey, Column] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: Batch, writer: str) -> Table:
@@ -44,11 +46,11 @@ class Table:
             ValueError: Two rows have the same id.
         """
         batch = sort_rows(batch, writer)
-        prompts, prompt_index = batch.prompts, batch.prompt_index
-        if prompts is not None and prompt_index is not None:
-            prompts = sort_rows(prompts, writer)
-            prompt_index = torch.searchsorted(prompts.ids, batch.group_ids)
-        table = cls(batch.ids, prompts, prompt_index)
+        if batch.prompts is None:
+            table = cls(batch.ids, None, None)
+        else:
+            prompt_ids = batch.prompts.ids.sort().values
+            table = cls(batch.ids, prompt_ids, torch.searchsorted(prompt_ids, batch.group_ids))
         table.add(batch, writer)
         return table
 
@@ -66,8 +68,9 @@ class Table:
         if not torch.equal(batch.ids, self.ids):
             raise ValueError(f"node '{writer}' must keep its {len(self.ids)} rows, but gave {len(batch)} others")
         self.columns |= {(writer, name): column for name, column in batch.columns.items()}
-        if batch.prompts is not None and self.prompts is not None and batch.prompts.columns:
-            self.prompts = self.prompts.with_columns(sort_rows(batch.prompts, writer).columns)
+        if batch.prompts is not None:
+            prompts = sort_rows(batch.prompts, writer)
+            self.prompt_columns |= {(writer, name): column for name, column in prompts.columns.items()}
 
     def batch(self, sources: Mapping[str, str]) -> Batch:
         """The rows with the columns that a reader asks for.
@@ -76,17 +79,24 @@ class Table:
             sources: Which node each column comes from.
         """
         own = {name: self.columns[source, name] for name, source in sources.items() if (source, name) in self.columns}
-        prompts = None if self.prompts is None else self.prompts.only(set(sources) - set(own))
-        return Batch(self.ids, own, prompts, self.prompt_index)
+        if self.prompt_ids is None:
+            return Batch(self.ids, own)
+        others = {name: self.prompt_columns[source, name] for name, source in sources.items() if name not in own}
+        return Batch(self.ids, own, Batch(self.prompt_ids, others), self.prompt_index)
+
+    def all_columns(self) -> list[Column]:
+        """The columns of the rows and of their prompts."""
+        return [*self.columns.values(), *self.prompt_columns.values()]
 
     def drop(self, keys: Iterable[ColumnKey]) -> None:
         """Free columns that nobody will read any more.
 
         Args:
-            keys: Of columns; those of prompts stay, as other rows point to them.
+            keys: Of columns, of rows or of their prompts.
         """
         for key in keys:
             self.columns.pop(key, None)
+            self.prompt_columns.pop(key, None)
 
     def divided(self, num_parts: int) -> list[Table]:
         """The rows in parts of about equal size, in order.
@@ -100,7 +110,7 @@ class Table:
     def _part(self, index: Tensor) -> Table:
         columns = {key: select_rows(column, index) for key, column in self.columns.items()}
         prompt_index = None if self.prompt_index is None else self.prompt_index[index]
-        return Table(self.ids[index], self.prompts, prompt_index, columns)
+        return Table(self.ids[index], self.prompt_ids, prompt_index, columns, dict(self.prompt_columns))
 
     @classmethod
     def joined(cls, parts: Sequence[Table]) -> Table:
@@ -109,21 +119,20 @@ class Table:
         Args:
             parts: At least one.
         """
-        batches = [Batch(part.ids, {}, part.prompts, part.prompt_index) for part in parts]
-        ids = torch.cat([batch.ids for batch in batches]).sort().values
-        prompts = prompt_index = None
-        if parts[0].prompts is not None:
-            tables = [batch.prompts for batch in batches if batch.prompts is not None]
-            known = torch.unique(torch.cat([table.ids for table in tables]))
-            columns = {name: merge(known, [(t.ids, t.columns[name]) for t in tables]) for name in tables[0].columns}
-            prompts = Batch(known, columns)
-            group_ids = torch.empty_like(ids)
-            for batch in batches:
-                group_ids[torch.searchsorted(ids, batch.ids)] = batch.group_ids
-            prompt_index = torch.searchsorted(known, group_ids)
-        joined = cls(ids, prompts, prompt_index)
+        joined = cls(torch.cat([part.ids for part in parts]).sort().values, None, None)
         for key in list(parts[0].columns):
-            joined.columns[key] = merge(ids, [(part.ids, part.columns.pop(key)) for part in parts])
+            joined.columns[key] = merge(joined.ids, [(part.ids, part.columns.pop(key)) for part in parts])
+        known = [part.prompt_ids for part in parts if part.prompt_ids is not None]
+        if not known:
+            return joined
+        joined.prompt_ids = torch.unique(torch.cat(known))
+        group_ids = torch.empty_like(joined.ids)
+        for part, ids in zip(parts, known, strict=True):
+            group_ids[torch.searchsorted(joined.ids, part.ids)] = ids[part.prompt_index]
+        joined.prompt_index = torch.searchsorted(joined.prompt_ids, group_ids)
+        for key in list(parts[0].prompt_columns):
+            columns = [(ids, part.prompt_columns.pop(key)) for part, ids in zip(parts, known, strict=True)]
+            joined.prompt_columns[key] = merge(joined.prompt_ids, columns)
         return joined
 
 

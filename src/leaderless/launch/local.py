@@ -62,6 +62,8 @@ def launch_workers(arguments: Sequence[str], num_workers: int, logs: Path) -> No
             FOLDER_VARIABLE: str(failures),
             STORE_VARIABLE: f"{folder}/store",
             "GLOO_SOCKET_IFNAME": "lo",
+            # Else the agent opens a store that listens on every interface, though workers meet through a file.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // num_workers))),
         }
         with _environment(environment), _signals_forwarded(failures / STEPS_BEGUN) as presses:

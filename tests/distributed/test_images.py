@@ -1,0 +1,141 @@
+"""Images as Qwen2.5-VL reads them travel as any column of prompts does: whole, and once for all samples of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import pytest
+import torch
+from tests.distributed.ranks import RankPool
+from tests.distributed.user_stages import Context, Loop, recipe_of
+
+from leaderless.config import Json
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.ids import make_sample_ids
+from leaderless.workflow import Workflow, stage
+
+HERE = "tests.distributed.test_images"
+PATCH_VALUES = 1176
+"""Of three colours, two frames, and 14 by 14 pixels."""
+NUM_PROMPTS = 12
+
+
+def grids_of(prompt: int) -> list[list[int]]:
+    """[num_images, 3]: frames, and rows and columns of patches, of each image of a prompt; some prompts have none."""
+    return [[1, 2 + 2 * ((prompt + image) % 3), 4] for image in range(prompt % 4)]
+
+
+def num_patches(prompt: int) -> int:
+    return sum(frames * rows * columns for frames, rows, columns in grids_of(prompt))
+
+
+def images_of(prompts: Sequence[int]) -> dict[str, Jagged]:
+    """The images of some prompts: every bit of a patch depends on its prompt."""
+    patches = [
+        torch.randint(
+            -(2**31), 2**31, (num_patches(prompt), PATCH_VALUES), generator=torch.Generator().manual_seed(prompt)
+        )
+        for prompt in prompts
+    ]
+    pixels = torch.cat(patches).int().view(torch.float32)  # NaN among them
+    grids = torch.tensor([grid for prompt in prompts for grid in grids_of(prompt)], dtype=torch.int64).view(-1, 3)
+    return {
+        "pixel_values": Jagged(pixels, torch.tensor([len(rows) for rows in patches]), "patches"),
+        "image_grid_thw": Jagged(grids, torch.tensor([len(grids_of(prompt)) for prompt in prompts]), "images"),
+    }
+
+
+@stage(reads=["rows"], writes=["pixel_values", "image_grid_thw"])
+def process(batch: Batch, context: Context) -> Batch:
+    """What a processor makes of the images in a row."""
+    return batch.with_columns(images_of(batch.ids.tolist()))
+
+
+@stage(reads=["pixel_values", "image_grid_thw"], writes=["tokens"], rows="expand")
+def describe(batch: Batch, context: Context) -> Batch:
+    """Some answers to each prompt."""
+    siblings = context.recipe.batch.responses_per_prompt
+    index = torch.arange(len(batch)).repeat_interleave(siblings)
+    ids = make_sample_ids(batch.ids[index], torch.arange(siblings).repeat(len(batch)))
+    tokens = Jagged.from_lists([[1] * (1 + row % 5) for row in ids.tolist()], torch.int64, "tokens")
+    return Batch(ids, {"tokens": tokens}, batch, index)
+
+
+@stage(reads=["pixel_values", "image_grid_thw"], has_effect=True)
+def look(batch: Batch, context: Context) -> Batch:
+    """The images are those of the prompts of the rows that are here, each held once."""
+    assert batch.prompts is not None
+    assert not batch.columns
+    prompts = batch.prompts.ids.tolist()
+    assert prompts == batch.group_ids.unique().tolist()
+    for name, expected in images_of(prompts).items():
+        found = batch.prompts.jagged(name)
+        assert found.axis == expected.axis
+        assert found.values.dtype == expected.values.dtype
+        assert found.lengths.equal(expected.lengths)
+        assert found.values.view(torch.uint8).equal(expected.values.view(torch.uint8))
+    context.collected.extend({"prompt": prompt} for prompt in prompts)
+    return batch
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a step.
+
+    Attributes:
+        made: Prompts whose images were there.
+        looked_at: Prompts whose images were needed.
+        sent: Bytes.
+        received: Bytes.
+    """
+
+    made: list[int]
+    looked_at: list[int]
+    sent: int
+    received: int
+
+
+def step(layout: dict[str, Json], responses: int) -> Seen:
+    """Images go from where they are made to where they are looked at."""
+    workflow = (
+        Workflow("images")
+        .node("process", run=f"{HERE}:process")
+        .node("describe", run=f"{HERE}:describe", after="process")
+        .node("look", run=f"{HERE}:look", after="describe")
+    )
+    loop = Loop(recipe_of(layout, prompts=NUM_PROMPTS, responses=responses), workflow, 4)
+    made: list[int] = []
+
+    def noted(batch: Batch, context: Context) -> Batch:
+        made.extend(batch.ids.tolist())
+        return process(batch, context)
+
+    loop.stages["process"] = noted
+    loop.step()
+    assert loop.buffer.num_bytes() == 0, "images are freed behind their last reader"
+    return Seen(made, [int(str(row["prompt"])) for row in loop.context.collected], *astuple(loop.transport.traffic()))
+
+
+@pytest.mark.parametrize("responses", [1, 8])
+@pytest.mark.parametrize(
+    ("makers", "lookers"),
+    [
+        ({"ranks": "0-1"}, {"ranks": "2-3"}),
+        ({"ranks": "0-1"}, {"ranks": "2-3", "tp": 2}),
+        ({"ranks": "0-1", "tp": 2}, {"ranks": "0-3"}),
+    ],
+)
+def test_images_travel_once_per_prompt_and_consumer(
+    ranks: RankPool, makers: dict[str, Json], lookers: dict[str, Json], responses: int
+) -> None:
+    layout: dict[str, Json] = {"process": makers, "describe": makers, "look": lookers}
+    seen = ranks.run(4, step, layout, responses)
+    assert {prompt for rank in seen for prompt in rank.looked_at} == set(range(NUM_PROMPTS))
+    for rank in seen:
+        missing = set(rank.looked_at) - set(rank.made)
+        # Two lengths, the patches, and the grid of every image: whatever the number of responses.
+        assert rank.received == sum(
+            2 * 4 + 4 * PATCH_VALUES * num_patches(prompt) + 8 * 3 * len(grids_of(prompt)) for prompt in missing
+        )
+    assert sum(rank.received for rank in seen) == sum(rank.sent for rank in seen) > 0
