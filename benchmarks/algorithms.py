@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -149,8 +150,10 @@ def load(path: Path = RESULTS) -> list[Curve]:
 def describe(path: Path = RESULTS) -> str:
     """How it was measured, in a sentence."""
     results = json.loads(path.read_text(encoding="utf-8"))
-    seeds = len({run["seed"] for run in results["runs"]})
-    return f"{results['steps']} steps, {seeds} seeds, {results['parallel']} runs at a time on one machine."
+    seeds: dict[str, int] = Counter(run["workflow"] for run in results["runs"])
+    most = max(seeds.values())
+    fewer = "".join(f", {name} {count}" for name, count in seeds.items() if count < most)
+    return f"{results['steps']} steps, {most} seeds{fewer}, {results['parallel']} runs at a time on one machine."
 
 
 def by_workflow(curves: Sequence[Curve]) -> dict[str, list[Curve]]:

@@ -33,7 +33,7 @@ def results_page() -> str:
         parts += [
             (
                 f"{describe()} Seconds are those of all steps, evaluation left out, of the fastest seed: whatever else "
-                "the machine does only adds to them."
+                "the machine did only adds to them, and it may be most of them."
             ),
             table(curves, link="[{0}]({0}.md)"),
             f"![Held-out accuracy by step, a chart for each workflow](../images/{PICTURE.name})",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def observe_ours(case: Case, transport: Transport) -> Observation:
         place = case.action.target_layout.shard_of(rank)
         shares = share_out(case.prompt_lengths_of_rows, case.response_lengths, case.action.target_layout.dp)
         wanted = case.ids[shares[place]]
+    action = replace(case.action, is_late=case.same_shares)
     with Watch(dist.barrier) as watch:
-        got = reshard(case.action, transport.world, held, wanted)
+        got = reshard(action, transport.world, held, wanted)
     return watch.observation(rank, Contents.of_batch(held), Contents.of_batch(got))
 
 

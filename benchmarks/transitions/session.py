@@ -87,11 +87,11 @@ class Session:
         channels = [c for name, c in sorted(self._board.channels.items()) if (name == "controller") == (way == "ray")]
         order = Order(way=way, case=case).model_dump_json()
         before = self._hosts.traffic()
-        for channel in channels:
-            channel.send(order)
         try:
+            for channel in channels:
+                channel.send(order)
             seen = [one for channel in channels for one in Observations.model_validate_json(channel.receive()).root]
-        except (EOFError, TimeoutError) as error:
+        except (EOFError, OSError) as error:  # it has closed, it is late, or it is gone
             self._check()
             raise RuntimeError(f"{way} with {case}: {error}; see {self._logs}") from error
         after = self._hosts.traffic()
