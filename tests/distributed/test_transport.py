@@ -12,6 +12,7 @@ from tests.distributed.ranks import RankPool
 from tests.rows import Characters
 
 from leaderless.config import Recipe
+from leaderless.data import transport
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import Dataloader
 from leaderless.data.dataset import open_dataset
@@ -46,6 +47,19 @@ def talk() -> None:
         assert transport.traffic().sent - before.sent == sum(other + 1 for other in messages)
         assert transport.traffic().received - before.received == (rank + 1) * len(messages)
         assert group.exchange({}, [], "x") == {}
+
+
+def talk_in_small_pieces() -> None:
+    before = transport.MESSAGE_CHUNK_BYTES
+    transport.MESSAGE_CHUNK_BYTES = 2
+    try:
+        talk()
+    finally:
+        transport.MESSAGE_CHUNK_BYTES = before
+
+
+def test_long_messages_travel_in_pieces(ranks: RankPool) -> None:
+    ranks.run(4, talk_in_small_pieces)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

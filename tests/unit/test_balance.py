@@ -157,3 +157,16 @@ def test_a_large_step_is_spread_anew_within_a_second() -> None:
     owners = assign(costs, np.arange(num_rows), holders, num_shards)
     assert time.process_time() - begin < 1
     assert loads_of(costs, owners, num_shards).max() < 2_005_000
+
+
+def test_work_of_earlier_windows_is_evened_out() -> None:
+    before = ints([30, 0])
+    owners = assign(ints([10] * 5), np.arange(5), ints([0, 0, 0, 1, 1]), 2, before)
+    assert (before + loads_of(ints([10] * 5), owners, 2)).tolist() == [40, 40]
+    assert before.tolist() == [30, 0], "what is given is not changed"
+    assert (owners == ints([0, 0, 0, 1, 1])).sum() == 3, "only what is over moves"
+
+
+def test_rows_stay_where_they_are_when_earlier_windows_were_even() -> None:
+    holders = ints([0, 0, 1, 1])
+    assert assign(ints([10] * 4), np.arange(4), holders, 2, ints([100, 100])).tolist() == holders.tolist()
