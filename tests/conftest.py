@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.distributed.ranks import RankPool
+
+# A shell that starts this in the background has it ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "patient",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.run import CheckpointConfig
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.worker.checkpoint import CheckpointWriter, RunState, load_checkpoint, read_state
+from leaderless.worker.checkpoint import RunState, load_checkpoint, newest_good, read_state
+from leaderless.worker.checkpoint_writer import CheckpointError, CheckpointWriter, Content, superseded
+from leaderless.worker.manifest import Manifest
+from leaderless.worker.snapshot import Snapshot
 
 Whole = dict[str, Tensor]
 LENGTHS = [(3, 5), (2, 7), (4, 1), (1, 3)]
@@ -58,9 +64,18 @@ def whole(engine: FsdpEngine) -> Whole:
     }
 
 
-def writer_of(folder: str, engine: FsdpEngine, transport: Transport, model: str) -> CheckpointWriter:
+def writer_of(
+    folder: str, engine: FsdpEngine, transport: Transport, model: str, config: CheckpointConfig | None = None
+) -> CheckpointWriter:
     tokenizer = load_tokenizer(ModelConfig(path=model), "policy")
-    return CheckpointWriter(Path(folder), {"policy": engine}, transport.world, tokenizer, keep=2)
+    config = config or CheckpointConfig(keep=2)
+    texts = {"recipe.yaml": "name: x"}
+    return CheckpointWriter(Path(folder), {"policy": engine}, transport.world, tokenizer, config, 5.0, texts)
+
+
+def save(writer: CheckpointWriter, step: int, data_position: int = 0, **metrics: float) -> None:
+    writer.begin(Content(RunState(step, data_position, 7.5), metrics))
+    writer.settle()
 
 
 def save_and_go_on(folder: str, model: str) -> tuple[Whole, Whole]:
@@ -69,9 +84,10 @@ def save_and_go_on(folder: str, model: str) -> tuple[Whole, Whole]:
     engine = make_engine(model, transport)
     train(engine, 2)
     saved = whole(engine)
-    path = writer_of(folder, engine, transport, model).save({}, RunState(2, 12, 7.5))
-    assert path == Path(folder) / "step-000002"
-    train(engine, 2)
+    writer = writer_of(folder, engine, transport, model)
+    writer.begin(Content(RunState(2, 12, 7.5)))
+    train(engine, 2)  # while it is written
+    writer.settle()
     return saved, whole(engine)
 
 
@@ -106,48 +122,157 @@ def save_several(folder: str, model: str) -> None:
     transport = Transport(torch.device("cpu"), timeout_s=60)
     writer = writer_of(folder, make_engine(model, transport), transport, model)
     for step in (1, 2, 2, 11):
-        writer.save({}, RunState(step, step, 0.0))
+        save(writer, step)
 
 
 def test_only_the_newest_are_kept_and_none_that_is_half_written_is_found(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / ".step-000002.partial/policy").mkdir(parents=True)
-    (tmp_path / ".step-000002.partial/left.behind").write_text("by a run that was killed")
+    (tmp_path / ".step-000002.0.1/policy").mkdir(parents=True)
+    (tmp_path / ".step-000002.0.1/rank-00001.json").write_text("by a run that was killed")
+    (tmp_path / "step-000098").mkdir()
     (tmp_path / ".step-000099.partial").mkdir()
     ranks.run(2, save_several, str(tmp_path), tiny_model())
+    (tmp_path / "step-000098").rmdir()
     found = list_checkpoints(tmp_path)
     assert [path.name for path in found] == ["step-000002", "step-000011"]
-    assert not (found[0] / "left.behind").exists()
-    assert {"state.json", "policy"} == {path.name for path in found[1].iterdir()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000011"]
+    assert {"state.json", "recipe.yaml", "manifest.json", "policy"} == {path.name for path in found[1].iterdir()}
+    written = {path.relative_to(found[1]).as_posix() for path in found[1].rglob("*") if path.is_file()}
+    assert Manifest.read(found[1]).files.keys() == written - {"manifest.json"}
     role = json.loads((found[1] / "policy/role.json").read_text())
     assert role["policy_version"] == 0
     assert {"config.json", "tokenizer.json"} <= {path.name for path in (found[1] / "policy").iterdir()}
     assert not list(tmp_path.rglob("*.pt")), "nothing is pickled"
 
 
-def fail_in_the_middle(folder: str, model: str) -> str:
-    """The error of a disk that is full while one rank writes its part."""
-    transport = Transport(torch.device("cpu"), timeout_s=3)
+def fail_in_the_middle(folder: str, model: str, culprit: int) -> tuple[str, str, list[str]]:
+    """What each rank says of a disk that is full for one of them, now and with the next checkpoint."""
+    transport = Transport(torch.device("cpu"), timeout_s=30)
     engine = make_engine(model, transport)
+    writer = writer_of(folder, engine, transport, model)
+    save(writer, 1)
 
-    def fail(self: CheckpointWriter, path: Path, engine: FsdpEngine) -> None:
-        if transport.rank == transport.world.size - 1:
-            raise OSError("no space left on device")
+    def fail(self: Snapshot, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    original = CheckpointWriter._save_role
-    CheckpointWriter._save_role = fail  # type: ignore[method-assign]
+    original = Snapshot.write
+    if transport.rank == culprit:
+        Snapshot.write = fail  # type: ignore[method-assign]
+    message = ""
     try:
-        writer_of(folder, engine, transport, model).save({}, RunState(3, 3, 0.0))
-    except (OSError, RuntimeError) as error:
-        return str(error)
+        save(writer, 3)
+    except (OSError, CheckpointError) as error:
+        message = f"{error} {' '.join(getattr(error, '__notes__', ()))}"
     finally:
-        CheckpointWriter._save_role = original  # type: ignore[method-assign]
+        Snapshot.write = original  # type: ignore[method-assign]
+    left = sorted(path.name for path in Path(folder).iterdir())
+    save(writer, 4)
+    return message, str(writer.take_error()), left
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_checkpoint_that_one_rank_could_not_write_never_gets_its_name(
+    ranks: RankPool, tmp_path: Path, culprit: int
+) -> None:
+    answers = ranks.run(2, fail_in_the_middle, str(tmp_path), tiny_model(), culprit)
+    assert "No space left on device while writing checkpoint" in answers[culprit][0].replace("'", "")
+    assert f"rank {culprit} could not write its part" in answers[1 - culprit][0]
+    assert [error for _, error, _ in answers] == ["None", "None"]
+    assert answers[0][2] == ["step-000001"], "nothing half-written stays, and the one before does"
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000001", "step-000004"]
+
+
+def die_before_the_parts_are_there(folder: str, model: str) -> str:
+    """A rank that is gone writes nothing, and nobody waits for it for ever."""
+    transport = Transport(torch.device("cpu"), timeout_s=30)
+    engine = make_engine(model, transport)
+    writer = writer_of(folder, engine, transport, model)
+    writer._timeout_s = 0.5
+    if transport.rank == 0:
+        writer.begin(Content(RunState(1, 0, 0.0)))
+        writer.close()
+    return str(writer.take_error()) if transport.rank == 0 else ""
+
+
+def test_parts_that_do_not_come_are_named(ranks: RankPool, tmp_path: Path) -> None:
+    error, _ = ranks.run(2, die_before_the_parts_are_there, str(tmp_path), tiny_model())
+    assert "no files of rank 1 after 0.5 s" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_with_scores(folder: str, model: str) -> None:
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    config = CheckpointConfig(keep=1, keep_every_steps=4, best_metric="score")
+    writer = writer_of(folder, make_engine(model, transport), transport, model, config)
+    for step, score in enumerate([0.1, 0.9, 0.9, 0.2, math.nan, 0.3], 1):
+        save(writer, step, score=score)
+
+
+def test_the_best_and_every_fourth_are_kept(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, save_with_scores, str(tmp_path), tiny_model())
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000003", "step-000004", "step-000006"]
+    found, lowest = list_checkpoints(tmp_path), CheckpointConfig(keep=1, best_metric="score", best_is="lowest")
+    assert superseded(found, lowest) == [tmp_path / "step-000003"]
+    assert superseded(found, CheckpointConfig(keep=1, best_metric="other")) == found[:2]
+
+
+def go_back_past(folder: str) -> tuple[str, list[str]]:
+    said: list[str] = []
+    path = newest_good(Path(folder), Transport(torch.device("cpu"), timeout_s=60).world, said.append)
+    return path.name if path else "", said
+
+
+def damage(path: Path, how: str) -> None:
+    shard = next((path / "policy").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    match how:
+        case "bit":
+            content[len(content) // 2] ^= 1
+            shard.write_bytes(content)
+        case "cut":
+            shard.write_bytes(content[:-10])
+        case "gone":
+            shard.unlink()
+        case "state":
+            (path / "state.json").write_text((path / "state.json").read_text().replace("7.5", "7.6"))
+        case "manifest":
+            text = (path / "manifest.json").read_text()
+            (path / "manifest.json").write_text(text.replace("num_bytes", "num_bites", 1))
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("bit", "its checksum differs"),
+        ("cut", "bytes, where"),
+        ("gone", "cannot be read: No such file"),
+        ("state", "state.json is not what was written"),
+        ("manifest", "manifest.json is not what was written"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_told(ranks: RankPool, tmp_path: Path, how: str, why: str) -> None:
+    ranks.run(2, save_several, str(tmp_path), tiny_model())
+    damage(tmp_path / "step-000011", how)
+    for name, said in ranks.run(2, go_back_past, str(tmp_path)):
+        assert name == "step-000002"
+        assert len(said) == 1
+        assert why in said[0]
+        assert "set aside as damaged-step-000011" in said[0]
+    assert (tmp_path / "damaged-step-000011/state.json").exists(), "nothing is thrown away"
+
+
+def all_damaged(folder: str) -> str:
+    try:
+        newest_good(Path(folder), Transport(torch.device("cpu"), timeout_s=60).world, lambda _: None)
+    except RecipeError as error:
+        return str(error)
     return ""
 
 
-def test_a_checkpoint_that_one_rank_could_not_write_never_gets_its_name(ranks: RankPool, tmp_path: Path) -> None:
-    (error,) = ranks.run(1, fail_in_the_middle, str(tmp_path), tiny_model())
-    assert "no space left" in error
-    assert list_checkpoints(tmp_path) == []
+def test_a_run_does_not_begin_anew_when_all_checkpoints_are_damaged(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, save_several, str(tmp_path), tiny_model())
+    for path in list_checkpoints(tmp_path):
+        damage(path, "bit")
+    assert "pass --fresh to set the run aside" in ranks.run(1, all_damaged, str(tmp_path))[0]
 
 
 def load_into(path: str, model: str) -> str:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from tests.end_to_end.alone import refused, run_alone
-from tests.end_to_end.cli import finish, start
+from tests.end_to_end.cli import finish, metrics, start
 from tests.tiny import tiny_model, write_recipe
 
 FUNCTIONS = """
 def two_arguments(sample, other):
     return 1.0
 """
+EVALUATION = [f"data.evaluation.{key}" for key in ("path=train.jsonl", "prompt=question", "answer=answer")]
 TORCHRUN = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", 2)
 
 
@@ -128,10 +129,9 @@ def test_a_finished_run_survives_what_is_wrong_afterwards(tmp_path: Path, recipe
             tmp_path, "export", "runs/tiny", "out", "--role", role
         )
     assert "recipe.yaml is not empty: name another one" in refused(tmp_path, "export", "runs/tiny", recipe)
-    evaluation = [f"data.evaluation.{key}" for key in ("path=train.jsonl", "prompt=question", "answer=answer")]
     other = tmp_path / "other"
     shutil.copytree(tiny_model("qwen3"), other)
-    errors = refused(tmp_path, "eval", recipe, *evaluation, f"models.policy={other}", "--checkpoint", "runs/tiny")
+    errors = refused(tmp_path, "eval", recipe, *EVALUATION, f"models.policy={other}", "--checkpoint", "runs/tiny")
     assert "does not fit" in errors
     after = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
     assert after == before
@@ -151,16 +151,21 @@ def test_a_model_that_was_exchanged_is_refused_on_resume(tmp_path: Path) -> None
     assert "going on from step 1" in run_alone(tmp_path, "train", recipe, "steps=2").output
 
 
-def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path, recipe: Path) -> None:
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, recipe: Path) -> None:
     assert run_alone(tmp_path, "train", recipe, "steps=2", "checkpoint.every_steps=1").code == 0
     newest = tmp_path / "runs/tiny/checkpoints/step-000002"
     for file in newest.glob("policy/*.safetensors"):
         file.write_bytes(file.read_bytes()[:1000])
+    for command in (("export", newest, tmp_path / "out"), ("eval", recipe, "--checkpoint", newest)):
+        errors = refused(tmp_path, *command, *(EVALUATION if command[0] == "eval" else ()))
+        assert "is damaged" in errors
+        assert "has 1,000 bytes, where" in errors
     outcome = run_alone(tmp_path, "train", recipe, "steps=3")
-    assert outcome.code == 1
-    assert f"{newest}: remove it to go on from the one before" in outcome.errors
-    shutil.rmtree(newest)
-    assert "going on from step 1" in run_alone(tmp_path, "train", recipe, "steps=3").output
+    assert outcome.code == 0
+    assert "has 1,000 bytes, where" in outcome.output
+    assert "set aside as damaged-step-000002" in outcome.output
+    assert "going on from step 1" in outcome.output
+    assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [1, 2, 3]
 
 
 def test_torchrun_says_once_what_is_wrong(tmp_path: Path, recipe: Path) -> None:

@@ -232,6 +232,30 @@ def test_a_disk_that_is_full_is_named_and_the_last_checkpoint_stays(
     assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("size", "settings", "what"),
+    [
+        (30_000, "checkpoint.asynchronous=true", "a checkpoint could not be written"),
+        (30_000, "checkpoint.asynchronous=false", "a checkpoint could not be written"),
+        (1, "checkpoint.every_steps=0", "metrics.jsonl cannot be written: File too large; training goes on"),
+    ],
+)
+def test_training_goes_on_while_a_disk_is_full_and_says_so(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, size: int, settings: str, what: str
+) -> None:
+    (tmp_path / "failing.yaml").write_text(WORKFLOW.replace("failing:fail", "disk_full:fail"))
+    monkeypatch.setenv("FULL_AT", "1000000000")
+    outcome = run_alone(tmp_path, "train", recipe, "name=undisturbed", "steps=4")
+    assert outcome.code == 0, outcome
+    monkeypatch.setenv("FULL_AT", str(size))
+    arguments = ("checkpoint.every_steps=1", "run.trace_steps=4", settings)
+    outcome = run_alone(tmp_path, "train", recipe, "steps=4", *arguments)
+    assert outcome.code == 0, outcome
+    assert what in outcome.output
+    assert checkpoints(tmp_path)[-1] == "step-000004"
+    assert metrics(tmp_path / "runs/tiny") == metrics(tmp_path / "runs/undisturbed"), "no line is lost"
+
+
 def test_a_report_that_cannot_be_written_does_not_hide_why_a_run_failed(
     tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

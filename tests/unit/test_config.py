@@ -122,7 +122,7 @@ def test_an_unknown_key_is_placed_and_the_nearest_is_named(tmp_path):
     [
         ("stepz: 3", "stepz", "did you mean 'steps'?"),
         ("prompts_per_step: 3", "prompts_per_step", "did you mean 'batch.prompts_per_step'?"),
-        ("checkpoint: {zzz: 1}", "checkpoint.zzz", "known: every_steps, keep"),
+        ("checkpoint: {zzz: 1}", "checkpoint.zzz", "known: asynchronous, best_is, best_metric, every_minutes"),
         ("layout: {policy: {ragns: 0}}", "layout.policy.ragns", "did you mean 'ranks'?"),
         ("evaluation: {temperatur_: 1}", "evaluation.temperatur_", "did you mean 'temperature'?"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from leaderless.observability.console import Display
-from leaderless.observability.run_directory import RunDirectory, list_checkpoints, write_atomically
+from leaderless.observability.run_directory import MANIFEST, RunDirectory, list_checkpoints, write_atomically
 from leaderless.observability.trace import Tracer
 from leaderless.worker.place import Place
 
@@ -169,6 +169,8 @@ def test_the_newest_checkpoint_is_that_of_most_steps(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for name in ("step-1000000", "step-999999", "step-000002.copy", "step-000003"):
         (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / MANIFEST).touch()
+    (run.checkpoints / "step-2000000").mkdir()  # is not complete
     assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000003", "step-999999", "step-1000000"]
     assert run.last_step() == 1_000_000
 
@@ -178,6 +180,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert run.last_step() == 0
     for name in ("step-000009", "step-000100", ".step-000200.partial", "other"):
         (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / MANIFEST).touch()
     (run.checkpoints / "step-000300").write_text("no folder")
     assert [path.name for path in list_checkpoints(run.checkpoints)] == ["step-000009", "step-000100"]
     assert run.last_step() == 100

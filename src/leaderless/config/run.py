@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from leaderless.config.base import Section
@@ -11,9 +13,19 @@ class CheckpointConfig(Section):
     """When the state of training is written."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Write a checkpoint after every so many steps; 0 writes only the last one and the one on Ctrl-C."""
+    """Write a checkpoint after every so many steps; 0 leaves it to the clock. One is always written at the end."""
+    every_minutes: float = Field(default=10.0, ge=0)
+    """Write a checkpoint after the first step that ends so many minutes after the last one; 0 turns the clock off."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy in host memory; else training waits until all is written."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
+    keep_every_steps: int = Field(default=0, ge=0)
+    """Checkpoints of steps that this number divides are kept as well; 0 keeps none for that reason."""
+    best_metric: str | None = None
+    """The checkpoint of the step with the best value of this metric is kept as well, such as `evaluation/accuracy`."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of `best_metric` is the best."""
 
 
 class RunConfig(Section):

@@ -9,11 +9,17 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from leaderless.config import Json, Recipe
+
+MANIFEST = "manifest.json"
+"""Lists the files of a checkpoint; there is none without it."""
+TELL_EVERY_S = 60.0
+"""Time between two complaints of the same file."""
 
 
 class RunDirectory:
@@ -21,6 +27,10 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.tell: Callable[[str], None] | None = None
+        """Hears of files for people to read that could not be written, and training goes on; else errors are raised."""
+        self._told: dict[str, float] = {}
+        self._unwritten = ""
         self.config = path / "config.yaml"
         self.plan = path / "plan.json"
         self.picture = path / "plan.svg"
@@ -73,7 +83,7 @@ class RunDirectory:
     def last_step(self) -> int:
         """The step of the newest checkpoint; 0 when there is none."""
         checkpoints = list_checkpoints(self.checkpoints)
-        return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
+        return step_of(checkpoints[-1]) if checkpoints else 0
 
     def set_aside(self) -> Path:
         """Rename the folder, so that a new run can take its name; the new one may begin from the same `config.yaml`.
@@ -91,13 +101,21 @@ class RunDirectory:
         return target
 
     def append_metrics(self, record: Mapping[str, float]) -> None:
-        """Add one step to `metrics.jsonl`.
+        """Add one step to `metrics.jsonl`, after those that could not be written before.
 
         Args:
             record: With `step`.
         """
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(_to_line(record))
+        self._unwritten += _to_line(record)
+        with self.may_fail(self.metrics):
+            size = self.metrics.stat().st_size if self.metrics.exists() else 0
+            try:
+                with self.metrics.open("a", encoding="utf-8") as file:
+                    file.write(self._unwritten)
+            except OSError:
+                os.truncate(self.metrics, size)  # the beginning of a line may have found room
+                raise
+            self._unwritten = ""
 
     def read_metrics(self) -> Iterator[dict[str, float]]:
         """The steps of `metrics.jsonl`, null as NaN; a line that was cut off by a crash is passed over."""
@@ -132,9 +150,25 @@ class RunDirectory:
             rank: That writes them.
             samples: One mapping each.
         """
-        self.samples.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-        write_atomically(self.samples / f"step-{step:06d}.rank-{rank}.jsonl", text)
+        with self.may_fail(self.samples):
+            write_atomically(self.samples / f"step-{step:06d}.rank-{rank}.jsonl", text)
+
+    @contextmanager
+    def may_fail(self, what: Path) -> Iterator[None]:
+        """Let training go on when a file for people to read cannot be written, if somebody is told.
+
+        Args:
+            what: Is written inside.
+        """
+        try:
+            yield
+        except OSError as error:
+            if self.tell is None:
+                raise
+            if time.monotonic() - self._told.get(str(what), -math.inf) > TELL_EVERY_S:
+                self._told[str(what)] = time.monotonic()
+                self.tell(f"{what} cannot be written: {error.strerror}; training goes on: make room")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -143,9 +177,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Args:
         folder: Of the run's checkpoints.
     """
-    found = {path: re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*") if path.is_dir()}
-    numbers = {path: int(match[1]) for path, match in found.items() if match}
-    return sorted(numbers, key=lambda path: numbers[path])
+    named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+    return sorted((path for path in named if (path / MANIFEST).exists()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint was written after, by its name.
+
+    Args:
+        checkpoint: Its folder.
+    """
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def finite_or_none(numbers: Mapping[str, float]) -> dict[str, float | None]:

@@ -15,7 +15,7 @@ class StepLog:
     """Written by one rank."""
 
     def __init__(self, directory: RunDirectory, *, enable_tensorboard: bool) -> None:
-        """Open the log.
+        """Nothing is written yet.
 
         Args:
             directory: Of the run.
@@ -23,10 +23,21 @@ class StepLog:
         """
         self.directory = directory
         self._writer: SummaryWriter | None = None
-        if enable_tensorboard:
+        self._enable_tensorboard = enable_tensorboard
+
+    def open(self, step: int) -> None:
+        """Begin to log, or go on; what an earlier start has logged from there on is forgotten.
+
+        Args:
+            step: The first that will be logged.
+        """
+        self.directory.forget_after(step - 1)
+        if self._enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(directory.tensorboard))
+            with self.directory.may_fail(self.directory.tensorboard):
+                # Readers of the events drop those of an earlier start that are not before this step.
+                self._writer = SummaryWriter(str(self.directory.tensorboard), purge_step=step or None)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log a step.
@@ -37,10 +48,12 @@ class StepLog:
         """
         self.directory.append_metrics({"step": step, **numbers})
         if self._writer is not None:
-            for name, value in numbers.items():
-                self._writer.add_scalar(name, value, step)
+            with self.directory.may_fail(self.directory.tensorboard):
+                for name, value in numbers.items():
+                    self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write out what is left."""
         if self._writer is not None:
-            self._writer.close()
+            with self.directory.may_fail(self.directory.tensorboard):
+                self._writer.close()

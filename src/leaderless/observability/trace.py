@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
+from typing import TextIO
+
+MayFail = Callable[[Path], AbstractContextManager[object]]
 
 
 class Tracer:
     """Times spans, and writes them as long as it is asked to."""
 
-    def __init__(self, path: Path | None, rank: int) -> None:
+    def __init__(self, path: Path | None, rank: int, may_fail: MayFail = nullcontext) -> None:
         """Begin a trace.
 
         Args:
             path: The file; None times without writing. What an earlier start of the run has traced there is kept.
             rank: Shown as the process.
+            may_fail: Takes errors of writing, so that who is timed goes on.
         """
-        self.rank = rank
-        self._file = None
+        self.rank, self._path, self._may_fail = rank, path, may_fail
+        self._file: TextIO | None = None
         self._lock = Lock()
         self.seconds: dict[str, float] = {}
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            # The format allows the closing bracket to be missing, so a trace is readable however the run ends.
-            self._file = path.open("w", encoding="utf-8")
-            self._file.write("[\n" + "".join(f"{line}\n" for line in before if line.endswith("},")))
+            with may_fail(path):
+                self._open(path)
+
+    def _open(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        # The format allows the closing bracket to be missing, so a trace is readable however the run ends.
+        self._file = path.open("w", encoding="utf-8")
+        self._file.write("[\n" + "".join(f"{line}\n" for line in before if line.endswith("},")))
 
     @contextmanager
     def span(self, name: str, step: int, lane: int = 0) -> Iterator[None]:
@@ -59,12 +67,13 @@ class Tracer:
 
     def close(self) -> None:
         """End the trace; spans are still timed, but not written."""
-        if self._file is not None:
+        if self._file is not None and self._path is not None:
             name = {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}
-            self._file.write(json.dumps(name) + "\n]\n")
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with self._may_fail(self._path), file:
+                file.write(json.dumps(name) + "\n]\n")
 
     def _write(self, event: dict[str, object]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(event) + ",\n")
+        if self._file is not None and self._path is not None:
+            with self._may_fail(self._path):
+                self._file.write(json.dumps(event) + ",\n")

@@ -1,9 +1,9 @@
 """Checkpoints: everything that a run needs to go on, in open formats.
 
 A checkpoint is a folder `step-000120` with `state.json` and, for each trained role, sharded safetensors of weights and
-optimiser, written by all ranks at once with `torch.distributed.checkpoint`, beside the model's `config.json` and
-tokenizer. What nodes remember and what a loop has left over for the next step is there too. It has its final name only
-when it is complete.
+optimiser in the form of `torch.distributed.checkpoint`, beside the model's `config.json` and tokenizer. What nodes
+remember and what a loop has left over for the next step is there too, and the resolved recipe and the plan. Random
+numbers are not: each step draws its own from the recipe's seed. `manifest.json` lists all files with their checksums.
 """
 
 from __future__ import annotations
@@ -11,24 +11,28 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.markup import escape
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from leaderless.config import RecipeError
-from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Group
 from leaderless.models.decoder import Decoder
-from leaderless.models.value_model import ValueModel
-from leaderless.observability.run_directory import list_checkpoints, write_atomically
+from leaderless.observability.run_directory import list_checkpoints
 from leaderless.training.sharded import ShardedModel
+from leaderless.worker.manifest import DamagedCheckpointError, Manifest
+
+STATE_FILE, ROLE_FILE, NODE_FILE = "state.json", "role.json", "node-{}.json"
+"""Of a checkpoint, of each role's folder in it, and of a node by its name."""
 
 
 @dataclass(frozen=True)
@@ -61,94 +65,6 @@ class RoleState:
     is_value_model: bool = False
 
 
-@dataclass(frozen=True)
-class CheckpointWriter:
-    """Writes the checkpoints of a run.
-
-    Attributes:
-        folder: Of the run's checkpoints.
-        engines: The trained instances that this rank holds a part of, by role.
-        world: All ranks.
-        tokenizer: Written beside the weights.
-        keep: Newest checkpoints that stay.
-    """
-
-    folder: Path
-    engines: Mapping[str, ShardedModel[Decoder]]
-    world: Group
-    tokenizer: Tokenizer
-    keep: int
-
-    def save(
-        self,
-        nodes: Mapping[str, Mapping[str, float]],
-        state: RunState,
-        save_surplus: Callable[[Path], None] = lambda folder: None,  # noqa: ARG005
-    ) -> Path:
-        """Write a checkpoint, then remove old ones. All ranks call it together.
-
-        Args:
-            nodes: What nodes remember from step to step, of those whose first rank this is.
-            state: All else but the tensors.
-            save_surplus: Writes this rank's share of what a loop has left over into the folder.
-
-        Returns:
-            The checkpoint's folder.
-        """
-        final = self.folder / f"step-{state.step:06d}"
-        partial = self.folder / f".step-{state.step:06d}.partial"
-        is_first = self.world.rank == self.world.ranks[0]
-        try:
-            self._save_parts(partial, nodes, save_surplus, state, is_first=is_first)
-        except BaseException:
-            if is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-        if is_first:
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            for old in list_checkpoints(self.folder)[: -self.keep]:
-                shutil.rmtree(old)
-        return final
-
-    def _save_parts(
-        self,
-        partial: Path,
-        nodes: Mapping[str, Mapping[str, float]],
-        save_surplus: Callable[[Path], None],
-        state: RunState,
-        *,
-        is_first: bool,
-    ) -> None:
-        if is_first:
-            for left_over in self.folder.glob(".step-*.partial"):
-                shutil.rmtree(left_over)
-            partial.mkdir(parents=True)
-            write_atomically(partial / "state.json", json.dumps(asdict(state), indent=2))
-        self.world.sum(torch.zeros(1), f"the folder of checkpoint {partial.name}")
-        for name, remembered in nodes.items():
-            if remembered:
-                write_atomically(_node_file(partial, name), json.dumps(dict(remembered)))
-        save_surplus(partial)
-        for role, engine in self.engines.items():
-            self._save_role(partial / role, engine)
-        self.world.sum(torch.zeros(1), f"all parts of checkpoint {partial.name}")
-
-    def _save_role(self, folder: Path, engine: ShardedModel[Decoder]) -> None:
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        with cause_raised(f"while writing checkpoint {folder}"):
-            save(dict(engine.state()), storage_writer=writer, process_group=engine.group.handle)
-        if self.world.rank != engine.group.ranks[0]:
-            return
-        model = engine.model.model
-        model.config.save_pretrained(str(folder))
-        if getattr(model, "generation_config", None) is not None:  # classifiers do not generate
-            model.generation_config.save_pretrained(str(folder))
-        self.tokenizer.save_pretrained(str(folder))
-        role_state = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))
-        write_atomically(folder / "role.json", json.dumps(asdict(role_state), indent=2))
-
-
 @contextmanager
 def cause_raised(note: str) -> Iterator[None]:
     """Raise what went wrong on some rank, in place of an exception that `except Exception` does not catch.
@@ -159,13 +75,67 @@ def cause_raised(note: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        cause.add_note(f"{note}, on rank {rank}")
+        cause, _ = next(iter(error.failures.values()))
+        cause.add_note(note)
         raise cause from None
 
 
+def newest_good(folder: Path, world: Group, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is what was written; damaged ones lose their name. All ranks call it together.
+
+    Args:
+        folder: Of the run's checkpoints.
+        world: All ranks.
+        say: Tells the user.
+
+    Returns:
+        Its folder; None when the run has no checkpoint.
+
+    Raises:
+        RecipeError: There are checkpoints, and all are damaged.
+    """
+    is_first = world.rank == world.ranks[0]
+    # Shared storage may show the newest folder to some ranks later than to others.
+    names = "\n".join(path.name for path in list_checkpoints(folder)) if is_first else ""
+    names = world.broadcast_text(names, 0, "the names of all checkpoints")
+    for name in reversed(names.split()):
+        damage = find_damage(folder / name, world)
+        if not damage:
+            return folder / name
+        say(f"[bold red]a checkpoint is damaged[/] and set aside as damaged-{name}: {escape(damage)}")
+        if is_first:
+            shutil.rmtree(folder / f"damaged-{name}", ignore_errors=True)
+            (folder / name).rename(folder / f"damaged-{name}")
+    if names:
+        reason = f"no checkpoint in {folder} is what was written; pass --fresh to set the run aside and begin anew"
+        raise RecipeError.at("", reason)
+    return None
+
+
+def find_damage(path: Path, world: Group) -> str:
+    """What is wrong with a checkpoint, if anything. All ranks call it together, and each reads some of the files.
+
+    Args:
+        path: The checkpoint's folder.
+        world: All ranks.
+
+    Returns:
+        The same on all ranks.
+    """
+    place, damage = world.ranks.index(world.rank), ""
+    try:
+        manifest = Manifest.read(path)
+        manifest.check(path, sorted(manifest.files)[place :: world.size])
+    except DamagedCheckpointError as error:
+        damage = str(error)
+    found = torch.cat(world.gather(torch.tensor([int(bool(damage))]), "whether files of the checkpoint are damaged"))
+    if not int(found.max()):
+        return ""
+    return world.broadcast_text(damage, world.ranks[int(found.argmax())], "what is wrong with the checkpoint")
+
+
 def load_checkpoint(path: Path, engines: Mapping[str, ShardedModel[Decoder]]) -> RunState:
-    """Read a checkpoint into the models. All ranks call it together, as many as there are now.
+    """Read a checkpoint into the models; each rank reads what it holds, whoever wrote it.
 
     Args:
         path: The checkpoint's folder.
@@ -183,11 +153,21 @@ def load_checkpoint(path: Path, engines: Mapping[str, ShardedModel[Decoder]]) ->
                 f"checkpoint {path} does not fit: its weights have other names or shapes; "
                 "use the model that the run was started with, or another run name",
             )
-        reader = HuggingFaceStorageReader(str(path / role))
-        with cause_raised(f"while reading checkpoint {path}: remove it to go on from the one before"):
-            load(dict(engine.state()), storage_reader=reader, process_group=engine.group.handle)
+        read_tensors(path / role, engine.state())
         engine.state_loaded(role_state.policy_version)
     return state
+
+
+def read_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Read tensors, or this rank's shards of them, in place.
+
+    Args:
+        folder: Of a role in a checkpoint.
+        state: By name; others that are in the folder are passed over.
+    """
+    with warnings.catch_warnings(), cause_raised(f"while reading checkpoint {folder}"):
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank needs another to read
+        load(dict(state), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 def read_state(path: Path) -> RunState:
@@ -200,7 +180,7 @@ def read_state(path: Path) -> RunState:
         RecipeError: It is not a checkpoint.
     """
     try:
-        return RunState(**json.loads((path / "state.json").read_text(encoding="utf-8")))
+        return RunState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise RecipeError.at("", f"{path} is not a checkpoint: {error}") from error
 
@@ -212,7 +192,7 @@ def read_role_state(path: Path, role: str) -> RoleState | None:
         path: The checkpoint's folder.
         role: That was trained.
     """
-    file = path / role / "role.json"
+    file = path / role / ROLE_FILE
     return RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
 
@@ -223,13 +203,9 @@ def read_node_state(path: Path, name: str) -> dict[str, float]:
         path: The checkpoint's folder.
         name: Of the node.
     """
-    file = _node_file(path, name)
+    file = path / NODE_FILE.format(name)
     remembered: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return remembered
-
-
-def _node_file(path: Path, name: str) -> Path:
-    return path / f"node-{name}.json"
 
 
 def fingerprint(engine: ShardedModel[Decoder]) -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +15,8 @@ from transformers import (
 )
 
 from leaderless.config import RecipeError
-from leaderless.worker.checkpoint import cause_raised, read_role_state, read_state
+from leaderless.worker.checkpoint import read_role_state, read_state, read_tensors
+from leaderless.worker.manifest import DamagedCheckpointError, Manifest
 
 
 def export_model(checkpoint: Path, role: str, out: Path) -> Path:
@@ -36,6 +34,11 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
         RecipeError: The checkpoint has no such role, or `out` holds something.
     """
     read_state(checkpoint)
+    try:
+        manifest = Manifest.read(checkpoint)
+        manifest.check(checkpoint, [name for name in manifest.files if name.startswith(f"{role}/")])
+    except DamagedCheckpointError as error:
+        raise RecipeError.at("", f"checkpoint {checkpoint} is damaged: {error}; take another one") from error
     source, state = checkpoint / role, read_role_state(checkpoint, role)
     if state is None:
         roles = ", ".join(sorted(path.name for path in checkpoint.iterdir() if path.is_dir()))
@@ -45,9 +48,7 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
     auto_class = AutoModelForTokenClassification if state.is_value_model else AutoModelForCausalLM
     model = auto_class.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    with warnings.catch_warnings(), cause_raised(f"while reading checkpoint {checkpoint}"):
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be here
-        load(weights, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=True)
+    read_tensors(source, weights)
     if (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
     partial = out.with_name(f".{out.name}.partial")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 
-from leaderless.config import Recipe, dump_recipe
+from leaderless.config import Recipe, RecipeError, dump_recipe
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import open_training_set
 from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
@@ -25,7 +25,7 @@ from leaderless.planner import Plan, RoleInstance
 from leaderless.planner.picture import draw_plan
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader, ModelRole
-from leaderless.worker.checkpoint import load_checkpoint
+from leaderless.worker.checkpoint import find_damage, load_checkpoint
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
 from leaderless.worker.join import check_shared, join_workers
 from leaderless.worker.place import Place
@@ -105,6 +105,9 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
         transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s))
         parts = _Builder(recipe, plan, transport, device, display)
         if checkpoint is not None:
+            damage = find_damage(checkpoint, transport.world)
+            if damage:
+                raise RecipeError.at("", f"checkpoint {checkpoint} is damaged: {damage}; take another one")
             answering = parts.instance
             load_checkpoint(checkpoint, {answering.role: parts.roles.engines[answering.role, answering.layout.ranks]})
         evaluator = parts.evaluator(rewards.grade)

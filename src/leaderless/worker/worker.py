@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import torch
 from rich.markup import escape
 
-from leaderless.config import Recipe
+from leaderless.config import Recipe, dump_recipe
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
 from leaderless.data.dataset import TrainingSet
@@ -21,16 +21,18 @@ from leaderless.data.surplus import Surplus
 from leaderless.data.transport import Transport
 from leaderless.observability.console import Display
 from leaderless.observability.metrics import Metrics
-from leaderless.observability.run_directory import RunDirectory, list_checkpoints
+from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Action, Load, Loop, Plan, Reshard, Run, Stream, SyncWeights, flat, format_ranks
 from leaderless.stages.context import Grader, StageContext
-from leaderless.worker.checkpoint import CheckpointWriter, RunState, load_checkpoint, read_node_state
+from leaderless.worker.checkpoint import RunState, load_checkpoint, newest_good, read_node_state
+from leaderless.worker.checkpoint_writer import CheckpointError, CheckpointWriter, Content
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
 from leaderless.worker.loop import check_filled, count_groups, report_loop
 from leaderless.worker.nodes import load_stages
 from leaderless.worker.roles import Roles
+from leaderless.worker.seed import seed_generators
 from leaderless.worker.stop import StopRequest
 
 WAITING = "waiting"
@@ -88,11 +90,21 @@ class Worker:
             if isinstance(action, Load)
         }
         trace = self.directory.traces / f"rank-{self.rank}.json" if self.recipe.run.trace_steps else None
-        self.tracer = Tracer(trace, self.rank)
+        self.directory.tell = lambda text: self.display.say(f"[bold red]{escape(text)}[/]")
+        self.tracer = Tracer(trace, self.rank, self.directory.may_fail)
         self.pools = list(dict.fromkeys(self.plan.ranks_of(action) for action in flat(self.plan.schedule)))
         self.metrics = {ranks: Metrics() for ranks in self.pools if self.rank in ranks}
         self.states: dict[str, dict[str, float]] = {name: {} for name in self.stages}
         self.log = StepLog(self.directory, enable_tensorboard=self.recipe.run.tensorboard) if self.rank == 0 else None
+        self.checkpoints = CheckpointWriter(
+            self.directory.checkpoints,
+            self.roles.trained(),
+            self.transport.world,
+            self.tokenizer,
+            self.recipe.checkpoint,
+            self.recipe.run.timeout_s,
+            {"recipe.yaml": dump_recipe(self.recipe), "plan.json": json.dumps(self.plan.to_json(), indent=1)},
+        )
         self._seconds_before = 0.0
         self._begin = time.monotonic()
 
@@ -103,6 +115,8 @@ class Worker:
             The signal, when this rank was stopped by one before the last step.
         """
         self._resume()
+        if self.log is not None:
+            self.log.open(self.step + 1 if self.step else 0)
         with StopRequest(self._announce_stop, has_peers=self.transport.world.size > 1) as stop:
             self._run_steps(stop)
         return stop.signal if self.step < self.recipe.steps else None
@@ -113,41 +127,40 @@ class Worker:
             self._log(self._evaluate())
         is_stopping = False
         while self.step < self.recipe.steps and not is_stopping:
-            numbers = self.run_step()
-            self._log(numbers | self._evaluate())
-            is_stopping = self._agree_to_stop(stop)
-            self._checkpoint(is_stopping=is_stopping)
+            numbers = self.run_step() | self._evaluate()
+            self._log(numbers)
+            is_stopping, is_due = self._agree(stop)
+            self._checkpoint(numbers, is_stopping=is_stopping, is_due=is_due)
         self.display.stop()
         self.tracer.close()
         if self.log is not None:
             self.log.close()
 
     def close(self) -> None:
-        """End what reads data ahead."""
+        """End what reads data ahead and what writes behind."""
         for loader in self.loaders.values():
             loader.close()
+        self.checkpoints.close()
 
     def _announce_stop(self) -> None:
         self.display.say("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once without one")
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one."""
-        checkpoints = list_checkpoints(self.directory.checkpoints)
-        if not checkpoints:
+        """Go on from the newest checkpoint that is whole, if there is one."""
+        checkpoint = newest_good(self.directory.checkpoints, self.transport.world, self.display.say)
+        if checkpoint is None:
             return
-        state = load_checkpoint(checkpoints[-1], self.roles.trained())
+        state = load_checkpoint(checkpoint, self.roles.trained())
         for name in self.states:
-            self.states[name] = read_node_state(checkpoints[-1], name)
+            self.states[name] = read_node_state(checkpoint, name)
         self.roles.sync_all()
         self.step, self.data_position, self._seconds_before = state.step, state.data_position, state.time_s
         for loader in self.loaders.values():
             loader.position = state.data_position
         loop = self.plan.loop
         if loop is not None and self.rank in loop.layout:
-            self.buffer.surplus = Surplus.load(checkpoints[-1], loop.layout.shard_of(self.rank), loop.layout.dp)
-        if self.rank == 0:
-            self.directory.forget_after(state.step)
-        self.display.say(f"going on from step {state.step} ([bold]{escape(str(checkpoints[-1]))}[/])")
+            self.buffer.surplus = Surplus.load(checkpoint, loop.layout.shard_of(self.rank), loop.layout.dp)
+        self.display.say(f"going on from step {state.step} ([bold]{escape(str(checkpoint))}[/])")
 
     def run_step(self) -> dict[str, float]:
         """Walk the chain once.
@@ -156,6 +169,7 @@ class Worker:
             The step's numbers, on rank 0.
         """
         self.step += 1
+        seed_generators(self.recipe.seed, self.step, self.rank)
         begin = time.perf_counter()
         self._walk(self.chain)
         self.buffer.clear()
@@ -299,35 +313,54 @@ class Worker:
         """Seconds that the run has taken, earlier starts included."""
         return self._seconds_before + time.monotonic() - self._begin
 
-    def _agree_to_stop(self, stop: StopRequest) -> bool:
-        """Whether any rank has been asked to stop, the same answer on all."""
-        asked = torch.tensor([int(stop.signal is not None)])
-        return bool(self.transport.world.max(asked, "whether to stop"))
+    def _agree(self, stop: StopRequest) -> tuple[bool, bool]:
+        """Whether any rank has been asked to stop, and whether any finds a checkpoint due: the same answers on all."""
+        asked = torch.tensor([int(stop.signal is not None), int(self.checkpoints.is_due(self.step))])
+        is_stopping, is_due = self.transport.world.max(asked, "whether to stop, and to write a checkpoint").tolist()
+        return bool(is_stopping), bool(is_due)
 
-    def _save_surplus(self, folder: Path) -> None:
-        """Write what a loop has left over, each shard once."""
-        loop = self.plan.loop
-        if loop is not None and self.rank in loop.layout and loop.layout.is_first_of_shard(self.rank):
-            self.buffer.surplus.save(folder, loop.layout.shard_of(self.rank), loop.layout.dp)
-
-    def _checkpoint(self, *, is_stopping: bool) -> None:
-        """Write a checkpoint where this step asks for one, and always at the end."""
-        every = self.recipe.checkpoint.every_steps
+    def _checkpoint(self, numbers: dict[str, float], *, is_stopping: bool, is_due: bool) -> None:
+        """Write a checkpoint where one is due, and always at the end."""
         is_last = self.step == self.recipe.steps
-        if not (is_stopping or is_last or (every and self.step % every == 0)):
+        must_succeed = is_stopping or is_last
+        self._tell_failed_checkpoint(self.checkpoints.take_error())
+        if not (must_succeed or is_due):
             return
         self.display.activity("checkpoint")
-        writer = CheckpointWriter(
-            self.directory.checkpoints,
-            self.roles.trained(),
-            self.transport.world,
-            self.tokenizer,
-            self.recipe.checkpoint.keep,
-        )
         with self.tracer.span("checkpoint", self.step):
-            mine = {name: state for name, state in self.states.items() if self.rank == self.plan[name].layout.ranks[0]}
-            path = writer.save(mine, RunState(self.step, self.data_position, self._seconds()), self._save_surplus)
+            self.checkpoints.begin(self._content(numbers))
+            if not self.recipe.checkpoint.asynchronous or must_succeed:
+                try:
+                    self.checkpoints.settle()
+                except (CheckpointError, OSError) as error:
+                    if must_succeed:
+                        raise
+                    self._tell_failed_checkpoint(error)
         self.tracer.take_seconds()
         if is_stopping and not is_last:
             self.display.stop()
-            self.display.say(f"stopped after step {self.step}; the same command goes on from [bold]{escape(str(path))}")
+            self.display.say(f"stopped after step {self.step}, with a checkpoint: the same command goes on from there")
+
+    def _content(self, numbers: dict[str, float]) -> Content:
+        """What a checkpoint of this moment holds besides tensors."""
+        loop, save_surplus = self.plan.loop, None
+        if loop is not None and self.rank in loop.layout and loop.layout.is_first_of_shard(self.rank):
+            # Batches are never changed in place: this one stays what it is while it is written.
+            surplus, shard = Surplus(self.buffer.surplus.batch), loop.layout.shard_of(self.rank)
+            save_surplus = partial(surplus.save, shard=shard, num_shards=loop.layout.dp)
+        return Content(
+            RunState(self.step, self.data_position, self._seconds()),
+            metrics=numbers,
+            nodes={
+                name: dict(state) for name, state in self.states.items() if self.rank == self.plan[name].layout.ranks[0]
+            },
+            save_surplus=save_surplus,
+        )
+
+    def _tell_failed_checkpoint(self, error: BaseException | None) -> None:
+        if error is not None:
+            notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+            self.display.say(
+                f"[bold red]a checkpoint could not be written[/]: {escape(str(error) + notes)}. "
+                "Training goes on; the checkpoints before are as they were, and the next one is tried when it is due"
+            )

@@ -1,0 +1,324 @@
+"""Writes checkpoints beside training, and removes old ones.
+
+Every rank copies what it holds, and a thread writes the copy into a folder that no reader looks at. When a rank's files
+are on the disk it says so there, with their checksums. The first rank's thread waits for all of these, writes the
+manifest and gives the folder its name. Training waits for none of it, and a rank that is killed leaves no trace but a
+folder without a name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+
+from leaderless.config.run import CheckpointConfig
+from leaderless.data.encode import Tokenizer
+from leaderless.data.transport import Group
+from leaderless.models.decoder import Decoder
+from leaderless.models.value_model import ValueModel
+from leaderless.observability.run_directory import list_checkpoints, step_of, write_atomically
+from leaderless.training.sharded import ShardedModel
+from leaderless.worker.checkpoint import NODE_FILE, ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint
+from leaderless.worker.manifest import DamagedCheckpointError, FileEntry, Manifest, sync_to_disk
+from leaderless.worker.snapshot import Snapshot
+
+LEAVE_S = 10.0
+"""When a run ends with an error, longest wait for a checkpoint that is being written."""
+_LOOK_S = (0.02, 1.0)
+"""Time between two looks for the parts of other ranks, at first and in the end."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint holds besides the tensors of models.
+
+    Attributes:
+        state: Of the run.
+        metrics: Numbers of the step.
+        nodes: What nodes remember from step to step, of those whose first rank this is.
+        save_surplus: Writes this rank's share of what a loop has left over into a folder, if it has one. A thread calls
+            it, so it must hold on to what there is now.
+    """
+
+    state: RunState
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    nodes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    save_surplus: Callable[[Path], None] | None = None
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engines: Mapping[str, ShardedModel[Decoder]],
+        world: Group,
+        tokenizer: Tokenizer,
+        config: CheckpointConfig,
+        timeout_s: float,
+        descriptions: Mapping[str, str],
+    ) -> None:
+        """Agree on where to write. All ranks call it together.
+
+        Args:
+            folder: Of the run's checkpoints.
+            engines: The trained instances that this rank holds a part of, by role.
+            world: All ranks.
+            tokenizer: Written beside the weights.
+            config: When to write, and what to keep.
+            timeout_s: Longest wait of the first rank for the parts of others.
+            descriptions: Files that say what the run is, by name.
+        """
+        self._folder, self._engines, self._world, self._config = folder, engines, world, config
+        self._timeout_s, self._descriptions = timeout_s, descriptions
+        self._is_first = world.rank == world.ranks[0]
+        # What a start that was killed has left behind must not be taken for parts of ours.
+        self._token = world.broadcast_text(uuid4().hex[:8] if self._is_first else "", 0, "the name of this start")
+        self._snapshots = {role: Snapshot(_place(engine.group)) for role, engine in engines.items()}
+        first_here = {role: engine for role, engine in engines.items() if _place(engine.group) == 0}
+        self._models = {role: _describe(engine, tokenizer) for role, engine in first_here.items()}
+        self._job: _Job | None = None
+        self._num_begun = 0
+        self._last_s = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Whether this rank finds that it is time for a checkpoint; ranks agree to write if any does.
+
+        Args:
+            step: That has been done.
+        """
+        every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
+        is_late = self._is_first and every_s > 0 and time.monotonic() - self._last_s >= every_s
+        return is_late or (every_steps > 0 and step % every_steps == 0)
+
+    def begin(self, content: Content) -> None:
+        """Copy the state and begin to write it; an earlier checkpoint is waited for.
+
+        Args:
+            content: All else but the tensors.
+        """
+        if self._job is not None:
+            self._job.join()
+        self._last_s = time.monotonic()
+        roles = {}
+        for role, engine in self._engines.items():
+            self._snapshots[role].take(engine.state())
+            roles[role] = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))
+        self._num_begun += 1
+        partial = self._folder / f".step-{content.state.step:06d}.{self._token}.{self._num_begun}"
+        self._job = _Job(partial, lambda: self._write(partial, content, roles))
+        self._job.start()
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that was begun is complete. All ranks call it together.
+
+        Raises:
+            CheckpointError: Some rank could not write its part.
+            OSError: This rank could not write.
+        """
+        assert self._job is not None
+        self._job.join()
+        error, self._job.error = self._job.error, None
+        failed = torch.cat(self._world.gather(torch.tensor([int(error is not None)]), "whether all have written"))
+        if not int(failed.max()):
+            return
+        if self._is_first:  # others may have gone on writing after the first failure
+            shutil.rmtree(self._job.folder, ignore_errors=True)
+        if error is not None:
+            raise error
+        raise CheckpointError(
+            f"rank {self._world.ranks[int(failed.argmax())]} could not write its part of the checkpoint"
+        )
+
+    def take_error(self) -> BaseException | None:
+        """Why the last checkpoint could not be written, if that has become known since the last call."""
+        if self._job is None or self._job.is_alive():
+            return None
+        error, self._job.error = self._job.error, None
+        return error
+
+    def close(self) -> None:
+        """Let a checkpoint that is being written come to its end, if it does soon."""
+        if self._job is not None:
+            self._job.join(LEAVE_S)
+
+    def _write(self, partial: Path, content: Content, roles: Mapping[str, RoleState]) -> None:
+        """What the thread does."""
+        own = partial / f"rank-{self._world.rank:05d}"
+        try:
+            # Not its parents: where a mount has vanished, nothing may be written to what lies beneath.
+            self._folder.mkdir(exist_ok=True)
+            if self._is_first:
+                self._remove_leftovers(partial)
+            partial.mkdir(exist_ok=True)
+            files = self._write_files(partial, own.with_suffix(".parts"), content, roles)
+            listed = json.dumps({name: asdict(entry) for name, entry in files.items()})
+            write_atomically(own.with_suffix(".json"), listed)
+            if self._is_first:
+                self._commit(partial, content)
+        except BaseException as error:
+            error.add_note(f"while writing checkpoint {self._folder / f'step-{content.state.step:06d}'}")
+            shutil.rmtree(partial if self._is_first else own.with_suffix(".parts"), ignore_errors=True)
+            if not self._is_first:
+                with suppress(OSError):  # a disk may be too full for a reason, but a name mostly fits
+                    own.with_suffix(".failed").touch()
+            raise
+
+    def _write_files(
+        self, folder: Path, scratch: Path, content: Content, roles: Mapping[str, RoleState]
+    ) -> dict[str, FileEntry]:
+        """Write this rank's files into a folder of its own, then put them where they belong."""
+        scratch.mkdir()
+        texts = {NODE_FILE.format(name): json.dumps(dict(state)) for name, state in content.nodes.items() if state}
+        if self._is_first:
+            texts |= {STATE_FILE: json.dumps(asdict(content.state), indent=2), **self._descriptions}
+        for role, state in roles.items():
+            self._snapshots[role].write(scratch / role)
+            for name, data in self._models.get(role, {}).items():
+                (scratch / role / name).write_bytes(data)
+            if role in self._models:
+                texts[f"{role}/{ROLE_FILE}"] = json.dumps(asdict(state), indent=2)
+        for name, text in texts.items():
+            (scratch / name).write_text(text, encoding="utf-8")
+        if content.save_surplus is not None:
+            content.save_surplus(scratch)
+        files = {}
+        for file in sorted(path for path in scratch.rglob("*") if path.is_file()):
+            name = file.relative_to(scratch).as_posix()
+            sync_to_disk(file)
+            files[name] = FileEntry.of(file)
+            (folder / name).parent.mkdir(exist_ok=True)
+            file.rename(folder / name)
+        shutil.rmtree(scratch)
+        return files
+
+    def _commit(self, partial: Path, content: Content) -> None:
+        """Give the checkpoint its name when all parts are there, and remove old ones."""
+        step = content.state.step
+        parts = self._await_parts(partial)
+        files = {name: FileEntry(**entry) for part in parts for name, entry in json.loads(part.read_text()).items()}
+        for part in parts:
+            part.unlink()
+        metrics = {name: value for name, value in content.metrics.items() if math.isfinite(value)}
+        Manifest(step, self._world.size, metrics, files).write(partial)
+        for folder in {partial, *((partial / name).parent for name in files)}:
+            sync_to_disk(folder)
+        final = self._folder / f"step-{step:06d}"
+        if final.exists():
+            final.rename(self._folder / f".{final.name}.replaced")
+        partial.rename(final)
+        sync_to_disk(self._folder)
+        for old in superseded(list_checkpoints(self._folder), self._config):
+            # It loses its name first: one that is half removed is none.
+            shutil.rmtree(old.rename(self._folder / f".{old.name}.removed"))
+        shutil.rmtree(self._folder / f".{final.name}.replaced", ignore_errors=True)
+
+    def _await_parts(self, partial: Path) -> list[Path]:
+        """What each rank says of its files.
+
+        Raises:
+            CheckpointError: A rank could not write, or says nothing.
+        """
+        end, pause = time.monotonic() + self._timeout_s, _LOOK_S[0]
+        wanted = {f"rank-{rank:05d}.json" for rank in self._world.ranks}
+        while True:
+            names = {path.name for path in partial.iterdir()}
+            failed = sorted(name for name in names if name.endswith(".failed"))
+            if failed:
+                ranks = ", ".join(str(int(name[5:10])) for name in failed)
+                raise CheckpointError(f"checkpoint {partial}: rank {ranks} could not write its part")
+            if wanted <= names:
+                return [partial / name for name in sorted(wanted)]
+            if time.monotonic() > end:
+                late = ", ".join(str(int(name[5:10])) for name in sorted(wanted - names)[:8])
+                raise CheckpointError(f"checkpoint {partial}: no files of rank {late} after {self._timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(_LOOK_S[1], pause * 1.5)
+
+    def _remove_leftovers(self, partial: Path) -> None:
+        """Remove what was never finished; others may have begun with the one that is being written."""
+        for path in self._folder.glob(".step-*"):
+            if path != partial:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class _Job(threading.Thread):
+    """One checkpoint that is being written."""
+
+    def __init__(self, folder: Path, work: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self.folder, self._work = folder, work
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - the main thread reports it
+            self.error = error
+
+
+def superseded(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
+    """Checkpoints that need not be kept.
+
+    Args:
+        checkpoints: All of a run, oldest first.
+        config: What to keep.
+    """
+    kept = set(checkpoints[-config.keep :])
+    if config.keep_every_steps:
+        kept |= {path for path in checkpoints if step_of(path) % config.keep_every_steps == 0}
+    best = best_checkpoint(checkpoints, config)
+    return [path for path in checkpoints if path not in kept and path != best]
+
+
+def best_checkpoint(checkpoints: list[Path], config: CheckpointConfig) -> Path | None:
+    """The checkpoint of the step with the best value of a metric, the newest of several; None where no step had it.
+
+    Args:
+        checkpoints: All of a run, oldest first.
+        config: Names the metric.
+    """
+    if config.best_metric is None:
+        return None
+    sign = 1.0 if config.best_is == "highest" else -1.0
+    values: dict[Path, float] = {}
+    for path in checkpoints:
+        try:
+            metrics = Manifest.read(path).metrics
+        except DamagedCheckpointError:
+            continue  # it is told when a run would go on from it
+        if config.best_metric in metrics:
+            values[path] = sign * metrics[config.best_metric]
+    return max(reversed(values), key=lambda path: values[path], default=None)
+
+
+def _place(group: Group) -> int:
+    """Of this rank in a group, from 0."""
+    return group.ranks.index(group.rank)
+
+
+def _describe(engine: ShardedModel[Decoder], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files that stand beside weights, which are the same in each checkpoint."""
+    model = engine.model.model
+    with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
+        model.config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:  # classifiers do not generate
+            model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
