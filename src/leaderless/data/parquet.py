@@ -37,7 +37,7 @@ class ParquetSource(RowSource):
 
         self.path, self._bytes = path, 0
         try:
-            self._file = parquet.ParquetFile(path, memory_map=True)
+            self._file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise RecipeError.at("data", f"{path} is not a readable Parquet file: {error}") from error
         names = self._file.schema_arrow.names

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Self
 
 from leaderless.observability.run_directory import MANIFEST, write_atomically
@@ -83,9 +83,10 @@ class Manifest:
             if hashlib.sha256(body.encode()).hexdigest() != envelope["sha256"]:
                 raise DamagedCheckpointError(f"{folder / MANIFEST} is not what was written")
             fields = json.loads(body)
-            files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
-            return cls(**fields, files=files)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            files = {_inside(name): FileEntry(**entry) for name, entry in fields["files"].items()}
+            metrics = {name: float(value) for name, value in fields["metrics"].items()}
+            return cls(int(fields["step"]), int(fields["world_size"]), metrics, files)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise DamagedCheckpointError(f"{folder / MANIFEST} cannot be read: {error}") from error
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
@@ -110,6 +111,18 @@ class Manifest:
                 )
             if found != wanted:
                 raise DamagedCheckpointError(f"{folder / name} is not what was written: its checksum differs")
+
+
+def _inside(name: str) -> str:
+    """The path of a file, which must not lead out of the checkpoint.
+
+    Raises:
+        ValueError: It does.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} is no file of a checkpoint")
+    return name
 
 
 def sync_to_disk(path: Path) -> None:
