@@ -1,10 +1,15 @@
-"""Stages and rewards by which workers fail in every way, for test_failures.py; FAIL says how, and on which rank."""
+"""Stages and rewards by which workers fail in every way, for test_failures.py and test_restarts.py.
+
+FAIL says how, and on which rank, as `killed@1`. FAIL_ONCE names a folder, and FAIL is then a list with the step of each, as
+`killed@1@3 hang@0@4`, of which each comes true once however often the workers are started.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from pathlib import Path
 
 import leaderless
 
@@ -24,10 +29,26 @@ nodes:
 
 @leaderless.stage(reads=["rewards"], writes=["rewards"])
 def fail(batch: leaderless.Batch, context: leaderless.StageContext) -> leaderless.Batch:
+    if "FAIL_ONCE" in os.environ:
+        fail_once(context)
+        return batch.with_columns(rewards=batch.dense("rewards"))
     how, _, rank = os.environ.get("FAIL", "").partition("@")
     if how and context.step >= AT_STEP and context.group.rank == int(rank or 0):
         WAYS[how]()
     return batch.with_columns(rewards=batch.dense("rewards"))
+
+
+def fail_once(context: leaderless.StageContext) -> None:
+    for failure in os.environ["FAIL"].split():
+        how, rank, step = failure.split("@")
+        done = Path(os.environ["FAIL_ONCE"]) / failure
+        if context.step == int(step) and context.group.rank == int(rank) and not done.exists():
+            done.touch()
+            WAYS[how]()
+
+
+def hang() -> None:
+    time.sleep(600)
 
 
 def press_twice() -> None:
@@ -42,6 +63,7 @@ def raise_error() -> None:
 
 
 WAYS = {
+    "hang": hang,
     "error": raise_error,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),

@@ -11,6 +11,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from leaderless.config import Json, Recipe
@@ -25,6 +26,7 @@ class RunDirectory:
         self.plan = path / "plan.json"
         self.picture = path / "plan.svg"
         self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
         self.samples = path / "samples"
         self.traces = path / "trace"
         self.checkpoints = path / "checkpoints"
@@ -98,6 +100,17 @@ class RunDirectory:
         """
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(_to_line(record))
+
+    def append_event(self, event: str, details: Mapping[str, Json]) -> None:
+        """Add to `events.jsonl` what has befallen the run. Any process may; a line is written at once.
+
+        Args:
+            event: What it is called.
+            details: What else is to be said of it.
+        """
+        record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details}
+        with self.events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
     def read_metrics(self) -> Iterator[dict[str, float]]:
         """The steps of `metrics.jsonl`, null as NaN; a line that was cut off by a crash is passed over."""
