@@ -1,6 +1,6 @@
 """Stages and rewards by which workers fail in every way, for test_failures.py and test_restarts.py.
 
-FAIL says how, and on which rank, as `killed@1`. FAIL_ONCE names a folder, and FAIL is then a list with the step of each, as
+FAIL says how, and on which rank, as `killed@1`. FAIL_ONCE names a folder, and FAIL is then a list with steps, as
 `killed@1@3 hang@0@4`, of which each comes true once however often the workers are started.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import leaderless
 
 AT_STEP = 2
 SECOND_PRESS_S = 0.5
+LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 WORKFLOW = """
 name: failing
 nodes:
@@ -70,6 +72,13 @@ WAYS = {
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "interrupt twice": press_twice,
 }
+
+
+def leave_behind(sample: leaderless.RewardInput) -> float:
+    """Start a process and forget about it, once in each reward process of a run that is disturbed."""
+    if "FAIL_ONCE" in os.environ and not LEFT_BEHIND:
+        LEFT_BEHIND.append(subprocess.Popen(["sleep", "600"]))
+    return float(len(sample.response) % 2)
 
 
 def hang_sometimes(sample: leaderless.RewardInput) -> float:

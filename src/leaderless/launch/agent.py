@@ -22,6 +22,8 @@ from leaderless.worker.stop import STOP_SIGNALS, Interrupted, Presses
 
 MANY_RESTARTS = 1_000_000
 """Torch elastic's own count, which does not know of progress, must not end a run."""
+LAST_S = 1.0
+"""Time for what workers have left behind to end by itself."""
 OVERDUE_S = 5.0
 """Workers that have not ended by themselves so long after their time of grace are killed."""
 
@@ -119,10 +121,12 @@ class Agent(LocalElasticAgent):
     def end_orphans(self) -> None:
         """End what workers that are gone have left behind, such as processes that a reward has started."""
         orphans = set(psutil.Process().children(recursive=True)) - self._others
-        for orphan in orphans:
+        # Python has a helper that removes shared memory when those who used it are gone.
+        _, alive = psutil.wait_procs(orphans, timeout=LAST_S)
+        for orphan in alive:
             with suppress(psutil.NoSuchProcess):
                 orphan.kill()
-        psutil.wait_procs(orphans, timeout=OVERDUE_S)
+        psutil.wait_procs(alive, timeout=OVERDUE_S)
 
     @contextmanager
     def signals_forwarded(self) -> Iterator[None]:

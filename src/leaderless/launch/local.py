@@ -146,7 +146,10 @@ def _spec(launch: Launch, meeting: RendezvousHandler) -> WorkerSpec:
 def _variables(launch: Launch) -> dict[str, str | None]:
     """The environment of workers; those that the agent sets are restored as well."""
     is_loopback = launch.nodes is None or launch.nodes.is_loopback
+    # What a killed worker has left in shared memory is cleared up; that it is need not be said.
+    hushed = "ignore::UserWarning:multiprocessing.resource_tracker"
     return {
+        "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), hushed])),
         LAUNCHER_VARIABLE: str(os.getpid()),
         FOLDER_VARIABLE: None,
         STORE_VARIABLE: None,
