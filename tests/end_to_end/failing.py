@@ -1,15 +1,22 @@
-"""Stages and rewards by which workers fail in every way, for test_failures.py; FAIL says how, and on which rank."""
+"""Stages and rewards by which workers fail in every way, for test_failures.py and test_restarts.py.
+
+FAIL says how, and on which rank, as `killed@1`. FAIL_ONCE names a folder, and FAIL is then a list with steps, as
+`killed@1@3 hang@0@4`, of which each comes true once however often the workers are started.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import leaderless
 
 AT_STEP = 2
 SECOND_PRESS_S = 0.5
+LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 WORKFLOW = """
 name: failing
 nodes:
@@ -24,10 +31,26 @@ nodes:
 
 @leaderless.stage(reads=["rewards"], writes=["rewards"])
 def fail(batch: leaderless.Batch, context: leaderless.StageContext) -> leaderless.Batch:
+    if "FAIL_ONCE" in os.environ:
+        fail_once(context)
+        return batch.with_columns(rewards=batch.dense("rewards"))
     how, _, rank = os.environ.get("FAIL", "").partition("@")
     if how and context.step >= AT_STEP and context.group.rank == int(rank or 0):
         WAYS[how]()
     return batch.with_columns(rewards=batch.dense("rewards"))
+
+
+def fail_once(context: leaderless.StageContext) -> None:
+    for failure in os.environ["FAIL"].split():
+        how, rank, step = failure.split("@")
+        done = Path(os.environ["FAIL_ONCE"]) / failure
+        if context.step == int(step) and context.group.rank == int(rank) and not done.exists():
+            done.touch()
+            WAYS[how]()
+
+
+def hang() -> None:
+    time.sleep(600)
 
 
 def press_twice() -> None:
@@ -42,12 +65,20 @@ def raise_error() -> None:
 
 
 WAYS = {
+    "hang": hang,
     "error": raise_error,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "interrupt twice": press_twice,
 }
+
+
+def leave_behind(sample: leaderless.RewardInput) -> float:
+    """Start a process and forget about it, once in each reward process of a run that is disturbed."""
+    if "FAIL_ONCE" in os.environ and not LEFT_BEHIND:
+        LEFT_BEHIND.append(subprocess.Popen(["sleep", "600"]))
+    return float(len(sample.response) % 2)
 
 
 def hang_sometimes(sample: leaderless.RewardInput) -> float:

@@ -85,7 +85,9 @@ nodes:
 def test_the_traceback_of_the_worker_that_failed_is_what_the_user_reads(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     (tmp_path / "own.yaml").write_text(WORKFLOW)
-    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS | {"workflow": "own.yaml", "steps": 50})
+    recipe = write_recipe(
+        tmp_path, tiny_model(), SETTINGS | {"workflow": "own.yaml", "steps": 50, "run.max_restarts": 0}
+    )
     outcome = finish(start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", 2))
     seconds = time.time() - (tmp_path / "failed.txt").stat().st_mtime
     assert outcome.code == 1

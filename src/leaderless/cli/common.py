@@ -70,6 +70,15 @@ def print_path(label: str, path: Path) -> None:
     console.print(f"{label}: [bold]{escape(str(path))}", highlight=False, soft_wrap=True)
 
 
+def print_line(text: str) -> None:
+    """Print a line for people that may hold anything.
+
+    Args:
+        text: Shown as it is.
+    """
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_json(value: object) -> None:
     """Print a value for programs to read.
 

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from leaderless.cli.common import Planned, console, errors, print_json, recipe_path
+from leaderless.cli.common import Planned, console, errors, print_json, print_line, recipe_path
 from leaderless.cli.export import newest_checkpoint
 from leaderless.config import LoadedRecipe, RecipeError, load_recipe, nearest
-from leaderless.observability.run_directory import finite_or_none
+from leaderless.observability.run_directory import RunDirectory, finite_or_none
 from leaderless.planner import Cluster, make_plan
 from leaderless.worker.place import Place
 from leaderless.workflow.evaluation import evaluation_workflow
@@ -38,13 +38,15 @@ def evaluate(
         if place.rank == 0:
             _print(scores, planned, as_json=as_json)
         return
-    from leaderless.launch.local import launch_workers
+    from leaderless.launch.local import Launch, launch_workers
+    from leaderless.launch.restarts import Restarts
 
     arguments = ["eval", str(target), *(overrides or []), "--role", role, *(["--json"] if as_json else [])]
     with tempfile.TemporaryDirectory() as logs:
-        launch_workers(
-            [*arguments, *(["--checkpoint", str(checkpoint)] if checkpoint else [])], num_workers, Path(logs)
-        )
+        arguments += ["--checkpoint", str(checkpoint)] if checkpoint else []
+        directory, recipe = RunDirectory(Path(logs)), planned.recipe
+        launch = Launch(arguments, num_workers, directory.logs, recipe.run.grace_s, recipe.name)
+        launch_workers(launch, Restarts(directory, 0, print_line))
 
 
 def _plan(loaded: LoadedRecipe, role: str, num_workers: int) -> Planned:

@@ -7,17 +7,20 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from leaderless.cli.common import Planned, console, plan_recipe, print_path, recipe_path
+from leaderless.cli.common import Planned, console, plan_recipe, print_line, print_path, recipe_path
 from leaderless.config import Problem, Recipe, RecipeError
 from leaderless.data.files import find_files
+from leaderless.launch.nodes import Nodes
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.worker.place import Place
+from leaderless.worker.failure import FOLDER_VARIABLE, STOPPED, tell_launcher
+from leaderless.worker.place import STORE_VARIABLE, Place
 from leaderless.worker.stop import Interrupted
 from leaderless.workflow import load_recipe
 
@@ -40,23 +43,66 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Workers on this machine; 0: one per accelerator, or one.")] = 0,
     fresh: Annotated[bool, typer.Option(help="Set an earlier run of this name aside and begin anew.")] = False,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="MIN:MAX", help="Train with so many machines; give this command on each.")
+    ] = None,
+    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where these machines meet.")] = "",
 ) -> None:
     """Train. A run that was interrupted goes on from its newest checkpoint."""
     place = Place.from_environment()
     num_workers = place.world_size if Place.is_given() else workers or _num_accelerators()
-    planned = plan_recipe(recipe_path(target), overrides or [], num_workers)
+    path, arguments = recipe_path(target), overrides or []
+    machines = _machines(nodes, rendezvous, fresh=fresh)
+    planned = _plan_for(path, arguments, num_workers, machines)
     if place.rank == 0:
         _check_inputs(planned)
-    with _held(planned, place):
-        _train(planned, place, ["train", str(recipe_path(target)), *(overrides or [])], num_workers, fresh=fresh)
+    with _held(planned, place) if machines is None else nullcontext():
+        fresh = fresh and not _is_started_again()
+        _train(planned, place, ["train", str(path), *arguments], num_workers, machines, fresh=fresh)
 
 
-def _train(planned: Planned, place: Place, arguments: list[str], num_workers: int, *, fresh: bool) -> None:
+def _machines(nodes: str | None, rendezvous: str, *, fresh: bool) -> Nodes | None:
+    """The machines that a command line names."""
+    if nodes is None and not rendezvous:
+        return None
+    if Place.is_given():
+        raise typer.BadParameter("--nodes and --rendezvous are for `leaderless train` itself, not under torchrun")
+    if fresh:
+        raise typer.BadParameter("--fresh does not go with --nodes: take another name, or move the run's folder away")
+    try:
+        return Nodes.parse(nodes or "1", rendezvous)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _plan_for(path: Path, overrides: list[str], num_workers: int, machines: Nodes | None) -> Planned:
+    """The plan; where the number of machines may change, for all of them, and it must fit the fewest as well."""
+    if machines is None:
+        return plan_recipe(path, overrides, num_workers)
+    for number in dict.fromkeys((machines.smallest, machines.largest)):
+        try:
+            planned = plan_recipe(path, overrides, number * num_workers)
+        except RecipeError as error:
+            note = f" (planned for {number} machines of --nodes with {num_workers} workers each)"
+            raise RecipeError(
+                [replace(problem, message=problem.message + note) for problem in error.problems]
+            ) from error
+    return planned
+
+
+def _is_started_again() -> bool:
+    """Whether this worker takes part in a run that is under way, so that what it has written must stay."""
+    return FOLDER_VARIABLE in os.environ or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _train(
+    planned: Planned, place: Place, arguments: list[str], num_workers: int, machines: Nodes | None, *, fresh: bool
+) -> None:
     """Make the run's folder ready, then be a worker or start some."""
     directory = RunDirectory.of(planned.recipe)
     # Every worker looks for itself: none may wait for others that see that there is nothing to do.
     is_finished = not fresh and directory.last_step() >= planned.recipe.steps
-    if place.rank == 0:
+    if place.rank == 0 and machines is None:
         _prepare(directory, planned, fresh=fresh)
     if is_finished:
         if place.rank == 0:
@@ -68,11 +114,12 @@ def _train(planned: Planned, place: Place, arguments: list[str], num_workers: in
             )
         return
     if Place.is_given():
-        _work(planned, place)
+        if _work(planned, place) is not None:
+            tell_launcher(STOPPED)
         return
     step_before = directory.last_step()
     try:
-        _start(planned, arguments, num_workers)
+        _start(planned, arguments, num_workers, machines)
     except (Interrupted, KeyboardInterrupt) as error:
         if directory.last_step() >= planned.recipe.steps:
             return
@@ -89,8 +136,6 @@ def _train(planned: Planned, place: Place, arguments: list[str], num_workers: in
 @contextmanager
 def _held(planned: Planned, place: Place) -> Iterator[None]:
     """Keep a second run from writing into the folder of this one."""
-    from leaderless.worker.failure import FOLDER_VARIABLE
-
     with ExitStack() as stack:
         # Workers that `leaderless train` has started are covered by it.
         if place.rank == 0 and FOLDER_VARIABLE not in os.environ:
@@ -104,18 +149,21 @@ def _held(planned: Planned, place: Place) -> Iterator[None]:
         yield
 
 
-def _start(planned: Planned, arguments: list[str], num_workers: int) -> None:
+def _start(planned: Planned, arguments: list[str], num_workers: int, machines: Nodes | None) -> None:
     """Train on workers of this machine, or be the only one."""
-    if num_workers == 1:
+    if num_workers == 1 and machines is None:
         stopped_by = _work(planned, Place.from_environment())
         if stopped_by is not None:
             raise Interrupted(stopped_by)
         return
-    from leaderless.launch.local import launch_workers
+    from leaderless.launch.local import Launch, launch_workers
+    from leaderless.launch.restarts import Restarts
 
-    directory = RunDirectory.of(planned.recipe)
-    with _reporting(directory):
-        launch_workers(arguments, num_workers, directory.logs)
+    directory, run, name = RunDirectory.of(planned.recipe), planned.recipe.run, planned.recipe.name
+    # Of several machines, the one with the first worker writes the report.
+    with _reporting(directory) if machines is None else nullcontext():
+        launch = Launch(arguments, num_workers, directory.logs, run.grace_s, name, machines)
+        launch_workers(launch, Restarts(directory, run.max_restarts, print_line))
 
 
 def _num_accelerators() -> int:
@@ -135,10 +183,10 @@ def _work(planned: Planned, place: Place) -> int | None:
         The signal that stopped it before the last step, if one did.
     """
     from leaderless.observability.console import Display
-    from leaderless.worker.failure import FOLDER_VARIABLE, reported_failures
+    from leaderless.worker.failure import reported_failures
     from leaderless.worker.process import train as train_as_worker
 
-    speaks_last = place.rank == 0 and FOLDER_VARIABLE not in os.environ
+    speaks_last = place.rank == 0 and STORE_VARIABLE not in os.environ
     with reported_failures(place.rank):
         display = Display(console, is_shown=place.rank == 0)
         try:
@@ -176,7 +224,10 @@ def _report(directory: RunDirectory) -> None:
 def _prepare(directory: RunDirectory, planned: Planned, *, fresh: bool) -> None:
     """Make the run's folder ready, to begin or to go on."""
     has_checkpoint = directory.last_step() > 0
-    if directory.path.exists() and (fresh or not has_checkpoint):
+    if _is_started_again() and not has_checkpoint:
+        if directory.metrics.exists():
+            directory.forget_after(0)
+    elif directory.path.exists() and (fresh or not has_checkpoint):
         if directory.metrics.exists() or fresh:
             print_path("the earlier run is now in", directory.set_aside())
     elif has_checkpoint:

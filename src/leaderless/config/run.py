@@ -35,6 +35,14 @@ class RunConfig(Section):
     """The run writes into the folder of its name under this one."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds a collective or a transfer may take before it fails with an error that names it."""
+    stall_timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds in which no rank has moved after which it is a stall: the stacks of all ranks are written down and the
+    workers are started anew; half of `timeout_s` if that is less, as others wait no longer for a rank that hangs."""
+    grace_s: float = Field(default=60.0, gt=0)
+    """Seconds to finish the step and write a checkpoint after a signal to stop; then the step is abandoned."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times that workers started by `leaderless train` are started again after a failure; a new checkpoint gives the
+    count back."""
     reward_processes: int = Field(default=1, ge=1)
     """Processes beside each worker that compute rewards."""
     recorded_prompts: int = Field(default=4, ge=0)

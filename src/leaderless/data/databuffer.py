@@ -225,12 +225,14 @@ class Databuffer:
             window: Which one.
         """
         node = self.plan[name]
-        for arrival in self._arrivals.pop((_key(node.row_set, node.layout), window), ()):
-            arrival.result()
+        with self.transport.activity.waiting(f"window {window + 1} of '{name}'"):
+            for arrival in self._arrivals.pop((_key(node.row_set, node.layout), window), ()):
+                arrival.result()
 
     def close_windows(self) -> None:
         """Wait until all windows are here, and make one table of them."""
-        self._courier.give(lambda: None).result()
+        with self.transport.activity.waiting("the last windows"):
+            self._courier.give(lambda: None).result()
         self._arrivals.clear()
         self._under_way.clear()
         for key in list(self._windows[0]):

@@ -19,8 +19,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from leaderless.data.activity import Activity
 from leaderless.data.errors import CollectiveError
 from leaderless.planner import format_ranks
 
@@ -54,6 +56,7 @@ class Group:
         payload_device: Where the backend wants bytes that travel.
         traffic: What this rank has sent and received through `exchange` and `stream`.
         hosts: The machine of each rank, as a number; ranks that are not named are on machines of their own.
+        activity: Told when this rank waits for others.
     """
 
     ranks: tuple[int, ...]
@@ -62,6 +65,7 @@ class Group:
     payload_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     traffic: Traffic = field(default_factory=Traffic)
     hosts: Mapping[int, int] = field(default_factory=dict)
+    activity: Activity = field(default_factory=Activity)
 
     @property
     def size(self) -> int:
@@ -226,7 +230,8 @@ class Group:
     def _waiting(self, what: str) -> Iterator[None]:
         """Name what was waited for, and for whom, when a backend gives up."""
         try:
-            yield
+            with self.activity.waiting(what):
+                yield
         except RuntimeError as error:
             others = [rank for rank in self.ranks if rank != self.rank]
             silent = _silent(self.rank, others)
@@ -282,21 +287,34 @@ def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:
 class Transport:
     """The process groups of a run. Every rank makes them in the same order, before the first step."""
 
-    def __init__(self, payload_device: torch.device, timeout_s: float, host: str | None = None) -> None:
+    def __init__(
+        self,
+        payload_device: torch.device,
+        timeout_s: float,
+        host: str | None = None,
+        activity: Activity | None = None,
+    ) -> None:
         """Take the whole world as the first group. All ranks call it together.
 
         Args:
             payload_device: Where the backend wants bytes that travel.
             timeout_s: Longest wait in any group that is made here.
             host: Name of this machine, the same for all its ranks; as the machine calls itself when None.
+            activity: Of the main thread, which uses all groups but those in the background; its own when None.
         """
         self.rank = dist.get_rank()
         self.payload_device = payload_device
         self.timeout = timedelta(seconds=timeout_s)
-        self.world = Group(tuple(range(dist.get_world_size())), self.rank, None, payload_device)
+        self.activity = activity or Activity()
+        ranks = tuple(range(dist.get_world_size()))
+        self.world = Group(ranks, self.rank, None, payload_device, activity=self.activity)
         self.world.hosts = self._hosts(host or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
         self._groups: dict[tuple[int, ...], Group] = {self.world.ranks: self.world}
         self._background: dict[tuple[int, ...], Group] = {}
+
+    def store(self) -> Store:
+        """A connection of its own to the rendezvous store, for another thread than the main one."""
+        return _get_default_store().clone()  # type: ignore[attr-defined, no-any-return]
 
     def add_group(self, ranks: tuple[int, ...]) -> None:
         """Make the group of some ranks, if there is none yet. All ranks of the world call it, members or not.
@@ -306,7 +324,9 @@ class Transport:
         """
         if ranks not in self._groups:
             handle = dist.new_group(list(ranks), timeout=self.timeout)
-            self._groups[ranks] = Group(ranks, self.rank, handle, self.payload_device, hosts=self.world.hosts)
+            self._groups[ranks] = Group(
+                ranks, self.rank, handle, self.payload_device, hosts=self.world.hosts, activity=self.activity
+            )
 
     def _hosts(self, host: str) -> dict[int, int]:
         digests = torch.cat(self.world.gather(torch.tensor([digest(host.encode())]), "the names of all hosts"))

@@ -1,104 +1,164 @@
-"""Starts the workers of one machine with torch elastic."""
+"""Starts the workers of one machine with torch elastic, and starts them again when one has failed."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-import psutil
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from leaderless.worker.failure import FOLDER_VARIABLE, STEPS_BEGUN, Failure, WorkersFailed, first_failure
-from leaderless.worker.join import STORE_VARIABLE
-from leaderless.worker.stop import Interrupted, Presses
+from leaderless.launch.agent import MANY_RESTARTS, Agent
+from leaderless.launch.nodes import Nodes
+from leaderless.launch.restarts import Restarts
+from leaderless.worker.failure import FOLDER_VARIABLE, Failure, WorkersFailed
+from leaderless.worker.place import STORE_VARIABLE
+from leaderless.worker.stop import LAUNCHER_VARIABLE, Interrupted
+
+KEEP_ALIVE_S = 2
+LOST_AFTER = 3
+"""Signs of life that a machine may miss before the others go on without it."""
+LAST_CALL_S = 5
+"""How long machines wait for more of them, once there are enough; one that comes later joins all the same."""
+JOIN_S = 600
+"""How long they wait until there are enough."""
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-def launch_workers(arguments: Sequence[str], num_workers: int, logs: Path) -> None:
-    """Run `leaderless ARGUMENTS` in several processes, and wait for them.
+@dataclass(frozen=True)
+class Launch:
+    """What is to be started.
 
-    They meet through a file and talk over the loopback interface; nothing listens to the network. The first worker's
-    output goes to the terminal, that of the others into `logs`.
+    Attributes:
+        arguments: Of the command line `leaderless ARGUMENTS`.
+        num_workers: On this machine.
+        logs: A folder; the first worker's output goes to the terminal, that of the others there.
+        grace_s: Time for workers to finish their step when they are asked to stop.
+        name: Of the run; the same on all machines.
+        nodes: The machines, if there may be several.
+    """
+
+    arguments: Sequence[str]
+    num_workers: int
+    logs: Path
+    grace_s: float
+    name: str
+    nodes: Nodes | None = None
+
+
+def launch_workers(launch: Launch, restarts: Restarts) -> None:
+    """Run a command in several processes, and wait for them.
+
+    On one machine they meet through a file and talk over the loopback interface; nothing listens to the network.
 
     Args:
-        arguments: Of the command line.
-        num_workers: On this machine.
-        logs: A folder.
+        launch: What is to be started.
+        restarts: Says whether it is started again after a failure.
 
     Raises:
         WorkersFailed: One of them failed; the others have been ended.
         Interrupted: A signal stopped them.
+        RuntimeError: The machines do not come together.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
-        failures = Path(folder) / "failures"
-        failures.mkdir()
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_workers,
-            run_id=Path(folder).name,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{folder}/rendezvous",
-            rdzv_configs={"store_type": "file", "timeout": 60},
-            max_restarts=0,
-            local_addr="127.0.0.1",
-            signals_to_handle="SIGQUIT",
-            logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, num_workers), Std.ALL)),
-        )
-        environment = {
-            FOLDER_VARIABLE: str(failures),
-            STORE_VARIABLE: f"{folder}/store",
-            "GLOO_SOCKET_IFNAME": "lo",
-            # Else the agent opens a store that listens on every interface, though workers meet through a file.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // num_workers))),
-        }
-        with _environment(environment), _signals_forwarded(failures / STEPS_BEGUN) as presses:
+    launch.logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="leaderless-") as name, _environment(_variables(launch)), _reaping():
+        folder, nodes = Path(name), launch.nodes
+        with _explained(nodes):
+            meeting = _meet(launch, folder)
+            agent = Agent(
+                _spec(launch, meeting),
+                DefaultLogsSpecs(str(launch.logs), redirects=dict.fromkeys(range(1, launch.num_workers), Std.ALL)),
+                folder,
+                launch.grace_s,
+                restarts,
+                has_store_file=nodes is None,
+            )
+            is_leaving = False
             try:
-                elastic_launch(config, sys.executable)("-m", "leaderless", *arguments)
-            except ChildFailedError as error:
-                failure = first_failure(failures)
-                if presses.first is None or (failure is not None and failure.kind not in {"interrupt", "lost_peers"}):
-                    codes = {rank: lost.exitcode for rank, lost in error.failures.items()}
-                    raise WorkersFailed(_first_cause(codes, failure, logs)) from None
-            if presses.first is not None:
-                raise Interrupted(presses.first)
+                with agent.signals_forwarded():
+                    result = agent.run()
+            except Interrupted:
+                is_leaving = nodes is not None
+                raise
+            finally:
+                agent.end_orphans()
+                if not is_leaving:  # machines that stay still need it
+                    meeting.shutdown()
+        if restarts.failure is not None:
+            raise WorkersFailed(restarts.failure)
+        if result is None or result.is_failed():
+            assert agent.presses.first is not None, "all other failures are told"
+            raise Interrupted(agent.presses.first)
 
 
-def _first_cause(codes: Mapping[int, int], failure: Failure | None, logs: Path) -> Failure:
-    """Why workers failed: what one of them wrote down, or how it ended.
-
-    Args:
-        codes: Exit codes by rank of those that ended first; negative where a signal ended it.
-        failure: The first that was written down.
-        logs: Where their output is.
-    """
-    if failure is not None and failure.kind == "recipe":
-        return failure
-    killed = next((rank for rank, code in codes.items() if code < 0), None)
-    if killed is not None and (failure is None or failure.kind == "lost_peers"):
-        name = signal.Signals(-codes[killed]).name
-        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-        message = f"rank {killed} was ended by {name}{hint}"
-    elif failure is not None:
-        return replace(failure, message=f"rank {failure.rank} failed: {failure.message}")
+def _meet(launch: Launch, folder: Path) -> RendezvousHandler:
+    """Where this machine meets the others; alone, at a file."""
+    nodes = launch.nodes
+    if nodes is None:
+        parameters = RendezvousParameters(
+            "c10d", f"{folder}/rendezvous", folder.name, 1, 1, local_addr="127.0.0.1", store_type="file"
+        )
     else:
-        message = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in codes.items())
-    message += f"; the output of all ranks but the first is in {logs}"
-    return Failure(rank=killed or 0, time_ns=time.time_ns(), kind="lost_peers", message=message, trace="")
+        parameters = RendezvousParameters(
+            "c10d",
+            nodes.rendezvous,
+            launch.name,
+            nodes.smallest,
+            nodes.largest,
+            local_addr="127.0.0.1" if nodes.is_loopback else None,
+            keep_alive_interval=KEEP_ALIVE_S,
+            keep_alive_max_attempt=LOST_AFTER,
+            last_call_timeout=LAST_CALL_S,
+            join_timeout=JOIN_S,
+        )
+    return get_rendezvous_handler(parameters)
+
+
+def _spec(launch: Launch, meeting: RendezvousHandler) -> WorkerSpec:
+    return WorkerSpec(
+        role="worker",
+        local_world_size=launch.num_workers,
+        rdzv_handler=meeting,
+        entrypoint=sys.executable,
+        args=("-m", "leaderless", *launch.arguments),
+        max_restarts=MANY_RESTARTS,
+        local_addr="127.0.0.1" if launch.nodes is None or launch.nodes.is_loopback else None,
+    )
+
+
+def _variables(launch: Launch) -> dict[str, str | None]:
+    """The environment of workers; those that the agent sets are restored as well."""
+    is_loopback = launch.nodes is None or launch.nodes.is_loopback
+    # What a killed worker has left in shared memory is cleared up; that it is need not be said.
+    hushed = "ignore::UserWarning:multiprocessing.resource_tracker"
+    return {
+        "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), hushed])),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+        FOLDER_VARIABLE: None,
+        STORE_VARIABLE: None,
+        # Workers meet at a file, or at a store that is new after each restart; the agent need not open one.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // launch.num_workers))),
+        **({"GLOO_SOCKET_IFNAME": "lo"} if is_loopback else {}),
+    }
 
 
 def _cores() -> int:
@@ -106,49 +166,54 @@ def _cores() -> int:
 
 
 @contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for the processes that are started inside."""
+def _environment(variables: dict[str, str | None]) -> Iterator[None]:
+    """Set variables for the processes that are started inside, and unset those that are None."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    _set(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager
-def _signals_forwarded(steps_begun: Path) -> Iterator[Presses]:
-    """Pass what asks to stop on to the workers, which run in sessions of their own and finish their step first.
-
-    SIGTERM reaches them as Ctrl-C does: from torch elastic it means that others have failed. Before the first step
-    there is nothing to finish, and SIGTERM ends them without the traceback that Ctrl-C would cause while they start.
-
-    Args:
-        steps_begun: A file that is there when workers would finish their step.
-
-    Yields:
-        What has been pressed.
-    """
-    presses = Presses()
-
-    def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        is_first = presses.first is None
-        if not presses.add(number) and not is_first:
-            return
-        workers = psutil.Process().children()
-        if not workers:
-            raise KeyboardInterrupt
-        for worker in workers:
-            with suppress(psutil.NoSuchProcess):
-                worker.send_signal(signal.SIGINT if steps_begun.exists() else signal.SIGTERM)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+def _reaping() -> Iterator[None]:
+    """Become the parent of processes whose parent, a worker or one of its helpers, has ended without them."""
+    is_linux = sys.platform == "linux"
+    if is_linux:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        yield presses
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if is_linux:
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+@contextmanager
+def _explained(nodes: Nodes | None) -> Iterator[None]:
+    """Say what it means when machines do not meet."""
+    try:
+        yield
+    except RendezvousClosedError:
+        message = "another machine has ended the run; its terminal says why"
+        raise WorkersFailed(Failure(0, time.time_ns(), "lost_peers", message, trace="")) from None
+    except RendezvousTimeoutError as error:
+        wanted = nodes.smallest if nodes else 1
+        raise RuntimeError(
+            f"fewer than {wanted} machines have come together within {JOIN_S} s: give the same --nodes, --rendezvous "
+            "and run name on all of them, or lower the first number of --nodes"
+        ) from error
+    except RendezvousConnectionError as error:
+        where = nodes.rendezvous if nodes else "the file of this machine"
+        raise RuntimeError(
+            f"the store at {where} cannot be reached: the machine that holds it is lost, or does not let others "
+            "connect; the same command on all machines goes on from the newest checkpoint"
+        ) from error

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from leaderless.config import Json, Recipe
@@ -35,6 +36,7 @@ class RunDirectory:
         self.plan = path / "plan.json"
         self.picture = path / "plan.svg"
         self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
         self.samples = path / "samples"
         self.traces = path / "trace"
         self.checkpoints = path / "checkpoints"
@@ -116,6 +118,17 @@ class RunDirectory:
                 os.truncate(self.metrics, size)  # the beginning of a line may have found room
                 raise
             self._unwritten = ""
+
+    def append_event(self, event: str, details: Mapping[str, Json]) -> None:
+        """Add to `events.jsonl` what has befallen the run. Any process may; a line is written at once.
+
+        Args:
+            event: What it is called.
+            details: What else is to be said of it.
+        """
+        record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details}
+        with self.events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
     def read_metrics(self) -> Iterator[dict[str, float]]:
         """The steps of `metrics.jsonl`, null as NaN; a line that was cut off by a crash is passed over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -63,12 +63,14 @@ class Dispatcher:
     Args:
         config: The recipe's `reward` section.
         num_processes: At least 1.
+        on_news: Called whenever some responses have been graded.
     """
 
-    def __init__(self, config: RewardsConfig, num_processes: int) -> None:
+    def __init__(self, config: RewardsConfig, num_processes: int, on_news: Callable[[], None]) -> None:
         self._config = config
         self._options = config.options()
         self._num_processes = num_processes
+        self._on_news = on_news
         self._context = RewardContext()
         # Twice as many chunks are under way as there are processes, so that none waits for its next.
         self._progress = self._context.RawArray("i", 2 * num_processes)
@@ -163,6 +165,7 @@ class Dispatcher:
         limit_s = START_TIMEOUT_S + max(options.timeout_s for options in self._options.values())
         if done:
             job.last_news = now
+            self._on_news()
         elif now - job.last_news > limit_s:
             raise RuntimeError(
                 f"reward processes gave no sign of life for {limit_s:g} s; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -43,17 +43,23 @@ class RewardPool:
     Args:
         config: The recipe's `reward` section; without any reward, no process is started.
         num_processes: At least 1.
+        on_news: Called whenever some responses have been graded.
 
     Raises:
         ValueError: `num_processes` is less than 1.
     """
 
-    def __init__(self, config: RewardsConfig, num_processes: int) -> None:
+    def __init__(
+        self,
+        config: RewardsConfig,
+        num_processes: int,
+        on_news: Callable[[], None] = lambda: None,
+    ) -> None:
         if num_processes < 1:
             raise ValueError(f"num_processes={num_processes}: must be at least 1")
         self._options = config.options()
         self._num_processes = num_processes
-        self._dispatcher = Dispatcher(config, num_processes)
+        self._dispatcher = Dispatcher(config, num_processes, on_news)
         self._is_closed = False
 
     def start(self) -> None:

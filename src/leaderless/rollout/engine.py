@@ -68,7 +68,8 @@ class RolloutEngine(Protocol):
         Args:
             requests: Prompts, each with at least one response.
             params: How to sample.
-            progress: Told the number of responses that have ended, each time some have.
+            progress: Told the number of responses that have ended since the last time; often, also when none have, as a
+                sign that the engine is at work.
 
         Returns:
             For each request its responses, in the order of its sample ids.

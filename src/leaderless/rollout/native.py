@@ -99,7 +99,7 @@ class NativeEngine:
         while state.waiting or state.ready or state.active:
             self._admit(state)
             self._decode(state)
-            if progress is not None and state.num_ended:
+            if progress is not None:
                 progress(state.num_ended)
                 state.num_ended = 0
         self.model.train(was_training)

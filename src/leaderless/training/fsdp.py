@@ -45,6 +45,7 @@ class FsdpEngine(ShardedModel[CausalLM]):
 
     def _forward(self, micro_batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False) -> TokenOutputs:
         """What the model says of a micro-batch's targets."""
+        self.group.activity.beat()
         count = len(micro_batch.targets)
         outputs: TokenOutputs = self.model(
             micro_batch.tokens.to(self.device),
@@ -92,6 +93,7 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
         """[R] float32: the value before each of a micro-batch's targets."""
+        self.group.activity.beat()
         values: Tensor = self.model(
             micro_batch.tokens.to(self.device),
             micro_batch.positions.to(self.device),

@@ -22,7 +22,13 @@ FOLDER_VARIABLE = "LEADERLESS_FAILURES"
 """Where the launcher wants each rank to write its failure; without it a worker prints it."""
 STEPS_BEGUN = "steps-begun"
 """A file in that folder: from now on Ctrl-C asks workers to stop, where it would have ended them before."""
-Kind = Literal["recipe", "storage", "lost_peers", "interrupt", "error"]
+FAILED = "failed"
+"""A file in that folder: a worker has failed, and the launcher ends the others with SIGTERM."""
+STOPPED = "stopped"
+"""A file in that folder: the workers have ended as somebody asked, with a checkpoint and before the last step."""
+Kind = Literal["recipe", "storage", "lost_peers", "interrupt", "stall", "error"]
+FINAL: frozenset[Kind] = frozenset({"recipe", "interrupt"})
+"""Failures that another start would only repeat, or that somebody has asked for."""
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _COMMANDS = ("leaderless.cli.train", "leaderless.cli.evaluate", "leaderless.cli.export", "leaderless.cli.plan")
 
@@ -35,9 +41,10 @@ class Failure:
         rank: That failed.
         time_ns: When; when one rank fails the others lose it and fail soon after.
         kind: `recipe`: the user has to correct it; `storage`: a file could not be written; `lost_peers`: it waited in
-            vain for others, whose failure is the cause; `interrupt`: Ctrl-C; `error`: anything else.
+            vain for others, whose failure is the cause; `interrupt`: Ctrl-C; `stall`: nothing moved any more, because
+            of this rank; `error`: anything else.
         message: For people.
-        trace: The traceback.
+        trace: The traceback; empty where there is none.
     """
 
     rank: int
@@ -56,6 +63,13 @@ class Failure:
         """
         trace = "".join(traceback.format_exception(error.with_traceback(_own_trace(error.__traceback__))))
         return cls(rank, time.time_ns(), _kind(error), _message(error), trace)
+
+    def write(self) -> bool:
+        """Write it down for the launcher; whether there is one that reads it."""
+        folder = os.environ.get(FOLDER_VARIABLE)
+        if folder is not None:
+            write_atomically(Path(folder) / f"rank-{self.rank}.json", json.dumps(asdict(self)))
+        return folder is not None
 
 
 class WorkersFailed(RuntimeError):  # noqa: N818
@@ -83,12 +97,20 @@ def reported_failures(rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        folder = os.environ.get(FOLDER_VARIABLE)
-        if folder is not None and not isinstance(error, SystemExit):
-            failure = Failure.of(error, rank)
-            write_atomically(Path(folder) / f"rank-{rank}.json", json.dumps(asdict(failure)))
+        failure = Failure.of(error, rank)
+        if not isinstance(error, SystemExit) and failure.write():
             raise SystemExit(2 if failure.kind == "recipe" else 1) from None
         raise
+
+
+def tell_launcher(name: str) -> None:
+    """Leave a sign for the launcher, if there is one.
+
+    Args:
+        name: Of a file in its folder.
+    """
+    if FOLDER_VARIABLE in os.environ:
+        (Path(os.environ[FOLDER_VARIABLE]) / name).touch()
 
 
 def _kind(error: BaseException) -> Kind:

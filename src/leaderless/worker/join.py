@@ -13,25 +13,27 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from leaderless.data.activity import Activity
 from leaderless.data.transport import Group, Transport
 from leaderless.device import setup_device
 from leaderless.planner import Plan, Reshard, flat, format_ranks
-from leaderless.worker.place import Place
+from leaderless.worker.place import STORE_VARIABLE, Place
 
 SHARED_FOLDER_S = 5.0
 """Longest time that a new file may take to appear on other machines."""
-STORE_VARIABLE = "LEADERLESS_STORE"
-"""A file that the workers of one machine meet at; without it they meet as torch elastic has arranged."""
 
 
 @contextmanager
-def join_workers(place: Place, plan: Plan, timeout_s: float) -> Iterator[tuple[Transport, torch.device]]:
+def join_workers(
+    place: Place, plan: Plan, timeout_s: float, activity: Activity
+) -> Iterator[tuple[Transport, torch.device]]:
     """Meet the other workers, compare plans, and make the groups that the plan needs.
 
     Args:
         place: Of this worker.
         plan: Of this worker; it must be everybody's.
         timeout_s: Longest wait for others, here and later.
+        activity: Of this worker.
 
     Yields:
         How to talk to the others, and this worker's device.
@@ -50,7 +52,7 @@ def join_workers(place: Place, plan: Plan, timeout_s: float) -> Iterator[tuple[T
         dist.init_process_group(
             setup.backend, init_method=method, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
-    transport = Transport(setup.payload_device, timeout_s)
+    transport = Transport(setup.payload_device, timeout_s, activity=activity)
     _compare_plans(plan, transport)
     for action in flat(plan.schedule):
         transport.add_group(plan.ranks_of(action))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+STORE_VARIABLE = "LEADERLESS_STORE"
+"""A file that the workers of one machine meet at; without it they meet as torch elastic has arranged."""
+
 
 @dataclass(frozen=True)
 class Place:

@@ -12,6 +12,7 @@ import torch
 from rich.markup import escape
 
 from leaderless.config import Recipe, RecipeError, dump_recipe
+from leaderless.data.activity import Activity
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import open_training_set
 from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
@@ -64,8 +65,9 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
     """
     directory = RunDirectory.of(recipe)
     with ExitStack() as stack:
-        rewards = _start_rewards(recipe, stack)
-        transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s))
+        activity = Activity()
+        rewards = _start_rewards(recipe, activity, stack)
+        transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
         check_shared(directory.path, transport.world)
         if place.rank == 0:
             write_description(directory, recipe, plan)
@@ -101,8 +103,9 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
         The scores, on every rank.
     """
     with ExitStack() as stack:
-        rewards = _start_rewards(recipe, stack)
-        transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s))
+        activity = Activity()
+        rewards = _start_rewards(recipe, activity, stack)
+        transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
         parts = _Builder(recipe, plan, transport, device, display)
         if checkpoint is not None:
             damage = find_damage(checkpoint, transport.world)
@@ -187,6 +190,6 @@ def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan) -> No
     write_atomically(directory.picture, draw_plan(plan))
 
 
-def _start_rewards(recipe: Recipe, stack: ExitStack) -> RewardPool:
+def _start_rewards(recipe: Recipe, activity: Activity, stack: ExitStack) -> RewardPool:
     """The processes that compute rewards beside this worker."""
-    return stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes))
+    return stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat))

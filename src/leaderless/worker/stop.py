@@ -1,9 +1,11 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the step is finished, then all ranks stop together."""
+"""Ctrl-C, SIGTERM and what schedulers send: the step is finished, then all ranks stop together."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -15,12 +17,16 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from leaderless.worker.failure import FOLDER_VARIABLE, STEPS_BEGUN
+from leaderless.worker.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, tell_launcher
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""All ask to stop; the last two are what Slurm is told to send before the end of a job."""
+LAUNCHER_VARIABLE = "LEADERLESS_LAUNCHER"
+"""Process id of the launcher."""
 INTERRUPT_GRACE_S = 3.0
 """After a second Ctrl-C, time to end in an orderly way before the process just ends."""
-SIGTERM_GRACE_S = 10.0
-"""A rank that got SIGTERM and cannot finish, as its peers are gone, exits after this time."""
+FAILED_GRACE_S = 3.0
+"""Time for a rank to end, and to say why, after its launcher has told it that others have failed."""
 ONE_PRESS_S = 0.3
 """Signals this close to each other are one: some tools send them to a process and to its group."""
 _PR_SET_PDEATHSIG = 1
@@ -67,15 +73,16 @@ class StopRequest:
     so a thread hears of the signals as well, and ends a process that does not end by itself.
     """
 
-    def __init__(self, announce: Callable[[], None], *, has_peers: bool) -> None:
+    def __init__(self, grace_s: float, announce: Callable[[], None], abandon: Callable[[], None]) -> None:
         """Nothing is taken over yet.
 
         Args:
+            grace_s: Time to finish the step and to write a checkpoint.
             announce: Tells the person who pressed Ctrl-C what happens now.
-            has_peers: SIGTERM may mean that others have ended, so that no step will ever be finished.
+            abandon: Says, in another thread, that the step could not be finished in time; then the process ends.
         """
         self._presses = Presses()
-        self._announce, self._has_peers = announce, has_peers
+        self._grace_s, self._announce, self._abandon = grace_s, announce, abandon
         self._restore = ExitStack()
         self._timers: list[threading.Timer] = []
 
@@ -88,10 +95,9 @@ class StopRequest:
             self._restore.callback(sender.close)
             before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
             self._restore.callback(signal.set_wakeup_fd, before)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in STOP_SIGNALS:
                 self._restore.callback(signal.signal, number, signal.signal(number, self._on_signal))
-        if FOLDER_VARIABLE in os.environ:
-            (Path(os.environ[FOLDER_VARIABLE]) / STEPS_BEGUN).touch()
+        tell_launcher(STEPS_BEGUN)
         return self
 
     def __exit__(
@@ -99,8 +105,8 @@ class StopRequest:
     ) -> None:
         """Give them back; what ends because of an error still has to end in time."""
         self._restore.close()
-        if error is None:
-            for timer in self._timers:
+        for timer in self._timers:
+            if error is None or timer.function == self._give_up:
                 timer.cancel()
 
     @property
@@ -113,28 +119,57 @@ class StopRequest:
         is_another = self._presses.add(number)
         if is_another and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if is_first:
+        if is_first and not _have_others_failed():
             self._announce()
 
     def _watch(self, receiver: socket.socket) -> None:
         presses = Presses()
         with receiver:
             while data := receiver.recv(1):
+                is_first = presses.first is None
                 is_another = presses.add(data[0])
                 if data[0] == signal.SIGINT and is_another:
-                    self._end_after(INTERRUPT_GRACE_S, data[0])
-                elif data[0] == signal.SIGTERM and self._has_peers:
-                    self._end_after(SIGTERM_GRACE_S, data[0])
+                    self._start(threading.Timer(INTERRUPT_GRACE_S, os._exit, [128 + data[0]]))
+                elif data[0] == signal.SIGTERM and _have_others_failed():
+                    self._start(threading.Timer(FAILED_GRACE_S, os._exit, [128 + data[0]]))
+                elif is_first:
+                    self._start(threading.Timer(self._grace_s, self._give_up, [data[0]]))
 
-    def _end_after(self, seconds: float, number: int) -> None:
-        timer = threading.Timer(seconds, os._exit, args=[128 + number])
+    def _start(self, timer: threading.Timer) -> None:
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
+
+    def _give_up(self, number: int) -> None:
+        self._abandon()
+        os._exit(128 + number)
 
 
 def follow_launcher() -> None:
     """Let a worker that has nothing to save yet end at once on Ctrl-C, and stop when its launcher is killed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, _leave)
+    atexit.register(_clear_up_after_launcher)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    if _is_launcher_gone():
+        sys.exit(128 + signal.SIGHUP)  # it ended before the line above could take effect
+
+
+def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    sys.exit(128 + number)
+
+
+def _is_launcher_gone() -> bool:
+    return os.environ.get(LAUNCHER_VARIABLE) != str(os.getppid())
+
+
+def _clear_up_after_launcher() -> None:
+    """A launcher that was killed has not removed the folder in which its workers met."""
+    if _is_launcher_gone():
+        shutil.rmtree(Path(os.environ[FOLDER_VARIABLE]).parent, ignore_errors=True)
+
+
+def _have_others_failed() -> bool:
+    """Whether SIGTERM comes from a launcher that ends what is left of a group."""
+    return FOLDER_VARIABLE in os.environ and (Path(os.environ[FOLDER_VARIABLE]) / FAILED).exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from leaderless.stages.context import Grader, StageContext
 from leaderless.worker.checkpoint import RunState, load_checkpoint, newest_good, read_node_state
 from leaderless.worker.checkpoint_writer import CheckpointError, CheckpointWriter, Content
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
+from leaderless.worker.heartbeat import Watchdog, end_stalled
 from leaderless.worker.loop import check_filled, count_groups, report_loop
 from leaderless.worker.nodes import load_stages
 from leaderless.worker.roles import Roles
@@ -82,6 +84,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.rank = self.transport.rank
         self.chain = self.plan.chain(self.rank)
+        self.places = {action: place for place, action in enumerate(flat(self.plan.schedule))}
         self.stages = load_stages(self.plan, self.rank)
         self.buffer = Databuffer(self.plan, self.transport)
         self.loaders = {
@@ -112,14 +115,14 @@ class Worker:
         """Train to the last step, or until a signal asks to stop; the last state is written as a checkpoint.
 
         Returns:
-            The signal, when this rank was stopped by one before the last step.
+            The signal, when the run was stopped by one before the last step; SIGTERM where another rank got it.
         """
         self._resume()
         if self.log is not None:
             self.log.open(self.step + 1 if self.step else 0)
-        with StopRequest(self._announce_stop, has_peers=self.transport.world.size > 1) as stop:
+        with self._watchdog(), StopRequest(self.recipe.run.grace_s, self._announce_stop, self._announce_end) as stop:
             self._run_steps(stop)
-        return stop.signal if self.step < self.recipe.steps else None
+        return (stop.signal or signal.SIGTERM) if self.step < self.recipe.steps else None
 
     def _run_steps(self, stop: StopRequest) -> None:
         self.display.start(self.recipe.steps, self.step)
@@ -144,6 +147,29 @@ class Worker:
 
     def _announce_stop(self) -> None:
         self.display.say("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once without one")
+
+    def _announce_end(self) -> None:
+        done = self.directory.last_step()
+        goes_on = f"; the same command goes on from step {done}" if done else ""
+        self.display.say(f"step {self.step} is abandoned after run.grace_s={self.recipe.run.grace_s:g} s{goes_on}")
+
+    def _watchdog(self) -> Watchdog:
+        run, stacks = self.recipe.run, self.directory.errors / f"stacks-rank-{self.rank}.txt"
+        # A wait for a peer must not time out before the peer's stall is seen.
+        timeout_s = min(run.stall_timeout_s, run.timeout_s / 2)
+        on_stall = partial(end_stalled, directory=self.directory, rank=self.rank)
+        return Watchdog(self.transport.activity, self.transport, timeout_s, stacks, on_stall)
+
+    def _begin_entry(self, name: str, action: Action | None = None) -> None:
+        """Show what is done now, and tell the watchdog; what is not in the schedule comes after all that is."""
+        place = self.places[action] if action is not None else len(self.places)
+        self.transport.activity.begin(self.step, name, place)
+        self.display.activity(name)
+
+    def _go_on(self, name: str, fraction: float) -> None:
+        """Something of a node's work is done."""
+        self.transport.activity.beat()
+        self.display.activity(name, fraction)
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint that is whole, if there is one."""
@@ -184,7 +210,7 @@ class Worker:
             if isinstance(action, Stream):
                 self._stream(action)
                 continue
-            self.display.activity(str(action))
+            self._begin_entry(str(action), action)
             with self.tracer.span(str(action), self.step):
                 self._execute(action)
             self.buffer.release(action)
@@ -194,7 +220,7 @@ class Worker:
         self.buffer.open_windows(stream)
         for action, window in stream.turns():
             label = f"{action} {window + 1}/{stream.num_windows}"
-            self.display.activity(label)
+            self._begin_entry(label, action)
             with _placed(label, self.step, self.rank):
                 match action:
                     case Run(name):
@@ -251,7 +277,7 @@ class Worker:
             model=self.roles.of(node.node.role, node.layout) if node.node.role else None,
             grade=self.grade,
             state=self.states[name],
-            progress=lambda fraction: self.display.activity(name, fraction),
+            progress=lambda fraction: self._go_on(name, fraction),
         )
 
     def _reduce_metrics(self, seconds: float) -> dict[str, float]:
@@ -295,9 +321,10 @@ class Worker:
         if not every or (self.step % every and self.step != self.recipe.steps):
             return {}
         numbers: dict[str, float] = {}
+        self._begin_entry("evaluate")
         if self.evaluator is not None:
             with self.tracer.span("evaluate", self.step):
-                numbers = self.evaluator.run(lambda fraction: self.display.activity("evaluate", fraction))
+                numbers = self.evaluator.run(lambda fraction: self._go_on("evaluate", fraction))
             numbers["time/evaluate"] = self.tracer.take_seconds()["evaluate"]
         return self._bring_to_first(evaluated_instance(self.plan).layout.ranks, numbers)
 
@@ -326,7 +353,7 @@ class Worker:
         self._tell_failed_checkpoint(self.checkpoints.take_error())
         if not (must_succeed or is_due):
             return
-        self.display.activity("checkpoint")
+        self._begin_entry("checkpoint")
         with self.tracer.span("checkpoint", self.step):
             self.checkpoints.begin(self._content(numbers))
             if not self.recipe.checkpoint.asynchronous or must_succeed:

@@ -1,0 +1,54 @@
+"""What a rank is doing, and when it last moved. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Activity:
+    """Kept by the main thread of a worker, and read by the thread that watches over it; a beat costs next to nothing.
+
+    Attributes:
+        step: Of the run.
+        place: Of the chain's entry in the whole schedule, to tell which rank is furthest behind.
+        doing: Name of that entry.
+        waiting_for: What other ranks are waited for with; empty when they are not.
+        moved_at: When it last moved, in seconds of the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.place = 0
+        self.doing = "the start"
+        self.waiting_for = ""
+        self.moved_at = time.monotonic()
+
+    def begin(self, step: int, doing: str, place: int) -> None:
+        """Go on to another entry of the chain.
+
+        Args:
+            step: Of the run.
+            doing: Its name.
+            place: In the schedule.
+        """
+        self.step, self.doing, self.place = step, doing, place
+        self.beat()
+
+    def beat(self) -> None:
+        """Something has been done: a micro-batch, a token of each response, a reward."""
+        self.moved_at = time.monotonic()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say that what happens inside is waiting for other ranks.
+
+        Args:
+            what: They are waited for with.
+        """
+        before, self.waiting_for = self.waiting_for, what
+        try:
+            yield
+        finally:
+            self.waiting_for = before
+            self.beat()

@@ -1,0 +1,125 @@
+"""Whether workers that have failed are started again, and what is said of it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.worker.failure import FINAL, STEPS_BEGUN, Failure, first_failure
+
+SAME_FAILURES = 3
+"""So often a run may fail in the same way at the same step: a fourth start would only repeat it."""
+
+
+class Restarts:
+    """Counts the failures of a run since it last made progress, which is a new checkpoint.
+
+    Attributes:
+        failure: The one that ended the run; None while there is none.
+        say: Prints a line for people.
+    """
+
+    def __init__(self, directory: RunDirectory, max_restarts: int, say: Callable[[str], None]) -> None:
+        """Nothing has failed yet.
+
+        Args:
+            directory: Of the run.
+            max_restarts: In a row without progress.
+            say: Prints a line for people.
+        """
+        self.failure: Failure | None = None
+        self.say = say
+        self._directory, self._max_restarts = directory, max_restarts
+        self._saved = directory.last_step()
+        self._num = 0
+        self._seen: Counter[tuple[str, int]] = Counter()
+        self._failed_at: float | None = None
+
+    def failed(self, codes: Mapping[int, int], folder: Path, *, is_stopping: bool) -> bool:
+        """Take note of a failure.
+
+        Args:
+            codes: Exit codes by rank of those that ended first; negative where a signal ended it.
+            folder: In which workers have written why.
+            is_stopping: Somebody has asked the workers to stop.
+
+        Returns:
+            Whether the workers are to be started again.
+        """
+        written = first_failure(folder)
+        failure = _first_cause(codes, written, self._directory.logs)
+        if is_stopping:
+            # That a rank is interrupted, or has lost others that were, is then as it should be.
+            is_news = written is not None and written.kind not in {"interrupt", "lost_peers"}
+            self.failure = failure if is_news else None
+            return False
+        why_not = self._why_not(failure, has_begun=(folder / STEPS_BEGUN).exists())
+        if why_not is None:
+            return True
+        self.failure = replace(failure, message=f"{failure.message}; {why_not}") if why_not else failure
+        return False
+
+    def begun(self) -> None:
+        """Workers have come to their first step, perhaps again."""
+        if self._failed_at is not None:
+            seconds, self._failed_at = time.monotonic() - self._failed_at, None
+            self._directory.append_event("resumed", {"from_step": self._saved, "seconds": round(seconds, 3)})
+            self.say(f"back at work {seconds:.1f} s after the failure")
+
+    def _why_not(self, failure: Failure, *, has_begun: bool) -> str | None:
+        """Why workers must not be started again, empty if there is nothing to explain; None when they may."""
+        saved = self._directory.last_step()
+        reached = max((int(record["step"]) for record in self._directory.read_metrics()), default=0)
+        if saved > self._saved:
+            self._saved, self._num = saved, 0
+            self._seen.clear()
+        self._seen[failure.message, reached] += 1
+        if failure.kind in FINAL or self._max_restarts == 0:
+            return ""
+        if failure.kind == "error" and not has_begun and self._failed_at is None:
+            return "it came up before the first step, so that another start would not help"
+        if self._seen[failure.message, reached] == SAME_FAILURES:
+            return f"it has come up {SAME_FAILURES} times after step {reached}, with no new checkpoint in between"
+        if self._num == self._max_restarts:
+            return f"run.max_restarts={self._max_restarts} restarts have led to no new checkpoint"
+        self._num += 1
+        self._failed_at = time.monotonic()
+        self._report(failure, saved, max(0, reached - saved))
+        return None
+
+    def _report(self, failure: Failure, saved: int, lost: int) -> None:
+        self._directory.append_event(
+            "restart", {"rank": failure.rank, "cause": failure.message, "from_step": saved, "lost_steps": lost}
+        )
+        where = f"the checkpoint of step {saved}" if saved else "the beginning, as there is no checkpoint yet"
+        steps = f"; {lost} step{'s' if lost > 1 else ''} will be done again" if lost else ""
+        self.say(f"{failure.message}: starting again from {where}{steps} (restart {self._num} of {self._max_restarts})")
+
+
+def _first_cause(codes: Mapping[int, int], failure: Failure | None, logs: Path) -> Failure:
+    """Why workers failed: what one of them wrote down, or how it ended.
+
+    Args:
+        codes: Exit codes by rank of those that ended first; negative where a signal ended it.
+        failure: The first that was written down.
+        logs: Where their output is.
+    """
+    if failure is not None and failure.kind in {"recipe", "stall"}:
+        return failure
+    killed = next((rank for rank, code in codes.items() if code < 0), None)
+    if killed is not None and (failure is None or failure.kind == "lost_peers"):
+        name = signal.Signals(-codes[killed]).name
+        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+        message = f"rank {killed} was ended by {name}{hint}"
+    elif failure is not None:
+        return replace(failure, message=f"rank {failure.rank} failed: {failure.message}")
+    else:
+        message = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in codes.items())
+    message += f"; the output of all ranks but the first is in {logs}"
+    rank = min(codes) if killed is None else killed
+    return Failure(rank, time.time_ns(), "lost_peers", message, trace="")

@@ -1,0 +1,257 @@
+"""A thread in each worker that sees when no rank moves any more, writes down where all are, and names the culprit."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from leaderless.data.activity import Activity
+from leaderless.data.transport import Transport
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.worker.failure import Failure
+
+TICKS_PER_TIMEOUT = 30
+"""How often the thread looks; seldom enough that a thousand ranks are nothing to the store that they meet at."""
+ANSWER_S = 3.0
+"""Time to answer a roll call, besides two ticks."""
+LAST_WORDS_S = 1.0
+"""Time for others to write what they have to, before the first process ends and takes them along."""
+POLL_S = 0.1
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PACKAGE = str(Path(__file__).parents[1])
+_DEBUGGERS = {"bdb", "pdb", "pydevd", "debugpy", "_pydevd_bundle"}
+
+
+@dataclass(frozen=True)
+class Status:
+    """What one rank says of itself.
+
+    Attributes:
+        rank: Whose it is.
+        step: Of the run.
+        place: In the plan's schedule.
+        doing: The chain's entry.
+        idle_s: Seconds since it last moved.
+        waiting_for: What it waits for others with; empty when it does not.
+        function: The innermost function that belongs neither to Python, nor to a library, nor to this package.
+    """
+
+    rank: int
+    step: int
+    place: int
+    doing: str
+    idle_s: float
+    waiting_for: str
+    function: str
+
+    def __str__(self) -> str:
+        where = f", in user function {self.function}" if self.function else ""
+        wait = f", waiting for {self.waiting_for}" if self.waiting_for else ""
+        return (
+            f"rank {self.rank} has not moved for {self.idle_s:.0f} s in {self.doing}{where}{wait}, at step {self.step}"
+        )
+
+
+@dataclass(frozen=True)
+class Stall:
+    """No rank moves any more.
+
+    Attributes:
+        rank: The culprit.
+        cause: What it was doing.
+        step: Of the run.
+    """
+
+    rank: int
+    cause: str
+    step: int
+
+
+def find_culprit(statuses: Sequence[Status], silent: Sequence[int]) -> Stall:
+    """The rank that others wait for: one that does not answer, else one that does not wait, else the furthest behind.
+
+    Args:
+        statuses: Of the ranks that have answered; at least one.
+        silent: The others.
+    """
+    if silent:
+        cause = f"rank {silent[0]} does not answer: it is gone, or native code keeps its interpreter from running"
+        return Stall(silent[0], cause, max(status.step for status in statuses))
+    worst = min(statuses, key=lambda status: (bool(status.waiting_for), status.step, status.place, -status.idle_s))
+    return Stall(worst.rank, str(worst), worst.step)
+
+
+class Watchdog:
+    """Watches over the activity of all ranks, each in its own process.
+
+    A rank that has not moved for too long calls the roll in the rendezvous store, and all answer when they last moved.
+    Only when none has done so in time is it a stall: a rank may well wait long for one that is busy.
+    """
+
+    def __init__(
+        self,
+        activity: Activity,
+        transport: Transport,
+        timeout_s: float,
+        stacks: Path,
+        on_stall: Callable[[Stall, bool], None],
+    ) -> None:
+        """Nothing is watched yet.
+
+        Args:
+            activity: Of this rank's main thread.
+            transport: To meet the others.
+            timeout_s: Longest time without any movement.
+            stacks: The file for the stacks of this rank.
+            on_stall: Called in the watching thread of every rank that has answered, with whether this is the one that
+                speaks for all; it need not return.
+        """
+        self._activity, self._transport, self._timeout_s = activity, transport, timeout_s
+        self._path, self._on_stall = stacks, on_stall
+        self._main = threading.main_thread().ident
+        self._ended = threading.Event()
+        self._tick_s = timeout_s / TICKS_PER_TIMEOUT
+        self._num_calls = 0
+        self._not_before = 0.0
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened now, for the backstop below writes it without the help of the interpreter.
+        self._file = self._path.open("a", encoding="utf-8")
+        self._store = self._transport.store()
+        self._activity.beat()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Watch no longer."""
+        self._ended.set()
+        self._thread.join(self._tick_s + ANSWER_S)
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        if not self._path.stat().st_size:
+            self._path.unlink()
+
+    def status(self) -> Status:
+        """What this rank is doing."""
+        frames = list(_frames(sys._current_frames().get(self._main or 0)))  # noqa: SLF001 - the one way to see them
+        modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
+        waiting_for = self._activity.waiting_for
+        if not waiting_for and any(module.startswith("torch.distributed") for module in modules):
+            waiting_for = "a collective of its model"
+        is_debugged = any(module.partition(".")[0] in _DEBUGGERS for module in modules)
+        return Status(
+            rank=self._transport.rank,
+            step=self._activity.step,
+            place=self._activity.place,
+            doing=self._activity.doing,
+            idle_s=0.0 if is_debugged else time.monotonic() - self._activity.moved_at,
+            waiting_for=waiting_for,
+            function=next(filter(None, map(_users_name, frames)), ""),
+        )
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._tick_s):
+            # While native code holds the interpreter, this thread cannot run either; a timer of the system still does.
+            faulthandler.dump_traceback_later(self._timeout_s, file=self._file)
+            try:
+                self._look()
+            except RuntimeError:
+                return  # the store is gone with the rank that held it, and so is the run
+
+    def _look(self) -> None:
+        """Call the roll where this rank has not moved for too long, and answer that of another."""
+        call, now = f"stall/{self._num_calls}", time.monotonic()
+        is_idle = self.status().idle_s >= self._timeout_s and now >= self._not_before
+        if not is_idle and not self._store.check([f"{call}/called"]):
+            return
+        is_caller = self._store.add(f"{call}/called", 1) == 1
+        self._store.set(f"{call}/{self._transport.rank}", json.dumps(asdict(self.status())))
+        self._num_calls += 1
+        if is_caller:
+            self._store.set(f"{call}/verdict", self._judge(call))
+        elif not self._appears([f"{call}/verdict"]):
+            return
+        verdict = json.loads(self._store.get(f"{call}/verdict"))
+        self._not_before = time.monotonic() + verdict["wait_s"]
+        if verdict["stall"] is not None:
+            self._write_stacks()
+            stall = Stall(**verdict["stall"])
+            self._on_stall(stall, is_caller)
+
+    def _judge(self, call: str) -> str:
+        """Whether no rank moves, and who is to blame, as JSON; else how long to wait before the next call."""
+        keys = {rank: f"{call}/{rank}" for rank in self._transport.world.ranks}
+        self._appears(list(keys.values()))
+        answers = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+        statuses = [Status(**json.loads(answer)) for answer in answers.values()]
+        wait_s = self._timeout_s - min(status.idle_s for status in statuses)
+        if wait_s > 0:
+            return json.dumps({"wait_s": wait_s, "stall": None})
+        stall = find_culprit(statuses, [rank for rank in keys if rank not in answers])
+        return json.dumps({"wait_s": self._timeout_s, "stall": asdict(stall)})
+
+    def _appears(self, keys: Sequence[str]) -> bool:
+        """Wait until keys are in the store; whether they are in time."""
+        end = time.monotonic() + 2 * self._tick_s + ANSWER_S
+        while not self._store.check(list(keys)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _write_stacks(self) -> None:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self._file.write(f"{now}: {self.status()}\n")
+        self._file.flush()
+        faulthandler.dump_traceback(self._file, all_threads=True)
+
+
+def end_stalled(stall: Stall, is_speaker: bool, *, directory: RunDirectory, rank: int) -> None:
+    """End a process that waits for nothing that will ever come; the launcher starts all of them anew.
+
+    Args:
+        stall: What is to be said.
+        is_speaker: This rank says it, the others just end.
+        directory: Of the run.
+        rank: Of this process.
+    """
+    message = f"{stall.cause}; the stacks of all ranks are in {directory.errors}"
+    if is_speaker:
+        directory.append_event("stall", {"rank": stall.rank, "cause": stall.cause, "step": stall.step})
+        failure = Failure(stall.rank, time.time_ns(), "stall", message, trace="")
+    else:
+        failure = Failure(rank, time.time_ns(), "lost_peers", message, trace="")
+    if not failure.write() and is_speaker:
+        print(f"error {message}", file=sys.stderr, flush=True)  # noqa: T201 - nobody else will say it
+    time.sleep(LAST_WORDS_S)
+    os._exit(1)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """A stack, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _users_name(frame: FrameType) -> str:
+    """The function of a frame if a user has written it; else nothing."""
+    code = frame.f_code
+    is_own = code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<"))
+    return "" if is_own or code.co_name == "<module>" else f"{frame.f_globals.get('__name__', '')}:{code.co_qualname}"
