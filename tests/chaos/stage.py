@@ -26,7 +26,7 @@ from leaderless.worker.checkpoint_writer import CheckpointWriter
 
 VARIABLE = "CHAOS"
 RESUME, WRITE, COMMIT = "resume", "write a checkpoint", "commit a checkpoint"
-"""Phases that are not entries of a chain: reading a checkpoint, and what threads do to write one."""
+"""Phases that are not entries of a chain: looking for a checkpoint, and what threads do to write one."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -116,7 +116,7 @@ def _install(killer: Killer) -> None:
             yield
 
     Tracer.span = watched  # type: ignore[method-assign]
-    worker.load_checkpoint = _as_phase(killer, RESUME, worker.load_checkpoint)  # type: ignore[attr-defined]
+    worker.newest_good = _as_phase(killer, RESUME, worker.newest_good)  # type: ignore[attr-defined]
     writer = CheckpointWriter
     writer._write_files = _as_phase(killer, WRITE, writer._write_files)  # type: ignore[method-assign]
     writer._commit = _as_phase(killer, COMMIT, writer._commit)  # type: ignore[method-assign]
