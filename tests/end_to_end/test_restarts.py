@@ -135,6 +135,16 @@ def test_a_step_that_is_not_finished_in_time_is_abandoned(
     assert family.left() == []
 
 
+def wait_for_store(port: int) -> None:
+    """The launcher that comes first holds the store, and must stay."""
+    end = time.monotonic() + 100
+    while time.monotonic() < end:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"nobody listens on port {port}")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -144,8 +154,9 @@ def free_port() -> int:
 def test_machines_that_are_lost_and_come_back(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launchers of one worker each stand for two machines."""
     disturb(tmp_path, monkeypatch, "")
+    port = free_port()
     command = ["-m", "leaderless", "train", recipe, "--workers", 1, "--nodes", "1:2", "steps=100000"]
-    command += ["--rendezvous", f"127.0.0.1:{free_port()}", "run.grace_s=30"]
+    command += ["--rendezvous", f"127.0.0.1:{port}", "run.grace_s=30"]
     run = tmp_path / "runs/tiny"
 
     def plan_size() -> int:
@@ -154,7 +165,9 @@ def test_machines_that_are_lost_and_come_back(tmp_path: Path, recipe: Path, monk
     def steps_beyond(step: int) -> bool:
         return bool((run / "metrics.jsonl").exists() and metrics(run) and metrics(run)[-1]["step"] > step)
 
-    staying, lost = start(tmp_path, *command), start(tmp_path, *command)
+    staying = start(tmp_path, *command)
+    wait_for_store(port)
+    lost = start(tmp_path, *command)
     family = Family(staying, lost)
     family.wait_until(lambda: plan_size() == 2 and steps_beyond(1))
     processes = [psutil.Process(lost.pid), *psutil.Process(lost.pid).children(recursive=True)]

@@ -72,9 +72,8 @@ def launch_workers(launch: Launch, restarts: Restarts) -> None:
         restarts: Says whether it is started again after a failure.
 
     Raises:
-        WorkersFailed: One of them failed; the others have been ended.
+        WorkersFailed: One of them failed, and the others have been ended; or the machines do not come together.
         Interrupted: A signal stopped them.
-        RuntimeError: The machines do not come together.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launch.logs.mkdir(parents=True, exist_ok=True)
@@ -204,16 +203,16 @@ def _explained(nodes: Nodes | None) -> Iterator[None]:
         yield
     except RendezvousClosedError:
         message = "another machine has ended the run; its terminal says why"
-        raise WorkersFailed(Failure(0, time.time_ns(), "lost_peers", message, trace="")) from None
-    except RendezvousTimeoutError as error:
-        wanted = nodes.smallest if nodes else 1
-        raise RuntimeError(
-            f"fewer than {wanted} machines have come together within {JOIN_S} s: give the same --nodes, --rendezvous "
-            "and run name on all of them, or lower the first number of --nodes"
-        ) from error
-    except RendezvousConnectionError as error:
-        where = nodes.rendezvous if nodes else "the file of this machine"
-        raise RuntimeError(
-            f"the store at {where} cannot be reached: the machine that holds it is lost, or does not let others "
-            "connect; the same command on all machines goes on from the newest checkpoint"
-        ) from error
+    except RendezvousTimeoutError:
+        message = (
+            f"fewer than {nodes.smallest if nodes else 1} machines have come together within {JOIN_S} s: give the same "
+            "--nodes, --rendezvous and run name on all of them, or lower the first number of --nodes"
+        )
+    except RendezvousConnectionError:
+        message = (
+            f"the store at {nodes.rendezvous if nodes else 'the file of this machine'} cannot be reached: the machine "
+            "that holds it is lost, or does not let others connect"
+        )
+    else:
+        return
+    raise WorkersFailed(Failure(0, time.time_ns(), "lost_peers", message, trace=""))

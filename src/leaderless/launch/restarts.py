@@ -116,6 +116,8 @@ def _first_cause(codes: Mapping[int, int], failure: Failure | None, logs: Path) 
         name = signal.Signals(-codes[killed]).name
         hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
         message = f"rank {killed} was ended by {name}{hint}"
+    elif failure is not None and failure.kind == "lost_peers":
+        return replace(failure, message=f"rank {failure.rank} has lost its peers: {failure.message}")
     elif failure is not None:
         return replace(failure, message=f"rank {failure.rank} failed: {failure.message}")
     else:
