@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 
 # Test modules, and the processes that run their functions, find each other as `tests.<folder>.<module>`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+# Tensors in tests are tiny, and several processes share the cores: a second thread would cost more than it brings.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.distributed.ranks import RankPool
 

@@ -280,10 +280,8 @@ def _serve(connection: Connection, stack_file: str, port: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with Path(stack_file).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        import torch
         from torch.distributed import TCPStore
 
-        torch.set_num_threads(1)
         # One connection serves all calls: where names are slow to resolve, each new one may take seconds.
         store = TCPStore("127.0.0.1", port, is_master=False)
         connection.send_bytes(b"ready")
