@@ -314,11 +314,16 @@ def _answer(task: _Task, store: TCPStore) -> bytes:
         module, _, function = task.function.partition(":")
         run = getattr(import_module(module), function)
         if task.init_group:
+            rank, world_size = (int(task.environment[name]) for name in ("RANK", "WORLD_SIZE"))
+            own_store = distributed.PrefixStore(f"call {task.number}", store)
+            # Imports may take ranks unequally long; that must not count against a short limit of the group.
+            own_store.set(f"ready {rank}", "")
+            own_store.wait([f"ready {other}" for other in range(world_size)], timedelta(seconds=START_S))
             distributed.init_process_group(
                 "gloo",
-                store=distributed.PrefixStore(f"call {task.number}", store),
-                rank=int(task.environment["RANK"]),
-                world_size=int(task.environment["WORLD_SIZE"]),
+                store=own_store,
+                rank=rank,
+                world_size=world_size,
                 timeout=timedelta(seconds=task.timeout_s),
             )
         return pickle.dumps(_Answer(run(*task.args), "", time.monotonic()))

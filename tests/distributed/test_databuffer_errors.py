@@ -187,9 +187,13 @@ def test_rows_that_are_not_there_cannot_be_wanted(ranks: RankPool) -> None:
 # Peers that are late or gone
 
 
+STALL_S = 6.0
+"""Longer than a rank waits, and than it then asks who else does."""
+
+
 def stall(rounds: Iterable[Round], what: str) -> None:
     """Is late, and then does no more: every part of an exchange would be as late again."""
-    time.sleep(4.5)
+    time.sleep(STALL_S)
     raise RuntimeError("too late")
 
 
@@ -199,7 +203,7 @@ def meet_a_bad_peer(how: str) -> tuple[str, float]:
     if dist.get_rank() == 1:
         if how == "stalls before":
             loop.step(stop_before="sample")
-            time.sleep(4.5)
+            time.sleep(STALL_S)
             return "", 0.0
         if how == "stalls between":
             loop.transport.group((0, 1, 2, 3)).stream = stall
@@ -229,7 +233,7 @@ def test_a_missing_peer_ends_the_wait_with_its_name(ranks: RankPool, how: str) -
                 assert re.search(
                     rf"edge sample->2-3 with ranks \[{others}\]; nothing is heard of ranks? (0,)?1[:,]", error
                 )
-            assert seconds < 4.5
+            assert seconds < STALL_S
 
 
 def leave_one_rank_without_rows() -> list[Json]:
