@@ -19,12 +19,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.distributed.ranks import RankPool
 
 settings.register_profile(
-    "patient",
+    "quick",
     settings(),
+    max_examples=50,
     deadline=None,  # other processes may use the same cores: how long an example takes says nothing about it
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("patient")
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000)
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")
