@@ -1,6 +1,8 @@
 # Everything runs in .venv, which is made on first use; nothing has to be installed by hand but Python 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes that run tests at a time, each with up to four ranks of its own (about 2 GiB together).
+TEST_WORKERS ?= 2
 
 .PHONY: quickstart test lint format docs clean
 .DELETE_ON_ERROR:
@@ -9,7 +11,7 @@ quickstart: .venv/.installed
 	$(BIN)/python examples/quickstart/quickstart.py
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, settings
 # Test modules, and the processes that run their functions, find each other as `tests.<folder>.<module>`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+# Tensors in tests are tiny, and several processes share the cores: a second thread would cost more than it brings.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from tests.distributed.ranks import RankPool
 
 # A shell that starts this in the background has it ignore Ctrl-C, and so would all that tests start.
@@ -20,12 +24,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
-    "patient",
+    "quick",
     settings(),
+    max_examples=50,
     deadline=None,  # other processes may use the same cores: how long an example takes says nothing about it
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("patient")
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000)
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")

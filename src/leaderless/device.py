@@ -27,6 +27,8 @@ class DeviceSetup:
 def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
     """Choose and prepare this rank's device: CUDA, Ascend where `torch_npu` is installed, else the CPU.
 
+    On the CPU the ranks of a machine share its cores, unless `OMP_NUM_THREADS` gives each a number of threads.
+
     Args:
         local_rank: Which of the machine's ranks this is.
         local_world_size: How many ranks share the machine.
@@ -51,8 +53,8 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
         module.set_device(local_rank)
         device = torch.device(kind, local_rank)
         return DeviceSetup(device, f"cpu:gloo,{kind}:{backend}", device)
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // local_world_size))
+    if "OMP_NUM_THREADS" not in os.environ:  # torch has taken what it says
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     return DeviceSetup(host, "gloo", host)
 
 

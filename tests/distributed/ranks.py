@@ -280,10 +280,8 @@ def _serve(connection: Connection, stack_file: str, port: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with Path(stack_file).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        import torch
         from torch.distributed import TCPStore
 
-        torch.set_num_threads(1)
         # One connection serves all calls: where names are slow to resolve, each new one may take seconds.
         store = TCPStore("127.0.0.1", port, is_master=False)
         connection.send_bytes(b"ready")
@@ -316,11 +314,16 @@ def _answer(task: _Task, store: TCPStore) -> bytes:
         module, _, function = task.function.partition(":")
         run = getattr(import_module(module), function)
         if task.init_group:
+            rank, world_size = (int(task.environment[name]) for name in ("RANK", "WORLD_SIZE"))
+            own_store = distributed.PrefixStore(f"call {task.number}", store)
+            # Imports may take ranks unequally long; that must not count against a short limit of the group.
+            own_store.set(f"ready {rank}", "")
+            own_store.wait([f"ready {other}" for other in range(world_size)], timedelta(seconds=START_S))
             distributed.init_process_group(
                 "gloo",
-                store=distributed.PrefixStore(f"call {task.number}", store),
-                rank=int(task.environment["RANK"]),
-                world_size=int(task.environment["WORLD_SIZE"]),
+                store=own_store,
+                rank=rank,
+                world_size=world_size,
                 timeout=timedelta(seconds=task.timeout_s),
             )
         return pickle.dumps(_Answer(run(*task.args), "", time.monotonic()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from tests.end_to_end.cli import Outcome, command
 
@@ -15,13 +14,11 @@ MOST_LINES = 4
 
 def run_alone(folder: Path, *arguments: object) -> Outcome:
     """A command and how it went; whatever it leaves of a process group is removed."""
-    threads = torch.get_num_threads()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             outcome = command(str(folder), [str(argument) for argument in arguments])
     finally:
-        torch.set_num_threads(threads)
         if dist.is_initialized():
             dist.destroy_process_group()
     loud = [str(w.message) for w in caught if not issubclass(w.category, ResourceWarning | DeprecationWarning)]

@@ -72,7 +72,7 @@ def succeed(ranks: RankPool, folder: Path, *arguments: object, num_ranks: int = 
 def environment() -> dict[str, str]:
     """Of processes that a person starts."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}
 
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:

@@ -1,8 +1,7 @@
-"""How workers start and end: by our own launcher, by torchrun, and by Ctrl-C."""
+"""How workers start and end: by our own launcher, by torchrun, and by an error."""
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 
@@ -34,29 +33,6 @@ def test_our_launcher_and_torchrun_give_the_run_of_one_worker(ranks: RankPool, t
         for line, numbers in zip(metrics(tmp_path / "runs" / name), expected, strict=True):
             assert line == pytest.approx(numbers, rel=1e-4, abs=1e-5)
     assert metrics(tmp_path / "runs/own") == metrics(tmp_path / "runs/elastic")
-
-
-def test_ctrl_c_ends_the_step_writes_a_checkpoint_and_the_run_can_go_on(ranks: RankPool, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS | {"steps": 100_000})
-    process = start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", 2)
-    log = tmp_path / "runs/tiny/metrics.jsonl"
-    end = time.monotonic() + 60
-    while (not log.exists() or log.read_text().count("\n") < 3) and time.monotonic() < end:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    asked = time.monotonic()
-    outcome = finish(process)
-    assert time.monotonic() - asked < 30
-    assert outcome.code == 130, outcome.errors
-    assert "the same command goes on from" in outcome.output
-    lines = metrics(tmp_path / "runs/tiny")
-    (checkpoint,) = (tmp_path / "runs/tiny/checkpoints").iterdir()
-    assert checkpoint.name == f"step-{len(lines):06d}"
-    assert (tmp_path / "runs/tiny/report.html").exists()
-    steps = len(lines) + 1
-    output = succeed(ranks, tmp_path, "train", recipe, f"steps={steps}")
-    assert f"going on from step {len(lines)}" in output
-    assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == list(range(1, steps + 1))
 
 
 FAILING = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow
 
 Step = dict[str, object]
+NUM_STEPS = 3
 
 
 def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
@@ -58,6 +61,7 @@ def merged(results: list[list[Step]], step: int) -> Step:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "1 rank": (1, {}),
     "2 ranks": (2, {}),
     "4 ranks": (4, {}),
     "rollout on 0-1, update on 2-3": (4, {"layout": {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}}}),
@@ -89,19 +93,30 @@ SETTINGS = {
     "batch.updates_per_step": 2,
     "algorithm.kl.coefficient": 0.1,
     "reward": {"format": {"pattern": r".*\d.*"}},
-    "steps": 5,
+    "steps": NUM_STEPS,
 }
 """An untrained model writes a digit now and then, so that groups have a signal."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_gradients_and_weights_are_those_of_one_rank(ranks: RankPool, tmp_path: Path, layout: str) -> None:
-    world_size, changes = LAYOUTS[layout]
-    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
-    single = ranks.run(1, walk_steps, str(recipe), "single", 5, init_group=False)
-    recipe = write_recipe(tmp_path, tiny_model(), SETTINGS | changes)
-    several = ranks.run(world_size, walk_steps, str(recipe), "several", 5, init_group=False)
-    for step in range(5):
+@pytest.fixture(scope="module")
+def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[Step]]]:
+    """What the ranks of a layout see of each step; a layout is walked once."""
+
+    @functools.cache
+    def walk(layout: str) -> list[list[Step]]:
+        world_size, changes = LAYOUTS[layout]
+        recipe = write_recipe(tmp_path_factory.mktemp("walk"), tiny_model(), SETTINGS | changes)
+        return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
+
+    return walk
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "1 rank"])
+def test_samples_gradients_and_weights_are_those_of_one_rank(
+    walked: Callable[[str], list[list[Step]]], layout: str
+) -> None:
+    single, several = walked("1 rank"), walked(layout)
+    for step in range(NUM_STEPS):
         expected, result = merged(single, step), merged(several, step)
         assert result["samples"] == expected["samples"], f"step {step + 1}"
         worst = 0.0
@@ -113,7 +128,7 @@ def test_samples_gradients_and_weights_are_those_of_one_rank(ranks: RankPool, tm
             assert result["numbers"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name  # type: ignore[index]
         assert expected["numbers"]["policy/grad_norm"] > 0.1, "there is something to learn"  # type: ignore[index]
         assert worst < 1e-4
-    print(f"{layout}: weights after step 5 differ by {worst:.1e}")
+    print(f"{layout}: weights after step {NUM_STEPS} differ by {worst:.1e}")
 
 
 def traced(recipe_file: str) -> dict[str, list[tuple[int, float, float]]]:
@@ -159,14 +174,14 @@ def test_the_log_reaches_the_first_rank_whoever_computes(ranks: RankPool, tmp_pa
         assert name in numbers  # type: ignore[operator]
 
 
-def test_the_diamond_gives_every_rank_every_input(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_diamond_gives_every_rank_every_input(walked: Callable[[str], list[list[Step]]], tmp_path: Path) -> None:
     """rollout -> {old, reference} -> update: both branches arrive whole on all four ranks."""
     recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
     plan = make_plan(load_recipe(recipe).recipe, resolve_workflow("grpo"), Cluster(4))
     sources = dict(plan["policy"].reads)
     assert (sources["old_log_probs"], sources["ref_log_probs"]) == ("old", "reference")
-    results = ranks.run(4, walk_steps, str(recipe), "diamond", 2, init_group=False)
-    first, second = (step["numbers"] for step in results[0])
+    results = walked("4 ranks")
+    first, second, _ = (step["numbers"] for step in results[0])
     assert 0 < first["policy/kl"] < second["policy/kl"], "the reference stays where the policy began"  # type: ignore[index]
     assert first["mismatch/abs_max"] < 1e-4, "old log-probabilities are those of the weights that sampled"  # type: ignore[index]
     for result in results:

@@ -62,10 +62,17 @@ def weights_of(step: Step, role: str) -> dict[str, Tensor]:
     return {name: w for name, w in step["weights"].items() if name.startswith(f"{role}.")}  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="module")
+def single(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[list[Step]]:
+    """Three steps of one rank, to compare with."""
+    return ranks.run(1, walk_steps, ppo_recipe(tmp_path_factory.mktemp("single")), "single", 3, init_group=False)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_policy_and_critic_are_those_of_one_rank(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+def test_policy_and_critic_are_those_of_one_rank(
+    ranks: RankPool, tmp_path: Path, single: list[list[Step]], layout: str
+) -> None:
     world_size, changes = LAYOUTS[layout]
-    single = ranks.run(1, walk_steps, ppo_recipe(tmp_path), "single", 3, init_group=False)
     several = ranks.run(world_size, walk_steps, ppo_recipe(tmp_path, changes), "several", 3, init_group=False)
     for step, (whole, result) in enumerate((merged(single, i), merged(several, i)) for i in range(3)):
         assert result["samples"] == whole["samples"], f"step {step + 1}"

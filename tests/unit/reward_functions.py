@@ -15,7 +15,7 @@ from pathlib import Path
 
 from leaderless.rewards.protocol import RewardInput, RewardResult
 
-HEAVY_MODULES = ("torch", "transformers", "numpy")
+HEAVY_MODULES = ("torch", "transformers", "numpy", "leaderless.config.recipe")
 
 
 def length(sample: RewardInput) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.unit.recipes import begin, end, make_recipe, plan_of, write_model
 
@@ -317,7 +317,6 @@ class Tables:
 
 
 @given(case=cases())
-@settings(max_examples=300, deadline=None)
 def test_every_node_finds_its_columns_and_whole_groups_where_it_runs(case):
     plan = planned(case)
     tables = Tables(plan)
@@ -326,7 +325,6 @@ def test_every_node_finds_its_columns_and_whole_groups_where_it_runs(case):
 
 
 @given(case=cases())
-@settings(deadline=None)
 def test_every_node_reads_what_the_last_writer_before_it_wrote(case):
     plan = planned(case)
     ancestors = case.workflow.ancestors()
@@ -342,7 +340,6 @@ def test_every_node_reads_what_the_last_writer_before_it_wrote(case):
 
 
 @given(case=cases())
-@settings(deadline=None)
 def test_columns_travel_after_they_are_written_and_before_they_are_read(case):
     plan = planned(case)
     position = {action.node: index for index, action in enumerate(plan.schedule) if isinstance(action, Run)}
@@ -362,7 +359,6 @@ def test_columns_travel_after_they_are_written_and_before_they_are_read(case):
 
 
 @given(case=cases())
-@settings(deadline=None)
 def test_what_runs_is_what_is_needed(case):
     plan = planned(case)
     assert [node.name for node in plan.nodes] == [
@@ -378,7 +374,6 @@ def test_what_runs_is_what_is_needed(case):
 
 
 @given(case=cases())
-@settings(deadline=None)
 def test_a_chain_is_the_schedule_without_what_other_ranks_do(case):
     plan = planned(case)
 
@@ -400,7 +395,6 @@ def test_a_chain_is_the_schedule_without_what_other_ranks_do(case):
 
 
 @given(case=cases())
-@settings(max_examples=30, deadline=None)
 def test_any_plan_is_made_again(case):
     plan = planned(case)
     assert case.plan() == plan

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev, stdev
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -131,7 +131,6 @@ def global_share(parts: list[tuple[Tensor, Tensor, Tensor]]) -> float:
 
 @pytest.mark.parametrize("name", ESTIMATES)
 @given(samples=rows, seed=st.integers(0, 99))
-@settings(max_examples=50)
 def test_advantages_equal_a_naive_loop_in_any_order(
     name: str, samples: list[tuple[float, bool, int, int]], seed: int
 ) -> None:

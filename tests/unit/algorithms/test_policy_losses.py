@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.algorithms.naive import (
     AGGREGATIONS,
@@ -85,7 +85,6 @@ def test_cpgd_worked_by_hand() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @given(batch=responses)
-@settings(max_examples=50)
 def test_losses_equal_a_naive_loop(name: str, batch: list[list[Token]]) -> None:
     case = CASES[name]
     if case.is_per_response:
