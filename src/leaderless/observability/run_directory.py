@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from leaderless.config import Json, Recipe
+from leaderless.observability.events import GuardEvent
 
 
 class RunDirectory:
@@ -25,6 +26,9 @@ class RunDirectory:
         self.plan = path / "plan.json"
         self.picture = path / "plan.svg"
         self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.guards = path / "guards.json"
+        self.limits = path / "limits.json"
         self.samples = path / "samples"
         self.traces = path / "trace"
         self.checkpoints = path / "checkpoints"
@@ -75,8 +79,11 @@ class RunDirectory:
         checkpoints = list_checkpoints(self.checkpoints)
         return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
 
-    def set_aside(self) -> Path:
+    def set_aside(self, *, keep_limits: bool = False) -> Path:
         """Rename the folder, so that a new run can take its name; the new one may begin from the same `config.yaml`.
+
+        Args:
+            keep_limits: It is the same run once more, and shall not run out of memory for the same reason.
 
         Returns:
             Where it is now.
@@ -85,9 +92,10 @@ class RunDirectory:
         while (target := self.path.with_name(f"{self.path.name}.{number}")).exists():
             number += 1
         self.path.rename(target)
-        if (target / self.config.name).exists():
-            self.path.mkdir()
-            shutil.copy(target / self.config.name, self.config)
+        for file in (self.config, *([self.limits] if keep_limits else ())):
+            if (target / file.name).exists():
+                self.path.mkdir(exist_ok=True)
+                shutil.copy(target / file.name, file)
         return target
 
     def append_metrics(self, record: Mapping[str, float]) -> None:
@@ -112,14 +120,41 @@ class RunDirectory:
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
                     yield {name: math.nan if value is None else value for name, value in record.items()}
 
-    def forget_after(self, step: int) -> None:
+    def append_events(self, events: Iterable[GuardEvent]) -> None:
+        """Add to `events.jsonl`.
+
+        Args:
+            events: What guards have seen and done.
+        """
+        with self.events.open("a", encoding="utf-8") as file:
+            file.write("".join(map(_event_to_line, events)))
+
+    def read_events(self) -> Iterator[GuardEvent]:
+        """The events of `events.jsonl`; a line that was cut off by a crash is passed over."""
+        for line in self.events.read_text(encoding="utf-8").splitlines() if self.events.exists() else ():
+            try:
+                yield GuardEvent.from_json(json.loads(line))
+            except (json.JSONDecodeError, TypeError, AttributeError):
+                continue
+
+    def forget_after(self, step: int, num_roll_backs: int = 0) -> None:
         """Drop what was logged of later steps, which are about to be done again.
+
+        Events that ended an attempt at these steps, and those of earlier attempts, are history and stay.
 
         Args:
             step: The last one that is kept.
+            num_roll_backs: How often the run has rolled back so far.
         """
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.metrics, "".join(map(_to_line, kept)))
+        if self.events.exists():
+            events = [
+                event
+                for event in self.read_events()
+                if event.step <= step or event.num_roll_backs < num_roll_backs or event.action == "stop"
+            ]
+            write_atomically(self.events, "".join(map(_event_to_line, events)))
         for file in self.samples.glob("step-*.jsonl") if self.samples.exists() else ():
             if int(file.name.removeprefix("step-").partition(".")[0]) > step:
                 file.unlink()
@@ -159,6 +194,10 @@ def finite_or_none(numbers: Mapping[str, float]) -> dict[str, float | None]:
 
 def _to_line(record: Mapping[str, float]) -> str:
     return json.dumps(finite_or_none(record), allow_nan=False) + "\n"
+
+
+def _event_to_line(event: GuardEvent) -> str:
+    return json.dumps(event.to_json(), allow_nan=False) + "\n"
 
 
 def write_atomically(path: Path, text: str) -> None:

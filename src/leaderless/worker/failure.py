@@ -15,14 +15,15 @@ from types import TracebackType
 from typing import Literal, Self
 
 from leaderless.config import RecipeError
-from leaderless.data.errors import CollectiveError
+from leaderless.data.errors import CollectiveError, MemoryExhausted, is_out_of_memory
+from leaderless.observability.events import GuardStop
 from leaderless.observability.run_directory import write_atomically
 
 FOLDER_VARIABLE = "LEADERLESS_FAILURES"
 """Where the launcher wants each rank to write its failure; without it a worker prints it."""
 STEPS_BEGUN = "steps-begun"
 """A file in that folder: from now on Ctrl-C asks workers to stop, where it would have ended them before."""
-Kind = Literal["recipe", "storage", "lost_peers", "interrupt", "error"]
+Kind = Literal["recipe", "storage", "out_of_memory", "guard", "lost_peers", "interrupt", "error"]
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _COMMANDS = ("leaderless.cli.train", "leaderless.cli.evaluate", "leaderless.cli.export", "leaderless.cli.plan")
 
@@ -34,8 +35,9 @@ class Failure:
     Attributes:
         rank: That failed.
         time_ns: When; when one rank fails the others lose it and fail soon after.
-        kind: `recipe`: the user has to correct it; `storage`: a file could not be written; `lost_peers`: it waited in
-            vain for others, whose failure is the cause; `interrupt`: Ctrl-C; `error`: anything else.
+        kind: `recipe`: the user has to correct it; `storage`: a file could not be written; `out_of_memory`: memory has
+            run out, and the next start may do with less; `guard`: numbers have gone bad, and would again; `lost_peers`:
+            it waited in vain for others, whose failure is the cause; `interrupt`: Ctrl-C; `error`: anything else.
         message: For people.
         trace: The traceback.
     """
@@ -96,6 +98,10 @@ def _kind(error: BaseException) -> Kind:
         return "recipe"
     if isinstance(error, OSError) and error.errno in _STORAGE:
         return "storage"
+    if isinstance(error, GuardStop):
+        return "guard"
+    if is_out_of_memory(error):
+        return "out_of_memory"
     # What waits inside torch, as its sharding does, raises errors of the backend; gloo has no type of its own for them.
     is_backend = type(error).__name__.startswith("Dist") or "/gloo/transport/" in str(error)
     if isinstance(error, CollectiveError) or (isinstance(error, RuntimeError) and is_backend):
@@ -108,7 +114,11 @@ def _message(error: BaseException) -> str:
     if isinstance(error, RecipeError):
         return str(error)
     places = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    remedy = ": make room, or name another run.directory" if _kind(error) == "storage" else ""
+    remedy = ""
+    if _kind(error) == "storage":
+        remedy = ": make room, or name another run.directory"
+    elif is_out_of_memory(error) and not isinstance(error, MemoryExhausted):
+        remedy = ": memory has run out; lower batch.micro_batch_tokens or rollout.max_sequences, or use more ranks"
     return f"{type(error).__name__}{': ' if str(error) else ''}{error}{places}{remedy}"
 
 

@@ -20,14 +20,17 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.surplus import Surplus
 from leaderless.data.transport import Transport
 from leaderless.observability.console import Display
+from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Action, Load, Loop, Plan, Reshard, Run, Stream, SyncWeights, flat, format_ranks
 from leaderless.stages.context import Grader, StageContext
+from leaderless.worker.agreement import StepEnd, agree
 from leaderless.worker.checkpoint import CheckpointWriter, RunState, load_checkpoint, read_node_state
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
+from leaderless.worker.guards import Guards
 from leaderless.worker.loop import check_filled, count_groups, report_loop
 from leaderless.worker.nodes import load_stages
 from leaderless.worker.roles import Roles
@@ -92,6 +95,8 @@ class Worker:
         self.pools = list(dict.fromkeys(self.plan.ranks_of(action) for action in flat(self.plan.schedule)))
         self.metrics = {ranks: Metrics() for ranks in self.pools if self.rank in ranks}
         self.states: dict[str, dict[str, float]] = {name: {} for name in self.stages}
+        self.guards = Guards(self.recipe.guards, self.directory, self.display, is_first=self.rank == 0)
+        self._events: list[GuardEvent] = []
         self.log = StepLog(self.directory, enable_tensorboard=self.recipe.run.tensorboard) if self.rank == 0 else None
         self._seconds_before = 0.0
         self._begin = time.monotonic()
@@ -115,8 +120,12 @@ class Worker:
         while self.step < self.recipe.steps and not is_stopping:
             numbers = self.run_step()
             self._log(numbers | self._evaluate())
-            is_stopping = self._agree_to_stop(stop)
-            self._checkpoint(is_stopping=is_stopping)
+            end = agree(StepEnd(stop.signal is not None, self.data_position, tuple(self._events)), self.transport.world)
+            is_stopping = end.is_stopping
+            if self.guards.settle(self.step, end):
+                self._roll_back()
+            else:
+                self._checkpoint(is_stopping=is_stopping)
         self.display.stop()
         self.tracer.close()
         if self.log is not None:
@@ -140,14 +149,25 @@ class Worker:
             self.states[name] = read_node_state(checkpoints[-1], name)
         self.roles.sync_all()
         self.step, self.data_position, self._seconds_before = state.step, state.data_position, state.time_s
+        passed_over = self.guards.resumed(state.step)
+        if passed_over is not None:
+            self.data_position = passed_over.data_position
         for loader in self.loaders.values():
-            loader.position = state.data_position
+            loader.position = self.data_position
         loop = self.plan.loop
         if loop is not None and self.rank in loop.layout:
-            self.buffer.surplus = Surplus.load(checkpoints[-1], loop.layout.shard_of(self.rank), loop.layout.dp)
+            # What waits in the checkpoint was used by the steps that went wrong, so it is passed over as well.
+            shard = loop.layout.shard_of(self.rank), loop.layout.dp
+            self.buffer.surplus = Surplus() if passed_over else Surplus.load(checkpoints[-1], *shard)
         if self.rank == 0:
-            self.directory.forget_after(state.step)
+            self.directory.forget_after(state.step, self.guards.num_roll_backs)
         self.display.say(f"going on from step {state.step} ([bold]{escape(str(checkpoints[-1]))}[/])")
+
+    def _roll_back(self) -> None:
+        """Go on from the newest checkpoint, though not from its place in the data."""
+        seconds = self._seconds()
+        self._resume()
+        self._seconds_before, self._begin = seconds, time.monotonic()
 
     def run_step(self) -> dict[str, float]:
         """Walk the chain once.
@@ -156,6 +176,7 @@ class Worker:
             The step's numbers, on rank 0.
         """
         self.step += 1
+        self._events.clear()
         begin = time.perf_counter()
         self._walk(self.chain)
         self.buffer.clear()
@@ -237,6 +258,9 @@ class Worker:
             model=self.roles.of(node.node.role, node.layout) if node.node.role else None,
             grade=self.grade,
             state=self.states[name],
+            # Each event is to be told once, by one of the ranks that know it.
+            events=self._events if self.rank == node.layout.ranks[0] else [],
+            num_roll_backs=self.guards.num_roll_backs,
             progress=lambda fraction: self.display.activity(name, fraction),
         )
 
@@ -254,12 +278,17 @@ class Worker:
         numbers: dict[str, float] = {}
         for ranks in self.pools:
             reduced = self.metrics[ranks].reduce(self.transport.group(ranks)) if self.rank in ranks else {}
+            if self.rank == ranks[0]:
+                nodes = [node for node in self.plan.nodes if node.layout.ranks == ranks]
+                self._events += self.guards.judge_rewards(self.step, reduced, nodes)
             numbers |= self._bring_to_first(ranks, reduced)
         self.metrics = {ranks: Metrics() for ranks in self.metrics}
         if "throughput/tokens" in numbers:
             numbers["throughput/tokens_per_s"] = numbers.pop("throughput/tokens") / seconds
         # The first rank may have no part in loading; what others report has been brought to it.
         self.data_position = int(numbers.pop("data/position", 0))
+        if self.guards.num_roll_backs:
+            numbers["guard/roll_backs"] = self.guards.num_roll_backs
         return {**numbers, "time/step": seconds}
 
     def _bring_to_first(self, ranks: tuple[int, ...], numbers: dict[str, float]) -> dict[str, float]:
@@ -298,11 +327,6 @@ class Worker:
     def _seconds(self) -> float:
         """Seconds that the run has taken, earlier starts included."""
         return self._seconds_before + time.monotonic() - self._begin
-
-    def _agree_to_stop(self, stop: StopRequest) -> bool:
-        """Whether any rank has been asked to stop, the same answer on all."""
-        asked = torch.tensor([int(stop.signal is not None)])
-        return bool(self.transport.world.max(asked, "whether to stop"))
 
     def _save_surplus(self, folder: Path) -> None:
         """Write what a loop has left over, each shard once."""
