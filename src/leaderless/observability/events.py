@@ -26,7 +26,7 @@ _REMEDIES = {
     "grad_norm_factor": "lower the learning rate, look at the samples of this step, or raise the factor",
     "entropy_limit": "lower the learning rate, raise algorithm.policy_loss.clip_high or algorithm.kl.coefficient, or "
     "lower the limit",
-    "reward_failures_limit": "read the errors in the report; correct the reward, raise its timeout_s or raise the limit",
+    "reward_failures_limit": "read the errors in the report; correct the reward, or raise its timeout_s or the limit",
     "max_roll_backs": "what makes steps bad is not their data: change the settings of training, or raise it",
 }
 GUARDS = tuple(_REMEDIES)

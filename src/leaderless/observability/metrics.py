@@ -94,7 +94,7 @@ class Metrics:
         Args:
             earlier: The copy.
         """
-        self._measures = {name: replace(measure) for name, measure in earlier._measures.items()}  # noqa: SLF001
+        self._measures = {name: replace(measure) for name, measure in earlier._measures.items()}
 
     def reduce(self, group: Reducer) -> dict[str, float]:
         """The numbers over all ranks of a pool, the same on each; means of nothing are left out.

@@ -209,7 +209,7 @@ def _read(path: Path, content: str, notes: list[str]) -> str:
 
 def _read_events(path: Path, notes: list[str]) -> Sequence[Mapping[str, object]]:
     """What guards have said; most runs have nothing to tell."""
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return ()
     lines, num_broken = parse_json_lines(_read(path, "what guards have seen", notes))
     if num_broken:
