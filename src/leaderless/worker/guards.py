@@ -92,9 +92,10 @@ class Guards:
         cause = next(event for event in end.events if event.action == "roll_back")
         checkpoints = list_checkpoints(self._directory.checkpoints)
         if not checkpoints:
+            last = replace(cause, action="stop")
+            self._record([last])
             raise GuardStop(
-                f"{replace(cause, action='stop')}, as there is no checkpoint to go back to: set "
-                f"checkpoint.every_steps; {cause.remedy}"
+                f"{last}, as there is no checkpoint to go back to: set checkpoint.every_steps; {cause.remedy}"
             )
         if self.num_roll_backs >= self._config.max_roll_backs:
             limit, count = self._config.max_roll_backs, self.num_roll_backs + 1
