@@ -45,6 +45,7 @@ NAN, INF = math.nan, math.inf
         ({"grad_norm_factor": 3.0}, (0.5, 6.0, None, 2.0), []),
         ({"grad_norm_factor": 3.0}, (0.5, 6.1, None, 2.0), [("grad_norm_factor", "skip")]),
         ({"grad_norm_factor": 3.0, "grad_norm_limit": 9.0}, (0.5, 6.1, None, 2.0), [("grad_norm_factor", "skip")]),
+        ({"grad_norm_factor": 3.0, "grad_norm_limit": 9.0}, (0.5, INF, None, 2.0), [("non_finite_gradient", "skip")]),
         ({"entropy_limit": 0.1}, (0.5, 1.0, 0.1), []),
         ({"entropy_limit": 0.1}, (0.5, 1.0, 0.09), [("entropy_limit", "warn")]),
         ({"entropy_limit": 0.1, "entropy_action": "stop"}, (0.5, 1.0, 0.09), [("entropy_limit", "stop")]),
@@ -52,7 +53,7 @@ NAN, INF = math.nan, math.inf
     ],
 )
 def test_a_guard_speaks_beyond_its_limit_and_not_at_it(settings, numbers, said) -> None:
-    breaches = list(find_breaches(GuardsConfig(**settings), UpdateNumbers(*numbers)))
+    breaches = find_breaches(GuardsConfig(**settings), UpdateNumbers(*numbers))
     assert [(breach.guard, breach.action) for breach in breaches] == said
 
 

@@ -31,7 +31,8 @@ _REMEDIES = {
 }
 GUARDS = tuple(_REMEDIES)
 """Guards, by the setting of the section `guards` that holds their limit or their action."""
-_BELOW = "entropy_limit"
+LOWER_BOUNDS = ("entropy_limit",)
+"""Guards that speak below their limit; all others do above it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class GuardEvent:
         if self.limit is None:
             seen = f"guards.{self.guard}: the value is {self.value}"
         else:
-            side = "below" if self.guard == _BELOW else "above"
+            side = "below" if self.guard in LOWER_BOUNDS else "above"
             seen = f"guards.{self.guard}={self.limit:g}: {self.value:.6g} is {side} it"
         return f"{place}: {seen}; {_DONE[self.action]}"
 

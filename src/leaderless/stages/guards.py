@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from leaderless.config.guards import GuardAction, GuardsConfig
-from leaderless.observability.events import strongest
+from leaderless.observability.events import LOWER_BOUNDS, strongest
 from leaderless.stages.context import StageContext
 from leaderless.training.engine import Trainable, UpdateInfo
 
@@ -57,24 +57,29 @@ class UpdateNumbers:
     usual_norm: float | None = None
 
 
-def find_breaches(config: GuardsConfig, numbers: UpdateNumbers) -> Iterator[Breach]:
+def find_breaches(config: GuardsConfig, numbers: UpdateNumbers) -> list[Breach]:
     """The guards that speak against an update.
 
     Args:
         config: Limits and actions.
         numbers: Of the update.
     """
-    norm, entropy, usual = numbers.grad_norm, numbers.entropy, numbers.usual_norm
-    if not math.isfinite(numbers.loss):
-        yield Breach("non_finite_loss", numbers.loss, None, config.non_finite_loss)
-    if not math.isfinite(norm):
-        yield Breach("non_finite_gradient", norm, None, config.non_finite_gradient)
-    elif config.grad_norm_limit is not None and norm > config.grad_norm_limit:
-        yield Breach("grad_norm_limit", norm, config.grad_norm_limit, config.grad_norm_action)
-    elif config.grad_norm_factor is not None and usual is not None and norm > config.grad_norm_factor * usual:
-        yield Breach("grad_norm_factor", norm / usual, config.grad_norm_factor, config.grad_norm_action)
-    if config.entropy_limit is not None and entropy is not None and entropy < config.entropy_limit:
-        yield Breach("entropy_limit", entropy, config.entropy_limit, config.entropy_action)
+    norm, is_finite = numbers.grad_norm, math.isfinite(numbers.grad_norm)
+    times_usual = norm / numbers.usual_norm if is_finite and numbers.usual_norm else None
+    watched: tuple[tuple[str, float | None, float | None, GuardAction], ...] = (
+        ("grad_norm_limit", norm if is_finite else None, config.grad_norm_limit, config.grad_norm_action),
+        ("grad_norm_factor", times_usual, config.grad_norm_factor, config.grad_norm_action),
+        ("entropy_limit", numbers.entropy, config.entropy_limit, config.entropy_action),
+    )
+    finite: tuple[tuple[str, float, GuardAction], ...] = (
+        ("non_finite_loss", numbers.loss, config.non_finite_loss),
+        ("non_finite_gradient", norm, config.non_finite_gradient),
+    )
+    breaches = [Breach(guard, value, None, action) for guard, value, action in finite if not math.isfinite(value)]
+    for guard, value, limit, action in watched:
+        if value is not None and limit is not None and (value < limit if guard in LOWER_BOUNDS else value > limit):
+            breaches.append(Breach(guard, value, limit, action))
+    return breaches
 
 
 def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy: float | None) -> UpdateInfo:

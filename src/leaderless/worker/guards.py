@@ -66,11 +66,11 @@ class Guards:
             numbers: Of the pool, over all of its ranks.
             nodes: That run on just these ranks.
         """
-        share, limit = numbers.get(FAILED_REWARDS), self._config.reward_failures_limit
+        share, config = numbers.get(FAILED_REWARDS), self._config
+        limit, action = config.reward_failures_limit, config.reward_failures_action
         if share is None or limit is None or share <= limit:
             return []
         name = next(node.name for node in nodes if "reward_valid" in node.writes)
-        action = self._config.reward_failures_action
         return [GuardEvent(step, "reward_failures_limit", share, limit, action, name, "", self.num_roll_backs)]
 
     def settle(self, step: int, end: StepEnd) -> bool:
@@ -83,6 +83,7 @@ class Guards:
         Raises:
             GuardStop: The run has to stop.
         """
+        may_roll_back = self.num_roll_backs < self._config.max_roll_backs
         action = strongest(event.action for event in end.events)
         self._record(end.events)
         if action == "stop":
@@ -97,7 +98,7 @@ class Guards:
             raise GuardStop(
                 f"{last}, as there is no checkpoint to go back to: set checkpoint.every_steps; {cause.remedy}"
             )
-        if self.num_roll_backs >= self._config.max_roll_backs:
+        if not may_roll_back:
             limit, count = self._config.max_roll_backs, self.num_roll_backs + 1
             last = replace(cause, guard="max_roll_backs", value=float(count), limit=float(limit), action="stop")
             self._record([last])

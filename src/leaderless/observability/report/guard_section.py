@@ -11,7 +11,7 @@ from leaderless.observability.report.untrusted import as_number, as_step, as_tex
 
 MAX_EVENTS = 40
 """Events that are listed, the last ones."""
-_COUNTS = {"warn": "warnings", "skip": "skipped updates", "roll_back": "roll-backs", "stop": "stops"}
+_NOUNS = {"warn": "warning", "skip": "skipped update", "roll_back": "roll-back", "stop": "stop"}
 
 
 def guard_section(run: RunFiles) -> Html:
@@ -23,7 +23,9 @@ def guard_section(run: RunFiles) -> Html:
     if not run.events:
         return Html("")
     actions = Counter(as_text(event.get("action")) for event in run.events)
-    counts = ", ".join(f"{actions[action]} {noun}" for action, noun in _COUNTS.items() if actions[action])
+    counts = ", ".join(
+        f"{actions[action]} {noun}" + "s" * (actions[action] > 1) for action, noun in _NOUNS.items() if actions[action]
+    )
     left_out = f" The last {MAX_EVENTS} are listed; all are in events.jsonl." if len(run.events) > MAX_EVENTS else ""
     head = element("tr", *(element("th", title) for title in ("step", "guard", "seen", "limit", "node", "action")))
     rows = [element("tr", *(element("td", text) for text in _cells(event))) for event in run.events[-MAX_EVENTS:]]
