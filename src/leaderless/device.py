@@ -58,6 +58,16 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
     return DeviceSetup(host, "gloo", host)
 
 
+def release_memory(device: torch.device) -> None:
+    """Give back what the allocator of an accelerator keeps for later, so that pieces of other sizes find room.
+
+    Args:
+        device: Of the rank.
+    """
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has used: the accelerator's, or the process's resident set.
 

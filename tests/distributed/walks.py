@@ -153,7 +153,7 @@ def plan_of(case: Case) -> Plan:
         edges=(),
         schedule=make_schedule(recipe, nodes, ()),
         instances=(),
-        batch=BatchSizes(1, 1, 1, 1, 1, 1),
+        batch=BatchSizes(1, 1, 1, 1, 1, 1, 1, adapts_to_memory=False),
         memory=None,
         recipe_hash="",
     )

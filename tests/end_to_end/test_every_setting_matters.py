@@ -97,7 +97,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
         "stream": stream | {"weight": 2.0},
         "file": columns | {"path": str(tmp_path / "rows.jsonl"), "curriculum": {"column": "level"}},
     }
-    sft = ["workflow=sft", "data.max_response_tokens=2", "evaluation.every_steps=0"]
+    sft = ["guards.grad_norm_limit=1e-9", "workflow=sft", "data.max_response_tokens=2", "evaluation.every_steps=0"]
     sft.append(f"data.train={json.dumps(stream | {'response': 'answer'})}")
     commands = [
         ["train", str(grpo)],

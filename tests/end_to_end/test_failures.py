@@ -199,6 +199,7 @@ def test_an_error_of_a_users_stage_is_shown_from_where_the_command_begins(
 def test_rewards_that_hang_or_raise_are_counted_and_nothing_else(tmp_path: Path) -> None:
     reward = {"tests.end_to_end.failing:hang_sometimes": {"timeout_s": 0.3}}
     changes = {"reward": reward, "steps": 1, "batch.prompts_per_step": 2, "run.reward_processes": 2}
+    changes |= {"guards.reward_failures_limit": None}
     before = set(psutil.Process().children())
     outcome = run_alone(tmp_path, "train", write_recipe(tmp_path, tiny_model(), changes))
     assert outcome.code == 0, outcome

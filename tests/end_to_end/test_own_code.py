@@ -110,7 +110,8 @@ def test_failed_rewards_are_counted_and_excluded_and_never_zero(ranks: RankPool,
 
 
 def test_a_step_in_which_every_reward_fails_changes_no_weight(ranks: RankPool, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, tiny_model(), {"reward": {f"{OWN}always_fail": 1.0}, "steps": 2})
+    changes = {"reward": {f"{OWN}always_fail": 1.0}, "guards.reward_failures_limit": None, "steps": 2}
+    recipe = write_recipe(tmp_path, tiny_model(), changes)
     succeed(ranks, tmp_path, "train", recipe, num_ranks=2)
     for line in metrics(tmp_path / "runs/tiny"):
         assert (line["reward/failed"], line["policy/grad_norm"], line["group/no_signal"]) == (24, 0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
@@ -45,7 +45,16 @@ class Table:
         for micro_batch in micro_batches:
             value_loss(self.numbers[micro_batch.response_index], micro_batch).backward()
 
-    def optimizer_step(self) -> UpdateInfo:
+    def run_passes(
+        self,
+        batch: Batch,
+        passes: Callable[[list[MicroBatch]], None],
+        undo: Callable[[], None],  # noqa: ARG002
+    ) -> None:
+        passes(self.micro_batches(batch))
+
+    def optimizer_step(self, allow: Callable[[float], bool]) -> UpdateInfo:
+        assert allow(1.0)
         return UpdateInfo(1.0, 1.0)
 
 

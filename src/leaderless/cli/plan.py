@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from leaderless.cli.common import console, plan_recipe, print_json, print_path, recipe_path
-from leaderless.observability.run_directory import write_atomically
+from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.worker.limits import read_limits
 
 
 def plan(
@@ -35,6 +36,7 @@ def plan(
     else:
         from leaderless.planner.show import print_plan
 
-        print_plan(planned.plan, console)
+        adapts = planned.plan.batch.adapts_to_memory
+        print_plan(planned.plan, console, read_limits(RunDirectory.of(planned.recipe)) if adapts else {})
     if picture is not None and not as_json:
         print_path("picture", picture)

@@ -33,9 +33,11 @@ FREE_KEYS = (
     "batch.micro_batch_tokens",
     "data.prefetch_steps",
     "rollout.max_sequences",
+    "guards.",
     "algorithm.loop.",
 )
-"""Settings that may change when a run goes on: those that change no number, and how long and where it goes on."""
+"""Settings that may change when a run goes on: those that change no number, how long and where it goes on, and what
+happens when numbers go bad."""
 
 
 def train(
@@ -229,7 +231,7 @@ def _prepare(directory: RunDirectory, planned: Planned, *, fresh: bool) -> None:
             directory.forget_after(0)
     elif directory.path.exists() and (fresh or not has_checkpoint):
         if directory.metrics.exists() or fresh:
-            print_path("the earlier run is now in", directory.set_aside())
+            print_path("the earlier run is now in", directory.set_aside(keep_limits=not fresh))
     elif has_checkpoint:
         _check_same_settings(directory, planned)
     try:

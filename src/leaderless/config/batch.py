@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, field_validator
 
 from leaderless.config.base import Section
 
 MAX_RESPONSES = 1 << 16
 """Siblings that the id of a sample has room for."""
+FIRST_MICRO_BATCH_TOKENS = 16384
+"""What `micro_batch_tokens: auto` begins with, on every kind of device, unless a sample may be longer."""
 
 
 class BatchConfig(Section):
@@ -23,5 +27,23 @@ class BatchConfig(Section):
     """Into how many parts each rank's prompts of a step are divided on their way through nodes on different ranks that
     need not see all rows at once (rollout, rewards, log-probs): while one part is sampled, the one before is on its way
     or already scored. Changes nothing where no rows change ranks between such nodes."""
-    micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens in one forward and backward pass of a rank: a memory bound that changes no number."""
+    micro_batch_tokens: int | Literal["auto"] = 16384
+    """Most tokens in one forward and backward pass of a rank, at least 1: a memory bound that changes no number. `auto`
+    begins with 16,384, or with the longest sample if that is longer, and halves it whenever memory runs out."""
+
+    @field_validator("micro_batch_tokens", mode="before")
+    @classmethod
+    def _is_bound_or_auto(cls, value: object) -> object:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            return value
+        raise ValueError("must be a whole number of at least 1, or auto")
+
+    def first_micro_batch_tokens(self, longest_tokens: int) -> int:
+        """The bound that a run begins with.
+
+        Args:
+            longest_tokens: Of a sample.
+        """
+        if self.micro_batch_tokens == "auto":
+            return max(FIRST_MICRO_BATCH_TOKENS, longest_tokens)
+        return self.micro_batch_tokens

@@ -10,6 +10,7 @@ from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.base import Section
 from leaderless.config.batch import BatchConfig
 from leaderless.config.data import DataConfig
+from leaderless.config.guards import GuardsConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rewards import RewardsConfig
@@ -48,6 +49,8 @@ class Recipe(Section):
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the state of training is written."""
+    guards: GuardsConfig = GuardsConfig()
+    """What happens when numbers go bad."""
     run: RunConfig = RunConfig()
     """Where the run writes, how long it waits and what it shows."""
     steps: int = Field(ge=1)

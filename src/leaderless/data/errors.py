@@ -1,7 +1,50 @@
-"""Errors of the data coordinator that others tell apart. Imports no torch."""
+"""Errors that others tell apart. Imports no torch."""
 
 from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "cublas_status_alloc_failed")
+"""What allocators say, as torch passes it on in errors that have no type of their own."""
 
 
 class CollectiveError(RuntimeError):
     """A rank did not get what it waited for from its peers."""
+
+
+class MemoryExhausted(RuntimeError):  # noqa: N818
+    """Memory has run out; says what for, and what to lower."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that host or device memory has run out.
+
+    Args:
+        error: Of Python, torch or the system.
+    """
+    if isinstance(error, MemoryError | MemoryExhausted) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+
+
+@contextmanager
+def memory_explained(what: str) -> Iterator[None]:
+    """Say what memory has run out for, and what to lower.
+
+    Args:
+        what: As `too much is sampled at once: lower rollout.max_sequences`.
+
+    Raises:
+        MemoryExhausted: Memory has run out.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemoryExhausted) or not is_out_of_memory(error):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MemoryExhausted(f"{what} ({reason})") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -83,6 +83,18 @@ class Metrics:
         if not isinstance(value, Tensor):
             value = torch.tensor(value, dtype=torch.float64)
         measure.largest = torch.maximum(torch.as_tensor(measure.largest), value)
+
+    def copy(self) -> Metrics:
+        """What has been reported so far; what follows does not change it."""
+        return Metrics({name: replace(measure) for name, measure in self._measures.items()})
+
+    def go_back_to(self, earlier: Metrics) -> None:
+        """Forget what has been reported since a copy was made.
+
+        Args:
+            earlier: The copy.
+        """
+        self._measures = {name: replace(measure) for name, measure in earlier._measures.items()}
 
     def reduce(self, group: Reducer) -> dict[str, float]:
         """The numbers over all ranks of a pool, the same on each; means of nothing are left out.

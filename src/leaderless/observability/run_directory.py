@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from leaderless.config import Json, Recipe
+from leaderless.observability.events import GuardEvent
 
 MANIFEST = "manifest.json"
 """Lists the files of a checkpoint; there is none without it."""
@@ -37,6 +38,8 @@ class RunDirectory:
         self.picture = path / "plan.svg"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
+        self.guards = path / "guards.json"
+        self.limits = path / "limits.json"
         self.samples = path / "samples"
         self.traces = path / "trace"
         self.checkpoints = path / "checkpoints"
@@ -87,8 +90,11 @@ class RunDirectory:
         checkpoints = list_checkpoints(self.checkpoints)
         return step_of(checkpoints[-1]) if checkpoints else 0
 
-    def set_aside(self) -> Path:
+    def set_aside(self, *, keep_limits: bool = False) -> Path:
         """Rename the folder, so that a new run can take its name; the new one may begin from the same `config.yaml`.
+
+        Args:
+            keep_limits: It is the same run once more, and shall not run out of memory for the same reason.
 
         Returns:
             Where it is now.
@@ -97,9 +103,10 @@ class RunDirectory:
         while (target := self.path.with_name(f"{self.path.name}.{number}")).exists():
             number += 1
         self.path.rename(target)
-        if (target / self.config.name).exists():
-            self.path.mkdir()
-            shutil.copy(target / self.config.name, self.config)
+        for file in (self.config, *([self.limits] if keep_limits else ())):
+            if (target / file.name).exists():
+                self.path.mkdir(exist_ok=True)
+                shutil.copy(target / file.name, file)
         return target
 
     def append_metrics(self, record: Mapping[str, float]) -> None:
@@ -143,14 +150,36 @@ class RunDirectory:
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
                     yield {name: math.nan if value is None else value for name, value in record.items()}
 
-    def forget_after(self, step: int) -> None:
+    def read_events(self) -> Iterator[tuple[str, GuardEvent | None]]:
+        """The lines of `events.jsonl`, with what guards said in those that are theirs; cut-off ones are passed over."""
+        for line in self.events.read_text(encoding="utf-8").splitlines() if self.events.exists() else ():
+            try:
+                record = json.loads(line)
+                is_guard = record.pop("event") == "guard"
+                del record["time"]
+                yield line, GuardEvent.from_json(record) if is_guard else None
+            except (json.JSONDecodeError, TypeError, AttributeError, KeyError):
+                continue
+
+    def forget_after(self, step: int, num_roll_backs: int = 0) -> None:
         """Drop what was logged of later steps, which are about to be done again.
+
+        Events that ended an attempt at these steps, and those of earlier attempts, are history and stay.
 
         Args:
             step: The last one that is kept.
+            num_roll_backs: How often the run has rolled back so far.
         """
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.metrics, "".join(map(_to_line, kept)))
+        lines = list(self.read_events())
+        history = [
+            line
+            for line, event in lines
+            if event is None or event.step <= step or event.num_roll_backs < num_roll_backs or event.action == "stop"
+        ]
+        if len(history) < len(lines):
+            write_atomically(self.events, "".join(f"{line}\n" for line in history))
         for file in self.samples.glob("step-*.jsonl") if self.samples.exists() else ():
             if int(file.name.removeprefix("step-").partition(".")[0]) > step:
                 file.unlink()

@@ -25,13 +25,15 @@ class StepLog:
         self._writer: SummaryWriter | None = None
         self._enable_tensorboard = enable_tensorboard
 
-    def open(self, step: int) -> None:
-        """Begin to log, or go on; what an earlier start has logged from there on is forgotten.
+    def open(self, step: int, num_roll_backs: int = 0) -> None:
+        """Begin to log, or go on; what has been logged from there on is forgotten.
 
         Args:
             step: The first that will be logged.
+            num_roll_backs: How often the run has rolled back so far.
         """
-        self.directory.forget_after(step - 1)
+        self.close()
+        self.directory.forget_after(step - 1, num_roll_backs)
         if self._enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -63,7 +63,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         edges=_edges(recipe, nodes),
         schedule=make_schedule(recipe, nodes, instances, workflow.loop),
         instances=instances,
-        batch=_batch_sizes(recipe, nodes),
+        batch=_batch_sizes(recipe, nodes, longest),
         memory=estimate_memory(recipe, instances, sizes, longest),
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
     )
@@ -257,7 +257,7 @@ def _max_bytes(recipe: Recipe, name: str, *, is_sampled: bool) -> int:
     return rows * longest * column.item_bytes
 
 
-def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode]) -> BatchSizes:
+def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], longest_tokens: int) -> BatchSizes:
     batch = recipe.batch
     is_expanded = any(node.spec.rows == "expand" for node in nodes)
     per_prompt = batch.responses_per_prompt if is_expanded else 1
@@ -270,4 +270,6 @@ def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode]) -> BatchSizes:
         samples_per_update=per_update * per_prompt,
         max_prompts_per_rank=-(-batch.prompts_per_step // shards),
         optimizer_steps=recipe.steps * batch.updates_per_step,
+        micro_batch_tokens=batch.first_micro_batch_tokens(longest_tokens),
+        adapts_to_memory=batch.micro_batch_tokens == "auto",
     )

@@ -138,7 +138,8 @@ def _estimate_rank(
             }
         if instance.is_trained or instance.scores:
             name = f"{role} trains" if instance.is_trained else f"{role} scores"
-            parts = _forward_memory(recipe, model, size, copied // size.num_layers, is_trained=instance.is_trained)
+            tokens = recipe.batch.first_micro_batch_tokens(longest_tokens)
+            parts = _forward_memory(model, size, tokens, copied // size.num_layers, is_trained=instance.is_trained)
             parts["logits"] *= not instance.is_critic
             phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
     return Memory(resident, phases)
@@ -153,11 +154,10 @@ def _num_sequences(recipe: Recipe, shards: int) -> int:
 
 
 def _forward_memory(
-    recipe: Recipe, model: ModelConfig, size: ModelSize, copied_layer: int, *, is_trained: bool
+    model: ModelConfig, size: ModelSize, tokens: int, copied_layer: int, *, is_trained: bool
 ) -> dict[str, int]:
     """Working memory of a forward pass, and of its backward pass when the role is trained."""
     width = 2 if model.compute_dtype == "bfloat16" else FLOAT32_BYTES
-    tokens = recipe.batch.micro_batch_tokens
     layer = 16 * size.hidden_size + 3 * size.intermediate_size
     if not is_trained:
         kept = layer

@@ -258,6 +258,8 @@ class BatchSizes:
         samples_per_update: Training sequences behind one optimiser step, at most.
         max_prompts_per_rank: Most prompts that one shard loads in a step.
         optimizer_steps: Optimiser steps of the whole run, for a role that is trained in each of its steps.
+        micro_batch_tokens: Most tokens of one pass of a rank; where that is `auto`, what the run begins with.
+        adapts_to_memory: It is `auto`.
     """
 
     prompts_per_step: int
@@ -266,6 +268,8 @@ class BatchSizes:
     samples_per_update: int
     max_prompts_per_rank: int
     optimizer_steps: int
+    micro_batch_tokens: int
+    adapts_to_memory: bool
 
 
 @dataclass(frozen=True)

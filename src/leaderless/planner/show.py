@@ -19,16 +19,17 @@ UNKNOWN_MEMORY = (
 )
 
 
-def print_plan(plan: Plan, console: Console) -> None:
+def print_plan(plan: Plan, console: Console, lowered: Mapping[str, int] | None = None) -> None:
     """Print what runs where, what travels, and what it takes.
 
     Args:
         plan: Any plan.
         console: Where to; lines are folded at its width, and nothing is cut off.
+        lowered: Tokens of one pass by role, where a run of this plan has had to lower them.
     """
     title = Text.assemble((plan.recipe_name, "bold"), f"  workflow {plan.workflow}, {_count(plan.world_size, 'rank')}")
     _print(console, title.append(f", plan {plan.hash()[:12]}", "dim"))
-    _section(console, "Batch", _batch(plan))
+    _section(console, "Batch", _batch(plan, lowered or {}))
     _section(console, "Nodes, in order", _nodes(plan))
     if plan.pruned:
         reason = "nobody reads what it writes with these settings"
@@ -66,16 +67,19 @@ def _table(*titles: str, rows: Iterable[Sequence[str | Text]], right: Sequence[i
     return table
 
 
-def _batch(plan: Plan) -> Table:
+def _batch(plan: Plan, lowered: Mapping[str, int]) -> Table:
     batch = plan.batch
     is_sampled = batch.samples_per_step != batch.prompts_per_step
     samples = f", {batch.samples_per_step:,} samples" if is_sampled else ""
     per_update = f", {batch.samples_per_update:,} samples" if is_sampled else ""
     per_rank = _count(batch.max_prompts_per_rank, "prompt")
+    auto = " to begin with (auto), lowered where memory runs out"
     rows = [
         ("a step", f"{_count(batch.prompts_per_step, 'prompt')}{samples}; at most {per_rank} a rank"),
         ("an update", f"at most {_count(batch.prompts_per_update, 'prompt')}{per_update}"),
         ("the run", _count(batch.optimizer_steps, "update")),
+        ("a pass", f"at most {_count(batch.micro_batch_tokens, 'token')} a rank" + auto * batch.adapts_to_memory),
+        *((f"a pass of {role}", f"{_count(tokens, 'token')}: more did not fit") for role, tokens in lowered.items()),
     ]
     return _table("", "", rows=rows)
 

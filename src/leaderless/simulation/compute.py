@@ -123,7 +123,8 @@ class ModelCost:
     def _num_passes(self, rows: Rows, shards: Int) -> int:
         """Micro-batches of the fullest shard, which all shards run."""
         tokens = self._per_shard(shards, rows.tokens)
-        return int(np.ceil(tokens.max() / self.recipe.batch.micro_batch_tokens))
+        longest = self.recipe.data.max_prompt_tokens + self.recipe.rollout.max_response_tokens
+        return int(np.ceil(tokens.max() / self.recipe.batch.first_micro_batch_tokens(longest)))
 
     def _per_shard(self, shards: Int, values: Int | Float) -> Float:
         return np.bincount(shards, weights=values, minlength=self.layout.dp).astype(np.float64)

@@ -184,7 +184,7 @@ def settings_of(
 def _context(recipe: Recipe, tokens: int) -> tuple[str, str]:
     """Settings that give sequences so many tokens, and a micro-batch room for one."""
     response = f"rollout.max_response_tokens={tokens - recipe.data.max_prompt_tokens}"
-    return response, f"batch.micro_batch_tokens={max(tokens, recipe.batch.micro_batch_tokens)}"
+    return response, f"batch.micro_batch_tokens={max(tokens, recipe.batch.first_micro_batch_tokens(tokens))}"
 
 
 def simulate(points: Sequence[Settings], plan_for: PlanFor, cluster: ClusterConfig) -> Iterator[Point]:

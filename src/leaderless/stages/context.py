@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from leaderless.config import Recipe
+from leaderless.config.guards import GuardAction
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Group
+from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import PlannedNode
@@ -51,6 +53,8 @@ class StageContext:
         model: Of the node's role; None for a node without one.
         grade: Computes the recipe's rewards.
         state: What the node remembers from step to step, the same on all of its ranks; checkpoints hold it.
+        events: Takes what guards say, the same on all ranks of the node.
+        num_roll_backs: How often the run has rolled back.
         progress: Told a fraction between 0 and 1 of the node's work.
     """
 
@@ -64,6 +68,8 @@ class StageContext:
     model: ModelRole | ValueEngine | None
     grade: Grader
     state: MutableMapping[str, float] = field(default_factory=dict)
+    events: MutableSequence[GuardEvent] = field(default_factory=list)
+    num_roll_backs: int = 0
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
 
     @property
@@ -78,6 +84,20 @@ class StageContext:
         assert self.model is not None, f"node '{self.node.name}' has no role"
         assert not isinstance(self.model, ModelRole), f"the role of node '{self.node.name}' is no value model"
         return self.model
+
+    def report_event(self, guard: str, value: float, limit: float | None, action: GuardAction) -> None:
+        """Tell the run what a guard says; all ranks of the node do so alike.
+
+        Args:
+            guard: Its setting.
+            value: That was seen.
+            limit: That it broke; None where the value has to be finite.
+            action: That follows.
+        """
+        node = self.node.node
+        self.events.append(
+            GuardEvent(self.step, guard, value, limit, action, self.node.name, node.role or "", self.num_roll_backs)
+        )
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the rows of all ranks, each row counted once however many ranks hold it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, tensor
 
 from leaderless.algorithms import adapted_coefficient
@@ -39,6 +41,8 @@ def adapt_coefficient(context: StageContext, total: Tensor, num_tokens: int, num
     if context.step <= algorithm.critic.warmup_steps:
         return
     divergence, tokens, samples = context.sum(tensor([float(total), num_tokens, num_samples]).double()).tolist()
+    if not math.isfinite(divergence):
+        return  # guards decide what becomes of the step
     context.state[STATE] = adapted_coefficient(
         coefficient,
         divergence / max(tokens, 1.0),

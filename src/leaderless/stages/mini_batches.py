@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from leaderless.algorithms import Aggregation, Denominators, token_weights
 from leaderless.data.batch import Batch
+from leaderless.models.causal_lm import TokenOutputs
 from leaderless.stages.context import StageContext
+from leaderless.stages.guards import guarded_step
 from leaderless.training.engine import LossOf, Outputs, Trainable
 from leaderless.training.micro_batches import MicroBatch, response_lengths
 
@@ -44,18 +48,47 @@ def train_mini_batches(
         totals = Denominators(*context.sum(Denominators.count(lengths, counted)).tolist())
         longest = context.recipe.rollout.max_response_tokens
         weights = token_weights(aggregation, lengths, counted, totals, norm_tokens=longest)
-        loss = make_loss(mini_batch, weights, number)
-
-        def reported_loss(outputs: Outputs, micro_batch: MicroBatch, loss: LossOf[Outputs] = loss) -> Tensor:
-            value = loss(outputs, micro_batch)
-            context.metrics.total(metric_name(context, "loss"), value.detach() / num_updates)
-            return value
-
-        backward(engine.micro_batches(mini_batch), reported_loss)
-        info = engine.optimizer_step()
+        loss = _Tally(make_loss(mini_batch, weights, number), context, num_updates)
+        engine.run_passes(mini_batch, loss.passes(backward), partial(loss.undo, engine))
+        info = guarded_step(engine, context, *loss.over_all_ranks())
         context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)
         context.metrics.max(metric_name(context, "learning_rate"), info.learning_rate)
         context.progress(number / num_updates)
+
+
+class _Tally(Generic[Outputs]):
+    """The loss of a mini-batch, which is added up as its micro-batches go by, and the entropy with it."""
+
+    def __init__(self, loss: LossOf[Outputs], context: StageContext, num_updates: int) -> None:
+        self._loss, self._context, self._num_updates = loss, context, num_updates
+        self._metrics = context.metrics.copy()
+        self._totals = torch.zeros(3)
+
+    def __call__(self, outputs: Outputs, micro_batch: MicroBatch) -> Tensor:
+        """See `LossOf`."""
+        value = self._loss(outputs, micro_batch)
+        self._context.metrics.total(metric_name(self._context, "loss"), value.detach() / self._num_updates)
+        entropies = outputs.entropies.detach() if isinstance(outputs, TokenOutputs) else value.new_empty(0)
+        counted = torch.stack([value.detach(), entropies.sum(), value.new_tensor(len(entropies))])
+        self._totals = self._totals.to(value.device) + counted
+        return value
+
+    def passes(
+        self, backward: Callable[[Sequence[MicroBatch], LossOf[Outputs]], None]
+    ) -> Callable[[Sequence[MicroBatch]], None]:
+        """What adds the gradient of this loss to what an engine has."""
+        return lambda micro_batches: backward(micro_batches, self)
+
+    def undo(self, engine: Trainable) -> None:
+        """Take back passes that ran out of memory: what they reported, and their gradient."""
+        self._context.metrics.go_back_to(self._metrics)
+        self._totals = torch.zeros_like(self._totals)
+        engine.discard_gradient()
+
+    def over_all_ranks(self) -> tuple[float, float | None]:
+        """The loss, and the mean entropy of a token; None without one."""
+        loss, entropy, count = self._context.sum(self._totals.cpu()).tolist()
+        return loss, entropy / count if count else None
 
 
 def _mini_batches(batch: Batch, context: StageContext) -> Iterator[Tensor]:

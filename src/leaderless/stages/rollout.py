@@ -9,9 +9,15 @@ import torch
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
+from leaderless.data.errors import memory_explained
 from leaderless.data.ids import make_sample_ids
 from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.stages.context import StageContext
+
+TOO_MUCH = (
+    "the sequences that are sampled at the same time do not fit into memory: lower rollout.max_sequences or "
+    "rollout.max_response_tokens"
+)
 
 
 def rollout(batch: Batch, context: StageContext) -> Batch:
@@ -91,7 +97,7 @@ def _complete(
         done += count
         context.progress(done / (len(prompts) * len(distributions)))
 
-    with role.train_engine.unsharded():
+    with memory_explained(TOO_MUCH), role.train_engine.unsharded():
         for distribution in dict.fromkeys(distributions):
             places = [place for place, wanted in enumerate(distributions) if wanted == distribution]
             requests = [

@@ -31,11 +31,13 @@ class UpdateInfo:
 
     Attributes:
         grad_norm: Global L2 norm of the gradient before clipping.
-        learning_rate: That was used.
+        learning_rate: That was used, or would have been.
+        is_made: The weights have changed.
     """
 
     grad_norm: float
     learning_rate: float
+    is_made: bool = True
 
 
 class Trainable(Protocol):
@@ -56,12 +58,34 @@ class Trainable(Protocol):
             batch: Has `prompt_tokens`, `tokens` and `response_mask`.
         """
 
-    def optimizer_step(self) -> UpdateInfo:
-        """Clip the gradient, change the weights and clear the gradient.
+    def run_passes(
+        self, batch: Batch, passes: Callable[[Sequence[MicroBatch]], None], undo: Callable[[], None] = lambda: None
+    ) -> None:
+        """Do something with each micro-batch of a batch; where memory runs out, perhaps once more with smaller ones.
+
+        Args:
+            batch: Has `prompt_tokens`, `tokens` and `response_mask`.
+            passes: Goes through the micro-batches.
+            undo: Takes back what passes have left behind before they ran out of memory.
 
         Raises:
-            RuntimeError: The gradient is not finite; weights are unchanged.
+            MemoryExhausted: Memory has run out, and smaller micro-batches are not allowed, not possible, or have to
+                wait for the next start.
         """
+
+    def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
+        """Clip the gradient, change the weights and clear the gradient.
+
+        Args:
+            allow: Told the norm of the gradient, says whether weights shall change, the same on every rank; without
+                it they change.
+
+        Raises:
+            RuntimeError: The gradient is not finite and nobody was asked; weights are unchanged.
+        """
+
+    def discard_gradient(self) -> None:
+        """Forget the gradient that has been added up."""
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its name in `transformers`, whole, on every rank, one at a time."""

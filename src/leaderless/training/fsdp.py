@@ -25,8 +25,13 @@ class FsdpEngine(ShardedModel[CausalLM]):
         """See `TrainEngine`."""
         lengths = response_lengths(batch.jagged("response_mask"))
         values = torch.empty(int(lengths.sum()))
-        for micro_batch in self.micro_batches(batch):
-            values[micro_batch.response_index] = self._forward(micro_batch, temperature).log_probs.cpu()
+
+        def score(micro_batches: Sequence[MicroBatch]) -> None:
+            for micro_batch in micro_batches:
+                with self.one_pass(micro_batch):
+                    values[micro_batch.response_index] = self._forward(micro_batch, temperature).log_probs.cpu()
+
+        self.run_passes(batch, score)
         self.reshard_root()
         return Jagged(values, lengths, "response_tokens")
 
@@ -40,8 +45,9 @@ class FsdpEngine(ShardedModel[CausalLM]):
     ) -> None:
         """See `TrainEngine`."""
         for micro_batch in micro_batches:
-            outputs = self._forward(micro_batch, temperature, entropy_gradient=entropy_gradient)
-            _backward(token_loss(outputs, micro_batch), outputs.log_probs)
+            with self.one_pass(micro_batch):
+                outputs = self._forward(micro_batch, temperature, entropy_gradient=entropy_gradient)
+                _backward(token_loss(outputs, micro_batch), outputs.log_probs)
 
     def _forward(self, micro_batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False) -> TokenOutputs:
         """What the model says of a micro-batch's targets."""
@@ -80,16 +86,22 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
         """See `ValueEngine`."""
         lengths = response_lengths(batch.jagged("response_mask"))
         values = torch.empty(int(lengths.sum()))
-        for micro_batch in self.micro_batches(batch):
-            values[micro_batch.response_index] = self._forward(micro_batch).cpu()
+
+        def expect(micro_batches: Sequence[MicroBatch]) -> None:
+            for micro_batch in micro_batches:
+                with self.one_pass(micro_batch):
+                    values[micro_batch.response_index] = self._forward(micro_batch).cpu()
+
+        self.run_passes(batch, expect)
         self.reshard_root()
         return Jagged(values, lengths, "response_tokens")
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], value_loss: ValueLoss) -> None:
         """See `ValueEngine`."""
         for micro_batch in micro_batches:
-            values = self._forward(micro_batch)
-            _backward(value_loss(values, micro_batch), values)
+            with self.one_pass(micro_batch):
+                values = self._forward(micro_batch)
+                _backward(value_loss(values, micro_batch), values)
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
         """[R] float32: the value before each of a micro-batch's targets."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged, ragged_index
+from leaderless.data.errors import MemoryExhausted
 from leaderless.data.transport import Group
 
 
@@ -39,6 +40,40 @@ class MicroBatch:
         none = torch.empty(0, dtype=torch.int64)
         one = torch.zeros(1, dtype=torch.int64)
         return cls(one, one, [1], none, none, none, torch.zeros(1, dtype=torch.int64))
+
+
+class PassExhausted(MemoryExhausted):
+    """A micro-batch was too large for memory.
+
+    Attributes:
+        num_tokens: That it has.
+    """
+
+    def __init__(self, micro_batch: MicroBatch, rank: int, device: torch.device, reason: str) -> None:
+        """Say which.
+
+        Args:
+            micro_batch: That was too large.
+            rank: Where.
+            device: Whose memory has run out.
+            reason: What the allocator says.
+        """
+        lengths = micro_batch.lengths
+        self.num_tokens = sum(lengths)
+        super().__init__(
+            f"rank {rank}: a micro-batch of {self.num_tokens:,} tokens in {len(lengths):,} samples, the longest of "
+            f"{max(lengths):,}, does not fit into the memory of {device} ({reason})"
+        )
+
+
+def longest_sample(batch: Batch) -> int:
+    """Tokens of the longest sample, prompt and continuation; 0 without any.
+
+    Args:
+        batch: Has `prompt_tokens` and `tokens`.
+    """
+    lengths = batch.jagged("prompt_tokens").lengths + batch.jagged("tokens").lengths
+    return int(lengths.max()) if len(lengths) else 0
 
 
 def make_micro_batches(batch: Batch, max_tokens: int, group: Group) -> list[MicroBatch]:

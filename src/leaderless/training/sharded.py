@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -15,10 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
+from leaderless.data.errors import MemoryExhausted, is_out_of_memory
 from leaderless.data.transport import Group
+from leaderless.device import release_memory
 from leaderless.models.decoder import Decoder
 from leaderless.training.engine import UpdateInfo
-from leaderless.training.micro_batches import MicroBatch, make_micro_batches
+from leaderless.training.micro_batches import MicroBatch, PassExhausted, longest_sample, make_micro_batches
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 
 Model_co = TypeVar("Model_co", bound=Decoder, covariant=True)
@@ -55,6 +59,7 @@ class ShardedModel(Generic[Model_co]):
             num_updates: Optimiser steps of the whole run, for the schedule.
         """
         self._group, self.device, self.micro_batch_tokens = group, device, micro_batch_tokens
+        self._on_lowered: Callable[[int], None] | None = None
         # Activations are recomputed in training mode only; there is no dropout that would tell the modes apart.
         self.model = model.train(optimizer is not None)
         self.policy_version = 0
@@ -91,18 +96,95 @@ class ShardedModel(Generic[Model_co]):
         """See `Trainable`."""
         return make_micro_batches(batch, self.micro_batch_tokens, self._group)
 
-    def optimizer_step(self) -> UpdateInfo:
+    def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
+        """From now on lower the bound of a pass where memory runs out.
+
+        Args:
+            on_lowered: Told each new bound.
+        """
+        self._on_lowered = on_lowered
+
+    def run_passes(
+        self, batch: Batch, passes: Callable[[Sequence[MicroBatch]], None], undo: Callable[[], None] = lambda: None
+    ) -> None:
+        """See `Trainable`.
+
+        Only a plain module on one rank can begin a pass anew. Of several ranks, one that fails within a pass would
+        leave the others in a collective, and a sharded module is left half gathered: there the lower bound has to wait
+        for the next start.
+        """
+        while True:
+            try:
+                passes(self.micro_batches(batch))
+            except PassExhausted as error:
+                self._lower_bound(longest_sample(batch), error)
+            else:
+                return
+            # Not before here is the error gone, which holds on to the tensors of the pass that failed.
+            undo()
+            gc.collect()
+            release_memory(self.device)
+
+    @contextmanager
+    def one_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Name the micro-batch, if memory runs out.
+
+        Args:
+            micro_batch: That goes through the model.
+
+        Raises:
+            PassExhausted: Memory has run out.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PassExhausted(micro_batch, self._group.rank, self.device, reason) from error
+
+    def _lower_bound(self, longest: int, error: PassExhausted) -> None:
+        """Halve what was too much, but not below the longest sample; raise what cannot be mended here and now."""
+        before = min(self.micro_batch_tokens, error.num_tokens)
+        after = max(before // 2, longest)
+        if after >= before:
+            raise MemoryExhausted(
+                f"{error}: a pass cannot take less than one sample; lower rollout.max_response_tokens or "
+                "data.max_prompt_tokens, set models.<role>.gradient_checkpointing, or use more ranks"
+            ) from error
+        if self._on_lowered is None:
+            raise MemoryExhausted(
+                f"{error}: lower batch.micro_batch_tokens={self.micro_batch_tokens} (the longest sample has "
+                f"{longest}), or set it to auto"
+            ) from error
+        self.micro_batch_tokens = after
+        self._on_lowered(after)
+        if self._group.size > 1 or self.units:
+            raise MemoryExhausted(
+                f"{error}: batch.micro_batch_tokens=auto is lowered to {after} for the next start; the same command "
+                "goes on with it"
+            ) from error
+
+    def discard_gradient(self) -> None:
+        """See `Trainable`."""
+        assert self._optimizer is not None
+        self._optimizer.zero_grad()
+
+    def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
         """See `Trainable`."""
         assert self._optimizer is not None
         assert self._optimizer_config is not None
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._optimizer_config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        learning_rate = learning_rate_at(self._optimizer_config, self.policy_version, self._num_updates)
+        if allow is not None and not allow(grad_norm):
+            self.discard_gradient()
+            return UpdateInfo(grad_norm, learning_rate, is_made=False)
         if not math.isfinite(grad_norm):
             raise RuntimeError(
                 f"rank {self._group.rank}: the gradient norm of update {self.policy_version} is {grad_norm}: "
                 "lower the learning rate, or look at the rewards and advantages of this step"
             )
-        learning_rate = learning_rate_at(self._optimizer_config, self.policy_version, self._num_updates)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._optimizer.step()

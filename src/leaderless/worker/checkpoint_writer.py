@@ -113,8 +113,7 @@ class CheckpointWriter:
         Args:
             content: All else but the tensors.
         """
-        if self._job is not None:
-            self._job.join()
+        self.wait()
         self._last_s = time.monotonic()
         roles = {}
         for role, engine in self._engines.items():
@@ -133,7 +132,7 @@ class CheckpointWriter:
             OSError: This rank could not write.
         """
         assert self._job is not None
-        self._job.join()
+        self.wait()
         error, self._job.error = self._job.error, None
         failed = torch.cat(self._world.gather(torch.tensor([int(error is not None)]), "whether all have written"))
         if not int(failed.max()):
@@ -152,6 +151,11 @@ class CheckpointWriter:
             return None
         error, self._job.error = self._job.error, None
         return error
+
+    def wait(self) -> None:
+        """Until this rank is done with the checkpoint that it writes, if there is one."""
+        if self._job is not None:
+            self._job.join()
 
     def close(self) -> None:
         """Let a checkpoint that is being written come to its end, if it does soon."""

@@ -10,12 +10,14 @@ import torch
 from leaderless.config import Recipe
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
+from leaderless.data.errors import memory_explained
 from leaderless.data.ids import make_sample_ids
 from leaderless.planner import Layout, Plan, RoleInstance
 from leaderless.rewards.pool import Graded
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.reward import decode_responses, reward_inputs
+from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.scores import Scores
 
 EVALUATION_SEED_OFFSET = 1 << 31
@@ -94,7 +96,7 @@ class Evaluator:
             progress(done / len(ids))
 
         assert self.model.rollout_engine is not None
-        with self.model.train_engine.unsharded():
+        with memory_explained(TOO_MUCH), self.model.train_engine.unsharded():
             groups = self.model.rollout_engine.generate(requests, params, report)
         completions = [completion for group in groups for completion in group]
         texts = decode_responses(self.tokenizer, [c.tokens for c in completions], self.recipe)

@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from leaderless.config import RecipeError
-from leaderless.data.errors import CollectiveError
+from leaderless.data.errors import CollectiveError, MemoryExhausted, is_out_of_memory
+from leaderless.observability.events import GuardStop
 from leaderless.observability.run_directory import write_atomically
 
 FOLDER_VARIABLE = "LEADERLESS_FAILURES"
@@ -26,8 +27,8 @@ FAILED = "failed"
 """A file in that folder: a worker has failed, and the launcher ends the others with SIGTERM."""
 STOPPED = "stopped"
 """A file in that folder: the workers have ended as somebody asked, with a checkpoint and before the last step."""
-Kind = Literal["recipe", "storage", "lost_peers", "interrupt", "stall", "error"]
-FINAL: frozenset[Kind] = frozenset({"recipe", "interrupt"})
+Kind = Literal["recipe", "storage", "out_of_memory", "guard", "lost_peers", "interrupt", "stall", "error"]
+FINAL: frozenset[Kind] = frozenset({"recipe", "guard", "interrupt"})
 """Failures that another start would only repeat, or that somebody has asked for."""
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _COMMANDS = ("leaderless.cli.train", "leaderless.cli.evaluate", "leaderless.cli.export", "leaderless.cli.plan")
@@ -40,9 +41,10 @@ class Failure:
     Attributes:
         rank: That failed.
         time_ns: When; when one rank fails the others lose it and fail soon after.
-        kind: `recipe`: the user has to correct it; `storage`: a file could not be written; `lost_peers`: it waited in
-            vain for others, whose failure is the cause; `interrupt`: Ctrl-C; `stall`: nothing moved any more, because
-            of this rank; `error`: anything else.
+        kind: `recipe`: the user has to correct it; `storage`: a file could not be written; `out_of_memory`: memory has
+            run out, and the next start may do with less; `guard`: numbers have gone bad, and would again; `lost_peers`:
+            it waited in vain for others, whose failure is the cause; `interrupt`: Ctrl-C; `stall`: nothing moved any
+            more, because of this rank; `error`: anything else.
         message: For people.
         trace: The traceback; empty where there is none.
     """
@@ -118,6 +120,10 @@ def _kind(error: BaseException) -> Kind:
         return "recipe"
     if isinstance(error, OSError) and error.errno in _STORAGE:
         return "storage"
+    if isinstance(error, GuardStop):
+        return "guard"
+    if is_out_of_memory(error):
+        return "out_of_memory"
     # What waits inside torch, as its sharding does, raises errors of the backend; gloo has no type of its own for them.
     is_backend = type(error).__name__.startswith("Dist") or "/gloo/transport/" in str(error)
     if isinstance(error, CollectiveError) or (isinstance(error, RuntimeError) and is_backend):
@@ -130,7 +136,11 @@ def _message(error: BaseException) -> str:
     if isinstance(error, RecipeError):
         return str(error)
     places = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    remedy = ": make room, or name another run.directory" if _kind(error) == "storage" else ""
+    remedy = ""
+    if _kind(error) == "storage":
+        remedy = ": make room, or name another run.directory"
+    elif is_out_of_memory(error) and not isinstance(error, MemoryExhausted):
+        remedy = ": memory has run out; lower batch.micro_batch_tokens or rollout.max_sequences, or use more ranks"
     return f"{type(error).__name__}{': ' if str(error) else ''}{error}{places}{remedy}"
 
 

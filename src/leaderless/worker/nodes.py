@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 
 from leaderless.data.batch import Batch
@@ -10,6 +11,8 @@ from leaderless.planner import Plan
 from leaderless.stages.context import StageContext
 
 StageFunction = Callable[[Batch, StageContext], Batch]
+FAILED_REWARDS = "reward/failed_share"
+"""Share of a step's responses whose reward failed, whichever stage says so."""
 
 
 def load_stages(plan: Plan, rank: int) -> Mapping[str, StageFunction]:
@@ -26,5 +29,15 @@ def load_stages(plan: Plan, rank: int) -> Mapping[str, StageFunction]:
     for node in plan.nodes:
         if rank in node.layout:
             module, _, name = node.spec.implementation.partition(":")
-            stages[node.name] = getattr(import_module(module), name)
+            stage: StageFunction = getattr(import_module(module), name)
+            stages[node.name] = partial(_count_failures, stage) if "reward_valid" in node.writes else stage
     return stages
+
+
+def _count_failures(stage: StageFunction, batch: Batch, context: StageContext) -> Batch:
+    """Run a stage that says whose reward is valid, and report how many are not."""
+    made = stage(batch, context)
+    is_valid = made.dense("reward_valid")
+    counted = is_valid if context.node.layout.is_first_of_shard(context.group.rank) else is_valid[:0]
+    context.metrics.mean(FAILED_REWARDS, (~counted).sum(), len(counted))
+    return made

@@ -72,6 +72,8 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         if place.rank == 0:
             write_description(directory, recipe, plan)
         parts = _Builder(recipe, plan, transport, device, display)
+        if plan.batch.adapts_to_memory:
+            parts.roles.adapt_to_memory(directory)
         stack.callback(display.stop)
         worker = Worker(
             recipe=recipe,

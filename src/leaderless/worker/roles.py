@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import Decoder
 from leaderless.models.tokenizer import end_tokens
 from leaderless.models.value_model import load_value_model
+from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
 from leaderless.rollout.native import NativeEngine
 from leaderless.stages.context import ModelRole
@@ -20,6 +22,7 @@ from leaderless.training.engine import ValueEngine
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.sharded import ShardedModel
 from leaderless.training.weight_sync import sync_weights
+from leaderless.worker.limits import lower_limit, read_limits
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
@@ -48,10 +51,21 @@ class Roles:
             if transport.rank in instance.layout:
                 self._add(instance)
 
+    def adapt_to_memory(self, directory: RunDirectory) -> None:
+        """Lower the bound of a pass where memory runs out, as it was lowered in earlier starts of the run.
+
+        Args:
+            directory: Of the run, which keeps what was lowered.
+        """
+        limits = read_limits(directory)
+        for (role, _), engine in self.engines.items():
+            engine.micro_batch_tokens = min(engine.micro_batch_tokens, limits.get(role, engine.micro_batch_tokens))
+            engine.adapt_to_memory(partial(lower_limit, directory, role))
+
     def _add(self, instance: RoleInstance) -> None:
         config, key = self.recipe.model_of(instance.role), (instance.role, instance.layout.ranks)
         assert config is not None
-        group, micro_batch_tokens = self.transport.group(instance.layout.ranks), self.recipe.batch.micro_batch_tokens
+        group, micro_batch_tokens = self.transport.group(instance.layout.ranks), self.plan.batch.micro_batch_tokens
         optimizer = self.recipe.optimizer_of(instance.role) if instance.is_trained else None
         if instance.is_critic:
             critic = load_value_model(config, instance.role)

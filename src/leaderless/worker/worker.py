@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.markup import escape
@@ -21,15 +22,18 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.surplus import Surplus
 from leaderless.data.transport import Transport
 from leaderless.observability.console import Display
+from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Action, Load, Loop, Plan, Reshard, Run, Stream, SyncWeights, flat, format_ranks
 from leaderless.stages.context import Grader, StageContext
+from leaderless.worker.agreement import StepEnd, agree
 from leaderless.worker.checkpoint import RunState, load_checkpoint, newest_good, read_node_state
 from leaderless.worker.checkpoint_writer import CheckpointError, CheckpointWriter, Content
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
+from leaderless.worker.guards import Guards
 from leaderless.worker.heartbeat import Watchdog, end_stalled
 from leaderless.worker.loop import check_filled, count_groups, report_loop
 from leaderless.worker.nodes import load_stages
@@ -98,6 +102,8 @@ class Worker:
         self.pools = list(dict.fromkeys(self.plan.ranks_of(action) for action in flat(self.plan.schedule)))
         self.metrics = {ranks: Metrics() for ranks in self.pools if self.rank in ranks}
         self.states: dict[str, dict[str, float]] = {name: {} for name in self.stages}
+        self.guards = Guards(self.recipe.guards, self.directory, self.display, is_first=self.rank == 0)
+        self._events: list[GuardEvent] = []
         self.log = StepLog(self.directory, enable_tensorboard=self.recipe.run.tensorboard) if self.rank == 0 else None
         self.checkpoints = CheckpointWriter(
             self.directory.checkpoints,
@@ -118,8 +124,7 @@ class Worker:
             The signal, when the run was stopped by one before the last step; SIGTERM where another rank got it.
         """
         self._resume()
-        if self.log is not None:
-            self.log.open(self.step + 1 if self.step else 0)
+        self._open_log()
         with self._watchdog(), StopRequest(self.recipe.run.grace_s, self._announce_stop, self._announce_end) as stop:
             self._run_steps(stop)
         return (stop.signal or signal.SIGTERM) if self.step < self.recipe.steps else None
@@ -132,8 +137,12 @@ class Worker:
         while self.step < self.recipe.steps and not is_stopping:
             numbers = self.run_step() | self._evaluate()
             self._log(numbers)
-            is_stopping, is_due = self._agree(stop)
-            self._checkpoint(numbers, is_stopping=is_stopping, is_due=is_due)
+            end = self._agree(stop)
+            is_stopping = end.is_stopping
+            if self.guards.settle(self.step, end, self._newest_checkpoint):
+                self._roll_back()
+            else:
+                self._checkpoint(numbers, end)
         self.display.stop()
         self.tracer.close()
         if self.log is not None:
@@ -173,7 +182,7 @@ class Worker:
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint that is whole, if there is one."""
-        checkpoint = newest_good(self.directory.checkpoints, self.transport.world, self.display.say)
+        checkpoint = self._newest_checkpoint()
         if checkpoint is None:
             return
         state = load_checkpoint(checkpoint, self.roles.trained())
@@ -181,12 +190,28 @@ class Worker:
             self.states[name] = read_node_state(checkpoint, name)
         self.roles.sync_all()
         self.step, self.data_position, self._seconds_before = state.step, state.data_position, state.time_s
+        passed_over = self.guards.resumed(state.step)
+        if passed_over is not None:
+            self.data_position = passed_over.data_position
         for loader in self.loaders.values():
-            loader.position = state.data_position
+            loader.position = self.data_position
         loop = self.plan.loop
         if loop is not None and self.rank in loop.layout:
-            self.buffer.surplus = Surplus.load(checkpoint, loop.layout.shard_of(self.rank), loop.layout.dp)
+            # What waits in the checkpoint was used by the steps that went wrong, so it is passed over as well.
+            shard = loop.layout.shard_of(self.rank), loop.layout.dp
+            self.buffer.surplus = Surplus() if passed_over else Surplus.load(checkpoint, *shard)
         self.display.say(f"going on from step {state.step} ([bold]{escape(str(checkpoint))}[/])")
+
+    def _roll_back(self) -> None:
+        """Go on from the newest checkpoint, though not from its place in the data."""
+        seconds = self._seconds()
+        self._resume()
+        self._open_log()
+        self._seconds_before, self._begin = seconds, time.monotonic()
+
+    def _open_log(self) -> None:
+        if self.log is not None:
+            self.log.open(self.step + 1 if self.step else 0, self.guards.num_roll_backs)
 
     def run_step(self) -> dict[str, float]:
         """Walk the chain once.
@@ -196,6 +221,7 @@ class Worker:
         """
         self.step += 1
         seed_generators(self.recipe.seed, self.step, self.rank)
+        self._events.clear()
         begin = time.perf_counter()
         self._walk(self.chain)
         self.buffer.clear()
@@ -277,6 +303,9 @@ class Worker:
             model=self.roles.of(node.node.role, node.layout) if node.node.role else None,
             grade=self.grade,
             state=self.states[name],
+            # Each event is to be told once, by one of the ranks that know it.
+            events=self._events if self.rank == node.layout.ranks[0] else [],
+            num_roll_backs=self.guards.num_roll_backs,
             progress=lambda fraction: self._go_on(name, fraction),
         )
 
@@ -294,12 +323,17 @@ class Worker:
         numbers: dict[str, float] = {}
         for ranks in self.pools:
             reduced = self.metrics[ranks].reduce(self.transport.group(ranks)) if self.rank in ranks else {}
+            if self.rank == ranks[0]:
+                nodes = [node for node in self.plan.nodes if node.layout.ranks == ranks]
+                self._events += self.guards.judge_rewards(self.step, reduced, nodes)
             numbers |= self._bring_to_first(ranks, reduced)
         self.metrics = {ranks: Metrics() for ranks in self.metrics}
         if "throughput/tokens" in numbers:
             numbers["throughput/tokens_per_s"] = numbers.pop("throughput/tokens") / seconds
         # The first rank may have no part in loading; what others report has been brought to it.
         self.data_position = int(numbers.pop("data/position", 0))
+        if self.guards.num_roll_backs:
+            numbers["guard/roll_backs"] = self.guards.num_roll_backs
         return {**numbers, "time/step": seconds}
 
     def _bring_to_first(self, ranks: tuple[int, ...], numbers: dict[str, float]) -> dict[str, float]:
@@ -340,18 +374,23 @@ class Worker:
         """Seconds that the run has taken, earlier starts included."""
         return self._seconds_before + time.monotonic() - self._begin
 
-    def _agree(self, stop: StopRequest) -> tuple[bool, bool]:
-        """Whether any rank has been asked to stop, and whether any finds a checkpoint due: the same answers on all."""
-        asked = torch.tensor([int(stop.signal is not None), int(self.checkpoints.is_due(self.step))])
-        is_stopping, is_due = self.transport.world.max(asked, "whether to stop, and to write a checkpoint").tolist()
-        return bool(is_stopping), bool(is_due)
+    def _agree(self, stop: StopRequest) -> StepEnd:
+        """How the step has ended, the same on all ranks."""
+        is_due = self.checkpoints.is_due(self.step)
+        mine = StepEnd(stop.signal is not None, is_due, self.data_position, tuple(self._events))
+        return agree(mine, self.transport.world)
 
-    def _checkpoint(self, numbers: dict[str, float], *, is_stopping: bool, is_due: bool) -> None:
+    def _newest_checkpoint(self) -> Path | None:
+        """The newest checkpoint that is whole, one that is being written included. All ranks call it together."""
+        self.checkpoints.wait()
+        return newest_good(self.directory.checkpoints, self.transport.world, self.display.say)
+
+    def _checkpoint(self, numbers: dict[str, float], end: StepEnd) -> None:
         """Write a checkpoint where one is due, and always at the end."""
         is_last = self.step == self.recipe.steps
-        must_succeed = is_stopping or is_last
+        must_succeed = end.is_stopping or is_last
         self._tell_failed_checkpoint(self.checkpoints.take_error())
-        if not (must_succeed or is_due):
+        if not (must_succeed or end.is_checkpoint_due):
             return
         self._begin_entry("checkpoint")
         with self.tracer.span("checkpoint", self.step):
@@ -364,7 +403,7 @@ class Worker:
                         raise
                     self._tell_failed_checkpoint(error)
         self.tracer.take_seconds()
-        if is_stopping and not is_last:
+        if end.is_stopping and not is_last:
             self.display.stop()
             self.display.say(f"stopped after step {self.step}, with a checkpoint: the same command goes on from there")
 

@@ -144,10 +144,11 @@ def _check_remax(recipe: Recipe, node: Node) -> None:
 
 def _check_sequence_fits(recipe: Recipe, response_key: str, response_tokens: int) -> None:
     longest = recipe.data.max_prompt_tokens + response_tokens
-    if recipe.batch.micro_batch_tokens < longest:
+    bound = recipe.batch.first_micro_batch_tokens(longest)
+    if bound < longest:
         raise RecipeError.at(
             "batch.micro_batch_tokens",
-            f"is {recipe.batch.micro_batch_tokens}, but one sample may have {longest} tokens "
+            f"is {bound}, but one sample may have {longest} tokens "
             f"(data.max_prompt_tokens + {response_key}): raise it or shorten them",
         )
 

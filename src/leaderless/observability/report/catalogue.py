@@ -153,6 +153,18 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         ),
         Topic("Mismatch as KL", "The same disagreement as a divergence, in nats per token.", ("mismatch/kl",)),
         Topic(
+            "Share of failed rewards",
+            "Responses whose reward could not be computed, of all responses of a step.",
+            ("reward/failed_share",),
+            unit="share",
+        ),
+        Topic(
+            "Updates left out",
+            "Optimiser steps that guards have skipped since the run began, by role.",
+            ("guard/skipped/*",),
+        ),
+        Topic("Roll-backs", "How often guards have sent the run back to a checkpoint.", ("guard/roll_backs",)),
+        Topic(
             "Failed rewards",
             "Responses whose reward could not be computed, in training and on held-out prompts.",
             ("reward/failed", "eval/failed"),

@@ -13,6 +13,8 @@ from plotly.offline import get_plotlyjs
 
 from leaderless.observability.report.chart_sections import curves_section, time_section
 from leaderless.observability.report.checks import review
+from leaderless.observability.report.failure_section import failure_section
+from leaderless.observability.report.guard_section import guard_section
 from leaderless.observability.report.markup import Html, element, join, json_block
 from leaderless.observability.report.overview import checks_section, facts, headline, notes_section
 from leaderless.observability.report.plan_section import plan_section
@@ -66,6 +68,8 @@ def render_report(run_directory: Path) -> str:
         title=join(run.name),
         facts=facts(run),
         headline=headline(run),
+        failures=failure_section(run),
+        guards=guard_section(run),
         notes=notes_section(run),
         checks=checks_section(review(run)),
         curves=curves.html or element("p", "No metric was logged.", class_="note"),

@@ -43,6 +43,7 @@ class RunFiles:
         duration_s: Seconds that they took; None when no line says.
         last_logged: When `metrics.jsonl` was last written; None when it was not.
         samples: The recorded samples that the page shows.
+        events: What guards have seen and done, in order.
         notes: What is missing or could not be read.
     """
 
@@ -56,6 +57,7 @@ class RunFiles:
     duration_s: float | None
     last_logged: datetime | None
     samples: Samples
+    events: Sequence[Mapping[str, object]]
     notes: Sequence[str]
 
     @property
@@ -131,6 +133,7 @@ def read_run(directory: Path) -> RunFiles:
         duration_s(rows),
         datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if rows else None,
         samples,
+        _read_events(directory / "events.jsonl", notes),
         (*notes, *samples.problems),
     )
 
@@ -202,6 +205,16 @@ def _read(path: Path, content: str, notes: list[str]) -> str:
     if not text.strip():
         notes.append(f"{path.name} {problem}, so {content} cannot be shown.")
     return text
+
+
+def _read_events(path: Path, notes: list[str]) -> Sequence[Mapping[str, object]]:
+    """What has befallen the run; most have nothing to tell."""
+    if not path.exists() or not path.stat().st_size:
+        return ()
+    lines, num_broken = parse_json_lines(_read(path, "what has befallen the run", notes))
+    if num_broken:
+        notes.append(f"events.jsonl: {num_broken} lines are no JSON objects and were passed over.")
+    return lines
 
 
 def _read_plan(path: Path, notes: list[str]) -> Mapping[str, object]:

@@ -1,0 +1,106 @@
+"""What guards have seen and done, as it is recorded. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from leaderless.config import Json
+from leaderless.config.guards import GuardAction
+
+STRENGTH: tuple[GuardAction, ...] = ("warn", "skip", "roll_back", "stop")
+"""Actions from the mildest to the strongest."""
+_DONE = {
+    "warn": "training goes on",
+    "skip": "the update was left out",
+    "roll_back": "back to the newest checkpoint, past the prompts since",
+    "stop": "the run stops",
+}
+_REMEDIES = {
+    "non_finite_loss": "look at the rewards and advantages of this step, and at what stages of your own divide by",
+    "non_finite_gradient": "lower the learning rate, or look at the rewards and advantages of this step",
+    "max_skips": "what makes updates bad does not pass: lower the learning rate, look at the samples, or raise it",
+    "grad_norm_limit": "lower the learning rate, look at the samples of this step, or raise the limit",
+    "grad_norm_factor": "lower the learning rate, look at the samples of this step, or raise the factor",
+    "entropy_limit": "lower the learning rate, raise algorithm.policy_loss.clip_high or algorithm.kl.coefficient, or "
+    "lower the limit",
+    "reward_failures_limit": "read the errors in the report; correct the reward, or raise its timeout_s or the limit",
+    "max_roll_backs": "what makes steps bad is not their data: change the settings of training, or raise it",
+}
+GUARDS = tuple(_REMEDIES)
+"""Guards, by the setting of the section `guards` that holds their limit or their action."""
+LOWER_BOUNDS = ("entropy_limit",)
+"""Guards that speak below their limit; all others do above it."""
+
+
+@dataclass(frozen=True)
+class GuardEvent:
+    """A guard has spoken.
+
+    Attributes:
+        step: In which.
+        guard: One of `GUARDS`.
+        value: That was seen; may be NaN or infinite.
+        limit: That it broke; None where the value has to be finite.
+        action: That follows.
+        node: That saw it.
+        role: Of the node; empty for a node without one.
+        num_roll_backs: How often the run had rolled back before.
+    """
+
+    step: int
+    guard: str
+    value: float
+    limit: float | None
+    action: GuardAction
+    node: str
+    role: str
+    num_roll_backs: int
+
+    def __str__(self) -> str:
+        """What was seen, where, and what follows."""
+        place = f"step {self.step}, node '{self.node}'" + (f" of role '{self.role}'" if self.role else "")
+        if self.limit is None:
+            seen = f"guards.{self.guard}: the value is {self.value}"
+        else:
+            side = "below" if self.guard in LOWER_BOUNDS else "above"
+            seen = f"guards.{self.guard}={self.limit:g}: {self.value:.6g} is {side} it"
+        return f"{place}: {seen}; {_DONE[self.action]}"
+
+    @property
+    def remedy(self) -> str:
+        """What a person can do about it."""
+        return _REMEDIES[self.guard]
+
+    def to_json(self) -> dict[str, Json]:
+        """JSON-able values; null where the value is not finite."""
+        return asdict(self) | {"value": self.value if math.isfinite(self.value) else None}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Json]) -> Self:
+        """An event that was written down.
+
+        Args:
+            values: As `to_json` gives them.
+
+        Raises:
+            TypeError: It is none.
+        """
+        value = values.get("value")
+        number = float(value) if isinstance(value, int | float) else math.nan
+        return cls(**{**values, "value": number})  # type: ignore[arg-type]
+
+
+class GuardStop(RuntimeError):  # noqa: N818
+    """A guard has stopped the run. What has been saved stays."""
+
+
+def strongest(actions: Iterable[GuardAction]) -> GuardAction | None:
+    """The strongest of some actions; None when there is none.
+
+    Args:
+        actions: Of the guards that have spoken.
+    """
+    return max(actions, key=STRENGTH.index, default=None)

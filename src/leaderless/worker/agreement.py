@@ -1,0 +1,58 @@
+"""What all ranks have to know alike at the end of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from leaderless.data.transport import Group
+from leaderless.observability.events import GuardEvent
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """How a step has ended, the same on every rank.
+
+    Attributes:
+        is_stopping: A signal has asked some rank to stop.
+        is_checkpoint_due: Some rank finds that it is time for a checkpoint.
+        data_position: Prompts that have been taken from the data.
+        events: What the guards of all nodes have said.
+    """
+
+    is_stopping: bool
+    is_checkpoint_due: bool
+    data_position: int
+    events: tuple[GuardEvent, ...] = ()
+
+
+def agree(mine: StepEnd, world: Group) -> StepEnd:
+    """Make what each rank knows known to all. All ranks call it together.
+
+    Only where a guard has spoken anything but four numbers is exchanged.
+
+    Args:
+        mine: What this rank knows; each event on one rank only.
+        world: All ranks.
+    """
+    numbers = [int(mine.is_stopping), int(mine.is_checkpoint_due), mine.data_position, len(mine.events)]
+    is_stopping, is_due, data_position, num_events = world.max(torch.tensor(numbers), "how the step ended").tolist()
+    if not num_events:
+        return StepEnd(bool(is_stopping), bool(is_due), data_position)
+    lines = "".join(json.dumps([event.to_json(), str(event.value)]) + "\n" for event in mine.events)
+    encoded = torch.tensor(list(lines.encode()), dtype=torch.uint8)
+    gathered = torch.cat(world.gather(encoded, "what guards have seen"))
+    events = _decode(bytes(gathered.numpy()).decode().splitlines())
+    return StepEnd(bool(is_stopping), bool(is_due), data_position, events)
+
+
+def _decode(lines: Sequence[str]) -> tuple[GuardEvent, ...]:
+    """Events with their very values, which JSON may not be able to hold."""
+    events: list[GuardEvent] = []
+    for line in lines:
+        values, number = json.loads(line)
+        events.append(GuardEvent.from_json(values | {"value": float(number)}))
+    return tuple(events)

@@ -1,0 +1,141 @@
+"""What a run does about what its guards say, the same on all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.markup import escape
+
+from leaderless.config.guards import GuardsConfig
+from leaderless.observability.console import Display
+from leaderless.observability.events import GuardEvent, GuardStop, strongest
+from leaderless.observability.run_directory import RunDirectory, step_of, write_atomically
+from leaderless.planner import PlannedNode
+from leaderless.worker.agreement import StepEnd
+from leaderless.worker.nodes import FAILED_REWARDS
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """A return to a checkpoint. The data do not return: what led to it shall not be met again.
+
+    Attributes:
+        from_step: That went wrong.
+        to_step: Of the checkpoint.
+        data_position: Prompts that have been taken from the data; training goes on behind them.
+    """
+
+    from_step: int
+    to_step: int
+    data_position: int
+
+
+class Guards:
+    """Records what guards say, and decides whether the run goes on, goes back or stops.
+
+    `guards.json` in the run's folder holds what must outlive both a roll-back and a kill: which roll-backs there were.
+    """
+
+    def __init__(self, config: GuardsConfig, directory: RunDirectory, display: Display, *, is_first: bool) -> None:
+        """Read what is known of earlier starts.
+
+        Args:
+            config: Limits and actions.
+            directory: Of the run.
+            display: What a person sees.
+            is_first: This rank writes.
+        """
+        self._config, self._directory, self._display, self._is_first = config, directory, display, is_first
+        self._roll_backs: list[RollBack] = []
+        if directory.guards.exists():
+            written = json.loads(directory.guards.read_text(encoding="utf-8"))
+            self._roll_backs = [RollBack(**one) for one in written["roll_backs"]]
+
+    @property
+    def num_roll_backs(self) -> int:
+        """How often the run has rolled back."""
+        return len(self._roll_backs)
+
+    def judge_rewards(self, step: int, numbers: Mapping[str, float], nodes: Iterable[PlannedNode]) -> list[GuardEvent]:
+        """What is to be said of the rewards of a pool.
+
+        Args:
+            step: Of the numbers.
+            numbers: Of the pool, over all of its ranks.
+            nodes: That run on just these ranks.
+        """
+        share, config = numbers.get(FAILED_REWARDS), self._config
+        limit, action = config.reward_failures_limit, config.reward_failures_action
+        if share is None or limit is None or share <= limit:
+            return []
+        name = next(node.name for node in nodes if "reward_valid" in node.writes)
+        return [GuardEvent(step, "reward_failures_limit", share, limit, action, name, "", self.num_roll_backs)]
+
+    def settle(self, step: int, end: StepEnd, newest: Callable[[], Path | None]) -> bool:
+        """Record what guards have said of a step, and say whether the run has to roll back.
+
+        Args:
+            step: That has ended.
+            end: Agreed by all ranks.
+            newest: Gives the newest checkpoint, the same on all ranks, which call it together.
+
+        Raises:
+            GuardStop: The run has to stop.
+        """
+        may_roll_back = self.num_roll_backs < self._config.max_roll_backs
+        action = strongest(event.action for event in end.events)
+        self._record(end.events)
+        if action == "stop":
+            raise _stop(next(event for event in end.events if event.action == "stop"))
+        if action != "roll_back":
+            return False
+        cause = next(event for event in end.events if event.action == "roll_back")
+        checkpoint = newest()
+        if checkpoint is None:
+            last = replace(cause, action="stop")
+            self._record([last])
+            raise GuardStop(
+                f"{last}, as there is no checkpoint to go back to: set checkpoint.every_steps; {cause.remedy}"
+            )
+        if not may_roll_back:
+            limit, count = self._config.max_roll_backs, self.num_roll_backs + 1
+            last = replace(cause, guard="max_roll_backs", value=float(count), limit=float(limit), action="stop")
+            self._record([last])
+            raise _stop(last)
+        self._roll_backs.append(RollBack(step, step_of(checkpoint), end.data_position))
+        self._write()
+        return True
+
+    def resumed(self, step: int) -> RollBack | None:
+        """Take note of where the run goes on.
+
+        Args:
+            step: Of the checkpoint.
+
+        Returns:
+            The last roll-back to this very checkpoint; None when the run goes on with the checkpoint's own data.
+        """
+        kept = [one for one in self._roll_backs if one.to_step <= step]
+        if len(kept) < len(self._roll_backs):  # those belong to steps that are about to be done again
+            self._roll_backs = kept
+            self._write()
+        return kept[-1] if kept and kept[-1].to_step == step else None
+
+    def _record(self, events: Sequence[GuardEvent]) -> None:
+        if self._is_first and events:
+            for event in events:
+                self._directory.append_event("guard", event.to_json())
+        for event in events:
+            self._display.say(f"[bold red]guard[/] {escape(str(event))}")
+
+    def _write(self) -> None:
+        if self._is_first:
+            roll_backs = [asdict(one) for one in self._roll_backs]
+            write_atomically(self._directory.guards, json.dumps({"roll_backs": roll_backs}, indent=2))
+
+
+def _stop(event: GuardEvent) -> GuardStop:
+    return GuardStop(f"{event}: {event.remedy}")
