@@ -181,10 +181,9 @@ def test_the_strongest_action_of_a_step_is_taken(tmp_path: Path) -> None:
     assert not guards.settle(3, StepEnd(False, False, 0), no_checkpoint)
     assert not (tmp_path / "events.jsonl").exists()
     assert not guards.settle(3, StepEnd(False, False, 0, (event(action="warn"), event())), no_checkpoint)
+    both = (event(4, action="roll_back"), event(4, action="stop"))
     with pytest.raises(GuardStop, match=r"guards\.grad_norm_limit=2: 5 is above it; the run stops: lower the learning"):
-        guards.settle(
-            4, StepEnd(False, False, 0, (event(4, action="roll_back"), event(4, action="stop"))), no_checkpoint
-        )
+        guards.settle(4, StepEnd(False, False, 0, both), no_checkpoint)
     with pytest.raises(GuardStop, match="there is no checkpoint to go back to"):
         guards.settle(5, StepEnd(False, False, 0, (event(5, action="roll_back"),)), no_checkpoint)
     assert [one.step for _, one in RunDirectory(tmp_path).read_events() if one] == [3, 3, 4, 4, 5, 5]
