@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from leaderless.data.activity import Activity
+from leaderless.observability.run_directory import RunDirectory
 from leaderless.worker import heartbeat
-from leaderless.worker.heartbeat import Stall, Status, Watchdog, find_culprit
+from leaderless.worker.failure import FOLDER_VARIABLE, first_failure
+from leaderless.worker.heartbeat import Stall, Status, Watchdog, end_stalled, find_culprit
 
 TIMEOUT_S = 0.6
 STATUS = Status(0, 3, 2, "policy", 40.0, "", "")
@@ -142,6 +144,26 @@ def test_a_debugger_is_no_stall(ranks: Ranks) -> None:
     exec(compile(source, "pdb.py", "exec"), module)
     module["stop"](threading.Thread(target=look))  # type: ignore[operator]
     assert seen == [0.0]
+
+
+@pytest.mark.parametrize("is_speaker", [True, False])
+def test_a_stalled_process_says_why_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_speaker: bool
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(heartbeat, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(heartbeat.os, "_exit", codes.append)
+    directory, stall = RunDirectory(tmp_path), Stall(1, "rank 1 has not moved", 7)
+    end_stalled(stall, is_speaker, directory=directory, rank=0)
+    assert capsys.readouterr().err.startswith("error rank 1 has not moved; the stacks") is is_speaker, "no launcher"
+    assert directory.events.exists() is is_speaker
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "launcher"))
+    end_stalled(stall, is_speaker, directory=directory, rank=0)
+    assert capsys.readouterr().err == "", "the launcher says it"
+    failure = first_failure(tmp_path / "launcher")
+    assert failure is not None
+    assert (failure.kind, failure.rank) == (("stall", 1) if is_speaker else ("lost_peers", 0))
+    assert codes == [1, 1]
 
 
 def test_a_beat_costs_next_to_nothing() -> None:

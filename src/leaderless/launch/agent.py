@@ -93,8 +93,8 @@ class Agent(LocalElasticAgent):
             if not self._restarts.failed(codes, self._round, is_stopping=self.presses.first is not None):
                 self._remaining_restarts = 0
         elif result.state == WorkerState.SUCCEEDED and (self._round / STOPPED).exists():
-            if self.presses.first is not None:
-                raise Interrupted(self.presses.first)
+            if self.presses.first is not None or self._has_store_file:
+                raise Interrupted(self.presses.first or signal.SIGTERM)
             self._restarts.say("another machine was asked to stop, and leaves: going on with those that stay")
             self._restart_workers(worker_group)
             return RunResult(state=WorkerState.HEALTHY)

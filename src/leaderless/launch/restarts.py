@@ -81,7 +81,7 @@ class Restarts:
         self._seen[failure.message, reached] += 1
         if failure.kind in FINAL or self._max_restarts == 0:
             return ""
-        if failure.kind == "error" and not has_begun and self._failed_at is None:
+        if failure.kind in {"error", "storage"} and not has_begun and self._failed_at is None:
             return "it came up before the first step, so that another start would not help"
         if self._seen[failure.message, reached] == SAME_FAILURES:
             return f"it has come up {SAME_FAILURES} times after step {reached}, with no new checkpoint in between"
