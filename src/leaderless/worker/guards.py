@@ -35,7 +35,7 @@ class RollBack:
 class Guards:
     """Records what guards say, and decides whether the run goes on, goes back or stops.
 
-    `roll_backs.json` in the run's folder holds what must outlive both a roll-back and a kill: which roll-backs there were.
+    `roll_backs.json` in the run's folder holds what outlives both a roll-back and a kill: which roll-backs there were.
     """
 
     def __init__(self, config: GuardsConfig, directory: RunDirectory, display: Display, *, is_first: bool) -> None:
