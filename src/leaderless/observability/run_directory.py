@@ -38,7 +38,7 @@ class RunDirectory:
         self.picture = path / "plan.svg"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
-        self.guards = path / "guards.json"
+        self.roll_backs = path / "roll_backs.json"
         self.limits = path / "limits.json"
         self.samples = path / "samples"
         self.traces = path / "trace"

@@ -36,7 +36,7 @@ class RollBack:
 class Guards:
     """Records what guards say, and decides whether the run goes on, goes back or stops.
 
-    `guards.json` in the run's folder holds what must outlive both a roll-back and a kill: which roll-backs there were.
+    `roll_backs.json` in the run's folder holds what outlives both a roll-back and a kill: which roll-backs there were.
     """
 
     def __init__(self, config: GuardsConfig, directory: RunDirectory, display: Display, *, is_first: bool) -> None:
@@ -50,8 +50,8 @@ class Guards:
         """
         self._config, self._directory, self._display, self._is_first = config, directory, display, is_first
         self._roll_backs: list[RollBack] = []
-        if directory.guards.exists():
-            written = json.loads(directory.guards.read_text(encoding="utf-8"))
+        if directory.roll_backs.exists():
+            written = json.loads(directory.roll_backs.read_text(encoding="utf-8"))
             self._roll_backs = [RollBack(**one) for one in written["roll_backs"]]
 
     @property
@@ -134,7 +134,7 @@ class Guards:
     def _write(self) -> None:
         if self._is_first:
             roll_backs = [asdict(one) for one in self._roll_backs]
-            write_atomically(self._directory.guards, json.dumps({"roll_backs": roll_backs}, indent=2))
+            write_atomically(self._directory.roll_backs, json.dumps({"roll_backs": roll_backs}, indent=2))
 
 
 def _stop(event: GuardEvent) -> GuardStop:
