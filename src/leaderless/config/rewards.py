@@ -70,7 +70,7 @@ class CodeOptions(RewardOptions):
     """MiB of address space that each process of the program may use."""
     max_processes: int = Field(default=8, ge=0)
     """Processes and threads that a program may start, beside its first, in one run."""
-    max_files: int = Field(default=32, ge=0)
+    max_files: int = Field(default=32, ge=0, le=500)
     """Files and folders that a program may make in one run; each time that one is opened to be written over counts."""
     max_file_bytes: int = Field(default=2**20, ge=0)
     """Bytes that each of its files may have."""

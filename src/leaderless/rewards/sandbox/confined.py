@@ -75,12 +75,21 @@ class Confined:
         """Let go of its file descriptors and its folder, after it has ended."""
         for fd in (*self.outputs, *([] if self.listener is None else [self.listener])):
             os.close(fd)
-        try:
-            os.rmdir(self._folder)  # noqa: PTH106
-        except OSError:
-            import shutil  # Slow to import, and few programs leave files behind.
+        remove(self._folder)
 
-            shutil.rmtree(self._folder)
+
+def remove(folder: str) -> None:
+    """Remove a folder that nobody uses any more, with all that is in it.
+
+    Args:
+        folder: Its path.
+    """
+    try:
+        os.rmdir(folder)  # noqa: PTH106 - pathlib is slow to import
+    except OSError:
+        import shutil  # Slow to import, and few programs leave files behind.
+
+        shutil.rmtree(folder)
 
 
 def _await(here: socket.socket) -> int | None:

@@ -112,7 +112,8 @@ class Jail:
             self._supervisor.stdin.close()
         self._supervisor.stdout.close()
         self._supervisor.wait()
-        shutil.rmtree(self._scratch)
+        if Path(self._scratch).exists():  # The supervisor was ended before it could remove it.
+            shutil.rmtree(self._scratch)
 
     def _send(self, message: Order | Run | Trial) -> None:
         assert self._supervisor.stdin is not None
@@ -147,7 +148,8 @@ def _interpreter() -> str:
 @cache
 def _interpreter_paths() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What a program may read, and what it may list: the standard library without packages installed into it."""
-    libraries = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    libraries = {Path(sysconfig.get_path(name, vars=base)) for name in ("stdlib", "platstdlib")}
     packages = {"site-packages", "dist-packages"}
     own = [entry for library in libraries for entry in library.iterdir() if entry.name not in packages]
     shared = Path(sys.base_prefix, "lib").glob("*.so*")

@@ -39,12 +39,13 @@ PROCESSES = ("clone", "fork", "vfork")
 FILES = ("openat", "open", "creat", "mkdir", "mkdirat")
 """Calls that make a file or a folder."""
 
+_CALLS = PLAIN | BOUND
 _Statement = tuple[int, int, int, int]
 
 
 def number_of(name: str) -> int | None:
     """The number of a system call on this machine; None where it has no such call."""
-    return (PLAIN | BOUND)[name][MACHINES[platform.machine()][0]]
+    return _CALLS[name][MACHINES[platform.machine()][0]]
 
 
 def install(*, has_listener: bool) -> int | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from . import kernel  # relative, for the supervisor runs without the package
-from .confined import Confined
+from .confined import Confined, remove
 from .messages import Ended, Limits, Order, Run, Setting, Trial
 from .program import run_as_script
 from .remote import judge, serve
@@ -45,12 +45,16 @@ def main() -> None:
 def _serve_grader() -> None:
     order: Order = json.loads(_read_line())
     source = order["program"]
-    runner = _Runner(Setting(*order["setting"]), Limits(*order["limits"]))  # type: ignore[arg-type]
-    if order["has_tests"]:
-        _tell(runner.run_tests(source))
-    while True:
-        run: Run = json.loads(_read_line())
-        _tell(runner.run_input(source, run["input"], run["deadline"]))
+    setting, limits = Setting(*order["setting"]), Limits(*order["limits"])  # type: ignore[arg-type]
+    runner = _Runner(setting, limits)
+    try:
+        if order["has_tests"]:
+            _tell(runner.run_tests(source))
+        while True:
+            run: Run = json.loads(_read_line())
+            _tell(runner.run_input(source, run["input"], run["deadline"]))
+    finally:
+        remove(setting.scratch)
 
 
 class _Runner:
