@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from leaderless.config import Json, Recipe
+from leaderless.config import Json, Recipe, RecipeError
 
 
 class RunDirectory:
@@ -39,8 +39,16 @@ class RunDirectory:
 
         Args:
             recipe: Its name, and `run.directory`.
+
+        Raises:
+            RecipeError: It is a link, which may come with a recipe and lead anywhere.
         """
-        return cls(Path(recipe.run.directory) / recipe.name)
+        path = Path(recipe.run.directory) / recipe.name
+        if path.is_symlink():
+            raise RecipeError.at(
+                "name", f"folder {path} is a link to {path.readlink()}: remove it, or name its target in run.directory"
+            )
+        return cls(path)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from typing import Literal, Self
 from leaderless.config import RecipeError
 from leaderless.data.errors import CollectiveError
 from leaderless.observability.run_directory import write_atomically
+from leaderless.observability.secrets import without_secrets
 
 FOLDER_VARIABLE = "LEADERLESS_FAILURES"
 """Where the launcher wants each rank to write its failure; without it a worker prints it."""
@@ -55,7 +56,8 @@ class Failure:
             rank: That it ends.
         """
         trace = "".join(traceback.format_exception(error.with_traceback(_own_trace(error.__traceback__))))
-        return cls(rank, time.time_ns(), _kind(error), _message(error), trace)
+        # A user's code may quote a token in its error, as part of an address that could not be reached.
+        return cls(rank, time.time_ns(), _kind(error), without_secrets(_message(error)), without_secrets(trace))
 
 
 class WorkersFailed(RuntimeError):  # noqa: N818
