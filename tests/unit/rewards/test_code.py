@@ -8,9 +8,9 @@ import time
 
 import pytest
 from pydantic import ValidationError
-from tests.unit.rewards.calls import error_of, make_config, make_sample
+from tests.unit.rewards.calls import ROOT, error_of, make_config, make_sample
 
-from leaderless.config import Json
+from leaderless.config import Json, load_recipe
 from leaderless.config.rewards import CodeOptions
 from leaderless.rewards.code import CodeReward, find_program
 from leaderless.rewards.pool import RewardPool
@@ -280,3 +280,15 @@ def test_programs_run_beside_each_other_and_only_broken_rows_fail() -> None:
     assert [g.value for g in graded[:4]] == [2.0, 0.0, 0.0, 0.0]
     assert all(g.is_valid for g in graded[:4])
     assert "are no JSON" in error_of(graded[4], "code")
+
+
+def test_the_rows_of_the_recipe_can_be_solved() -> None:
+    text = (ROOT / "recipes/code/rows.jsonl").read_text(encoding="utf-8")
+    options = load_recipe(ROOT / "recipes/code/grpo.yaml").recipe.reward.code
+    assert options is not None
+    reward = CodeReward(options.model_copy(update=PATIENT))
+    for row in map(json.loads, text.splitlines()):
+        assert reward(make_sample(f"So:\n```python\n{row['solution']}\n```", row["answer"])).value == 1.0, row[
+            "question"
+        ]
+        assert reward(make_sample("I do not know.", row["answer"])).value == 0.0
