@@ -17,7 +17,7 @@ from tests.tiny import tiny_model, write_additions, write_recipe
 from leaderless.config import Recipe
 from leaderless.config.algorithm import CorrectionConfig
 from leaderless.config.base import Section
-from leaderless.config.rewards import RewardOptions
+from leaderless.config.rewards import CodeOptions, RewardOptions
 
 
 def sections(section: type[BaseModel] = Recipe) -> set[type[BaseModel]]:
@@ -125,6 +125,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     (reads,) = ranks.run(1, watched_reads, str(tmp_path), commands, rows, init_group=False, deadline_s=240)
     # Rewards are graded in processes of their own, where nobody watches; their own tests show what these settings do.
     elsewhere = {("ExactMatchOptions", "ignore_case"), ("FormatOptions", "pattern")}
+    elsewhere |= {("CodeOptions", name) for name in CodeOptions.model_fields}
     wanted = {
         (section.__name__, name)
         for section in sections() - {RewardOptions}
@@ -139,4 +140,4 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
 def test_settings_that_only_reward_processes_read_are_read_there() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "src/leaderless/rewards").glob("*.py")]
     names = {node.attr for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
-    assert {"ignore_case", "pattern"} <= names
+    assert {"ignore_case", "pattern", *CodeOptions.model_fields} <= names

@@ -85,7 +85,7 @@ def workflows(draw):
     workflow = Workflow(draw(st.text(max_size=10)))
     for index, name in enumerate(names):
         after = draw(st.lists(st.sampled_from(names[:index]), unique=True)) if index else []
-        role = draw(st.none() | st.text(min_size=1, max_size=5))
+        role = draw(st.none() | node_names)
         workflow = workflow.node(name, run=draw(st.text(max_size=10)), role=role, after=after)
     return Workflow(workflow.name, tuple(draw(st.permutations(workflow.nodes))))
 

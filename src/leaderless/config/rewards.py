@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -54,6 +54,41 @@ class FormatOptions(RewardOptions):
         return value
 
 
+CODE_RESERVE_S = 2.0
+"""Seconds of `timeout_s` that the sandbox keeps to start and to end; the tests have the others."""
+
+
+class CodeOptions(RewardOptions):
+    """The share of its row's tests that the response's program passes, run in a sandbox."""
+
+    score: Literal["share", "all"] = "share"
+    """`share` is the share of tests passed; `all` is 1 where all are passed, else 0."""
+    test_timeout_s: float = Field(default=4.0, gt=0)
+    """Seconds of the clock that one test may take; one that takes longer has not passed. Tests that have not begun two
+    seconds before the end of `timeout_s` have not passed either."""
+    memory_mib: int = Field(default=512, ge=64)
+    """MiB of address space that each process of the program may use."""
+    max_processes: int = Field(default=8, ge=0)
+    """Processes and threads that a program may start, beside its first, in one run."""
+    max_files: int = Field(default=32, ge=0, le=500)
+    """Files and folders that a program may make in one run; each time that one is opened to be written over counts."""
+    max_file_bytes: int = Field(default=2**20, ge=0)
+    """Bytes that each of its files may have."""
+    max_output_bytes: int = Field(default=2**16, ge=0)
+    """Bytes that a program may print in one run, to standard output and standard error each; then it is ended."""
+    allow_weaker: bool = False
+    """Run programs also where the kernel lacks a layer of the sandbox: at your own risk."""
+
+    @model_validator(mode="after")
+    def _a_test_fits(self) -> CodeOptions:
+        if self.timeout_s < self.test_timeout_s + CODE_RESERVE_S:
+            raise ValueError(
+                f"timeout_s={self.timeout_s:g} must be at least {CODE_RESERVE_S:g} more than "
+                f"test_timeout_s={self.test_timeout_s:g}: raise the one or lower the other"
+            )
+        return self
+
+
 class RewardsConfig(Section):
     """The rewards of a recipe by name; a function of one's own by `package.module:function`."""
 
@@ -66,6 +101,9 @@ class RewardsConfig(Section):
     """1 where the response equals the expected answer, else 0."""
     format: FormatOptions | None = None
     """1 where the whole response matches `pattern`, else 0."""
+    code: CodeOptions | None = None
+    """The share of its row's tests that the response's program passes, run in a sandbox; see
+    [A reward that runs programs](../guides/code.md)."""
 
     @model_validator(mode="after")
     def _names_are_known(self) -> RewardsConfig:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from leaderless.config import Json, Recipe
+from leaderless.config import Json, Recipe, RecipeError
 from leaderless.observability.events import GuardEvent
 
 MANIFEST = "manifest.json"
@@ -54,8 +54,16 @@ class RunDirectory:
 
         Args:
             recipe: Its name, and `run.directory`.
+
+        Raises:
+            RecipeError: It is a link, which may come with a recipe and lead anywhere.
         """
-        return cls(Path(recipe.run.directory) / recipe.name)
+        path = Path(recipe.run.directory) / recipe.name
+        if path.is_symlink():
+            raise RecipeError.at(
+                "name", f"folder {path} is a link to {path.readlink()}: remove it, or name its target in run.directory"
+            )
+        return cls(path)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 
 from leaderless.config.rewards import RewardsConfig
+from leaderless.observability.secrets import without_secrets
 from leaderless.rewards.protocol import RewardInput, RewardResult
 from leaderless.rewards.registry import LoadedReward, make_rewards
 from leaderless.rewards.spawn import settle_in
@@ -139,7 +140,7 @@ def describe(error: BaseException) -> str:
         message = str(error)
     except Exception as failure:  # noqa: BLE001 - an error of the user's may fail to describe itself
         message = f"its message cannot be shown ({type(failure).__name__})"
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    text = without_secrets(f"{type(error).__name__}: {message}" if message else type(error).__name__)
     if len(text) > MAX_ERROR_LENGTH:
         text = f"{text[:MAX_ERROR_LENGTH]}..."
     return _writable(text + _place(error))

@@ -9,6 +9,7 @@ from typing import cast
 from leaderless.config.errors import Problem, RecipeError
 from leaderless.config.functions import load_function
 from leaderless.config.rewards import (
+    CodeOptions,
     ExactMatchOptions,
     FormatOptions,
     MathOptions,
@@ -56,16 +57,21 @@ def make_rewards(config: RewardsConfig) -> dict[str, LoadedReward]:
 
 
 def check_rewards(config: RewardsConfig) -> None:
-    """Refuse functions that cannot be called as rewards, before any process starts.
+    """Refuse rewards that cannot be computed, before any process starts.
 
     Args:
         config: The recipe's `reward` section.
 
     Raises:
         RecipeError: Functions of the user's cannot be imported, do not take one argument, or could not be called from
-            a reward process; all of them are named.
+            a reward process; or programs cannot be run safely on this machine. All problems are named.
     """
     problems: list[Problem] = []
+    if config.code is not None:
+        from leaderless.rewards.sandbox.jail import refusal
+
+        if problem := refusal(allow_weaker=config.code.allow_weaker):
+            problems.append(Problem("reward.code", problem))
     for name in config.options():
         if ":" in name:
             try:
@@ -96,6 +102,10 @@ def _load(name: str, options: RewardOptions) -> Reward:
         return ExactMatchReward(options)
     if isinstance(options, FormatOptions):
         return FormatReward(options)
+    if isinstance(options, CodeOptions):
+        from leaderless.rewards.code import CodeReward
+
+        return CodeReward(options)
     return _load_function(name)
 
 

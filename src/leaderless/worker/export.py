@@ -46,7 +46,7 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError.at("", f"{'folder' if out.is_dir() else 'file'} {out} is not empty: name another one")
     auto_class = AutoModelForTokenClassification if state.is_value_model else AutoModelForCausalLM
-    model = auto_class.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+    model = auto_class.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False), dtype=torch.float32)
     weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     read_tensors(source, weights)
     if (source / "generation_config.json").exists():
@@ -54,7 +54,7 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(source).save_pretrained(partial)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
     if out.exists():
         out.rmdir()
     partial.rename(out)

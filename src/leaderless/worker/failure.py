@@ -18,6 +18,7 @@ from leaderless.config import RecipeError
 from leaderless.data.errors import CollectiveError, MemoryExhausted, is_out_of_memory
 from leaderless.observability.events import GuardStop
 from leaderless.observability.run_directory import write_atomically
+from leaderless.observability.secrets import without_secrets
 
 FOLDER_VARIABLE = "LEADERLESS_FAILURES"
 """Where the launcher wants each rank to write its failure; without it a worker prints it."""
@@ -64,7 +65,8 @@ class Failure:
             rank: That it ends.
         """
         trace = "".join(traceback.format_exception(error.with_traceback(_own_trace(error.__traceback__))))
-        return cls(rank, time.time_ns(), _kind(error), _message(error), trace)
+        # A user's code may quote a token in its error, as part of an address that could not be reached.
+        return cls(rank, time.time_ns(), _kind(error), without_secrets(_message(error)), without_secrets(trace))
 
     def write(self) -> bool:
         """Write it down for the launcher; whether there is one that reads it."""

@@ -121,6 +121,12 @@ class Workflow:
                 )
             if names.count(name) > 1:
                 problems.append(Problem(f"nodes.{name}", "two nodes have this name"))
+        # Checkpoints have a folder for each role.
+        problems.extend(
+            Problem(f"nodes.{node.name}.role", f"'{node.role}' must be a plain word, as `policy`")
+            for node in self.nodes
+            if node.role is not None and not re.fullmatch(r"[A-Za-z_]\w*", node.role)
+        )
         for node in self.nodes:
             problems.extend(
                 Problem(f"nodes.{node.name}.after", f"no node is called '{name}'{nearest(name, names)}")

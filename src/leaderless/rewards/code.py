@@ -1,0 +1,180 @@
+"""The `code` reward: the program in the response passes the row's tests, in a sandbox. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from leaderless.config import Json
+from leaderless.config.rewards import CODE_RESERVE_S, CodeOptions
+from leaderless.rewards.protocol import RewardInput, RewardResult
+from leaderless.rewards.sandbox.jail import Jail, refusal
+from leaderless.rewards.sandbox.messages import Ended, Limits
+
+_BLOCK = re.compile(
+    r"^```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
+_FORMS = (
+    'must be {"inputs": [text, ...], "outputs": [text, ...]} of equal length, or {"asserts": "assert ..."}, as JSON'
+)
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """What a program is to print for what it is given."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Statements:
+    """Python statements in their order, each with its kind; a `test` passes where it raises nothing."""
+
+    pieces: tuple[tuple[str, str], ...]
+
+
+class CodeReward:
+    """The share of the row's tests that the program in the response passes, or 1 where it passes all of them, else 0.
+
+    The program is the last block of the response that is fenced as Python, or without one all of the response. It runs
+    in a sandbox, with nothing but the standard library. One that fails in whichever way is worth 0; only where its row
+    has no usable tests, or the sandbox does not work, is there no reward.
+
+    With examples of input and output, each is a run of its own, and passes with exit code 0 and the expected output,
+    white space at the ends of lines and empty lines at the end aside. The expected output never leaves this process.
+
+    With assertions, the program is loaded in one process and they run in another, to which its values are copied. So
+    neither leaving early, nor changing what `assert` or `==` mean, nor looking for what is expected in memory helps a
+    program. What remains possible: to give back an object of its own that deceives about its length, its truth or its
+    items (not about equality with a value of a built-in type); to compare two objects of its own falsely; to have the
+    tests call a function of its own by a name that they expect from elsewhere and do not import; and to recognise the
+    arguments of the tests and answer by heart.
+
+    Args:
+        options: The limits, and what counts.
+
+    Raises:
+        RuntimeError: This machine lacks a layer of the sandbox.
+    """
+
+    def __init__(self, options: CodeOptions) -> None:
+        if problem := refusal(allow_weaker=options.allow_weaker):
+            raise RuntimeError(f"reward.code {problem}")
+        self._options = options
+        self._limits = Limits(
+            options.test_timeout_s,
+            options.memory_mib,
+            options.max_processes,
+            options.max_files,
+            options.max_file_bytes,
+            options.max_output_bytes,
+        )
+
+    def __call__(self, sample: RewardInput, /) -> RewardResult:
+        """Grade a response.
+
+        Args:
+            sample: The response, and the tests as its answer.
+
+        Raises:
+            ValueError: The row has no tests, or none that can be run.
+            RuntimeError: The sandbox does not work.
+        """
+        deadline = time.monotonic() + self._options.timeout_s - CODE_RESERVE_S
+        tests = _parse_tests(sample.answer)
+        program = find_program(sample.response)
+        if isinstance(tests, _Statements):
+            num_tests = sum(kind == "test" for _, kind in tests.pieces)
+            passed = self._run_statements(program, tests, deadline)
+        else:
+            num_tests = len(tests.inputs)
+            passed = self._run_examples(program, tests, deadline)
+        share = sum(passed) / num_tests
+        return RewardResult(share if self._options.score == "share" else float(share == 1))
+
+    def _run_examples(self, program: str, tests: _Examples, deadline: float) -> Sequence[bool]:
+        """Whether each example passed, as far as it matters and there is time."""
+        passed: list[bool] = []
+        with Jail(program, self._limits, has_tests=False) as jail:
+            for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+                if time.monotonic() >= deadline or (self._options.score == "all" and not all(passed)):
+                    break
+                passed.append(_is_right(jail.run_input(given, deadline), expected))
+        return passed
+
+    def _run_statements(self, program: str, tests: _Statements, deadline: float) -> Sequence[bool]:
+        with Jail(program, self._limits, has_tests=True) as jail:
+            ended = jail.run_tests(tests.pieces, deadline)
+        if ended.unfit:
+            raise ValueError(f"the row's tests cannot be run: one {ended.unfit}")
+        return ended.passed
+
+
+def find_program(response: str) -> str:
+    """The program in a response: the last block fenced as Python, perhaps cut off; without one all of it.
+
+    Args:
+        response: Text of the response.
+    """
+    blocks = _BLOCK.findall(response)
+    return str(blocks[-1]) if blocks else response
+
+
+def _is_right(ended: Ended, expected: str) -> bool:
+    return ended.cause == "exited" and ended.code == 0 and _plain_lines(ended.output) == _plain_lines(expected)
+
+
+def _plain_lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _parse_tests(answer: Json) -> _Examples | _Statements:
+    """The tests that a row's answer column holds."""
+    tests = answer
+    if isinstance(answer, str):
+        try:
+            tests = json.loads(answer)
+        except ValueError as error:
+            raise ValueError(f"the row's tests are no JSON ({error}); the answer column {_FORMS}") from error
+    if isinstance(tests, Mapping) and set(tests) == {"asserts"} and isinstance(tests["asserts"], str):
+        return _parse_statements(tests["asserts"])
+    if isinstance(tests, Mapping) and set(tests) == {"inputs", "outputs"}:
+        inputs, outputs = _texts(tests["inputs"]), _texts(tests["outputs"])
+        if inputs and outputs and len(inputs) == len(outputs):
+            return _Examples(inputs, outputs)
+    found = f"keys {', '.join(sorted(tests))}" if isinstance(tests, Mapping) else f"a {type(tests).__name__}"
+    raise ValueError(f"the row's tests have an unknown form ({found}); the answer column {_FORMS}")
+
+
+def _texts(value: Json) -> tuple[str, ...]:
+    """The items of a list of texts; none where it is anything else."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return ()
+    texts = tuple(item for item in value if isinstance(item, str))
+    return texts if len(texts) == len(value) else ()
+
+
+def _parse_statements(source: str) -> _Statements:
+    try:
+        pieces = tuple(_pieces(source))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the row's tests are no Python ({type(error).__name__}: {error}); correct the row") from error
+    if not any(kind == "test" for _, kind in pieces):
+        raise ValueError("the row's tests assert nothing; leave out such rows")
+    return _Statements(pieces)
+
+
+def _pieces(source: str) -> Iterator[tuple[str, str]]:
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            kind = "import"
+        elif isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.AugAssign):
+            kind = "other"
+        else:
+            kind = "test"
+        yield ast.unparse(statement), kind

@@ -1,0 +1,153 @@
+"""A process that gives up everything but what a program needs, and then runs it. Forked from the supervisor."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from . import kernel, landlock, seccomp  # relative, for the supervisor runs without the package
+from .messages import Limits, Setting
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_SIGKILL = 9
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_CAPABILITIES_VERSION = 0x20080522
+_MAX_OPEN_FILES = 64
+_MAX_MESSAGE_BYTES = 4096
+_START_TIMEOUT_S = 30.0
+"""Seconds a process may take to confine itself, however busy the machine is."""
+
+
+class Confined:
+    """A confined process, as the supervisor sees it.
+
+    Args:
+        run: What it does once it is confined; it must not return.
+        setting: Where it runs.
+        limits: What it may use.
+        stdin: A file descriptor; not closed here.
+        kept: File descriptors that it needs besides, by the numbers they have here.
+
+    Attributes:
+        pid: Of the process, and of its process group.
+        listener: Where its filter asks; None without.
+        counter: Answers for it.
+        outputs: What it printed so far, by the file descriptors to read from: standard output first.
+
+    Raises:
+        RuntimeError: It could not be confined, and has run nothing.
+    """
+
+    def __init__(
+        self, run: Callable[[], None], setting: Setting, limits: Limits, stdin: int, kept: Sequence[int] = ()
+    ) -> None:
+        self._folder = f"{setting.scratch}/{os.urandom(8).hex()}"
+        os.mkdir(self._folder, 0o700)  # noqa: PTH102 - pathlib is slow to import
+        here, there = socket.socketpair()
+        output, output_end = os.pipe()
+        errors, errors_end = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _take_over((stdin, output_end, errors_end), (there.fileno(), *kept))
+                _give_up(self._folder, setting, limits, there)
+                run()
+            except BaseException as error:  # noqa: BLE001 - the boundary of a process that must not return
+                _report(there, f"{type(error).__name__}: {error}")
+            finally:
+                os._exit(1)
+        for end in (output_end, errors_end):
+            os.close(end)
+        there.close()
+        self.counter = seccomp.Counter(limits.max_processes, limits.max_files)
+        self.outputs: Mapping[int, bytearray] = {output: bytearray(), errors: bytearray()}
+        with here:
+            self.listener = _await(here)
+
+    def close(self) -> None:
+        """Let go of its file descriptors and its folder, after it has ended."""
+        for fd in (*self.outputs, *([] if self.listener is None else [self.listener])):
+            os.close(fd)
+        remove(self._folder)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder that nobody uses any more, with all that is in it.
+
+    Args:
+        folder: Its path.
+    """
+    try:
+        os.rmdir(folder)  # noqa: PTH106 - pathlib is slow to import
+    except OSError:
+        import shutil  # Slow to import, and few programs leave files behind.
+
+        shutil.rmtree(folder)
+
+
+def _await(here: socket.socket) -> int | None:
+    """Wait until the process says that it is confined; its listener."""
+    here.settimeout(_START_TIMEOUT_S)
+    message, listeners, _, _ = socket.recv_fds(here, _MAX_MESSAGE_BYTES, 1)
+    if message != b"confined":
+        raise RuntimeError(f"a program cannot be confined: {message.decode(errors='replace') or 'its process ended'}")
+    return listeners[0] if listeners else None
+
+
+def _report(there: socket.socket, problem: str) -> None:
+    # Where it was confined already, nobody listens; the supervisor learns from its exit code that it failed.
+    with suppress(OSError):
+        there.send(problem.encode()[:_MAX_MESSAGE_BYTES])
+
+
+def _take_over(streams: Sequence[int], kept: Sequence[int]) -> None:
+    """Make these the standard streams, and close what the supervisor holds."""
+    for target, source in enumerate(streams):
+        os.dup2(source, target)
+    last = 2
+    for fd in sorted(kept):
+        os.closerange(last + 1, fd)
+        last = fd
+    os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - stays open
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _give_up(folder: str, setting: Setting, limits: Limits, there: socket.socket) -> None:
+    """Give up all that a program must not have, and tell the supervisor so."""
+    os.setsid()
+    kernel.control(_PR_SET_PDEATHSIG, _SIGKILL)
+    # No core dump, whatever the system does with them, and none of its files in /proc for other programs of the user.
+    kernel.control(_PR_SET_DUMPABLE, 0)
+    kernel.control(_PR_SET_NO_NEW_PRIVS, 1)
+    os.chdir(folder)
+    os.environ.clear()
+    os.umask(0o077)
+    if setting.landlock:
+        landlock.restrict(setting.landlock, folder, setting.readable, setting.listable)
+    # Root's rights would stand above the limits that follow.
+    header = struct.pack("=Ii", _CAPABILITIES_VERSION, 0)
+    kernel.call(_CAPSET[os.uname().machine], ctypes.create_string_buffer(header), bytes(24))
+    cpu_s = math.ceil(limits.test_timeout_s) + 1
+    for name, most in {
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_AS: limits.memory_mib * 2**20,
+        resource.RLIMIT_FSIZE: limits.max_file_bytes,
+        resource.RLIMIT_NOFILE: _MAX_OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }.items():
+        resource.setrlimit(name, (most, most))
+    listener = seccomp.install(has_listener=setting.has_listener) if setting.has_filter else None
+    with there:
+        socket.send_fds(there, [b"confined"], [] if listener is None else [listener])
+    if listener is not None:
+        os.close(listener)

@@ -1,0 +1,156 @@
+"""The grader's side of the sandbox: starts a supervisor for a program, and asks it for runs. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from leaderless.config import Json
+from leaderless.rewards.sandbox.kernel import ask_layers, is_supported
+from leaderless.rewards.sandbox.messages import Ended, Limits, Order, Run, Setting, Trial
+
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+"""What the interpreter reads besides its own library, wherever it is installed."""
+_FLAGS = ("-P", "-s", "-S", "-B")
+"""Isolated as by `-I`, which would also ignore the fixed order of sets."""
+_START = "import sys; sys.path.append(sys.argv[1]); from sandbox.supervisor import main; sys.path.pop(); main()"
+_WEAKER = "use a newer kernel, or run with less and set reward.code.allow_weaker=true, at your own risk"
+
+
+def refusal(*, allow_weaker: bool) -> str | None:
+    """Why programs cannot be run safely on this machine; None where they can.
+
+    Args:
+        allow_weaker: The user accepts that a layer is missing.
+    """
+    if not is_supported():
+        system = os.uname()
+        return f"runs programs on Linux on x86-64 and 64-bit ARM only, and this is {system.sysname} on {system.machine}"
+    missing = ask_layers().missing()
+    return None if allow_weaker or not missing else f"cannot run programs safely: no {'; no '.join(missing)}; {_WEAKER}"
+
+
+class Jail:
+    """One program, and a supervisor that runs it as often as asked; each run begins anew, in an empty folder.
+
+    Args:
+        program: Source of the program.
+        limits: Of each run.
+        has_tests: It is run once, by `run_tests`; else any number of times, by `run_input`.
+
+    Raises:
+        RuntimeError: From the methods: the sandbox does not work here. What a program does never raises.
+    """
+
+    def __init__(self, program: str, limits: Limits, *, has_tests: bool) -> None:
+        layers = ask_layers()
+        readable, listable = _interpreter_paths()
+        self._scratch = tempfile.mkdtemp(prefix="leaderless-program-")
+        setting = Setting(
+            self._scratch,
+            readable,
+            listable,
+            layers.landlock,
+            layers.has_filter,
+            layers.has_filter and layers.has_listener,
+        )
+        # Sets have the same order in every process; where libraries are may be needed to start, and is then forgotten.
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        self._supervisor = subprocess.Popen(  # noqa: S603 - this interpreter, with the package's own code
+            [_interpreter(), *_FLAGS, "-c", _START, str(Path(__file__).parents[1])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={"PYTHONHASHSEED": "0"} | kept,
+            cwd=self._scratch,
+            start_new_session=True,
+        )
+        order = Order(setting=list(setting), limits=list(limits), program=program, has_tests=has_tests)  # type: ignore[arg-type]
+        self._send(order)
+
+    def run_input(self, text: str, deadline: float) -> Ended:
+        """Run the program as a script.
+
+        Args:
+            text: Its standard input.
+            deadline: When the run ends at the latest, by the monotonic clock.
+        """
+        self._send(Run(input=text, deadline=deadline))
+        return self._ended()
+
+    def run_tests(self, pieces: Sequence[tuple[str, str]], deadline: float) -> Ended:
+        """Run tests of what the program defines.
+
+        Args:
+            pieces: Statements in their order, each with its kind: `test`, or `import` and `other` for what tests need.
+            deadline: When the run ends at the latest, by the monotonic clock.
+        """
+        self._receive()
+        self._send(Trial(pieces=list(pieces), deadline=deadline))
+        return self._ended()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the supervisor, and with it whatever it runs."""
+        assert self._supervisor.stdin is not None
+        assert self._supervisor.stdout is not None
+        with suppress(BrokenPipeError):
+            self._supervisor.stdin.close()
+        self._supervisor.stdout.close()
+        self._supervisor.wait()
+        if Path(self._scratch).exists():  # The supervisor was ended before it could remove it.
+            shutil.rmtree(self._scratch)
+
+    def _send(self, message: Order | Run | Trial) -> None:
+        assert self._supervisor.stdin is not None
+        # What is read next says why nobody listens.
+        with suppress(BrokenPipeError):
+            self._supervisor.stdin.write(json.dumps(message).encode() + b"\n")
+            self._supervisor.stdin.flush()
+
+    def _receive(self) -> Sequence[Json] | str:
+        assert self._supervisor.stdout is not None
+        line = self._supervisor.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"the sandbox's supervisor ended with exit code {self._supervisor.wait()}; see its output above"
+            )
+        message: Sequence[Json] | str | Mapping[str, str] = json.loads(line)
+        if isinstance(message, Mapping):
+            raise RuntimeError(f"the sandbox does not work on this machine: {message['broken']}")
+        return message
+
+    def _ended(self) -> Ended:
+        ended = Ended(*self._receive())  # type: ignore[arg-type]
+        return ended._replace(passed=tuple(ended.passed))
+
+
+@cache
+def _interpreter() -> str:
+    """The interpreter itself; a virtual environment's would look for its settings, which a program may not read."""
+    return str(Path(sys.executable).resolve())
+
+
+@cache
+def _interpreter_paths() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a program may read, and what it may list: the standard library without packages installed into it."""
+    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    libraries = {Path(sysconfig.get_path(name, vars=base)) for name in ("stdlib", "platstdlib")}
+    packages = {"site-packages", "dist-packages"}
+    own = [entry for library in libraries for entry in library.iterdir() if entry.name not in packages]
+    shared = Path(sys.base_prefix, "lib").glob("*.so*")
+    return (*_SYSTEM, *sorted(map(str, (*own, *shared)))), tuple(sorted(map(str, libraries)))

@@ -1,0 +1,244 @@
+"""Starts, watches and ends confined processes for one response; a small interpreter of its own. Imports no torch.
+
+It reads one JSON value a line from the grader and answers each with one line. What a program must not know comes after
+the program was forked: each input with its own run, the tests when the program's process runs already, and expected
+outputs never.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from . import kernel  # relative, for the supervisor runs without the package
+from .confined import Confined, remove
+from .messages import Ended, Limits, Order, Run, Setting, Trial
+from .program import run_as_script
+from .remote import judge, serve
+
+_PR_SET_CHILD_SUBREAPER = 36
+_END_TIMEOUT_S = 10.0
+"""Seconds that killed processes may take to disappear."""
+_READ_BYTES = 65536
+_GRADER = 0
+"""File descriptor that the grader writes to; its end means that the grader has ended."""
+
+
+def main() -> None:
+    """Serve a grader until it closes the pipe."""
+    # Whatever a program leaves behind becomes a child of this process, and not of the system.
+    kernel.control(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        _serve_grader()
+    except EOFError:
+        return
+    except (OSError, RuntimeError) as error:
+        _tell({"broken": f"{type(error).__name__}: {error}"})
+
+
+def _serve_grader() -> None:
+    order: Order = json.loads(_read_line())
+    source = order["program"]
+    setting, limits = Setting(*order["setting"]), Limits(*order["limits"])  # type: ignore[arg-type]
+    runner = _Runner(setting, limits)
+    try:
+        if order["has_tests"]:
+            _tell(runner.run_tests(source))
+        while True:
+            run: Run = json.loads(_read_line())
+            _tell(runner.run_input(source, run["input"], run["deadline"]))
+    finally:
+        remove(setting.scratch)
+
+
+class _Runner:
+    """Runs one program."""
+
+    def __init__(self, setting: Setting, limits: Limits) -> None:
+        self._setting, self._limits = setting, limits
+
+    def run_input(self, source: str, text: str, deadline: float) -> Ended:
+        """Run the program once, as a script."""
+        stdin = os.memfd_create("input")
+        with open(stdin, "wb") as file:  # noqa: PTH123 - a descriptor
+            file.write(text.encode())
+            file.seek(0)
+            main = Confined(lambda: run_as_script(source), self._setting, self._limits, stdin)
+        watch = _Watch([main], self._limits, deadline)
+        cause = watch.until(lambda: watch.has_ended(main))
+        codes = watch.end()
+        output = bytes(next(iter(main.outputs.values())))
+        return Ended("output" if watch.is_too_long() else cause, codes[main.pid], output.decode(errors="replace"))
+
+    def run_tests(self, source: str) -> Ended:
+        """Run the program in one process, and in another one the tests, which the grader sends now and not before."""
+        requests, requests_end = os.pipe()
+        replies, replies_end = os.pipe()
+        with open(os.devnull) as nothing:  # noqa: PTH123 - pathlib is slow to import
+            program = Confined(
+                lambda: serve(source, requests, replies_end),
+                self._setting,
+                self._limits,
+                nothing.fileno(),
+                (requests, replies_end),
+            )
+            _tell("started")
+            trial: Trial = json.loads(_read_line())
+            report, report_end = os.pipe()
+            # The tests start nothing and write nothing.
+            limits = self._limits._replace(max_processes=0, max_files=0)
+            tests = Confined(
+                lambda: judge(trial["pieces"], replies, requests_end, report_end),
+                self._setting,
+                limits,
+                nothing.fileno(),
+                (replies, requests_end, report_end),
+            )
+        for fd in (requests, requests_end, replies, replies_end, report_end):
+            os.close(fd)
+        watch = _Watch([program, tests], self._limits, trial["deadline"], report)
+        cause = watch.until(lambda: watch.has_ended(tests))
+        watch.end()
+        verdicts = [json.loads(line) for line in bytes(watch.report).splitlines(keepends=True) if line.endswith(b"\n")]
+        unfit = next((verdict for verdict in verdicts if isinstance(verdict, str)), "")
+        return Ended(cause, 0, "", tuple(verdict for verdict in verdicts if isinstance(verdict, bool)), unfit)
+
+
+class _Watch:
+    """Watches confined processes, answers for their filters, and ends them all.
+
+    Args:
+        processes: As they were just started.
+        limits: Of each.
+        deadline: When the run ends at the latest, by the monotonic clock.
+        report: File descriptor on which tests report; each report begins the time of the next test.
+
+    Attributes:
+        report: What was read from there.
+    """
+
+    def __init__(
+        self, processes: Sequence[Confined], limits: Limits, deadline: float, report: int | None = None
+    ) -> None:
+        self._processes, self._limits = processes, limits
+        self.report = bytearray()
+        self._ended = {os.pidfd_open(process.pid): process for process in processes}
+        self._buffers: dict[int, bytearray] = {fd: text for p in processes for fd, text in p.outputs.items()}
+        self._report = report
+        if report is not None:
+            self._buffers[report] = self.report
+        self._listeners = {p.listener: p for p in processes if p.listener is not None}
+        self._open = {_GRADER, *self._ended, *self._buffers, *self._listeners}
+        self._last = deadline
+        self._begin_test()
+
+    def _begin_test(self) -> None:
+        self._deadline = min(self._last, time.monotonic() + self._limits.test_timeout_s)
+
+    def has_ended(self, process: Confined) -> bool:
+        """Whether a process has ended; others that it started may go on."""
+        return process not in [self._ended[fd] for fd in self._open if fd in self._ended]
+
+    def until(self, is_done: Callable[[], bool]) -> str:
+        """Watch until that is so, or a limit is reached; what became of it, as `Ended.cause` says."""
+        while not is_done():
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                return "timeout"
+            self._serve(left_s)
+            if self.is_too_long():
+                return "output"
+        return "exited"
+
+    def is_too_long(self) -> bool:
+        """Whether a process has printed more than it may."""
+        texts = [text for process in self._processes for text in process.outputs.values()]
+        return any(len(text) > self._limits.max_output_bytes for text in texts)
+
+    def end(self) -> Mapping[int, int]:
+        """Kill every process that is left, take in what was printed, and remove all files; exit codes by process.
+
+        Raises:
+            RuntimeError: A process does not end.
+        """
+        for process in self._processes:
+            # One call for the whole group, which nothing can leave: none can be started meanwhile by one that is left.
+            _kill(os.killpg, process.pid)
+        codes: dict[int, int] = {}
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while children := _children():
+            for pid in children:
+                _kill(os.kill, pid)
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                raise RuntimeError(f"processes {children} of a program do not end within {_END_TIMEOUT_S:g} s")
+            else:
+                time.sleep(0.001)
+        self._open -= {_GRADER, *self._listeners, *self._ended}
+        while self._open:
+            self._serve(0)
+        for fd in (*self._ended, *([] if self._report is None else [self._report])):
+            os.close(fd)
+        for process in self._processes:
+            process.close()
+        return codes
+
+    def _serve(self, timeout_s: float) -> None:
+        """Take in whatever is there, waiting for it at most so long."""
+        poll = select.poll()
+        for fd in self._open:
+            poll.register(fd, select.POLLIN)
+        for fd, event in poll.poll(max(1, 1000 * timeout_s)):
+            if fd == _GRADER:
+                self._open -= {fd}
+                self.end()
+                raise EOFError
+            if fd in self._listeners:
+                if event & select.POLLIN:
+                    self._listeners[fd].counter.answer(fd)
+                else:
+                    self._open -= {fd}
+            elif fd in self._ended or not self._read(fd):
+                self._open -= {fd}
+
+    def _read(self, fd: int) -> bool:
+        """Read from a pipe; whether there may be more."""
+        data = os.read(fd, _READ_BYTES)
+        buffer = self._buffers[fd]
+        if fd == self._report:
+            self._begin_test()
+            buffer += data
+        else:
+            buffer += data[: self._limits.max_output_bytes + 1 - len(buffer)]
+        return bool(data)
+
+
+def _kill(how: Callable[[int, int], None], pid: int) -> None:
+    with suppress(ProcessLookupError):
+        how(pid, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """Processes that this one has to wait for: those it started, and what they left behind."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123 - pathlib is slow to import
+        return [int(word) for word in file.read().split()]
+
+
+def _read_line() -> bytes:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+def _tell(message: object) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
