@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Processes that run tests at a time, each with up to four ranks of its own (about 2 GiB together).
 TEST_WORKERS ?= 2
+KILLS ?= 200
 
-.PHONY: quickstart test lint format docs clean
+.PHONY: quickstart test chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -12,6 +13,10 @@ quickstart: .venv/.installed
 
 test: .venv/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Kills workers in every phase and compares with undisturbed runs; KILLS=20 makes it shorter.
+chaos: .venv/.installed-test
+	$(BIN)/python -m tests.chaos --kills $(KILLS)
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check .

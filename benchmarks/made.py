@@ -1,0 +1,69 @@
+"""A model and data made on the spot, and runs on them, for benchmarks of what surrounds the mathematics."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from leaderless.models.tiny import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,=+"
+
+
+def prepare(folder: Path, hidden_size: int, num_layers: int, prompt_tokens: int) -> None:
+    """Make a Qwen2 with random weights, and prompts of random letters.
+
+    Args:
+        folder: Gets `model` and `rows.jsonl`.
+        hidden_size: Of the model.
+        num_layers: Of the model.
+        prompt_tokens: Of each prompt; a token is a letter.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tiny_model(
+        folder / "model", CHARACTERS, hidden_size=hidden_size, num_layers=num_layers, num_heads=4, max_positions=2048
+    )
+    generator = random.Random(0)
+    rows = [{"prompt": "".join(generator.choices(CHARACTERS, k=prompt_tokens)), "answer": "1"} for _ in range(2048)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def train(folder: Path, name: str, settings: Sequence[str], num_workers: int) -> list[dict[str, float]]:
+    """Train on it with GRPO, each worker on one core.
+
+    Args:
+        folder: Of `prepare`.
+        name: Of the run.
+        settings: As on the command line.
+        num_workers: On this machine.
+
+    Returns:
+        The numbers of each step.
+    """
+    data = {"path": "rows.jsonl", "prompt": "prompt", "answer": "answer", "template": "plain"}
+    recipe: dict[str, object] = {
+        "name": name,
+        "workflow": "grpo",
+        "models": {"policy": "model"},
+        "data": {"train": data, "max_prompt_tokens": 1024},
+        "reward": {"exact_match": 1.0},
+        "run": {"recorded_prompts": 0, "tensorboard": False},
+        "steps": 1,
+    }
+    (folder / f"{name}.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    command = ["-m", "leaderless", "train", f"{name}.yaml", *settings, "--workers", str(num_workers)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+        )
+    if done.returncode:
+        sys.exit(f"{name} failed with exit code {done.returncode}; see {folder / name}.log")
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
