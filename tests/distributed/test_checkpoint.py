@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import math
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tests.distributed.ranks import RankPool
 from tests.tiny import random_samples, tiny_model
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.run import CheckpointConfig
+from leaderless.data.surplus import Surplus
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
@@ -24,7 +27,7 @@ from leaderless.observability.run_directory import list_checkpoints
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.worker.checkpoint import RunState, load_checkpoint, newest_good, read_state
 from leaderless.worker.checkpoint_writer import CheckpointError, CheckpointWriter, Content, superseded
-from leaderless.worker.manifest import Manifest
+from leaderless.worker.manifest import DamagedCheckpointError, FileEntry, Manifest
 from leaderless.worker.snapshot import Snapshot
 
 Whole = dict[str, Tensor]
@@ -303,3 +306,45 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path, content: str 
         (tmp_path / "state.json").write_text(content)
     with pytest.raises(RecipeError, match="is not a checkpoint"):
         read_state(tmp_path)
+
+
+class Pwned:
+    """What a pickle may do when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self.mark,)
+
+
+def load_made_up(folder: str, model: str) -> str:
+    """A checkpoint whose maker knows the checksums, with pickles where anything might unpickle."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    path, evil = Path(folder) / "step-000002", pickle.dumps(Pwned(Path(folder) / "pwned"))
+    for file in [*(path / "policy").glob("*.safetensors"), path / "policy/.metadata", path / "surplus-0.safetensors"]:
+        file.write_bytes(evil)
+    files = {name.relative_to(path).as_posix(): FileEntry.of(name) for name in path.rglob("*") if name.is_file()}
+    del files["manifest.json"]
+    Manifest(2, 1, {}, files).write(path)
+    assert newest_good(Path(folder), transport.world, lambda _: None) == path, "its checksums are right"
+    errors = []
+    for load in (
+        lambda: load_checkpoint(path, {"policy": make_engine(model, transport)}),
+        lambda: Surplus.load(path, 0, 1),
+    ):
+        try:
+            load()
+        except (DamagedCheckpointError, SafetensorError) as error:
+            errors.append(str(error))
+    return "\n".join(errors)
+
+
+def test_a_pickle_in_a_checkpoint_is_never_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, save_and_go_on, str(tmp_path), tiny_model())
+    (error,) = ranks.run(1, load_made_up, str(tmp_path), tiny_model())
+    assert error.count("deserializing header") == 2, error
+    assert "step-000002/policy cannot be read" in error
+    assert not (tmp_path / "pwned").exists()
+    pickle.loads((tmp_path / "step-000002/policy/.metadata").read_bytes())
+    assert (tmp_path / "pwned").exists(), "it would have done so"

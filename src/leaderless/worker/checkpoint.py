@@ -12,13 +12,13 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.markup import escape
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -63,21 +63,6 @@ class RoleState:
     policy_version: int
     model: str
     is_value_model: bool = False
-
-
-@contextmanager
-def cause_raised(note: str) -> Iterator[None]:
-    """Raise what went wrong on some rank, in place of an exception that `except Exception` does not catch.
-
-    Args:
-        note: What was being done.
-    """
-    try:
-        yield
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        cause.add_note(note)
-        raise cause from None
 
 
 def newest_good(folder: Path, world: Group, say: Callable[[str], None]) -> Path | None:
@@ -143,6 +128,7 @@ def load_checkpoint(path: Path, engines: Mapping[str, ShardedModel[Decoder]]) ->
 
     Raises:
         RecipeError: It is the checkpoint of another model, or none at all.
+        DamagedCheckpointError: Its tensors cannot be read.
     """
     state = read_state(path)
     for role, engine in engines.items():
@@ -164,10 +150,21 @@ def read_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
     Args:
         folder: Of a role in a checkpoint.
         state: By name; others that are in the folder are passed over.
+
+    Raises:
+        DamagedCheckpointError: The files cannot be read, or do not hold the tensors.
     """
-    with warnings.catch_warnings(), cause_raised(f"while reading checkpoint {folder}"):
+    reader = HuggingFaceStorageReader(str(folder))
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank needs another to read
-        load(dict(state), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        try:
+            reader.read_metadata()  # `load` would log a traceback
+            load(dict(state), storage_reader=reader, no_dist=True)
+        except SafetensorError as error:
+            raise DamagedCheckpointError(f"{folder} cannot be read: {error}") from error
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise DamagedCheckpointError(f"{folder} cannot be read: {cause}") from cause
 
 
 def read_state(path: Path) -> RunState:
