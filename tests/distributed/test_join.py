@@ -11,6 +11,7 @@ from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_recipe
 
 from leaderless.config import load_recipe
+from leaderless.data.activity import Activity
 from leaderless.data.batch import Batch
 from leaderless.data.transport import Transport
 from leaderless.observability.console import Display
@@ -29,7 +30,7 @@ def join_with(recipe_file: str, overrides: dict[int, str]) -> str:
     recipe = load_recipe(recipe_file, [overrides[place.rank]] if place.rank in overrides else []).recipe
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     try:
-        with join_workers(place, plan, 20):
+        with join_workers(place, plan, 20, Activity()):
             return ""
     except RuntimeError as error:
         return str(error)

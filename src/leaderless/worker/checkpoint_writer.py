@@ -178,11 +178,18 @@ class CheckpointWriter:
                 self._commit(partial, content)
         except BaseException as error:
             error.add_note(f"while writing checkpoint {self._folder / f'step-{content.state.step:06d}'}")
-            shutil.rmtree(partial if self._is_first else own.with_suffix(".parts"), ignore_errors=True)
-            if not self._is_first:
-                with suppress(OSError):  # a disk may be too full for a reason, but a name mostly fits
-                    own.with_suffix(".failed").touch()
+            shutil.rmtree(own.with_suffix(".parts"), ignore_errors=True)
+            with suppress(OSError):  # a disk may be too full for a reason, but a name mostly fits
+                own.with_suffix(".failed").touch()
+            if self._is_first:
+                self._give_up(partial)
             raise
+
+    def _give_up(self, partial: Path) -> None:
+        """Remove what has been written, when nobody writes there any more."""
+        with suppress(OSError, CheckpointError):
+            self._await_parts(partial)
+        shutil.rmtree(partial, ignore_errors=True)
 
     def _write_files(
         self, folder: Path, scratch: Path, content: Content, roles: Mapping[str, RoleState]
@@ -217,10 +224,10 @@ class CheckpointWriter:
         step = content.state.step
         parts = self._await_parts(partial)
         files = {name: FileEntry(**entry) for part in parts for name, entry in json.loads(part.read_text()).items()}
-        for part in parts:
-            part.unlink()
         metrics = {name: value for name, value in content.metrics.items() if math.isfinite(value)}
         Manifest(step, self._world.size, metrics, files).write(partial)
+        for part in parts:
+            part.unlink()
         for folder in {partial, *((partial / name).parent for name in files)}:
             sync_to_disk(folder)
         final = self._folder / f"step-{step:06d}"
@@ -240,20 +247,21 @@ class CheckpointWriter:
             CheckpointError: A rank could not write, or says nothing.
         """
         end, pause = time.monotonic() + self._timeout_s, _LOOK_S[0]
-        wanted = {f"rank-{rank:05d}.json" for rank in self._world.ranks}
+        wanted = [f"rank-{rank:05d}" for rank in self._world.ranks]
         while True:
             names = {path.name for path in partial.iterdir()}
-            failed = sorted(name for name in names if name.endswith(".failed"))
-            if failed:
-                ranks = ", ".join(str(int(name[5:10])) for name in failed)
-                raise CheckpointError(f"checkpoint {partial}: rank {ranks} could not write its part")
-            if wanted <= names:
-                return [partial / name for name in sorted(wanted)]
+            late = [name for name in wanted if not {f"{name}.json", f"{name}.failed"} & names]
+            if not late:
+                break
             if time.monotonic() > end:
-                late = ", ".join(str(int(name[5:10])) for name in sorted(wanted - names)[:8])
-                raise CheckpointError(f"checkpoint {partial}: no files of rank {late} after {self._timeout_s:g} s")
+                ranks = ", ".join(str(int(name[5:])) for name in late[:8])
+                raise CheckpointError(f"checkpoint {partial}: no files of rank {ranks} after {self._timeout_s:g} s")
             time.sleep(pause)
             pause = min(_LOOK_S[1], pause * 1.5)
+        failed = ", ".join(str(int(name[5:])) for name in wanted if f"{name}.failed" in names)
+        if failed:
+            raise CheckpointError(f"checkpoint {partial}: rank {failed} could not write its part")
+        return [partial / f"{name}.json" for name in wanted]
 
     def _remove_leftovers(self, partial: Path) -> None:
         """Remove what was never finished; others may have begun with the one that is being written."""
