@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.chaos.harness import check, run
-from tests.chaos.stage import COMMIT, RESUME, VARIABLE, WRITE, Kill
+from tests.chaos.stage import COMMIT, VARIABLE, WRITE, Kill
 
 STEPS = 6
 
@@ -15,7 +15,6 @@ def test_workers_killed_in_each_phase_come_to_the_same_curve(tmp_path: Path, mon
     monkeypatch.setenv(VARIABLE, "")
     kills = [
         Kill(rank=0, phase="rollout", step=2, delay_s=0.01),
-        Kill(rank=1, phase=RESUME, step=0, delay_s=0.0),
         Kill(rank=1, phase="policy", step=3, delay_s=0.01),
         Kill(rank=1, phase=WRITE, step=4, delay_s=0.001),
         Kill(rank=0, phase=COMMIT, step=5, delay_s=0.0),

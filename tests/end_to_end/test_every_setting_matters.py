@@ -126,6 +126,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     # Rewards are graded in processes of their own, where nobody watches; their own tests show what these settings do.
     elsewhere = {("ExactMatchOptions", "ignore_case"), ("FormatOptions", "pattern")}
     elsewhere |= {("CodeOptions", name) for name in CodeOptions.model_fields}
+    elsewhere |= {("RunConfig", "max_restarts")}  # by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)
         for section in sections() - {RewardOptions}

@@ -10,6 +10,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,6 +147,8 @@ class Watchdog:
         self._file.close()
         if not self._path.stat().st_size:
             self._path.unlink()
+            with suppress(OSError):  # others may still be at it
+                self._path.parent.rmdir()
 
     def status(self) -> Status:
         """What this rank is doing."""

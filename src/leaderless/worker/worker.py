@@ -405,7 +405,8 @@ class Worker:
         self.tracer.take_seconds()
         if end.is_stopping and not is_last:
             self.display.stop()
-            self.display.say(f"stopped after step {self.step}, with a checkpoint: the same command goes on from there")
+            path = self.directory.checkpoints / f"step-{self.step:06d}"
+            self.display.say(f"stopped after step {self.step}; the same command goes on from [bold]{escape(str(path))}")
 
     def _content(self, numbers: dict[str, float]) -> Content:
         """What a checkpoint of this moment holds besides tensors."""
