@@ -25,6 +25,7 @@ def test_secrets_stay_in_the_environment(
         "run.tensorboard": True,
         "run.recorded_prompts": 6,
         "checkpoint.every_steps": 1,
+        "guards.reward_failures_limit": None,
     }
     recipe = write_recipe(tmp_path, tiny_model(), changes)
     outcome = run_alone(tmp_path, "train", recipe)

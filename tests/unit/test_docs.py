@@ -146,7 +146,7 @@ def test_every_page_is_on_the_site() -> None:
 
 def test_code_blocks_have_a_language() -> None:
     assert not [str(block) for block in blocks("")]
-    known = {"python", "yaml", "shell", "text", "json"}
+    known = {"python", "yaml", "shell", "bash", "text", "json"}
     assert {block.language for page in PAGES for block in blocks_of(page)} <= known
 
 

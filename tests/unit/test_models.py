@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.data.activity import Activity
 from leaderless.data.transport import Group
 from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
@@ -132,7 +133,7 @@ def engine_of(config: ModelConfig) -> FsdpEngine:
 class Alone:
     """A group of one rank."""
 
-    rank, size, ranks, handle = 0, 1, (0,), None
+    rank, size, ranks, handle, activity = 0, 1, (0,), None, Activity()
 
     def max(self, values: Tensor, what: str) -> Tensor:  # noqa: ARG002
         """Of one rank."""

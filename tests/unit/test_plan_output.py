@@ -17,7 +17,7 @@ from leaderless.planner.layering import Box, Link, place
 from leaderless.planner.picture import draw_plan
 from leaderless.planner.show import print_plan
 from leaderless.planner.svg import NUM_COLORS, clip, text_width
-from leaderless.workflow import BUILTIN_STAGES, StageSpec, Workflow
+from leaderless.workflow import BUILTIN_STAGES, StageSpec, Workflow, resolve_workflow
 
 SVG = "{http://www.w3.org/2000/svg}"
 KL = {"algorithm": {"kl": {"coefficient": 0.1}}}
@@ -100,13 +100,13 @@ def test_a_node_that_reads_nothing_hangs_on_the_node_before():
 def test_names_cannot_break_the_picture(monkeypatch):
     monkeypatch.setitem(BUILTIN_STAGES, '<&">', StageSpec("x:y", ("rewards",), ("<b>",), summary="a < b & c"))
     monkeypatch.setitem(BUILTIN_STAGES, "use", StageSpec("x:y", ("<b>",), has_effect=True))
-    workflow = begin().node("a", run='<&">', after="reward").node("b", run="use", after="a", role="\x07]]>&'\"<")
-    models = {"policy": "p", "\x07]]>&'\"<": "m"}
+    workflow = begin().node("a", run='<&">', after="reward").node("b", run="use", after="a", role="judge")
+    models = {"policy": "p", "judge": "m"}
     svg = draw_plan(plan_of(Workflow('<w & "w">', workflow.nodes), models=models))
     assert ET.fromstring(svg).get("aria-label") == 'tiny: workflow <w & "w"> on 1 rank'
     boxes = {texts(box)[0]: texts(box)[1] for box in groups(svg, "box")}
     assert boxes["a"] == '<&">'
-    assert boxes["b"] == "use, role \ufffd]]>&'\"<"
+    assert boxes["b"] == "use, role judge"
 
 
 def test_the_picture_loads_nothing_and_keeps_its_style_to_itself():
@@ -283,13 +283,9 @@ def test_the_print_says_why_memory_is_unknown():
 
 
 def test_names_are_no_markup():
-    role = "[red]:smile:[/red]"
-    workflow = Workflow("[w]").node("rollout", run="rollout", role=role).node("reward", run="reward", after="rollout")
-    workflow = workflow.node("advantage", run="advantage", after="reward")
-    workflow = workflow.node("policy", run="update", role=role, after="advantage")
-    text = printed(plan_of(workflow, models={role: "m"}))
-    assert text.count(role) == 3, "of two nodes and a model"
-    assert "workflow [w]," in text
+    name = "[red]:smile:[/red]"
+    text = printed(plan_of(Workflow(name, resolve_workflow("grpo").nodes), models={"policy": "m"}))
+    assert f"workflow {name}," in text
 
 
 def test_there_is_colour_in_a_terminal_and_none_in_a_file():

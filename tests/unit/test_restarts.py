@@ -11,10 +11,17 @@ import pytest
 from leaderless.config import RecipeError
 from leaderless.launch.nodes import Nodes
 from leaderless.launch.restarts import SAME_FAILURES, Restarts
-from leaderless.observability.run_directory import RunDirectory
+from leaderless.observability.run_directory import MANIFEST, RunDirectory
 from leaderless.worker.failure import FOLDER_VARIABLE, STEPS_BEGUN, reported_failures
 
 KILLED = {1: -9}
+
+
+def write_checkpoint(directory: RunDirectory, step: int) -> None:
+    """What counts as one: a folder with a manifest."""
+    folder = directory.checkpoints / f"step-{step:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).touch()
 
 
 class Run:
@@ -30,7 +37,7 @@ class Run:
     def come_to(self, step: int, *, saved: int) -> None:
         for number in range(1, step + 1):
             self.directory.append_metrics({"step": number})
-        (self.directory.checkpoints / f"step-{saved:06d}").mkdir(parents=True, exist_ok=True)
+        write_checkpoint(self.directory, saved)
 
     def fail(
         self,

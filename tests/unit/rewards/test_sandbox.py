@@ -115,7 +115,9 @@ def wait_until_gone(pids: set[int]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Other tests run programs at the same time.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("scratch")))
     folders, children = scratch_folders(), set(psutil.Process().children(recursive=True))
     yield
     assert scratch_folders() <= folders
