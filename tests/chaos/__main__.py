@@ -19,15 +19,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of ranks, phases and moments")
+    parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     options = parser.parse_args()
     console, runs = Console(), []
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         undisturbed = {
-            name: run(Path(folder) / name, name, []) for name in track(PLACEMENTS, "undisturbed", console=console)
+            name: run(Path(folder) / name, name, [])
+            for name in track(options.placements, "undisturbed", console=console)
         }
         left, number = options.kills, 0
         for number in track(range(-(-options.kills // KILLS_PER_RUN)), "with kills", console=console):
-            placement = list(PLACEMENTS)[number % len(PLACEMENTS)]
+            placement = options.placements[number % len(options.placements)]
             plain = undisturbed[placement]
             kills = draw_kills(phases_of(plain), min(left, KILLS_PER_RUN), STEPS, options.seed + number)
             left -= len(kills)

@@ -68,10 +68,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_very_same_curve(ranks: RankPool, 
     if workflow == "sft":
         changes = {"workflow": "sft", "data.train.response": "answer", "data.max_response_tokens": 8}
     recipe = write_recipe(tmp_path, tiny_model(), SIGNAL | held_out(tmp_path) | changes)
-    for name, num_ranks, stops in (("whole", 1, [6]), ("parts", 1, [2, 4, 6]), ("moved", 2, [2, 4, 6])):
-        for index, steps in enumerate(stops):
-            size = num_ranks if index != 1 else 1
-            succeed(ranks, tmp_path, "train", recipe, f"name={name}", f"steps={steps}", num_ranks=size)
+    moves = {"whole": {6: 1}, "parts": {2: 1, 4: 1, 6: 1}, "moved": {1: 4, 3: 2, 5: 1, 6: 4}}
+    for name, stops in moves.items():
+        for steps, num_ranks in stops.items():
+            succeed(ranks, tmp_path, "train", recipe, f"name={name}", f"steps={steps}", num_ranks=num_ranks)
     whole, parts, moved = (metrics(tmp_path / "runs" / name) for name in ("whole", "parts", "moved"))
     assert [line["step"] for line in whole] == [0, 1, 2, 3, 4, 5, 6]
     assert parts == whole, "bit for bit"
