@@ -86,7 +86,9 @@ def test_a_run_whose_ranks_are_killed_and_hang_is_the_undisturbed_run(
     monkeypatch.setenv("FAIL", "")
     succeed(ranks, tmp_path, "train", recipe, "name=calm", num_ranks=2)
     disturb(tmp_path, monkeypatch, "killed@0@2 killed@1@3 hang@1@4")
-    process = start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", 2, "run.stall_timeout_s=8")
+    # Waited for, as a kill might come before a checkpoint that is still being written.
+    settings = ("checkpoint.asynchronous=false", "run.stall_timeout_s=8")
+    process = start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", 2, *settings)
     family = Family(process)
     family.wait_until(lambda: process.poll() is not None)
     outcome = finish(process)
