@@ -116,26 +116,29 @@ def check(disturbed: Run, undisturbed: Run) -> None:
     folders = [run.folder / "runs/tiny" for run in (disturbed, undisturbed)]
     lines, expected = (metrics(folder) for folder in folders)
     assert lines == expected, "the curve is the same to the last bit"
-    assert used_prompts(disturbed.folder) == used_prompts(undisturbed.folder)
+    used = [sorted((run.folder / "used").glob("step-*.json")) for run in (disturbed, undisturbed)]
+    assert [path.read_text() for path in used[0]] == [path.read_text() for path in used[1]], (
+        "prompts and random numbers"
+    )
+    check_used_once(disturbed.folder)
     hidden = [path.name for path in (folders[0] / "checkpoints").iterdir() if not path.name.startswith("step-")]
     assert not hidden, "no half-written checkpoint stays"
     assert not left_behind(disturbed.folder), "no process stays"
 
 
-def used_prompts(folder: Path) -> list[list[str]]:
-    """The prompts of each step, in order of their text; each of an epoch must come once.
+def check_used_once(folder: Path) -> None:
+    """Each prompt of an epoch must have come once.
 
     Args:
         folder: Of a run.
     """
     steps: dict[str, list[str]] = {}
     for path in sorted((folder / "used").glob("step-*.json")):
-        steps.setdefault(path.name.partition(".")[0], []).extend(json.loads(path.read_text()))
+        steps.setdefault(path.name.partition(".")[0], []).extend(json.loads(path.read_text())["prompts"])
     prompts = list(chain.from_iterable(steps.values()))
     for first in range(0, len(prompts), NUM_PROMPTS):
         twice = [prompt for prompt, count in Counter(prompts[first : first + NUM_PROMPTS]).items() if count > 1]
         assert not twice, f"used twice in one epoch: {twice}"
-    return [sorted(step) for step in steps.values()]
 
 
 def left_behind(folder: Path) -> list[str]:

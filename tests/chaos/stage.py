@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -17,6 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
 
 import leaderless
 from leaderless.observability.run_directory import write_atomically
@@ -128,8 +132,9 @@ if VARIABLE in os.environ and "RANK" in os.environ:
 
 @leaderless.stage(reads=["rewards", "rows"], writes=["rewards"])
 def note_prompts(batch: leaderless.Batch, context: leaderless.StageContext) -> leaderless.Batch:
-    """Write which prompts this rank has in this step."""
+    """Write which prompts this rank has in this step, and random numbers that it draws."""
     prompts = {str(row["question"]) for row in batch.objects("rows") if isinstance(row, dict)}
+    note = {"prompts": sorted(prompts), "draws": [random.random(), float(np.random.rand()), float(torch.rand(()))]}  # noqa: NPY002
     folder = Path(os.environ[VARIABLE]) / "used"
-    write_atomically(folder / f"step-{context.step:06d}.rank-{context.group.rank}.json", json.dumps(sorted(prompts)))
+    write_atomically(folder / f"step-{context.step:06d}.rank-{context.group.rank}.json", json.dumps(note))
     return batch.with_columns(rewards=batch.dense("rewards"))

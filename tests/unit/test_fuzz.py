@@ -243,3 +243,11 @@ def test_a_manifest_that_somebody_made_up_is_refused(tmp_path: Path, body: objec
     (tmp_path / "manifest.json").write_text(json.dumps(envelope))
     manifest = read_checkpoint(tmp_path)
     assert manifest is None or not manifest.files, "none of the files is there"
+
+
+def test_a_manifest_names_no_file_outside_its_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "step-000003")
+    (tmp_path / "outside").write_text("x")
+    for name in ("../outside", str(tmp_path / "outside"), "policy/../../outside"):
+        Manifest(3, 1, {}, {name: FileEntry.of(tmp_path / "outside")}).write(tmp_path / "step-000003")
+        assert read_checkpoint(tmp_path / "step-000003") is None

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from leaderless.observability.console import Display
 from leaderless.observability.run_directory import MANIFEST, RunDirectory, list_checkpoints, write_atomically
+from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.worker.place import Place
 
@@ -238,3 +240,17 @@ def test_two_processes_never_write_into_one_run(tmp_path: Path) -> None:
             pass
     with directory.held():
         pass
+
+
+def test_tensorboard_forgets_steps_that_are_done_again(tmp_path: Path) -> None:
+    values = {1: 1.0, 2: 2.0, 3: 3.0}
+    log = StepLog(RunDirectory(tmp_path), enable_tensorboard=True)
+    log.open(0)
+    for step, value in values.items():
+        log.write(step, {"reward/mean": value})
+    log.open(2)  # the checkpoint was that of step 1
+    log.write(2, {"reward/mean": 20.0})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 20.0)]
+    assert [record["step"] for record in RunDirectory(tmp_path).read_metrics()] == [1, 2]

@@ -226,14 +226,10 @@ def _report(directory: RunDirectory) -> None:
 def _prepare(directory: RunDirectory, planned: Planned, *, fresh: bool) -> None:
     """Make the run's folder ready, to begin or to go on."""
     has_checkpoint = directory.last_step() > 0
-    if _is_started_again() and not has_checkpoint:
-        if directory.metrics.exists():
-            directory.forget_after(0)
-    elif directory.path.exists() and (fresh or not has_checkpoint):
-        if directory.metrics.exists() or fresh:
-            print_path("the earlier run is now in", directory.set_aside(keep_limits=not fresh))
-    elif has_checkpoint:
+    if has_checkpoint and not fresh:
         _check_same_settings(directory, planned)
+    elif directory.path.exists() and not _is_started_again() and (directory.metrics.exists() or fresh):
+        print_path("the earlier run is now in", directory.set_aside(keep_limits=not fresh))
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory.path):

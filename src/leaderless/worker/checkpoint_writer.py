@@ -108,7 +108,7 @@ class CheckpointWriter:
         return is_late or (every_steps > 0 and step % every_steps == 0)
 
     def begin(self, content: Content) -> None:
-        """Copy the state and begin to write it; an earlier checkpoint is waited for.
+        """Copy the state and begin to write it; an earlier checkpoint, whose error has been taken, is waited for.
 
         Args:
             content: All else but the tensors.
@@ -121,7 +121,7 @@ class CheckpointWriter:
             roles[role] = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))
         self._num_begun += 1
         partial = self._folder / f".step-{content.state.step:06d}.{self._token}.{self._num_begun}"
-        self._job = _Job(partial, lambda: self._write(partial, content, roles))
+        self._job = _Job(lambda: self._write(partial, content, roles))
         self._job.start()
 
     def settle(self) -> None:
@@ -137,8 +137,6 @@ class CheckpointWriter:
         failed = torch.cat(self._world.gather(torch.tensor([int(error is not None)]), "whether all have written"))
         if not int(failed.max()):
             return
-        if self._is_first:  # others may have gone on writing after the first failure
-            shutil.rmtree(self._job.folder, ignore_errors=True)
         if error is not None:
             raise error
         raise CheckpointError(
@@ -273,9 +271,9 @@ class CheckpointWriter:
 class _Job(threading.Thread):
     """One checkpoint that is being written."""
 
-    def __init__(self, folder: Path, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self.folder, self._work = folder, work
+        self._work = work
         self.error: BaseException | None = None
 
     def run(self) -> None:

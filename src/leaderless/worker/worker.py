@@ -389,8 +389,11 @@ class Worker:
         """Write a checkpoint where one is due, and always at the end."""
         is_last = self.step == self.recipe.steps
         must_succeed = end.is_stopping or is_last
+        is_wanted = must_succeed or end.is_checkpoint_due
+        if is_wanted:
+            self.checkpoints.wait()  # or nobody would hear that the one before has failed
         self._tell_failed_checkpoint(self.checkpoints.take_error())
-        if not (must_succeed or end.is_checkpoint_due):
+        if not is_wanted:
             return
         self._begin_entry("checkpoint")
         with self.tracer.span("checkpoint", self.step):
