@@ -14,7 +14,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
-from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.kv_cache import PrefillAttention
 from leaderless.rollout.native import NativeEngine
 
@@ -53,7 +53,7 @@ def tokens_of(results: list[list[Completion]]) -> list[list[list[int]]]:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_greedy_tokens_are_those_of_transformers(make_engine: Callable[[str, int], RolloutEngine], family: str) -> None:
     path = tiny_model(family)  # type: ignore[arg-type]
-    results = make_engine(path, 4).generate(requests(2), params(temperature=0))
+    results = generate(make_engine(path, 4), requests(2), params(temperature=0))
     reference = load_causal_lm(ModelConfig(path=path), "policy").model
     reference.set_attn_implementation("eager")
     for request, group in zip(requests(2), results, strict=True):
@@ -68,7 +68,7 @@ def test_log_probs_are_those_of_the_trainer(
     make_engine: Callable[[str, int], RolloutEngine], temperature: float
 ) -> None:
     path = tiny_model()
-    results = make_engine(path, 8).generate(requests(), params(temperature=temperature))
+    results = generate(make_engine(path, 8), requests(), params(temperature=temperature))
     reference = load_causal_lm(ModelConfig(path=path), "policy").model
     reference.set_attn_implementation("eager")
     for request, group in zip(requests(), results, strict=True):
@@ -81,21 +81,21 @@ def test_log_probs_are_those_of_the_trainer(
 
 def test_tokens_depend_on_seed_and_sample_alone(make_engine: Callable[[str, int], RolloutEngine]) -> None:
     path = tiny_model()
-    expected = tokens_of(make_engine(path, 64).generate(requests(), params()))
-    assert tokens_of(make_engine(path, 1).generate(requests(), params())) == expected, "one at a time"
-    assert tokens_of(make_engine(path, 5).generate(requests(), params())) == expected, "admitted as others end"
-    backwards = make_engine(path, 7).generate(requests()[::-1], params())
+    expected = tokens_of(generate(make_engine(path, 64), requests(), params()))
+    assert tokens_of(generate(make_engine(path, 1), requests(), params())) == expected, "one at a time"
+    assert tokens_of(generate(make_engine(path, 5), requests(), params())) == expected, "admitted as others end"
+    backwards = generate(make_engine(path, 7), requests()[::-1], params())
     assert tokens_of(backwards)[::-1] == expected, "in another order"
-    halves = [make_engine(path, 7).generate(part, params()) for part in (requests()[:2], requests()[2:])]
+    halves = [generate(make_engine(path, 7), part, params()) for part in (requests()[:2], requests()[2:])]
     assert tokens_of(halves[0] + halves[1]) == expected, "on two ranks"
-    assert tokens_of(make_engine(path, 64).generate(requests(), params(seed=1))) != expected
+    assert tokens_of(generate(make_engine(path, 64), requests(), params(seed=1))) != expected
     assert all(len({tuple(tokens) for tokens in group}) > 1 for group in expected), "siblings differ"
 
 
 def test_a_response_ends_with_its_end_token_or_is_marked_truncated(
     make_engine: Callable[[str, int], RolloutEngine],
 ) -> None:
-    results = make_engine(tiny_model(), 16).generate(requests(8), params(max_tokens=40, temperature=1.5))
+    results = generate(make_engine(tiny_model(), 16), requests(8), params(max_tokens=40, temperature=1.5))
     completions = [completion for group in results for completion in group]
     assert {completion.is_truncated for completion in completions} == {True, False}
     for completion in completions:
@@ -108,10 +108,10 @@ def test_a_response_ends_with_its_end_token_or_is_marked_truncated(
 def test_a_response_ends_behind_the_first_stop_text(make_engine: Callable[[str, int], RolloutEngine]) -> None:
     path = tiny_model()
     tokenizer = load_tokenizer(ModelConfig(path=path), "policy")
-    free = make_engine(path, 16).generate(requests(4), params(max_tokens=30, temperature=1.5))
+    free = generate(make_engine(path, 16), requests(4), params(max_tokens=30, temperature=1.5))
     long = tokenizer.decode(max((c.tokens for group in free for c in group), key=len), skip_special_tokens=True)
     stops = (long[4:6], "no text has this in it")
-    stopped = make_engine(path, 16).generate(requests(4), params(max_tokens=30, temperature=1.5, stop=stops))
+    stopped = generate(make_engine(path, 16), requests(4), params(max_tokens=30, temperature=1.5, stop=stops))
     count = 0
     for before, after in zip(tokens_of(free), tokens_of(stopped), strict=True):
         for whole, cut in zip(before, after, strict=True):
@@ -125,22 +125,87 @@ def test_a_response_ends_behind_the_first_stop_text(make_engine: Callable[[str, 
 
 def test_truncated_sampling_draws_only_what_is_left(make_engine: Callable[[str, int], RolloutEngine]) -> None:
     path = tiny_model()
-    greedy = tokens_of(make_engine(path, 16).generate(requests(), params(temperature=0)))
-    assert tokens_of(make_engine(path, 16).generate(requests(), params(top_k=1))) == greedy
-    assert tokens_of(make_engine(path, 16).generate(requests(), params(min_p=1.0))) == greedy
-    assert tokens_of(make_engine(path, 16).generate(requests(), params(top_p=1e-6))) == greedy
-    assert tokens_of(make_engine(path, 16).generate(requests(), params(top_k=3))) != greedy
+    greedy = tokens_of(generate(make_engine(path, 16), requests(), params(temperature=0)))
+    assert tokens_of(generate(make_engine(path, 16), requests(), params(top_k=1))) == greedy
+    assert tokens_of(generate(make_engine(path, 16), requests(), params(min_p=1.0))) == greedy
+    assert tokens_of(generate(make_engine(path, 16), requests(), params(top_p=1e-6))) == greedy
+    assert tokens_of(generate(make_engine(path, 16), requests(), params(top_k=3))) != greedy
+
+
+def test_an_aborted_response_is_resumed_where_it_was(make_engine: Callable[[str, int], RolloutEngine]) -> None:
+    engine, wanted = make_engine(tiny_model(), 4), requests()[:3]
+    expected = generate(engine, wanted, params())
+    begun = [request.begin() for request in wanted]
+    numbers = {engine.submit(request, params()): index for index, request in enumerate(wanted)}
+    while max(len(completion.tokens) for group in begun for completion in group) < 5:
+        take(engine, numbers, begun)
+    for number in numbers:
+        engine.abort(number)
+    take(engine, numbers, begun)
+    reasons = {completion.finish_reason for group in begun for completion in group}
+    assert "aborted" in reasons
+    assert reasons <= {"aborted", "stop"}
+    assert engine.step() == [], "nothing is left under way"
+    aborted = [(i, j) for i, group in enumerate(begun) for j, c in enumerate(group) if c.finish_reason == "aborted"]
+    assert len({len(begun[i][j].tokens) for i, j in aborted}) > 1, "some had not begun, some had"
+    resumed = [Request(wanted[i].prompt, [wanted[i].sample_ids[j]], [begun[i][j]]) for i, j in aborted]
+    for (i, j), (completion,) in zip(aborted, generate(engine, resumed, params()), strict=True):
+        assert completion.tokens == expected[i][j].tokens
+        assert completion.log_probs == pytest.approx(expected[i][j].log_probs, abs=1e-4)
+        assert completion.finish_reason == expected[i][j].finish_reason
+
+
+def take(engine: RolloutEngine, numbers: dict[int, int], completions: list[list[Completion]]) -> None:
+    """One step, noted down."""
+    for delta in engine.step():
+        completion = completions[numbers[delta.request]][delta.sibling]
+        completion.tokens += delta.tokens
+        completion.log_probs += delta.log_probs
+        completion.finish_reason = delta.finish_reason
+
+
+def test_a_response_that_has_all_its_tokens_already_ends_at_once(
+    make_engine: Callable[[str, int], RolloutEngine],
+) -> None:
+    begun = Completion([5, 6, 7], [-1.0, -1.0, -1.0], "aborted")
+    ((completion,),) = generate(make_engine(tiny_model(), 4), [Request([1, 2], [0], [begun])], params(max_tokens=3))
+    assert (completion.tokens, completion.finish_reason) == ([5, 6, 7], "length")
+
+
+def test_each_request_is_sampled_as_it_asks(make_engine: Callable[[str, int], RolloutEngine]) -> None:
+    engine = make_engine(tiny_model(), 5)
+    asked = [params(temperature=0), params(max_tokens=4), params(temperature=0.7, seed=3), params(top_k=2)]
+    expected = [generate(engine, [request], p)[0] for request, p in zip(requests(), asked, strict=False)]
+    together = [request.begin() for request, _ in zip(requests(), asked, strict=False)]
+    numbers = {engine.submit(request, p): i for i, (request, p) in enumerate(zip(requests(), asked, strict=False))}
+    while not all(completion.finish_reason for group in together for completion in group):
+        take(engine, numbers, together)
+    assert tokens_of(together) == tokens_of(expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Request([], [1]), "at least one token"),
+        (lambda: Request([1], []), "at least one sample id"),
+        (lambda: Request([1], [1, 2], [Completion()]), "2 responses brings 1"),
+        (lambda: Request([1], [1], [Completion([2], [-1.0], "stop")]), "cannot be resumed"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(make: Callable[[], Request], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_progress_counts_every_response_once(make_engine: Callable[[str, int], RolloutEngine]) -> None:
     counts: list[int] = []
-    make_engine(tiny_model(), 4).generate(requests(), params(), counts.append)
+    generate(make_engine(tiny_model(), 4), requests(), params(), counts.append)
     assert sum(counts) == 18
     assert len(counts) > 1
 
 
 def test_no_request_gives_no_response(make_engine: Callable[[str, int], RolloutEngine]) -> None:
-    assert make_engine(tiny_model(), 4).generate([], params()) == []
+    assert generate(make_engine(tiny_model(), 4), [], params()) == []
 
 
 def test_the_native_engine_reads_each_prompt_once_and_computes_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +217,7 @@ def test_the_native_engine_reads_each_prompt_once_and_computes_no_padding(monkey
         return forward(self, tokens, positions, attention, select)
 
     monkeypatch.setattr(CausalLM, "forward", counted)
-    results = make_native(tiny_model(), 5).generate(requests(4), params())
+    results = generate(make_native(tiny_model(), 5), requests(4), params())
     prompt_tokens = sum(count for is_prefill, count in passes if is_prefill)
     decoded = sum(count for is_prefill, count in passes if not is_prefill)
     assert prompt_tokens == sum(PROMPT_LENGTHS)

@@ -16,7 +16,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
-from leaderless.rollout.engine import Request, SamplingParams
+from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
 
 PROMPTS = ["1+2=", "3+4=", "7", "9+9=18 1+1="]
@@ -96,7 +96,7 @@ def native_greedy(folder: str, prompts: list[str]) -> list[str]:
         load_causal_lm(config, "policy"), tokenizer, end_tokens(config, tokenizer), 8, torch.device("cpu")
     )
     requests = [Request(tokenizer.encode(prompt), [number]) for number, prompt in enumerate(prompts)]
-    groups = engine.generate(requests, SamplingParams(SamplingConfig(temperature=0), 12, (), 0))
+    groups = generate(engine, requests, SamplingParams(SamplingConfig(temperature=0), 12, (), 0))
     return [tokenizer.decode(group[0].tokens, skip_special_tokens=True) for group in groups]
 
 

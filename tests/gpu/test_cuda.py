@@ -22,7 +22,7 @@ from leaderless.device import peak_memory_bytes, setup_device
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.observability.metrics import Metrics
-from leaderless.rollout.engine import Request, SamplingParams
+from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
 from leaderless.training.fsdp import FsdpEngine
 
@@ -115,7 +115,7 @@ def answer(model: str, device_name: str, temperature: float) -> list[tuple[list[
     engine = NativeEngine(module, tokenizer, end_tokens(config, tokenizer), 5, device)
     requests = [Request([7 + i, 3, 12], [10 * i + sibling for sibling in range(3)]) for i in range(4)]
     params = SamplingParams(SamplingConfig(temperature=temperature), 12, (), seed=5)
-    groups = engine.generate(requests, params)
+    groups = generate(engine, requests, params)
     return [(completion.tokens, completion.log_probs) for group in groups for completion in group]
 
 

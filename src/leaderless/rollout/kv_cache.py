@@ -44,31 +44,41 @@ class _Layer:
 class SlotCache:
     """One slot of fixed length for each sequence; the sequences that are active fill the first slots."""
 
-    def __init__(self, num_slots: int, slot_tokens: int) -> None:
+    def __init__(self, num_slots: int) -> None:
         """Describe the cache; memory is taken when the first prompt comes, and its shapes are known.
 
         Args:
-            num_slots: Sequences at the same time.
-            slot_tokens: Longest sequence, prompt and response.
+            num_slots: Most sequences at the same time.
         """
-        self.num_slots, self.slot_tokens = num_slots, slot_tokens
+        self.num_slots = num_slots
         self.layers: list[_Layer] = []
 
-    def fill(self, slot: int, prompt: Sequence[LayerKeysValues]) -> None:
+    def fill(self, slot: int, prompt: Sequence[LayerKeysValues], max_tokens: int) -> None:
         """Begin a sequence with the keys and values of its prompt.
 
         Args:
             slot: A free one.
             prompt: By layer, [length, kv_heads, head_dim] each.
+            max_tokens: Longest that the sequence may become.
         """
         if not self.layers:
-            self.layers = [_Layer(self._allocate(keys), self._allocate(values)) for keys, values in prompt]
+            self.layers = [_Layer(keys.new_empty(0), values.new_empty(0)) for keys, values in prompt]
         for layer, (keys, values) in zip(self.layers, prompt, strict=True):
+            layer.keys = self._grown(layer.keys, keys, slot, max_tokens)
+            layer.values = self._grown(layer.values, values, slot, max_tokens)
             layer.keys[slot, :, : len(keys)] = keys.transpose(0, 1)
             layer.values[slot, :, : len(values)] = values.transpose(0, 1)
 
-    def _allocate(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.num_slots, like.shape[1], self.slot_tokens, like.shape[2])
+    def _grown(self, held: Tensor, like: Tensor, slot: int, max_tokens: int) -> Tensor:
+        """Room for a slot and a length, with what is there."""
+        slots, length = (held.shape[0], held.shape[2]) if held.numel() else (0, 0)
+        if slot < slots and max_tokens <= length:
+            return held
+        slots = min(max(slot + 1, 2 * slots), self.num_slots) if slot >= slots else slots
+        room = like.new_zeros(slots, like.shape[1], max(max_tokens, length), like.shape[2])
+        if held.numel():
+            room[: held.shape[0], :, :length] = held
+        return room
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a sequence into another slot.

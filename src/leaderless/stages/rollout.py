@@ -11,7 +11,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.errors import memory_explained
 from leaderless.data.ids import make_sample_ids
-from leaderless.rollout.engine import Completion, Request, SamplingParams
+from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.stages.context import StageContext
 
 TOO_MUCH = (
@@ -97,7 +97,7 @@ def _complete(
         done += count
         context.progress(done / (len(prompts) * len(distributions)))
 
-    with memory_explained(TOO_MUCH), role.train_engine.unsharded():
+    with memory_explained(TOO_MUCH), role.rollout_engine.serving(role.train_engine):
         for distribution in dict.fromkeys(distributions):
             places = [place for place, wanted in enumerate(distributions) if wanted == distribution]
             requests = [
@@ -105,7 +105,7 @@ def _complete(
                 for prompt, sample_ids in zip(prompts, ids, strict=True)
             ]
             params = SamplingParams(distribution, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
-            for result, answers in zip(results, role.rollout_engine.generate(requests, params, report), strict=True):
+            for result, answers in zip(results, generate(role.rollout_engine, requests, params, report), strict=True):
                 for place, answer in zip(places, answers, strict=True):
                     result[place] = answer
     return [completion for result in results for completion in result]

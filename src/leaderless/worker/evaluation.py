@@ -14,7 +14,7 @@ from leaderless.data.errors import memory_explained
 from leaderless.data.ids import make_sample_ids
 from leaderless.planner import Layout, Plan, RoleInstance
 from leaderless.rewards.pool import Graded
-from leaderless.rollout.engine import Request, SamplingParams
+from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.reward import decode_responses, reward_inputs
 from leaderless.stages.rollout import TOO_MUCH
@@ -95,9 +95,10 @@ class Evaluator:
             done += count
             progress(done / len(ids))
 
-        assert self.model.rollout_engine is not None
-        with memory_explained(TOO_MUCH), self.model.train_engine.unsharded():
-            groups = self.model.rollout_engine.generate(requests, params, report)
+        engine = self.model.rollout_engine
+        assert engine is not None
+        with memory_explained(TOO_MUCH), engine.serving(self.model.train_engine):
+            groups = generate(engine, requests, params, report)
         completions = [completion for group in groups for completion in group]
         texts = decode_responses(self.tokenizer, [c.tokens for c in completions], self.recipe)
         data = self.recipe.data.evaluation
