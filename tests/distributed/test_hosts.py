@@ -83,7 +83,7 @@ def test_an_interface_carries_its_rate_and_counts_its_bytes(
             )
             for source, target in routes
         ]
-        codes = [process.wait(timeout=30) for process in sending]
+        codes = [process.wait(timeout=120) for process in sending]
         seconds = time.monotonic() - start
         after = hosts.traffic()
     assert codes == [0, 0]
@@ -177,4 +177,4 @@ def test_a_rank_that_dies_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"gloo with .*pools"):
             session.measure("gloo", case, 1)
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 120

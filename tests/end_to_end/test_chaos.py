@@ -11,7 +11,9 @@ from tests.chaos.stage import COMMIT, VARIABLE, WRITE, Kill
 STEPS = 4
 
 
-def test_workers_killed_around_a_checkpoint_come_to_the_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_killed_around_a_checkpoint_come_to_the_same_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, "")
     kills = [
         Kill(rank=1, phase=WRITE, step=2, delay_s=0.001),
