@@ -103,8 +103,12 @@ def test_nothing_is_left_whatever_ends_the_hosts(error: type[BaseException], tmp
 
     def use() -> None:
         with hosts:
-            started.append(hosts.start(1, ["sh", "-c", "sleep 1000 & sleep 1000"], tmp_path / "log"))
+            started.append(hosts.start(1, ["sh", "-c", "sleep 1000 & echo both; sleep 1000"], tmp_path / "log"))
             assert hosts.namespace(1) in namespaces_there()
+            end = time.monotonic() + 60
+            while "both" not in (tmp_path / "log").read_text():
+                assert time.monotonic() < end
+                time.sleep(0.01)
             raise error
 
     with pytest.raises(error):
