@@ -11,6 +11,8 @@ _GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 """Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers."""
+CHUNK = 256
+"""Tokens of the vocabulary that are first looked at together."""
 
 
 def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
@@ -59,15 +61,52 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
     if distribution.temperature == 0:
         tokens = logits.argmax(dim=-1)
         return tokens, _log_prob(logits, tokens)
-    logits = logits / distribution.temperature
+    if distribution.temperature != 1:
+        logits = logits / distribution.temperature
     if distribution.is_truncated:
         logits = truncate(logits, distribution)
-    cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)
-    threshold = noise.unsqueeze(1) * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-    last_allowed = (logits.shape[-1] - 1) - logits.flip(-1).isfinite().int().argmax(dim=-1)
-    tokens = torch.minimum(tokens, last_allowed)
-    return tokens, _log_prob(logits, tokens)
+    peak = logits.amax(dim=-1, keepdim=True)
+    tokens, total = _invert(_weights(logits, peak), noise.unsqueeze(1))
+    tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # of logits that are no numbers, some token
+    return tokens.squeeze(1), (logits.gather(1, tokens) - peak - total.log()).squeeze(1).float()
+
+
+def _weights(logits: Tensor, peak: Tensor) -> Tensor:
+    """What each token weighs beside the likeliest, [n, chunks, CHUNK]; nothing behind the vocabulary."""
+    count, vocabulary = logits.shape
+    weights = logits.new_empty(count, -(-vocabulary // CHUNK) * CHUNK)
+    weights[:, vocabulary:] = 0
+    torch.sub(logits, peak, out=weights[:, :vocabulary]).exp_()
+    return weights.view(count, -1, CHUNK)
+
+
+def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The place at which cumulative weights pass a fraction of their sum: first which chunk, then where in it.
+
+    Sums of chunks are float32; all that is summed up from them is float64.
+
+    Args:
+        weights: [n, chunks, CHUNK] float32.
+        noise: [n, 1] float64, the fraction.
+
+    Returns:
+        [n, 1] int64 places, and [n, 1] float64 sums of all weights.
+    """
+    ends = torch.nn.functional.pad(weights.sum(dim=-1).double().cumsum(dim=-1), (1, 0))
+    total = ends[:, -1:].contiguous()
+    threshold = noise * total
+    chunk = _search(ends[:, 1:].contiguous(), threshold)
+    inside = weights.gather(1, chunk.unsqueeze(2).expand(-1, -1, CHUNK)).squeeze(1).double()
+    inside[:, 0] += ends.gather(1, chunk).squeeze(1)
+    inside = inside.cumsum(dim=-1)
+    return chunk * CHUNK + _search(inside, threshold), total
+
+
+def _search(cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """The first place beyond a threshold; never behind the last one that adds to the sum."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    place = torch.searchsorted(cumulative, threshold, right=True)
+    return torch.minimum(place, last).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def truncate(logits: Tensor, distribution: SamplingConfig) -> Tensor:
