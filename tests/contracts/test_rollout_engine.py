@@ -15,8 +15,8 @@ from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
-from leaderless.rollout.kv_cache import PrefillAttention
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.run_attention import PrefillAttention
 
 PROMPT_LENGTHS = (5, 9, 3, 17, 16, 1)
 
