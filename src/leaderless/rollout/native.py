@@ -16,6 +16,7 @@ from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams
 from leaderless.rollout.kv_cache import Run, RunStore
+from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.run_attention import (
     DecodeAttention,
     Piece,
@@ -142,6 +143,7 @@ class NativeEngine:
         """
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
+        self._pass = forward_of(model, enable_compile=device.type == "cuda")
         self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
         self._unread: deque[_Prompt] = deque()
         self._read: deque[_Prompt] = deque()
@@ -316,8 +318,7 @@ class NativeEngine:
     def _forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
         """[n, vocabulary] float32 logits at the selected tokens."""
         device = self.device
-        logits: Tensor = self.model(tokens.to(device), positions.to(device), attention, select.to(device))
-        return logits
+        return self._pass(tokens.to(device), positions.to(device), attention, select.to(device))
 
     def _draws(self, sequences: Sequence[_Sequence]) -> list[_Draw]:
         alike: dict[tuple[int, SamplingConfig], list[int]] = {}
