@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ MOST_SPARE_SLOTS = 64
 """Where slots of a size run out, their number doubles, but grows by no more than this beyond what is needed."""
 
 LayerKeysValues = tuple[Tensor, Tensor]
+_allocations = count(1)
 
 
 @dataclass(eq=False)
@@ -39,7 +41,7 @@ class Slots:
     """
 
     def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues], multiple: int) -> None:
-        """Describe them; memory is taken with the first runs.
+        """Describe them; memory is taken with the first runs, and `allocation` tells it from other memory.
 
         Args:
             capacity: Tokens that fit into a slot.
@@ -50,6 +52,7 @@ class Slots:
         self._shapes, self._multiple = shapes, multiple
         self._layers: dict[int, LayerKeysValues] = {}
         self._num_slots = 0
+        self.allocation = 0
 
     def layer(self, layer: int) -> LayerKeysValues:
         """Keys and values of a layer.
@@ -116,16 +119,17 @@ class Slots:
         if not self.runs:
             self._layers, self._num_slots = {}, 0
 
-    def reserve(self, count: int) -> None:
+    def reserve(self, num_runs: int) -> None:
         """Have slots for so many runs.
 
         Args:
-            count: Runs.
+            num_runs: At least 1.
         """
-        if count <= self._num_slots:
+        if num_runs <= self._num_slots:
             return
-        count = max(count, min(2 * self._num_slots, self._num_slots + MOST_SPARE_SLOTS))
-        self._num_slots = -(-count // self._multiple) * self._multiple
+        wanted = max(num_runs, min(2 * self._num_slots, self._num_slots + MOST_SPARE_SLOTS))
+        self._num_slots = -(-wanted // self._multiple) * self._multiple
+        self.allocation = next(_allocations)
         for layer in self._shapes:
             before = self._layers.get(layer)
             self._layers[layer] = self._room(layer)

@@ -14,6 +14,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
+from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams
 from leaderless.rollout.kv_cache import Run, RunStore
 from leaderless.rollout.lean_forward import forward_of
@@ -153,6 +154,7 @@ class NativeEngine:
 
     def _forget(self) -> None:
         self._prompts, self._responses = (RunStore(self._rounding.rows) for _ in range(2))
+        self._graphs = DecodeGraphs(self._pass) if self.device.type == "cuda" else None
         self._active: dict[Run, _Sequence] = {}
         self._rows: _Rows | None = None
 
@@ -317,8 +319,10 @@ class NativeEngine:
 
     def _forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
         """[n, vocabulary] float32 logits at the selected tokens."""
-        device = self.device
-        return self._pass(tokens.to(device), positions.to(device), attention, select.to(device))
+        tokens, positions, select = (tensor.to(self.device) for tensor in (tokens, positions, select))
+        if self._graphs is not None and isinstance(attention, DecodeAttention):
+            return self._graphs(tokens, positions, attention).index_select(0, select)
+        return self._pass(tokens, positions, attention, select)
 
     def _draws(self, sequences: Sequence[_Sequence]) -> list[_Draw]:
         alike: dict[tuple[int, SamplingConfig], list[int]] = {}

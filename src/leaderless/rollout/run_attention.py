@@ -124,6 +124,14 @@ class _Part:
     indices: Tensor
     mask: Tensor | None
 
+    def signature(self) -> tuple[int, ...]:
+        """What a recorded pass depends on, beside the values in its tensors."""
+        return (self.slots.capacity, self.slots.allocation, self.count, self.longest, len(self.indices))
+
+    def tensors(self) -> list[Tensor]:
+        """What is put into a recorded pass."""
+        return [self.indices] if self.mask is None else [self.indices, self.mask]
+
     def attend(self, layer: int, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of some queries to each run.
 
@@ -198,8 +206,28 @@ class SharedPrompts:
             mask = None if rounding.rows == 1 and min(lengths) == longest else _mask(lengths, longest, device)
             self.parts.append(_Part(slots, count, longest, rows.flatten().to(device), mask))
             offset += count * width
+        in_order = torch.arange(len(prompts))
+        # Until a response ends, its siblings and it lie side by side, and nothing has to be put in order.
+        self._is_in_order = (
+            rounding.rows == 1
+            and len(self.parts) == 1
+            and all(
+                len(order) == len(prompts) and torch.equal(order.cpu(), in_order)
+                for order in (self.place, self.parts[0].indices)
+            )
+        )
         self.place = self.place.to(device)
-        self.is_read = torch.tensor([prompt is not None for prompt in prompts], device=device).float()[:, None]
+        is_read = torch.tensor([prompt is not None for prompt in prompts])
+        self.is_read = None if bool(is_read.all()) else is_read.float()[:, None].to(device)
+
+    def signature(self) -> tuple[int, ...]:
+        """What a recorded pass depends on, beside the values in its tensors."""
+        return (self.is_read is None, *(number for part in self.parts for number in part.signature()))
+
+    def tensors(self) -> list[Tensor]:
+        """What is put into a recorded pass."""
+        others = [self.place] if self.is_read is None else [self.place, self.is_read]
+        return [*others, *(tensor for part in self.parts for tensor in part.tensors())]
 
     def merge(self, layer: int, query: Tensor, output: Tensor, normalizer: Tensor, scale: float) -> Tensor:
         """Attention to prompts and own tokens, of the two: each counts as much as its share of the exponentials.
@@ -214,12 +242,16 @@ class SharedPrompts:
         Returns:
             [n, query_heads, head_dim].
         """
-        results = [
-            part.attend(layer, query.index_select(0, part.indices).view(part.count, -1, *query.shape[1:]), scale)
-            for part in self.parts
-        ]
-        other, other_normalizer = (tensor.index_select(0, self.place) for tensor in _joined(results))
-        share = (other_normalizer - normalizer).sigmoid_().mul_(self.is_read).unsqueeze(2)
+        results: list[tuple[Tensor, Tensor]] = []
+        for part in self.parts:
+            readers = query if self._is_in_order else query.index_select(0, part.indices)
+            results.append(part.attend(layer, readers.reshape(part.count, -1, *query.shape[1:]), scale))
+        other, other_normalizer = _joined(results)
+        if not self._is_in_order:
+            other, other_normalizer = (t.index_select(0, self.place) for t in (other, other_normalizer))
+        share = (other_normalizer - normalizer).sigmoid_().unsqueeze(2)
+        if self.is_read is not None:
+            share *= self.is_read.unsqueeze(2)
         return output.lerp(other, share.to(output.dtype))
 
 
@@ -258,6 +290,16 @@ class DecodeAttention:
             mask = None if rounding.rows == 1 and min(ends) == most else _mask(ends, most, device)
             places = torch.tensor([slot * slots.capacity + length for slot, length in enumerate(lengths)])
             self._parts.append(_Part(slots, count, most, places.to(device), mask))
+
+    def signature(self) -> tuple[int, ...]:
+        """What a recorded pass depends on, beside the values in its tensors."""
+        shared = () if self.shared is None else self.shared.signature()
+        return (len(self._parts), *(number for part in self._parts for number in part.signature()), *shared)
+
+    def tensors(self) -> list[Tensor]:
+        """What is put into a recorded pass."""
+        shared = [] if self.shared is None else self.shared.tensors()
+        return [*(tensor for part in self._parts for tensor in part.tensors()), *shared]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Attention`."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from leaderless.config.rollout import SamplingConfig
 
-_GOLDEN = -7046029254386353131
-_MIX_1 = -4658895280553007687
-_MIX_2 = -7723592293110705685
-"""Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers."""
+_GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""Constants of splitmix64 (Steele, Lea and Flood, 2014)."""
 CHUNK = 256
 """Tokens of the vocabulary that are first looked at together."""
 
@@ -28,22 +28,20 @@ def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
     Returns:
         [n] float64, at least 0 and below 1.
     """
-    key = _mix(torch.tensor(seed, dtype=torch.int64, device=sample_ids.device))
-    state = _mix(_mix(sample_ids ^ key) ^ (positions + 1))
-    return _shift(state, 11).double() * 2.0**-53
+    # A few numbers and many steps: NumPy has done each before torch, or an accelerator, has begun it.
+    ids, places = (values.cpu().numpy().view(np.uint64) for values in (sample_ids, positions))
+    key = _mix(np.array([seed], dtype=np.int64).view(np.uint64))
+    state = _mix(_mix(ids ^ key) ^ (places + np.uint64(1)))
+    noise = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return torch.from_numpy(noise).to(sample_ids.device)
 
 
-def _mix(state: Tensor) -> Tensor:
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The splitmix64 output function; products wrap around."""
     state = state + _GOLDEN
-    state = (state ^ _shift(state, 30)) * _MIX_1
-    state = (state ^ _shift(state, 27)) * _MIX_2
-    return state ^ _shift(state, 31)
-
-
-def _shift(state: Tensor, bits: int) -> Tensor:
-    """Logical right shift of signed integers."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
 
 
 def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -> tuple[Tensor, Tensor]:
