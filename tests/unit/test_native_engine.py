@@ -172,6 +172,23 @@ def test_a_prompt_is_held_once_for_its_group_and_memory_is_let_go() -> None:
     assert bytes_of(engine._prompts) == bytes_of(engine._responses) == 0
 
 
+def test_requests_that_ask_the_same_share_the_prompt() -> None:
+    engine, params = tiny_engine(), SamplingParams(SamplingConfig(), 6)
+    whole, single = Request(PROMPTS[1], [1, 2, 3]), [Request(PROMPTS[1], [sample_id]) for sample_id in (1, 2, 3)]
+    (expected,) = generate(engine, [whole], params)
+    numbers = [engine.submit(request, params) for request in single]
+    engine.step()
+    assert [run.length for slots in engine._prompts for run in slots.runs] == [len(PROMPTS[1])]
+    for number in numbers:
+        engine.abort(number)
+    engine.step()
+    assert_same([completion for (completion,) in generate(engine, single, params)], expected)
+    for request in single[:2]:
+        number = engine.submit(request, params)
+    engine.abort(number)
+    assert [delta.finish_reason for delta in engine.step()] == ["aborted", None], "the other goes on"
+
+
 def bytes_of(store: RunStore) -> int:
     tensors = [t for slots in store._sizes.values() for layer in slots._layers.values() for t in layer]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,12 +49,12 @@ class _Prompt:
         logits: [vocabulary] float32, of the first token.
     """
 
-    tokens: Sequence[int]
-    waiting: deque[_Sequence]
-    num_left: int
-    is_shared: bool
-    run: Run | None
-    logits: Tensor
+    tokens: tuple[int, ...]
+    waiting: deque[_Sequence] = field(default_factory=deque)
+    num_left: int = 0
+    is_shared: bool = False
+    run: Run | None = None
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @dataclass(eq=False)
@@ -68,8 +68,8 @@ class _Sequence:
         completion: Has what a resumed response began with, too.
         params: How it is sampled.
         prompt: That it goes on from.
-        num_tokens: Of the request's prompt and the response.
         run: Keys and values of its own tokens; None while it waits.
+        num_tokens: Of the prompt and the response.
     """
 
     request: int
@@ -78,8 +78,11 @@ class _Sequence:
     completion: Completion
     params: SamplingParams
     prompt: _Prompt
-    num_tokens: int
     run: Run | None = None
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt.tokens)
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class NativeEngine:
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
         self._pass = forward_of(model, enable_compile=device.type == "cuda")
         self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
-        self._unread: deque[_Prompt] = deque()
+        self._unread: dict[tuple[int, ...], _Prompt] = {}
         self._read: deque[_Prompt] = deque()
         self._deltas: list[Delta] = []
         self._num_requests = 0
@@ -174,35 +177,26 @@ class NativeEngine:
     def submit(self, request: Request, params: SamplingParams) -> int:
         """See `RolloutEngine`."""
         self._num_requests += 1
-        number, tokens = self._num_requests, list(request.prompt)
-        shared = _prompt(tokens)
+        number, prompt = self._num_requests, tuple(request.prompt)
         for sibling, (sample_id, completion) in enumerate(zip(request.sample_ids, request.begin(), strict=True)):
-            prompt = _prompt([*tokens, *completion.tokens]) if completion.tokens else shared
-            num_tokens = len(tokens) + len(completion.tokens)
-            sequence = _Sequence(number, sibling, sample_id, completion, params, prompt, num_tokens)
+            sequence = _Sequence(number, sibling, sample_id, completion, params, _Prompt((*prompt, *completion.tokens)))
             if len(completion.tokens) >= params.max_tokens:
                 self._deltas.append(_ended(sequence, "length"))
                 continue
-            prompt.waiting.append(sequence)
-            if prompt is not shared:
-                self._await(prompt)
-        if shared.waiting:
-            self._await(shared)
+            # Other requests may ask the same at the same time.
+            sequence.prompt = self._unread.setdefault(sequence.prompt.tokens, sequence.prompt)
+            sequence.prompt.waiting.append(sequence)
+            sequence.prompt.num_left += 1
         return number
-
-    def _await(self, prompt: _Prompt) -> None:
-        prompt.num_left = len(prompt.waiting)
-        prompt.is_shared = prompt.num_left > 1
-        self._unread.append(prompt)
 
     def abort(self, request: int) -> None:
         """See `RolloutEngine`."""
-        for prompts in (self._unread, self._read):
-            for prompt in [p for p in prompts if p.waiting[0].request == request]:
-                prompts.remove(prompt)
-                for sequence in prompt.waiting:
-                    self._end(sequence, "aborted")
-                prompt.waiting.clear()
+        for prompt in [*self._unread.values(), *self._read]:
+            for sequence in [s for s in prompt.waiting if s.request == request]:
+                prompt.waiting.remove(sequence)
+                self._end(sequence, "aborted")
+        self._unread = {tokens: prompt for tokens, prompt in self._unread.items() if prompt.waiting}
+        self._read = deque(prompt for prompt in self._read if prompt.waiting)
         for sequence in [s for s in self._active.values() if s.request == request]:
             self._end(sequence, "aborted")
 
@@ -262,12 +256,14 @@ class NativeEngine:
         taken: list[_Prompt] = []
         num_tokens = num_responses = 0
         while self._unread and num_responses < free:
-            num_tokens += len(self._unread[0].tokens)
+            tokens = next(iter(self._unread))
+            num_tokens += len(tokens)
             if taken and num_tokens > PREFILL_TOKENS:
                 break
-            taken.append(self._unread.popleft())
+            taken.append(self._unread.pop(tokens))
             num_responses += len(taken[-1].waiting)
         for prompt in taken:
+            prompt.is_shared = prompt.num_left > 1
             store, room = (self._prompts, 0) if prompt.is_shared else (self._responses, 1)
             prompt.run = store.add(len(prompt.tokens), room)
         begin = 0
@@ -363,10 +359,6 @@ class NativeEngine:
         reach = max(len(text.encode()) for text in params.stop)
         text = self.tokenizer.decode(completion.tokens[-reach - 1 :])
         return any(stop in text for stop in params.stop)
-
-
-def _prompt(tokens: Sequence[int]) -> _Prompt:
-    return _Prompt(tokens, deque(), num_left=0, is_shared=False, run=None, logits=torch.empty(0))
 
 
 def _run(prompt: _Prompt) -> Run:
