@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypedDict
 
+sys.path.insert(0, str(Path(__file__).parent))  # where it is read by the documentation, too
 from generation_ways import MARK, Task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,8 +124,16 @@ class Process:
     def __init__(self, way: str, python: str, folder: Path, device: str) -> None:
         self._log = (folder / f"{way}.log").open("w", encoding="utf-8")
         command = [python, str(ROOT / "benchmarks/generation_ways.py"), way, str(folder / "model"), device]
+        cores = sorted(os.sched_getaffinity(0))
+        threads = {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=folder
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=folder,
+            env=os.environ | threads,
         )
         self._answer()
 

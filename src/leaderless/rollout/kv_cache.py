@@ -36,8 +36,8 @@ class Run:
 class Slots:
     """Slots of one size; the first ones are taken, without a gap.
 
-    Keys and values are [slots, tokens, kv_heads, head_dim], and 0 where nothing was written: what is masked is
-    multiplied by 0 all the same, which only numbers survive.
+    Keys and values are [kv_heads, slots, tokens, head_dim], so that what one head reads of a run lies side by side. They
+    are 0 where nothing was written: what is masked is multiplied by 0 all the same, which only numbers survive.
     """
 
     def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues], multiple: int) -> None:
@@ -74,9 +74,8 @@ class Slots:
             value: [n, kv_heads, head_dim].
         """
         self._shapes.setdefault(layer, (key.new_empty(0, *key.shape[1:]), value.new_empty(0, *value.shape[1:])))
-        keys, values = self.layer(layer)
-        keys.view(-1, *key.shape[1:]).index_copy_(0, places, key)
-        values.view(-1, *value.shape[1:]).index_copy_(0, places, value)
+        for tensor, new in zip(self.layer(layer), (key, value), strict=True):
+            tensor.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
 
     def add(self, length: int) -> Run:
         """Take a slot.
@@ -99,7 +98,7 @@ class Slots:
         self.reserve(slot + 1)
         for layer in self._shapes:
             for mine, other in zip(self.layer(layer), run.home.layer(layer), strict=True):
-                mine[slot, : run.length] = other[run.slot, : run.length]
+                mine[:, slot, : run.length] = other[:, run.slot, : run.length]
         run.home.remove(run)
         run.home, run.slot = self, slot
         self.runs.append(run)
@@ -114,7 +113,7 @@ class Slots:
         if last is not run:
             for keys_values in self._layers.values():
                 for tensor in keys_values:
-                    tensor[run.slot, : last.length] = tensor[last.slot, : last.length]
+                    tensor[:, run.slot, : last.length] = tensor[:, last.slot, : last.length]
             self.runs[run.slot], last.slot = last, run.slot
         if not self.runs:
             self._layers, self._num_slots = {}, 0
@@ -134,12 +133,13 @@ class Slots:
             before = self._layers.get(layer)
             self._layers[layer] = self._room(layer)
             for tensor, old in zip(self._layers[layer], before or (), strict=False):
-                tensor[: len(old)] = old
+                tensor[:, : old.shape[1]] = old
 
     def _room(self, layer: int) -> LayerKeysValues:
+        (_, heads, width), (_, _, value_width) = (tensor.shape for tensor in self._shapes[layer])
         keys, values = self._shapes[layer]
-        size = (self._num_slots, self.capacity)
-        return keys.new_zeros(*size, *keys.shape[1:]), values.new_zeros(*size, *values.shape[1:])
+        size = (heads, self._num_slots, self.capacity)
+        return keys.new_zeros(*size, width), values.new_zeros(*size, value_width)
 
 
 class RunStore:

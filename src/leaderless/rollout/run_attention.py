@@ -71,9 +71,7 @@ class PrefillAttention(PackedAttention):
         for begin in range(0, piece.count, QUERY_BLOCK):
             block = query[begin : begin + QUERY_BLOCK].transpose(0, 1).unsqueeze(0)
             longest = piece.begin + begin + block.shape[2]
-            keys, values = (
-                tensor[piece.run.slot, :longest].transpose(0, 1).unsqueeze(0) for tensor in piece.run.home.layer(layer)
-            )
+            keys, values = (tensor[:, piece.run.slot, :longest].unsqueeze(0) for tensor in piece.run.home.layer(layer))
             is_seen = torch.ones(block.shape[2], longest, dtype=torch.bool, device=query.device)
             is_seen = is_seen.tril(longest - block.shape[2])
             output = scaled_dot_product_attention(
@@ -115,7 +113,7 @@ class _Part:
         longest: Tokens of the longest.
         indices: [count] int64, where the new token of each is written; of prompts [count * width] int64, which rows
             attend to each.
-        mask: [count, 1, 1, longest], minus infinity behind the end of a run; None where all are as long.
+        mask: [1, count, 1, longest], minus infinity behind the end of a run; None where all are as long.
     """
 
     slots: Slots
@@ -144,19 +142,19 @@ class _Part:
             [count * queries, query_heads, head_dim], and [count * queries, query_heads], the logarithms of the sums by
             which the softmax divides.
         """
-        keys, values = (tensor[: self.count, : self.longest].transpose(1, 2) for tensor in self.slots.layer(layer))
+        keys, values = (tensor[:, : self.count, : self.longest] for tensor in self.slots.layer(layer))
         count, queries, heads, width = query.shape
         # The query heads that share a key head are computed as its several queries.
-        shape = (count, queries, keys.shape[1], heads // keys.shape[1])
-        together = query.reshape(*shape, width).transpose(1, 2).flatten(2, 3)
+        kv_heads, repeat = len(keys), heads // len(keys)
+        together = query.reshape(count, queries, kv_heads, repeat, width).permute(2, 0, 1, 3, 4).flatten(2, 3)
         output, normalizer = _attend(together, keys, values, self.mask, scale)
-        apart = (count, shape[2], queries, shape[3])
-        output = output.reshape(*apart, width).transpose(1, 2).reshape(-1, heads, width)
-        return output, normalizer.reshape(apart).transpose(1, 2).reshape(-1, heads)
+        output = output.reshape(kv_heads, count, queries, repeat, width).permute(1, 2, 0, 3, 4)
+        normalizer = normalizer.reshape(kv_heads, count, queries, repeat).permute(1, 2, 0, 3)
+        return output.reshape(-1, heads, width), normalizer.reshape(-1, heads)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """[n, heads, queries, head_dim], and [n, heads, queries]: the logarithm of what the softmax divides by."""
+    """[heads, n, queries, head_dim], and [heads, n, queries]: the logarithm of what the softmax divides by."""
     mask = None if mask is None else mask.to(query.dtype)
     if query.device.type == "cpu":
         return cast("tuple[Tensor, Tensor]", _flash_on_cpu(query, key, value, attn_mask=mask, scale=scale))
@@ -170,7 +168,7 @@ def _mask(lengths: Sequence[int], longest: int, device: torch.device) -> Tensor:
     """Zero within a run, minus infinity behind it; a run without a token has one that nobody will use."""
     ends = torch.tensor(lengths, device=device).clamp(min=1)
     is_behind = torch.arange(longest, device=device)[None, :] >= ends[:, None]
-    return torch.zeros(is_behind.shape, device=device).masked_fill_(is_behind, -torch.inf)[:, None, None, :]
+    return torch.zeros(is_behind.shape, device=device).masked_fill_(is_behind, -torch.inf)[None, :, None, :]
 
 
 class SharedPrompts:
