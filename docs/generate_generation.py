@@ -20,11 +20,14 @@ def measured() -> str:
     if results is not None:
         repeats = max(len({run["repeat"] for run in results["runs"]}), 1)
         versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+        read = (
+            "Bars are medians, lines go from least to most. In the table, other ways are compared within a repeat: how "
+            f"many times as fast {OURS} was, with the least and the most in brackets. {results['cores']} cores, "
+            f"{versions}; repeats: {repeats}. All runs are in `docs/performance/{RESULTS.name}`."
+        )
         parts += [
             f"![Tokens per second of each way, by workload and model](images/{PICTURE.name})",
-            "Bars are medians, lines go from least to most. In the table, other ways are compared within a repeat: how "
-            f"many times as fast {OURS} was, with the least and the most in brackets. {results['cores']} cores, {versions}; "
-            f"repeats: {repeats}. All runs are in `docs/performance/{RESULTS.name}`.",
+            read,
             table(results),
         ]
         parts += [f"Failed: {case}: {why}" for case, why in results["failures"].items()]

@@ -36,8 +36,8 @@ class Run:
 class Slots:
     """Slots of one size; the first ones are taken, without a gap.
 
-    Keys and values are [kv_heads, slots, tokens, head_dim], so that what one head reads of a run lies side by side. They
-    are 0 where nothing was written: what is masked is multiplied by 0 all the same, which only numbers survive.
+    Keys and values are [kv_heads, slots, tokens, head_dim], so that what one head reads of a run lies side by side.
+    They are 0 where nothing was written: what is masked is multiplied by 0 all the same, which only numbers survive.
     """
 
     def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues], multiple: int) -> None:
