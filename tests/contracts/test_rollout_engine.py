@@ -12,11 +12,11 @@ from torch import Tensor
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.attention import Attention
-from leaderless.models.causal_lm import CausalLM, load_causal_lm
+from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
-from leaderless.rollout.kv_cache import PrefillAttention
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.run_attention import DecodeAttention, PrefillAttention
 
 PROMPT_LENGTHS = (5, 9, 3, 17, 16, 1)
 
@@ -210,13 +210,22 @@ def test_no_request_gives_no_response(make_engine: Callable[[str, int], RolloutE
 
 def test_the_native_engine_reads_each_prompt_once_and_computes_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[tuple[bool, int]] = []
-    forward = CausalLM.forward
+    for kind in (PrefillAttention, DecodeAttention):
 
-    def counted(self: CausalLM, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> object:
-        passes.append((isinstance(attention, PrefillAttention), len(tokens)))
-        return forward(self, tokens, positions, attention, select)
+        def counted(
+            self: Attention,
+            layer: int,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            scale: float,
+            attend: Callable[..., Tensor] = kind.attend,
+        ) -> Tensor:
+            if layer == 0:
+                passes.append((isinstance(self, PrefillAttention), len(query)))
+            return attend(self, layer, query, key, value, scale)
 
-    monkeypatch.setattr(CausalLM, "forward", counted)
+        monkeypatch.setattr(kind, "attend", counted)
     results = generate(make_native(tiny_model(), 5), requests(4), params())
     prompt_tokens = sum(count for is_prefill, count in passes if is_prefill)
     decoded = sum(count for is_prefill, count in passes if not is_prefill)

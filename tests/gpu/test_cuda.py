@@ -24,6 +24,7 @@ from leaderless.models.shared_prompts import Family, attention_over
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.native import NativeEngine
 from leaderless.training.fsdp import FsdpEngine
 
@@ -147,6 +148,24 @@ def test_the_native_engine_samples_the_same_tokens_on_cuda(temperature: float) -
     assert [tokens for tokens, _ in result] == [tokens for tokens, _ in expected]
     for (_, log_probs), (_, others) in zip(result, expected, strict=True):
         assert log_probs == pytest.approx(others, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.filterwarnings("error::RuntimeWarning", "error::UserWarning:leaderless")
+def test_compiled_and_recorded_passes_sample_what_the_eager_path_samples(family: str) -> None:
+    device, config = torch.device("cuda"), ModelConfig(path=tiny_model(family))  # type: ignore[arg-type]
+    model = load_causal_lm(config, "policy").to(device).eval()
+    requests = [Request([7 + i, 3, 12], [10 * i + sibling for sibling in range(3)]) for i in range(8)]
+    params = SamplingParams(SamplingConfig(), 60, (), seed=5)
+    fast, eager = (NativeEngine(model, load_tokenizer(config, "policy"), frozenset(), 20, device) for _ in range(2))
+    assert fast._graphs is not None
+    eager._graphs, eager._pass = None, forward_of(model, enable_compile=False)
+    results, expected = (generate(engine, requests, params) for engine in (fast, eager))
+    assert fast._graphs._recorded, "some shapes came again"
+    for group, others in zip(results, expected, strict=True):
+        for completion, other in zip(group, others, strict=True):
+            assert completion.tokens == other.tokens
+            assert completion.log_probs == pytest.approx(other.log_probs, abs=1e-4)
 
 
 def test_metrics_mix_numbers_of_host_and_device() -> None:

@@ -91,3 +91,25 @@ def test_removed_tokens_are_never_drawn_and_log_probs_are_of_what_is_left() -> N
     allowed = truncate(logits / 0.7, config)
     assert allowed.gather(1, tokens[:, None]).isfinite().all()
     torch.testing.assert_close(log_probs, allowed.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
+
+
+@pytest.mark.parametrize("vocabulary", [3, 256, 1000])
+def test_tokens_are_where_the_cumulative_distribution_passes_the_noise(vocabulary: int) -> None:
+    logits = 3 * torch.randn(2000, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[::2, -(vocabulary // 3) :] = -torch.inf
+    noise = uniform_noise(1, torch.arange(2000), torch.zeros(2000, dtype=torch.int64))
+    noise[:2] = 1 - 2**-53
+    tokens, log_probs = sample_tokens(logits, noise, SamplingConfig())
+    probabilities = logits.double().softmax(dim=-1)
+    after = probabilities.cumsum(dim=-1).gather(1, tokens[:, None]).squeeze(1)
+    chosen = probabilities.gather(1, tokens[:, None]).squeeze(1)
+    assert (chosen > 0).all()
+    assert (noise < after + 1e-6).all()
+    assert (noise > after - chosen - 1e-6).all()
+    torch.testing.assert_close(log_probs, chosen.log().float())
+
+
+def test_logits_that_are_no_numbers_still_give_a_token() -> None:
+    tokens, log_probs = sample_tokens(torch.full((2, 300), torch.nan), torch.rand(2).double(), SamplingConfig())
+    assert ((tokens >= 0) & (tokens < 300)).all()
+    assert log_probs.isnan().all()

@@ -1,126 +1,193 @@
-"""Keys and values of the sequences that are being decoded, and attention that reads and writes them."""
+"""Keys and values of the tokens that are being decoded: runs of tokens in slots, and slots sorted by size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
-import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from leaderless.models.attention import PackedAttention
+SMALLEST_SLOT = 64
+"""Tokens of the smallest slots; each size is twice the one before it."""
+
+MOST_SPARE_SLOTS = 64
+"""Where slots of a size run out, their number doubles, but grows by no more than this beyond what is needed."""
 
 LayerKeysValues = tuple[Tensor, Tensor]
+_allocations = count(1)
 
 
-class PrefillAttention(PackedAttention):
-    """Causal attention over whole prompts that keeps their keys and values."""
+@dataclass(eq=False)
+class Run:
+    """Tokens one behind the other, whose keys and values lie in a slot.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        super().__init__(lengths, device)
-        self.lengths = list(lengths)
+    Attributes:
+        length: Tokens, with those that the pass under way writes.
+        home: The slots of its size.
+        slot: Which of them.
+    """
+
+    length: int
+    home: Slots
+    slot: int
+
+
+class Slots:
+    """Slots of one size; the first ones are taken, without a gap.
+
+    Keys and values are [kv_heads, slots, tokens, head_dim], so that what one head reads of a run lies side by side.
+    They are 0 where nothing was written: what is masked is multiplied by 0 all the same, which only numbers survive.
+    """
+
+    def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues], multiple: int) -> None:
+        """Describe them; memory is taken with the first runs, and `allocation` tells it from other memory.
+
+        Args:
+            capacity: Tokens that fit into a slot.
+            shapes: By layer, empty tensors with the heads and the type of keys and values, once they are known.
+            multiple: Of which the number of slots is one.
+        """
+        self.capacity, self.runs = capacity, list[Run]()
+        self._shapes, self._multiple = shapes, multiple
         self._layers: dict[int, LayerKeysValues] = {}
+        self._num_slots = 0
+        self.allocation = 0
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`."""
-        self._layers[layer] = (key, value)
-        return super().attend(layer, query, key, value, scale)
-
-    def prompts(self) -> list[list[LayerKeysValues]]:
-        """For each prompt the keys and values of all layers, [length, kv_heads, head_dim] each."""
-        split = [
-            tuple(torch.split(tensor, self.lengths) for tensor in self._layers[layer]) for layer in sorted(self._layers)
-        ]
-        return [[(keys[i], values[i]) for keys, values in split] for i in range(len(self.lengths))]
-
-
-@dataclass
-class _Layer:
-    keys: Tensor
-    values: Tensor
-
-
-class SlotCache:
-    """One slot of fixed length for each sequence; the sequences that are active fill the first slots."""
-
-    def __init__(self, num_slots: int) -> None:
-        """Describe the cache; memory is taken when the first prompt comes, and its shapes are known.
+    def layer(self, layer: int) -> LayerKeysValues:
+        """Keys and values of a layer.
 
         Args:
-            num_slots: Most sequences at the same time.
+            layer: Its number.
         """
-        self.num_slots = num_slots
-        self.layers: list[_Layer] = []
+        if layer not in self._layers:  # of the first pass, which makes the shapes known
+            self._layers[layer] = self._room(layer)
+        return self._layers[layer]
 
-    def fill(self, slot: int, prompt: Sequence[LayerKeysValues], max_tokens: int) -> None:
-        """Begin a sequence with the keys and values of its prompt.
+    def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Put keys and values of tokens where they belong.
 
         Args:
-            slot: A free one.
-            prompt: By layer, [length, kv_heads, head_dim] each.
-            max_tokens: Longest that the sequence may become.
+            layer: Its number.
+            places: [n] int64, slot times capacity plus the place in the slot.
+            key: [n, kv_heads, head_dim].
+            value: [n, kv_heads, head_dim].
         """
-        if not self.layers:
-            self.layers = [_Layer(keys.new_empty(0), values.new_empty(0)) for keys, values in prompt]
-        for layer, (keys, values) in zip(self.layers, prompt, strict=True):
-            layer.keys = self._grown(layer.keys, keys, slot, max_tokens)
-            layer.values = self._grown(layer.values, values, slot, max_tokens)
-            layer.keys[slot, :, : len(keys)] = keys.transpose(0, 1)
-            layer.values[slot, :, : len(values)] = values.transpose(0, 1)
+        self._shapes.setdefault(layer, (key.new_empty(0, *key.shape[1:]), value.new_empty(0, *value.shape[1:])))
+        for tensor, new in zip(self.layer(layer), (key, value), strict=True):
+            tensor.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
 
-    def _grown(self, held: Tensor, like: Tensor, slot: int, max_tokens: int) -> Tensor:
-        """Room for a slot and a length, with what is there."""
-        slots, length = (held.shape[0], held.shape[2]) if held.numel() else (0, 0)
-        if slot < slots and max_tokens <= length:
-            return held
-        slots = min(max(slot + 1, 2 * slots), self.num_slots) if slot >= slots else slots
-        room = like.new_zeros(slots, like.shape[1], max(max_tokens, length), like.shape[2])
-        if held.numel():
-            room[: held.shape[0], :, :length] = held
-        return room
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy a sequence into another slot.
+    def add(self, length: int) -> Run:
+        """Take a slot.
 
         Args:
-            source: Where it is.
-            target: A free slot.
-            length: Its tokens.
+            length: Of the run that begins in it.
         """
-        for layer in self.layers:
-            layer.keys[target, :, :length] = layer.keys[source, :, :length]
-            layer.values[target, :, :length] = layer.values[source, :, :length]
+        run = Run(length, self, len(self.runs))
+        self.reserve(len(self.runs) + 1)
+        self.runs.append(run)
+        return run
 
-
-class DecodeAttention:
-    """Attention of one new token of each active sequence to all of its tokens so far."""
-
-    def __init__(self, cache: SlotCache, positions: Tensor) -> None:
-        """Prepare one step.
+    def adopt(self, run: Run) -> None:
+        """Take over a run from smaller slots.
 
         Args:
-            cache: Holds the sequences.
-            positions: [n] int64, place of the new token in its sequence; sequence i is in slot i.
+            run: With its keys and values.
         """
-        self.cache, self.positions = cache, positions
-        self.longest = int(positions.max()) + 1
-        self._slots = torch.arange(len(positions), device=positions.device)
-        steps = torch.arange(self.longest, device=positions.device)
-        self._mask = (steps[None, :] <= positions[:, None])[:, None, None, :]
+        slot = len(self.runs)
+        self.reserve(slot + 1)
+        for layer in self._shapes:
+            for mine, other in zip(self.layer(layer), run.home.layer(layer), strict=True):
+                mine[:, slot, : run.length] = other[:, run.slot, : run.length]
+        run.home.remove(run)
+        run.home, run.slot = self, slot
+        self.runs.append(run)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`. The query heads that share a key head are computed as its several queries."""
-        stored = self.cache.layers[layer]
-        stored.keys[self._slots, :, self.positions] = key
-        stored.values[self._slots, :, self.positions] = value
-        count, heads, width = query.shape
-        queries = query.view(count, key.shape[1], heads // key.shape[1], width)
-        output = scaled_dot_product_attention(
-            queries,
-            stored.keys[:count, :, : self.longest],
-            stored.values[:count, :, : self.longest],
-            attn_mask=self._mask,
-            scale=scale,
-        )
-        return output.reshape(count, heads, width)
+    def remove(self, run: Run) -> None:
+        """Free a slot; the last run moves into it. Without runs, memory is let go.
+
+        Args:
+            run: Whose slot it is.
+        """
+        last = self.runs.pop()
+        if last is not run:
+            for keys_values in self._layers.values():
+                for tensor in keys_values:
+                    tensor[:, run.slot, : last.length] = tensor[:, last.slot, : last.length]
+            self.runs[run.slot], last.slot = last, run.slot
+        if not self.runs:
+            self._layers, self._num_slots = {}, 0
+
+    def reserve(self, num_runs: int) -> None:
+        """Have slots for so many runs.
+
+        Args:
+            num_runs: At least 1.
+        """
+        if num_runs <= self._num_slots:
+            return
+        wanted = max(num_runs, min(2 * self._num_slots, self._num_slots + MOST_SPARE_SLOTS))
+        self._num_slots = -(-wanted // self._multiple) * self._multiple
+        self.allocation = next(_allocations)
+        for layer in self._shapes:
+            before = self._layers.get(layer)
+            self._layers[layer] = self._room(layer)
+            for tensor, old in zip(self._layers[layer], before or (), strict=False):
+                tensor[:, : old.shape[1]] = old
+
+    def _room(self, layer: int) -> LayerKeysValues:
+        (_, heads, width), (_, _, value_width) = (tensor.shape for tensor in self._shapes[layer])
+        keys, values = self._shapes[layer]
+        size = (heads, self._num_slots, self.capacity)
+        return keys.new_zeros(*size, width), values.new_zeros(*size, value_width)
+
+
+class RunStore:
+    """Runs of any length, each in a slot less than twice as long, or of the smallest size."""
+
+    def __init__(self, multiple: int = 1) -> None:
+        """Begin without a run.
+
+        Args:
+            multiple: Of which the number of slots of a size is one.
+        """
+        self._shapes: dict[int, LayerKeysValues] = {}
+        self._sizes: dict[int, Slots] = {}
+        self._multiple = multiple
+
+    def __iter__(self) -> Iterator[Slots]:
+        """Slots that have runs, the smallest first."""
+        return (self._sizes[capacity] for capacity in sorted(self._sizes) if self._sizes[capacity].runs)
+
+    def add(self, length: int, room: int = 0) -> Run:
+        """Begin a run.
+
+        Args:
+            length: Tokens that it has from the beginning.
+            room: Tokens that it shall be able to get without moving.
+        """
+        return self._slots(length + room).add(length)
+
+    def grow(self) -> bool:
+        """Move runs that fill their slots into larger ones.
+
+        Returns:
+            Whether there were any.
+        """
+        moved = False
+        for slots in list(self):
+            full = [run for run in slots.runs if run.length == slots.capacity]
+            if full:
+                moved, larger = True, self._slots(2 * slots.capacity)
+                larger.reserve(len(larger.runs) + len(full))
+                for run in reversed(full):
+                    larger.adopt(run)
+        return moved
+
+    def _slots(self, length: int) -> Slots:
+        capacity = SMALLEST_SLOT
+        while capacity < length:
+            capacity *= 2
+        if capacity not in self._sizes:
+            self._sizes[capacity] = Slots(capacity, self._shapes, self._multiple)
+        return self._sizes[capacity]

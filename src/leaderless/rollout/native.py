@@ -5,24 +5,59 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
+from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
+from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams
-from leaderless.rollout.kv_cache import DecodeAttention, LayerKeysValues, PrefillAttention, SlotCache
+from leaderless.rollout.kv_cache import Run, RunStore
+from leaderless.rollout.lean_forward import forward_of
+from leaderless.rollout.run_attention import (
+    DecodeAttention,
+    Piece,
+    PrefillAttention,
+    Rounding,
+    SharedPrompts,
+    round_up,
+)
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
 from leaderless.training.engine import TrainEngine
 
 PREFILL_TOKENS = 8192
-"""Prompts are read in passes of at most about this many tokens."""
+"""Prompts are read in passes of at most so many tokens, a longer one in pieces."""
+EXACT = Rounding(rows=1, tokens=1)
+COARSE = Rounding(rows=16, tokens=64)
+"""On accelerators passes are cheaper to begin than to compute, where their shapes have been met before."""
 
 
-@dataclass
+@dataclass(eq=False)
+class _Prompt:
+    """Tokens to be read once, and the responses that go on from them.
+
+    Attributes:
+        tokens: Of a prompt; behind it what a resumed response began with.
+        waiting: Responses that are not decoded yet.
+        num_left: Responses that have not ended.
+        is_shared: Several responses attend to its run; a single one goes on in it.
+        run: Its keys and values; None until it has been read.
+        logits: [vocabulary] float32, of the first token.
+    """
+
+    tokens: tuple[int, ...]
+    waiting: deque[_Sequence] = field(default_factory=deque)
+    num_left: int = 0
+    is_shared: bool = False
+    run: Run | None = None
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass(eq=False)
 class _Sequence:
     """A response that is being decoded, or waits for it.
 
@@ -30,38 +65,58 @@ class _Sequence:
         request: What `submit` returned.
         sibling: Which response of the request.
         sample_id: Fixes the noise.
-        prompt_tokens: Of the request's prompt.
         completion: Has what a resumed response began with, too.
         params: How it is sampled.
+        prompt: That it goes on from.
+        run: Keys and values of its own tokens; None while it waits.
+        num_tokens: Of the prompt and the response.
     """
 
     request: int
     sibling: int
     sample_id: int
-    prompt_tokens: int
     completion: Completion
     params: SamplingParams
+    prompt: _Prompt
+    run: Run | None = None
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.prompt_tokens + len(self.completion.tokens)
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt.tokens)
 
 
-@dataclass
-class _Prompt:
-    """Tokens to be read once, and the responses that go on from them.
+@dataclass(frozen=True)
+class _Draw:
+    """Rows that are sampled alike, and drawn together.
 
     Attributes:
-        tokens: Of a prompt; behind it what a resumed response began with.
-        waiting: Responses without a slot.
-        keys_values: By layer; empty until the prompt has been read.
-        logits: [vocabulary] float32, of the first token.
+        seed: Of the noise.
+        distribution: That is drawn from.
+        rows: Of the logits.
+        sample_ids: [n] int64.
     """
 
-    tokens: Sequence[int]
-    waiting: deque[_Sequence]
-    keys_values: list[LayerKeysValues]
-    logits: Tensor
+    seed: int
+    distribution: SamplingConfig
+    rows: list[int]
+    sample_ids: Tensor
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What is the same from pass to pass, until responses come, go or move.
+
+    Attributes:
+        sequences: Of each row, in the order of their runs; None for rows that only fill up a shape.
+        real: [n] int64, rows that are responses.
+        shared: Their prompts; None where all are in their own runs.
+        draws: How they are sampled.
+    """
+
+    sequences: list[_Sequence | None]
+    real: Tensor
+    shared: SharedPrompts | None
+    draws: list[_Draw]
 
 
 class NativeEngine:
@@ -78,6 +133,7 @@ class NativeEngine:
         end_tokens: frozenset[int],
         max_sequences: int,
         device: torch.device,
+        rounding: Rounding | None = None,
     ) -> None:
         """Use a module that holds its whole weights while responses are sampled.
 
@@ -87,15 +143,23 @@ class NativeEngine:
             end_tokens: Tokens that end a response.
             max_sequences: Decoded at the same time.
             device: Of the module.
+            rounding: Of the shapes of passes; what suits the device, unless given.
         """
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
-        self._cache = SlotCache(max_sequences)
-        self._unread: deque[_Prompt] = deque()
+        self._pass = forward_of(model, enable_compile=device.type == "cuda")
+        self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
+        self._unread: dict[tuple[int, ...], _Prompt] = {}
         self._read: deque[_Prompt] = deque()
-        self._active: list[_Sequence] = []
         self._deltas: list[Delta] = []
         self._num_requests = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._prompts, self._responses = (RunStore(self._rounding.rows) for _ in range(2))
+        self._graphs = DecodeGraphs(self._pass) if self.device.type == "cuda" else None
+        self._active: dict[Run, _Sequence] = {}
+        self._rows: _Rows | None = None
 
     @contextmanager
     def serving(self, trainer: TrainEngine) -> Iterator[None]:
@@ -113,148 +177,193 @@ class NativeEngine:
     def submit(self, request: Request, params: SamplingParams) -> int:
         """See `RolloutEngine`."""
         self._num_requests += 1
-        number, prompt = self._num_requests, list(request.prompt)
-        fresh: deque[_Sequence] = deque()
+        number, prompt = self._num_requests, tuple(request.prompt)
         for sibling, (sample_id, completion) in enumerate(zip(request.sample_ids, request.begin(), strict=True)):
-            sequence = _Sequence(number, sibling, sample_id, len(prompt), completion, params)
-            if _num_wanted(sequence) < 1:
+            sequence = _Sequence(number, sibling, sample_id, completion, params, _Prompt((*prompt, *completion.tokens)))
+            if len(completion.tokens) >= params.max_tokens:
                 self._deltas.append(_ended(sequence, "length"))
-            elif completion.tokens:
-                self._unread.append(_Prompt([*prompt, *completion.tokens], deque([sequence]), [], torch.empty(0)))
-            else:
-                fresh.append(sequence)
-        if fresh:
-            self._unread.append(_Prompt(prompt, fresh, [], torch.empty(0)))
+                continue
+            # Other requests may ask the same at the same time.
+            sequence.prompt = self._unread.setdefault(sequence.prompt.tokens, sequence.prompt)
+            sequence.prompt.waiting.append(sequence)
+            sequence.prompt.num_left += 1
         return number
 
     def abort(self, request: int) -> None:
         """See `RolloutEngine`."""
-        for prompts in (self._unread, self._read):
-            for prompt in [p for p in prompts if p.waiting[0].request == request]:
-                prompts.remove(prompt)
-                self._deltas += [_ended(sequence, "aborted") for sequence in prompt.waiting]
-        slots = [slot for slot, sequence in enumerate(self._active) if sequence.request == request]
-        self._deltas += [_ended(self._active[slot], "aborted") for slot in slots]
-        self._remove(slots)
+        for prompt in [*self._unread.values(), *self._read]:
+            for sequence in [s for s in prompt.waiting if s.request == request]:
+                prompt.waiting.remove(sequence)
+                self._end(sequence, "aborted")
+        self._unread = {tokens: prompt for tokens, prompt in self._unread.items() if prompt.waiting}
+        self._read = deque(prompt for prompt in self._read if prompt.waiting)
+        for sequence in [s for s in self._active.values() if s.request == request]:
+            self._end(sequence, "aborted")
+
+    def _end(self, sequence: _Sequence, reason: FinishReason) -> None:
+        self._deltas.append(_ended(sequence, reason))
+        self._release(sequence)
+
+    def _release(self, sequence: _Sequence) -> None:
+        """Let go of the keys and values that nobody needs any more."""
+        if sequence.run is not None:
+            sequence.run.home.remove(sequence.run)
+            del self._active[sequence.run]
+            self._rows = None
+        prompt = sequence.prompt
+        prompt.num_left -= 1
+        if prompt.num_left == 0 and prompt.is_shared and prompt.run is not None:
+            prompt.run.home.remove(prompt.run)
 
     def close(self) -> None:
         """See `RolloutEngine`."""
         self._unread.clear()
         self._read.clear()
-        self._active.clear()
         self._deltas.clear()
-        self._cache = SlotCache(self.max_sequences)
+        self._forget()
 
     @torch.no_grad()
     def step(self) -> list[Delta]:
         """See `RolloutEngine`."""
-        self._decode()
+        if self._active:
+            self._decode()
         self._admit()
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _admit(self) -> None:
-        """Fill free slots, and draw the first token of each response that gets one."""
+        """Fill free places, and draw the first token of each response that gets one."""
         while len(self._active) < self.max_sequences and (self._read or self._unread):
             if not self._read:
                 self._prefill()
-            first = len(self._active)
-            logits: list[Tensor] = []
+            admitted: list[_Sequence] = []
             while self._read and len(self._active) < self.max_sequences:
                 prompt = self._read[0]
                 sequence = prompt.waiting.popleft()
-                self._cache.fill(len(self._active), prompt.keys_values, len(prompt.tokens) + _num_wanted(sequence))
-                self._active.append(sequence)
-                logits.append(prompt.logits)
+                sequence.run = self._responses.add(0) if prompt.is_shared else prompt.run
+                assert sequence.run is not None
+                self._active[sequence.run] = sequence
+                admitted.append(sequence)
                 if not prompt.waiting:
                     self._read.popleft()
-            self._extend(first, torch.stack(logits))
+            self._rows = None
+            logits = torch.stack([sequence.prompt.logits for sequence in admitted])
+            self._extend(admitted, logits, self._draws(admitted))
 
     def _prefill(self) -> None:
-        """Read as many waiting prompts as free slots and one pass can take."""
+        """Read as many waiting prompts as free places and one pass can take, or one that is longer."""
         free = self.max_sequences - len(self._active)
         taken: list[_Prompt] = []
         num_tokens = num_responses = 0
         while self._unread and num_responses < free:
-            num_tokens += len(self._unread[0].tokens)
+            tokens = next(iter(self._unread))
+            num_tokens += len(tokens)
             if taken and num_tokens > PREFILL_TOKENS:
                 break
-            taken.append(self._unread.popleft())
+            taken.append(self._unread.pop(tokens))
             num_responses += len(taken[-1].waiting)
-        lengths = torch.tensor([len(prompt.tokens) for prompt in taken])
-        tokens = torch.tensor([token for prompt in taken for token in prompt.tokens])
-        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        attention = PrefillAttention(lengths.tolist(), self.device)
-        last = lengths.cumsum(0) - 1
-        logits = self.model(tokens.to(self.device), positions.to(self.device), attention, last.to(self.device))
-        for prompt, keys_values, row in zip(taken, attention.prompts(), logits, strict=True):
-            prompt.keys_values, prompt.logits = keys_values, row
+        for prompt in taken:
+            prompt.is_shared = prompt.num_left > 1
+            store, room = (self._prompts, 0) if prompt.is_shared else (self._responses, 1)
+            prompt.run = store.add(len(prompt.tokens), room)
+        begin = 0
+        longest = max(len(prompt.tokens) for prompt in taken)
+        while begin < longest:
+            logits = self._read_pieces(taken, begin)
+            begin += PREFILL_TOKENS
+        for prompt, row in zip(taken, logits, strict=True):
+            prompt.logits = row
         self._read += taken
+
+    def _read_pieces(self, prompts: Sequence[_Prompt], begin: int) -> Tensor:
+        """One pass over prompts, from some token on; logits of the last tokens, [n, vocabulary] float32."""
+        parts = [prompt.tokens[begin : begin + PREFILL_TOKENS] for prompt in prompts]
+        pieces = [Piece(_run(prompt), begin, len(part)) for prompt, part in zip(prompts, parts, strict=True)]
+        tokens = torch.tensor([token for part in parts for token in part])
+        positions = torch.cat([torch.arange(begin, begin + len(part)) for part in parts])
+        last = torch.tensor([len(part) for part in parts]).cumsum(0) - 1
+        return self._forward(tokens, positions, PrefillAttention(pieces, self.device), last)
 
     def _decode(self) -> None:
         """One more token for each active response."""
-        if not self._active:
-            return
-        tokens = torch.tensor([sequence.completion.tokens[-1] for sequence in self._active], device=self.device)
-        positions = torch.tensor([sequence.num_tokens - 1 for sequence in self._active], device=self.device)
-        everywhere = torch.arange(len(tokens), device=self.device)
-        self._extend(0, self.model(tokens, positions, DecodeAttention(self._cache, positions), everywhere))
+        if self._responses.grow() or self._rows is None:
+            self._rows = self._arrange()
+        rows = self._rows
+        places = [0 if sequence is None else sequence.num_tokens - 1 for sequence in rows.sequences]
+        tokens = [0 if sequence is None else sequence.completion.tokens[-1] for sequence in rows.sequences]
+        attention = DecodeAttention(self._responses, rows.shared, max(places) + 1, self._rounding, self.device)
+        logits = self._forward(torch.tensor(tokens), torch.tensor(places), attention, rows.real)
+        for run in self._active:
+            run.length += 1
+        self._extend([s for s in rows.sequences if s is not None], logits, rows.draws)
 
-    def _extend(self, first: int, logits: Tensor) -> None:
-        """Draw a token for each active response from `first` on, and let go of those that end with it."""
-        sequences = self._active[first:]
-        tokens, log_probs = self._sample(sequences, logits)
-        ended: list[int] = []
-        for slot, (sequence, token, log_prob) in enumerate(zip(sequences, tokens, log_probs, strict=True), first):
-            completion = sequence.completion
-            completion.tokens.append(token)
-            completion.log_probs.append(log_prob)
-            reason = self._finish_reason(completion, sequence.params)
-            self._deltas.append(Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason))
-            if reason:
-                ended.append(slot)
-        self._remove(ended)
+    def _arrange(self) -> _Rows:
+        """Rows in the order of their runs, and what follows from it."""
+        sequences: list[_Sequence | None] = []
+        for slots in self._responses:
+            sequences += [self._active[run] for run in slots.runs]
+            sequences += [None] * (round_up(len(slots.runs), self._rounding.rows) - len(slots.runs))
+        real = [row for row, sequence in enumerate(sequences) if sequence is not None]
+        prompts = [s.prompt.run if s is not None and s.prompt.is_shared else None for s in sequences]
+        is_any_shared = any(prompt is not None for prompt in prompts)
+        return _Rows(
+            sequences,
+            torch.tensor(real, device=self.device),
+            SharedPrompts(self._prompts, prompts, self._rounding, self.device) if is_any_shared else None,
+            self._draws([sequence for sequence in sequences if sequence is not None]),
+        )
 
-    def _sample(self, sequences: Sequence[_Sequence], logits: Tensor) -> tuple[list[int], list[float]]:
-        """A token for each response, and its log-probability; those that are sampled alike are drawn together."""
+    def _forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
+        """[n, vocabulary] float32 logits at the selected tokens."""
+        tokens, positions, select = (tensor.to(self.device) for tensor in (tokens, positions, select))
+        if self._graphs is not None and isinstance(attention, DecodeAttention):
+            return self._graphs(tokens, positions, attention).index_select(0, select)
+        return self._pass(tokens, positions, attention, select)
+
+    def _draws(self, sequences: Sequence[_Sequence]) -> list[_Draw]:
         alike: dict[tuple[int, SamplingConfig], list[int]] = {}
         for row, sequence in enumerate(sequences):
             alike.setdefault((sequence.params.seed, sequence.params.distribution), []).append(row)
+        return [
+            _Draw(*way, rows, torch.tensor([sequences[row].sample_id for row in rows], device=self.device))
+            for way, rows in alike.items()
+        ]
+
+    def _extend(self, sequences: Sequence[_Sequence], logits: Tensor, draws: Sequence[_Draw]) -> None:
+        """Draw a token for each response, and let go of those that end with it."""
         tokens, log_probs = [0] * len(sequences), [0.0] * len(sequences)
-        for (seed, distribution), rows in alike.items():
-            sample_ids = torch.tensor([sequences[row].sample_id for row in rows], device=self.device)
-            places = torch.tensor([len(sequences[row].completion.tokens) for row in rows], device=self.device)
-            chosen = logits if len(alike) == 1 else logits[rows]
-            drawn, scores = sample_tokens(chosen, uniform_noise(seed, sample_ids, places), distribution)
-            for row, token, score in zip(rows, drawn.tolist(), scores.tolist(), strict=True):
+        for draw in draws:
+            places = torch.tensor([len(sequences[row].completion.tokens) for row in draw.rows], device=self.device)
+            chosen = logits if len(draws) == 1 else logits[draw.rows]
+            noise = uniform_noise(draw.seed, draw.sample_ids, places)
+            drawn, scores = sample_tokens(chosen, noise, draw.distribution)
+            for row, token, score in zip(draw.rows, drawn.tolist(), scores.tolist(), strict=True):
                 tokens[row], log_probs[row] = token, score
-        return tokens, log_probs
+        for sequence, token, log_prob in zip(sequences, tokens, log_probs, strict=True):
+            completion = sequence.completion
+            completion.tokens.append(token)
+            completion.log_probs.append(log_prob)
+            sequence.num_tokens += 1
+            reason = self._finish_reason(completion, sequence.params)
+            self._deltas.append(Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason))
+            if reason:
+                self._release(sequence)
 
     def _finish_reason(self, completion: Completion, params: SamplingParams) -> FinishReason | None:
-        if completion.tokens[-1] in self.end_tokens or self._has_stopped(completion, params):
+        if completion.tokens[-1] in self.end_tokens or (params.stop and self._has_stopped(completion, params)):
             return "stop"
         return "length" if len(completion.tokens) >= params.max_tokens else None
 
     def _has_stopped(self, completion: Completion, params: SamplingParams) -> bool:
         """Whether a stop text is complete; it began at most as many tokens ago as it has bytes."""
-        if not params.stop:
-            return False
         reach = max(len(text.encode()) for text in params.stop)
         text = self.tokenizer.decode(completion.tokens[-reach - 1 :])
         return any(stop in text for stop in params.stop)
 
-    def _remove(self, ended: Sequence[int]) -> None:
-        """Free slots, moving the last active sequences into the gaps."""
-        for slot in reversed(ended):
-            last = self._active.pop()
-            if slot < len(self._active):
-                self._cache.move(len(self._active), slot, last.num_tokens - 1)
-                self._active[slot] = last
 
-
-def _num_wanted(sequence: _Sequence) -> int:
-    """Tokens that a response may still get."""
-    return sequence.params.max_tokens - len(sequence.completion.tokens)
+def _run(prompt: _Prompt) -> Run:
+    assert prompt.run is not None
+    return prompt.run
 
 
 def _ended(sequence: _Sequence, reason: FinishReason) -> Delta:

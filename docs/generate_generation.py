@@ -1,0 +1,36 @@
+"""What has been measured of generation, for the page about performance."""
+
+from __future__ import annotations
+
+MARKS = "<!-- generation: begin -->", "<!-- generation: end -->"
+
+
+def with_generation(page: str) -> str:
+    """A page with what `benchmarks/generation.py` has measured last between its two marks."""
+    before, _, rest = page.partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def measured() -> str:
+    """A picture and tables."""
+    from benchmarks.generation import OURS, PICTURE, RESULTS, load, table
+
+    parts: list[str] = []
+    results, on_gpu = load(), load(RESULTS.with_stem("generation_cuda"))
+    if results is not None:
+        repeats = max(len({run["repeat"] for run in results["runs"]}), 1)
+        versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+        read = (
+            "Bars are medians, lines go from least to most. In the table, other ways are compared within a repeat: how "
+            f"many times as fast {OURS} was, with the least and the most in brackets. {results['cores']} cores, "
+            f"{versions}; repeats: {repeats}. All runs are in `docs/performance/{RESULTS.name}`."
+        )
+        parts += [
+            f"![Tokens per second of each way, by workload and model](images/{PICTURE.name})",
+            read,
+            table(results),
+        ]
+        parts += [f"Failed: {case}: {why}" for case, why in results["failures"].items()]
+    if on_gpu is not None:
+        parts += ["On a GPU, in bfloat16:", table(on_gpu)]
+    return "\n\n".join(parts or ["There is nothing here yet: the script has not been run for this version."])

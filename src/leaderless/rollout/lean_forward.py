@@ -1,0 +1,162 @@
+"""Passes through families of decoders that are known, without what their modules do besides.
+
+With few rows or a small model most of a decoding step is Python and small kernels. `transformers` spends them on masks,
+caches, transposes and wrappers that this package does not need. Here the same weights go through the same steps: norm,
+queries, keys and values, rotary positions, attention, and the layer's own feed-forward module, experts included.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from leaderless.models.attention import Attention
+from leaderless.models.causal_lm import CausalLM
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Forward = Callable[[Tensor, Tensor, Attention, Tensor], Tensor]
+"""From tokens [T], positions [T], how they attend, and selected tokens [R] to [R, vocabulary] float32 logits."""
+
+
+def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
+    """The fastest way through a model, for passes without a gradient.
+
+    Args:
+        model: With whole weights whenever it is called.
+        enable_compile: Compile what is between attentions, where the family is known.
+
+    Returns:
+        The model itself, unless it is of a known family whose attention has no window and turns whole heads.
+    """
+    config = model.model.config
+    if config.model_type not in FAMILIES:
+        return cast("Forward", model)
+    layers = model.model.base_model.layers
+    head_dim = layers[0].self_attn.head_dim
+    turned = 2 * len(model.model.base_model.rotary_emb.inv_freq)
+    has_window = any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers)
+    return cast("Forward", model) if has_window or turned != head_dim else LeanForward(model, enable_compile)
+
+
+class Projected(NamedTuple):
+    """Queries, keys and values of a layer, [T, heads, head_dim] each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class LeanForward:
+    """A pass through a decoder of a known family."""
+
+    def __init__(self, model: CausalLM, enable_compile: bool) -> None:
+        """Use a model's modules.
+
+        Args:
+            model: Of one of `FAMILIES`.
+            enable_compile: Compile what is between attentions.
+        """
+        self._model = model
+        self._project, self._finish = project, finish
+        if enable_compile:
+            self._project = _compiled(project)
+            self._finish = _compiled(finish)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
+        """See `Forward`."""
+        base = self._model.model.base_model
+        hidden = base.embed_tokens(tokens)
+        cosine, sine = (values.squeeze(0).unsqueeze(1) for values in base.rotary_emb(hidden, positions.unsqueeze(0)))
+        half = sine.shape[-1] // 2
+        sine = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)
+        for number, layer in enumerate(base.layers):
+            query, key, value = self._project(layer, hidden, cosine, sine)
+            attended = attention.attend(number, query, key, value, layer.self_attn.scaling)
+            hidden = self._finish(layer, hidden, attended)
+        hidden = normalize(base.norm, hidden.index_select(0, select))
+        head = cast("nn.Module", self._model.model.get_output_embeddings())
+        logits: Tensor = head(hidden).float()
+        return logits
+
+
+def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Projected:
+    """The first half of a layer.
+
+    Args:
+        layer: Of a known family.
+        hidden: [T, hidden_size].
+        cosine: [T, 1, head_dim].
+        sine: [T, 1, head_dim], with minus in the first half.
+    """
+    attention = cast("nn.Module", layer.self_attn)
+    normed = normalize(cast("nn.Module", layer.input_layernorm), hidden)
+    shape = (len(hidden), -1, cosine.shape[-1])
+    query, key, value = (
+        cast("Tensor", linear(normed)).view(shape)
+        for linear in cast("tuple[nn.Module, ...]", (attention.q_proj, attention.k_proj, attention.v_proj))
+    )
+    query_norm = cast("nn.Module | None", getattr(attention, "q_norm", None))
+    if query_norm is not None:
+        query, key = normalize(query_norm, query), normalize(cast("nn.Module", attention.k_norm), key)
+    return Projected(_turn(query, cosine, sine), _turn(key, cosine, sine), value)
+
+
+def finish(layer: nn.Module, hidden: Tensor, attended: Tensor) -> Tensor:
+    """The second half of a layer.
+
+    Args:
+        layer: Of a known family.
+        hidden: [T, hidden_size], which went into the layer.
+        attended: [T, query_heads, head_dim].
+
+    Returns:
+        [T, hidden_size].
+    """
+    output, feed_forward = cast("tuple[nn.Module, nn.Module]", (cast("nn.Module", layer.self_attn).o_proj, layer.mlp))
+    hidden = hidden + output(attended.flatten(1))
+    normed = normalize(cast("nn.Module", layer.post_attention_layernorm), hidden)
+    return hidden + cast("Tensor", feed_forward(normed.unsqueeze(0))).squeeze(0)
+
+
+def normalize(norm: nn.Module, values: Tensor) -> Tensor:
+    """What a norm makes of values: in float32 by one call, else by its own steps, which round in between.
+
+    Args:
+        norm: Root mean square.
+        values: [..., size].
+    """
+    weight = cast("Tensor", norm.weight)
+    if values.dtype == weight.dtype == torch.float32:
+        return torch.nn.functional.rms_norm(values, weight.shape, weight, cast("float", norm.variance_epsilon))
+    return cast("Tensor", norm(values))
+
+
+def _turn(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary positions: each half of a head is turned with the other."""
+    return torch.addcmul(values * cosine, values.roll(values.shape[-1] // 2, -1), sine)
+
+
+def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function compiled for any number of tokens; where that fails, the function, and a warning."""
+    best: Callable[Arguments, Result] = torch.compile(function, dynamic=True)
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        nonlocal best
+        try:
+            return best(*args, **kwargs)
+        except Exception as error:
+            # Compilers, drivers and versions fail in every way; if it was not for them, the function fails by itself.
+            if best is function:
+                raise
+            warnings.warn(f"decoding is slower, since torch.compile failed: {error}", RuntimeWarning, stacklevel=2)
+            best = function
+            return best(*args, **kwargs)
+
+    return call
