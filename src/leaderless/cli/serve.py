@@ -51,8 +51,7 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
     """Answer requests of OpenAI's API, completions and chats, until Ctrl-C."""
     _check(token)
     from leaderless.serve.load import find_model, open_model
-    from leaderless.serve.server import serve as serve_model
-    from leaderless.serve.server import take_port
+    from leaderless.serve.server import ModelServer, take_port
 
     with _ended_by_signals(), take_port(host, port, token) as listener:
         address, number_of_port = listener.getsockname()[:2]
@@ -61,7 +60,7 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
         print_line(f"loading {source.checkpoint or source.config.path}")
         with open_model(source, engine, max_context) as served:
             text = f"{served.name} answers at http://{shown}:{number_of_port}/v1; Ctrl-C ends it"
-            asyncio.run(serve_model(served, token, listener, lambda server: print_line(text)))  # noqa: ARG005
+            asyncio.run(ModelServer(served, token).answer(listener, lambda: print_line(text)))
 
 
 def _check(token: str | None) -> None:

@@ -76,6 +76,8 @@ class EngineHost:
         self._asking = threading.Lock()
         """No order comes in unseen while the thread ends."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._farewell = ApiError(503, STOPPING)
+        """What clients are told in the end."""
         self.failure: BaseException | None = None
         """What ended the thread, if it was not asked to end."""
 
@@ -132,19 +134,18 @@ class EngineHost:
         self._orders.put(lambda: None)
 
     def _run(self) -> None:
-        error = ApiError(503, STOPPING)
         try:
             with self._engine.serving(self._trainer):
                 while not self._is_stopping:
                     self._take_orders()
                     self._step()
         except BaseException as failure:  # noqa: BLE001 - the end of the thread; `__exit__` raises it
-            error = ApiError(500, f"the engine has failed: {failure}")
+            self._farewell = ApiError(500, f"the engine has failed: {failure}")
             with self._asking:
                 self.failure, self._is_stopping = failure, True
         while not self._orders.empty():
             self._orders.get()()
-        self._give_up(error)
+        self._give_up(self._farewell)
 
     def _take_orders(self) -> None:
         """All that are there; where there is nothing else to do, wait for one."""
@@ -167,7 +168,7 @@ class EngineHost:
 
     def _submit(self, ticket: Ticket, requests: Sequence[Request], params: SamplingParams) -> None:
         if self._is_stopping:
-            self._tell([(ticket, ApiError(503, STOPPING))])
+            self._tell([(ticket, self._farewell)])
             return
         for place, request in enumerate(requests):
             number = self._engine.submit(request, params)

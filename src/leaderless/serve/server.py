@@ -44,49 +44,52 @@ def take_port(host: str, port: int, token: str | None) -> socket.socket:
     return listener
 
 
-async def serve(
-    served: Served, token: str | None, listener: socket.socket, started: Callable[[uvicorn.Server], None]
-) -> None:
-    """Answer requests until a signal comes, or the engine fails.
+class ModelServer(uvicorn.Server):
+    """Answers requests until a signal comes, or the engine fails.
 
-    Args:
-        served: The model.
-        token: That clients have to send, if any.
-        listener: The port; closed in the end.
-        started: Told the server, once clients can connect.
-
-    Raises:
-        BaseException: What the engine has failed with.
+    In the end it gives up what is under way before it waits for clients to leave.
     """
-    host = EngineHost(served.engine, served.trainer)
-    config = uvicorn.Config(
-        make_app(served, host, token),
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=LEAVING_S,
-    )
-    server = _Server(config, host)
-    with host:
-        listener.listen(config.backlog)
-        started(server)
-        await server.serve(sockets=[listener])
 
+    def __init__(self, served: Served, token: str | None) -> None:
+        """Nothing runs yet.
 
-class _Server(uvicorn.Server):
-    """Ends when the engine does, and gives up what is under way before it waits for clients to leave."""
+        Args:
+            served: The model.
+            token: That clients have to send, if any.
+        """
+        self._host = EngineHost(served.engine, served.trainer)
+        super().__init__(
+            uvicorn.Config(
+                make_app(served, self._host, token),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=LEAVING_S,
+            )
+        )
 
-    def __init__(self, config: uvicorn.Config, host: EngineHost) -> None:
-        super().__init__(config)
-        self._host = host
+    async def answer(self, listener: socket.socket, started: Callable[[], None]) -> None:
+        """Answer requests; setting `should_exit` ends it.
+
+        Args:
+            listener: The port; closed in the end.
+            started: Called when clients can connect.
+
+        Raises:
+            BaseException: What the engine has failed with.
+        """
+        with self._host:
+            listener.listen(self.config.backlog)
+            started()
+            await self.serve(sockets=[listener])
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end."""
+        """See `uvicorn.Server`: whether to end."""
         return await super().on_tick(counter) or self._host.is_ending
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End."""
+        """See `uvicorn.Server`."""
         self._host.stop()
         await super().shutdown(sockets)
