@@ -25,7 +25,8 @@ DEADLINE_S = 60.0
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with two checkpoints, of which the newer one is damaged."""
     folder = tmp_path_factory.mktemp("run")
-    changes = {"checkpoint": {"every_steps": 1}, "optimizer.learning_rate": 0.05}
+    reward = {"format": {"pattern": r".*\d.*\d.*"}}  # which an untrained model earns now and then
+    changes = {"reward": reward, "checkpoint": {"every_steps": 1}, "optimizer.learning_rate": 0.05}
     outcome = run_alone(folder, "train", write_recipe(folder, tiny_model(), changes))
     assert outcome.code == 0, outcome
     with (folder / "runs/tiny/checkpoints/step-000002/policy/role.json").open("a") as file:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import shlex
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Queue
 from typing import Any
 
@@ -27,6 +30,7 @@ from leaderless.serve.server import ModelServer, take_port
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a: "
 PROMPT = "12+é34="
+ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
 
 
@@ -297,6 +301,18 @@ def test_the_model_is_listed(site: Site) -> None:
     (model,) = site.client.models.list().data
     assert model == site.client.models.retrieve("tiny")
     assert (model.id, model.owned_by, model.model_extra) == ("tiny", "leaderless", {"max_model_len": 512})
+
+
+def test_the_command_of_the_guide_is_answered(site: Site) -> None:
+    page = (ROOT / "docs/guides/serve.md").read_text(encoding="utf-8")
+    words = shlex.split(page[page.index("curl ") :].partition("\n```")[0].replace("\\\n", " "))
+    url, header, body = words[1], words[words.index("-H") + 1], words[words.index("-d") + 1]
+    name, _, value = header.partition(": ")
+    url = url.replace("http://127.0.0.1:8000/v1", site.url)
+    body = body.replace('"quickstart"', '"tiny"')
+    request = urllib.request.Request(url, body.encode(), {name: value})
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+        assert json.load(response)["choices"][0]["text"]
 
 
 def test_the_example_asks_as_the_guide_says(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
