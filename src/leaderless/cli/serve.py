@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +49,8 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
 ) -> None:
     """Answer requests of OpenAI's API, completions and chats, until Ctrl-C."""
     _check(token)
+    import asyncio
+
     from leaderless.serve.load import find_model, open_model
     from leaderless.serve.server import ModelServer, take_port
 

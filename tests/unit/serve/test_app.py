@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from starlette.types import ASGIApp, Message
 from tests.unit.serve.engines import TRAINER, ScriptedEngine
 
+import leaderless
 from leaderless.config import RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.serve.app import MAX_BODY_BYTES, make_app
@@ -117,6 +120,16 @@ def test_a_port_that_is_taken_and_a_host_that_is_not_there_are_named() -> None:
             take_port("127.0.0.1", port, None)
     with pytest.raises(RecipeError, match=r"--host nowhere\.invalid"):
         take_port("nowhere.invalid", 0, None)
+
+
+def test_web_libraries_are_imported_for_serving_only() -> None:
+    source = Path(leaderless.__file__).parent
+    users = {
+        file.parent.name
+        for file in source.rglob("*.py")
+        if re.search(r"(import|from) (starlette|uvicorn)", file.read_text())
+    }
+    assert users == {"serve"}
 
 
 def test_a_server_ends_when_its_engine_fails() -> None:
