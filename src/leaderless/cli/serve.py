@@ -34,7 +34,9 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
             envvar=TOKEN_VARIABLE, show_envvar=False, help=f"What clients send as API key; ${TOKEN_VARIABLE}."
         ),
     ] = None,
-    engine: Annotated[Literal["auto", "native"], typer.Option(help="What generates.")] = "auto",
+    engine: Annotated[
+        Literal["auto", "native"], typer.Option(help="What generates; auto takes the native engine.")
+    ] = "auto",
     name: Annotated[str | None, typer.Option(help="What clients call the model; that of the folder or run.")] = None,
     role: Annotated[str, typer.Option(help="Whose weights, of a checkpoint or run.")] = "policy",
     max_sequences: Annotated[

@@ -8,7 +8,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
@@ -21,12 +21,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from leaderless.config import Json
+from leaderless.config.batch import MAX_RESPONSES
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.serve.errors import ApiError
 from leaderless.serve.host import EngineHost, Ticket
 from leaderless.serve.load import Served
 from leaderless.serve.questions import ChatQuestion, CompletionQuestion, read_question
-from leaderless.serve.replies import ChatComposer, CompletionComposer, Piece
+from leaderless.serve.replies import AnyQuestion, ChatComposer, CompletionComposer, Piece
 
 MAX_BODY_BYTES = 1 << 26
 """Of a request; no prompt that a model can take is as long."""
@@ -108,8 +109,10 @@ class Api:
             host: Has its engine.
         """
         self._served, self._host, self._created = served, host, int(time.time())
-        # The engine uses the other one in its thread, and a tokenizer may not be used by two at once.
-        self._tokenizer = copy.deepcopy(served.tokenizer)
+        # A tokenizer may not be used by two threads at once. The engine's thread uses the model's own; a long prompt is
+        # read in another thread, so that others' responses go on.
+        self._tokenizer, self._encoder = copy.deepcopy(served.tokenizer), copy.deepcopy(served.tokenizer)
+        self._encoding = asyncio.Lock()
 
     async def health(self, request: HttpRequest) -> Response:  # noqa: ARG002
         """Whether requests are answered."""
@@ -129,14 +132,14 @@ class Api:
     async def completions(self, request: HttpRequest) -> Response:
         """Go on from prompts."""
         question = read_question(await _body(request), CompletionQuestion)
-        prompts = [self._tokenizer.encode(p) if isinstance(p, str) else p for p in question.prompts]
+        prompts = await self._in_thread(self._encode, question)
         params = self._check(question, prompts, "prompt")
         return await self._answer(request, CompletionComposer(question, prompts, self._tokenizer), params)
 
     async def chat(self, request: HttpRequest) -> Response:
         """Go on in a chat."""
         question = read_question(await _body(request), ChatQuestion)
-        prompts = [self._tokenizer.encode(self._chat_text(question), add_special_tokens=False)]
+        prompts = await self._in_thread(self._encode_chat, question)
         params = self._check(question, prompts, "messages")
         return await self._answer(request, ChatComposer(question, prompts, self._tokenizer), params)
 
@@ -155,22 +158,37 @@ class Api:
             message = f"model '{name}' is not served here, only '{self._served.name}'"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def _chat_text(self, question: ChatQuestion) -> str:
-        if self._tokenizer.chat_template is None:
+    async def _in_thread(
+        self, encode: Callable[[AnyQuestion], list[list[int]]], question: AnyQuestion
+    ) -> list[list[int]]:
+        self._check_model(question.model)
+        async with self._encoding:
+            return await asyncio.to_thread(encode, question)
+
+    def _encode(self, question: CompletionQuestion) -> list[list[int]]:
+        return [self._encoder.encode(prompt) if isinstance(prompt, str) else prompt for prompt in question.prompts]
+
+    def _encode_chat(self, question: ChatQuestion) -> list[list[int]]:
+        if self._encoder.chat_template is None:
             message = "the model's tokenizer has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
         messages = [message.to_json() for message in question.messages]
         try:
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self._encoder.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             message = f"the model's chat template does not take these messages: {error}"
             raise ApiError(400, message, "messages") from error
+        return [self._encoder.encode(text, add_special_tokens=False)]
 
     def _check(
         self, question: CompletionQuestion | ChatQuestion, prompts: Sequence[list[int]], field: str
     ) -> SamplingParams:
         """What the engine is to do, if the model can do it."""
-        self._check_model(question.model)
+        if len(prompts) * question.n > MAX_RESPONSES:
+            message = (
+                f"{len(prompts)} prompts with n={question.n} are more than {MAX_RESPONSES} responses: ask for fewer"
+            )
+            raise ApiError(400, message, "n")
         longest, room = max(map(len, prompts)), self._served.max_context
         for prompt in prompts:
             if not prompt:
@@ -183,11 +201,12 @@ class Api:
             raise ApiError(400, message, field, "context_length_exceeded")
         max_tokens = room - longest if question.longest is None else question.longest
         if longest + max_tokens > room:
+            name = "max_tokens" if question.max_tokens else "max_completion_tokens"
             message = (
-                f"max_tokens={max_tokens} after a prompt of {longest} tokens is more than the {room} that prompt and "
+                f"{name}={max_tokens} after a prompt of {longest} tokens is more than the {room} that prompt and "
                 f"response may have together: ask for at most {room - longest}"
             )
-            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+            raise ApiError(400, message, name, "context_length_exceeded")
         seed = secrets.randbits(63) if question.seed is None else question.seed
         return SamplingParams(question.distribution, max_tokens, question.stop_texts, seed)
 

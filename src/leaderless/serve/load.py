@@ -102,19 +102,23 @@ def find_model(target: str, role: str, say: Callable[[str], None]) -> Source:
         say: Told of damaged checkpoints that are passed over.
 
     Raises:
-        RecipeError: There is no such thing.
+        RecipeError: There is no such thing, or it is damaged.
     """
     path = Path(target)
     if (path / STATE_FILE).exists():
+        damage = find_damage(path, ALONE)
+        if damage:
+            raise RecipeError.at("", f"checkpoint {path} is damaged: {damage}; take another one")
         return _of_checkpoint(path, role)
+    if (path / "config.json").exists():
+        return Source(path.resolve().name, "policy", ModelConfig(path=target), RolloutConfig())
     if (path / "checkpoints").is_dir():
         return _of_checkpoint(_newest_good(path, say), role)
-    is_folder = (path / "config.json").exists()
-    if path.exists() and not is_folder:
+    if path.exists():
         raise RecipeError.at("", f"{path} is neither a model, nor a checkpoint, nor the folder of a run that has one")
-    if not path.exists() and (path.is_absolute() or target.startswith(".") or len(path.parts) > 2):
+    if path.is_absolute() or target.startswith(".") or len(path.parts) > 2:
         raise RecipeError.at("", f"folder {path} does not exist (looked for from {Path.cwd()})")
-    return Source(path.resolve().name if is_folder else target, "policy", ModelConfig(path=target), RolloutConfig())
+    return Source(target, "policy", ModelConfig(path=target), RolloutConfig())
 
 
 def _of_checkpoint(path: Path, role: str) -> Source:
@@ -161,9 +165,6 @@ def open_model(source: Source, engine: EngineName, max_context: int | None) -> I
         # Nothing is scored or trained here, so that the bound of a pass plays no part.
         trainer = FsdpEngine(model, source.config, ALONE, device, micro_batch_tokens=longest)
         if source.checkpoint is not None:
-            damage = find_damage(source.checkpoint, ALONE)
-            if damage:
-                raise RecipeError.at("", f"checkpoint {source.checkpoint} is damaged: {damage}; take another one")
             load_checkpoint(source.checkpoint, {source.role: trainer})
         generator = make_engine(engine, trainer, source, tokenizer)
         try:

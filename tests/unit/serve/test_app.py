@@ -87,6 +87,13 @@ def test_errors_are_in_the_words_of_the_api() -> None:
         ("GET", "/v1/nothing", b"", 404, "Not Found"),
         ("GET", "/v1/models/other", b"", 404, "model 'other' is not served here, only 'm'"),
         ("POST", "/v1/completions", ASK.replace(b'"m"', b'"other"'), 404, "model 'other' is not served here"),
+        (
+            "POST",
+            "/v1/completions",
+            ASK.replace(b"[1]", str([[1]] * 513).encode() + b', "n": 128'),
+            400,
+            "n=128 are more",
+        ),
         ("POST", "/v1/completions", ASK.replace(b"[1]", b"[1, 10]"), 400, "knows 10 tokens"),
         ("POST", "/v1/completions", ASK.replace(b"[1]", b"[[1], []]"), 400, "prompt has no token"),
         ("POST", "/v1/completions", ASK.replace(b"[1]", str([1] * 20).encode()), 400, "may have 20 together"),
