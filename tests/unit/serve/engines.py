@@ -21,6 +21,8 @@ class ScriptedEngine:
         self.may_step = threading.Event()
         """A step waits for it."""
         self.may_step.set()
+        self.in_step = threading.Event()
+        """A step has begun."""
         self.before_step: Callable[[], None] = lambda: None
         """Called in each step; may raise."""
         self.num_steps = 0
@@ -42,6 +44,7 @@ class ScriptedEngine:
         return self._number
 
     def step(self) -> list[Delta]:
+        self.in_step.set()
         assert self.may_step.wait(10)
         self.before_step()
         self.num_steps += 1

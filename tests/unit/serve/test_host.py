@@ -91,9 +91,11 @@ def test_an_engine_that_fails_ends_the_host_and_leaves_nobody_waiting() -> None:
     engine.before_step = fail
 
     async def test(host: EngineHost) -> None:
-        tickets = [host.ask([Request([1], [0])], params()) for _ in range(2)]
+        during = host.ask([Request([1], [0])], params())
+        assert await asyncio.to_thread(engine.in_step.wait, 10)
+        behind = host.ask([Request([1], [0])], params())
         engine.may_step.set()
-        for ticket in tickets:
+        for ticket in (during, behind):
             with pytest.raises(ApiError, match="the device is gone"):
                 await all_of(ticket)
         with pytest.raises(ApiError, match="the server is stopping"):
