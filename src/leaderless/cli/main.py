@@ -17,6 +17,7 @@ from leaderless.cli.export import export
 from leaderless.cli.plan import plan
 from leaderless.cli.report import report
 from leaderless.cli.schema import schema
+from leaderless.cli.serve import serve
 from leaderless.cli.simulate import simulate
 from leaderless.cli.train import train
 from leaderless.worker.failure import FOLDER_VARIABLE, Failure, WorkersFailed
@@ -37,6 +38,7 @@ app.command()(plan)
 app.command()(simulate)
 app.command("eval")(evaluate)
 app.command()(export)
+app.command()(serve)
 app.command()(report)
 app.command()(schema)
 

@@ -1,0 +1,98 @@
+"""`leaderless serve`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import FrameType
+from typing import Annotated, Literal
+
+import typer
+
+from leaderless.cli.common import print_line
+from leaderless.config import RecipeError
+from leaderless.worker.place import Place
+from leaderless.worker.stop import Interrupted
+
+TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
+
+
+def serve(  # noqa: PLR0913 - what a user may say of a server
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL|CHECKPOINT|RUN", help="A folder, or the name of a model on the hub.")
+    ],
+    *,
+    host: Annotated[str, typer.Option(help="Interface to listen on; any but this machine's own needs a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")] = 8000,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar=TOKEN_VARIABLE, show_envvar=False, help=f"What clients send as API key; ${TOKEN_VARIABLE}."
+        ),
+    ] = None,
+    engine: Annotated[
+        Literal["auto", "native"], typer.Option(help="What generates; auto takes the native engine.")
+    ] = "auto",
+    name: Annotated[str | None, typer.Option(help="What clients call the model; that of the folder or run.")] = None,
+    role: Annotated[str, typer.Option(help="Whose weights, of a checkpoint or run.")] = "policy",
+    max_sequences: Annotated[
+        int | None, typer.Option(min=1, help="Responses sampled at the same time; as in the run, or 256.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of prompt and response; what the model can take.")
+    ] = None,
+    compute_dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="Type of activations; as in the run, or float32.")
+    ] = None,
+) -> None:
+    """Answer requests of OpenAI's API, completions and chats, until Ctrl-C."""
+    _check(token)
+    import asyncio
+
+    from leaderless.serve.load import find_model, open_model
+    from leaderless.serve.server import ModelServer, take_port
+
+    with _ended_by_signals(), take_port(host, port, token) as listener:
+        address, number_of_port = listener.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        source = find_model(target, role, print_line).changed(name, compute_dtype, max_sequences)
+        print_line(f"loading {source.checkpoint or source.config.path}")
+        with open_model(source, engine, max_context) as served:
+            text = f"{served.name} answers at http://{shown}:{number_of_port}/v1; Ctrl-C ends it"
+            asyncio.run(ModelServer(served, token).answer(listener, lambda: print_line(text)))
+
+
+def _check(token: str | None) -> None:
+    """What can be seen to be wrong before anything is loaded."""
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise RecipeError.at("", "`leaderless serve` needs more packages: pip install 'leaderless[serve]'")
+    if Place.is_given() and Place.from_environment().world_size > 1:
+        raise RecipeError.at("", "`leaderless serve` is one process: start it without torchrun")
+    if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):
+        raise RecipeError.at("--token", "must be of printable ASCII characters, without blanks")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end what runs inside in an orderly way.
+
+    Raises:
+        Interrupted: One of them has come.
+    """
+    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except Interrupted:
+        print_line("stopped")
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise Interrupted(number)

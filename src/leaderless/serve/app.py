@@ -1,0 +1,304 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hmac
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from jinja2 import TemplateError
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from leaderless.config import Json
+from leaderless.config.batch import MAX_RESPONSES
+from leaderless.rollout.engine import Request, SamplingParams
+from leaderless.serve.errors import ApiError
+from leaderless.serve.host import EngineHost, Ticket
+from leaderless.serve.load import Served
+from leaderless.serve.questions import ChatQuestion, CompletionQuestion, read_question
+from leaderless.serve.replies import AnyQuestion, ChatComposer, CompletionComposer, Piece
+
+MAX_BODY_BYTES = 1 << 26
+"""Of a request; no prompt that a model can take is as long."""
+LOCAL_NAMES = {"localhost", "127.0.0.1", "[::1]"}
+"""How a browser or a client of this machine names a server without a token."""
+
+AnyComposer = CompletionComposer | ChatComposer
+
+
+def make_app(served: Served, host: EngineHost, token: str | None) -> Starlette:
+    """The web application.
+
+    Args:
+        served: The model.
+        host: Has its engine.
+        token: That clients have to send; without one, only programs of this machine are answered.
+    """
+    api = Api(served, host)
+    routes = [
+        Route("/health", api.health),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, token=token)],
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail},
+    )
+
+
+class Guard:
+    """Lets in who has the token; without a token, who means this machine.
+
+    A page in a browser may send requests to a server of the same machine. What it can send without asking first is no
+    JSON, and where it has a name of its own point to this machine, the name stands in the request.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        """Stand before an application.
+
+        Args:
+            app: That answers.
+            token: See `make_app`.
+        """
+        self._app, self._token = app, None if token is None else token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        error = self._objection(scope) if scope["type"] == "http" else None
+        app = self._app if error is None else _to_response(error)
+        await app(scope, receive, send)
+
+    def _objection(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if self._token is None:
+            name = headers.get("host", "")
+            if name.rpartition(":")[0] not in LOCAL_NAMES and name not in LOCAL_NAMES:
+                return ApiError(403, f"host '{name}' is not this machine, and the server was started without a token")
+        elif scope["path"] != "/health":
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode("latin-1"), self._token):
+                return ApiError(401, "the token is missing or wrong: send it as the API key", code="invalid_api_key")
+        kind = headers.get("content-type", "").partition(";")[0].strip()
+        if scope["method"] == "POST" and kind != "application/json":
+            return ApiError(415, f"content-type='{kind}' must be application/json")
+        return None
+
+
+class Api:
+    """Answers requests; all methods run in one event loop."""
+
+    def __init__(self, served: Served, host: EngineHost) -> None:
+        """Answer with a model.
+
+        Args:
+            served: The model.
+            host: Has its engine.
+        """
+        self._served, self._host, self._created = served, host, int(time.time())
+        # A tokenizer may not be used by two threads at once. The engine's thread uses the model's own; a long prompt is
+        # read in another thread, so that others' responses go on.
+        self._tokenizer, self._encoder = copy.deepcopy(served.tokenizer), copy.deepcopy(served.tokenizer)
+        self._encoding = asyncio.Lock()
+
+    async def health(self, request: HttpRequest) -> Response:  # noqa: ARG002
+        """Whether requests are answered."""
+        if self._host.is_ending:
+            raise ApiError(503, "the engine has ended")
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, request: HttpRequest) -> Response:  # noqa: ARG002
+        """The only model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        """The model of a name."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def completions(self, request: HttpRequest) -> Response:
+        """Go on from prompts."""
+        question = read_question(await _body(request), CompletionQuestion)
+        prompts = await self._in_thread(self._encode, question)
+        params = self._check(question, prompts, "prompt")
+        return await self._answer(request, CompletionComposer(question, prompts, self._tokenizer), params)
+
+    async def chat(self, request: HttpRequest) -> Response:
+        """Go on in a chat."""
+        question = read_question(await _body(request), ChatQuestion)
+        prompts = await self._in_thread(self._encode_chat, question)
+        params = self._check(question, prompts, "messages")
+        return await self._answer(request, ChatComposer(question, prompts, self._tokenizer), params)
+
+    def _model(self) -> Json:
+        name, longest = self._served.name, self._served.max_context
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "leaderless",
+            "max_model_len": longest,
+        }
+
+    def _check_model(self, name: str) -> None:
+        if name != self._served.name:
+            message = f"model '{name}' is not served here, only '{self._served.name}'"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    async def _in_thread(
+        self, encode: Callable[[AnyQuestion], list[list[int]]], question: AnyQuestion
+    ) -> list[list[int]]:
+        self._check_model(question.model)
+        async with self._encoding:
+            return await asyncio.to_thread(encode, question)
+
+    def _encode(self, question: CompletionQuestion) -> list[list[int]]:
+        return [self._encoder.encode(prompt) if isinstance(prompt, str) else prompt for prompt in question.prompts]
+
+    def _encode_chat(self, question: ChatQuestion) -> list[list[int]]:
+        if self._encoder.chat_template is None:
+            message = "the model's tokenizer has no chat template: use /v1/completions"
+            raise ApiError(400, message, "messages")
+        messages = [message.to_json() for message in question.messages]
+        try:
+            text = self._encoder.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            message = f"the model's chat template does not take these messages: {error}"
+            raise ApiError(400, message, "messages") from error
+        return [self._encoder.encode(text, add_special_tokens=False)]
+
+    def _check(
+        self, question: CompletionQuestion | ChatQuestion, prompts: Sequence[list[int]], field: str
+    ) -> SamplingParams:
+        """What the engine is to do, if the model can do it."""
+        if len(prompts) * question.n > MAX_RESPONSES:
+            message = (
+                f"{len(prompts)} prompts with n={question.n} are more than {MAX_RESPONSES} responses: ask for fewer"
+            )
+            raise ApiError(400, message, "n")
+        longest, room = max(map(len, prompts)), self._served.max_context
+        for prompt in prompts:
+            if not prompt:
+                raise ApiError(400, f"{field} has no token: write something", field)
+            if max(prompt) >= self._served.vocabulary:
+                message = f"{field} has token {max(prompt)}, but the model knows {self._served.vocabulary} tokens"
+                raise ApiError(400, message, field)
+        if longest >= room:
+            message = f"{field} has {longest} tokens, but prompt and response may have {room} together: shorten it"
+            raise ApiError(400, message, field, "context_length_exceeded")
+        max_tokens = room - longest if question.longest is None else question.longest
+        if longest + max_tokens > room:
+            name = "max_tokens" if question.max_tokens else "max_completion_tokens"
+            message = (
+                f"{name}={max_tokens} after a prompt of {longest} tokens is more than the {room} that prompt and "
+                f"response may have together: ask for at most {room - longest}"
+            )
+            raise ApiError(400, message, name, "context_length_exceeded")
+        seed = secrets.randbits(63) if question.seed is None else question.seed
+        return SamplingParams(question.distribution, max_tokens, question.stop_texts, seed)
+
+    async def _answer(self, request: HttpRequest, composer: AnyComposer, params: SamplingParams) -> Response:
+        n = composer.question.n
+        requests = [Request(prompt, range(place * n, (place + 1) * n)) for place, prompt in enumerate(composer.prompts)]
+        ticket = self._host.ask(requests, params)
+        if composer.question.stream:
+            return _EventStream(self._host, ticket, composer)
+        return await self._whole(request, composer, ticket)
+
+    async def _whole(self, request: HttpRequest, composer: AnyComposer, ticket: Ticket) -> Response:
+        """All responses at once; given up when the client leaves."""
+
+        async def collect() -> list[Piece]:
+            return [composer.take(delta) async for delta in ticket.deltas()]
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        collecting, watching = asyncio.create_task(collect()), asyncio.create_task(watch())
+        try:
+            await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                return Response(status_code=499)  # nobody reads it
+            return Response(composer.whole(collecting.result()).to_json(), media_type="application/json")
+        finally:
+            collecting.cancel()
+            watching.cancel()
+            self._host.drop(ticket)
+
+
+class _EventStream(StreamingResponse):
+    """Responses as server-sent events; given up when the client leaves."""
+
+    def __init__(self, host: EngineHost, ticket: Ticket, composer: AnyComposer) -> None:
+        super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._host, self._ticket, self._composer = host, ticket, composer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._host.drop(self._ticket)
+
+    async def _events(self) -> AsyncIterator[str]:
+        composer = self._composer
+        for reply in composer.first_chunks():
+            yield _event(reply.to_json())
+        try:
+            async for delta in self._ticket.deltas():
+                piece = composer.take(delta)
+                if composer.says_something(piece):
+                    yield _event(composer.chunk(piece).to_json())
+        except ApiError as error:
+            yield _event(json.dumps(error.to_json()))
+            return
+        for reply in composer.last_chunks():
+            yield _event(reply.to_json())
+        yield _event("[DONE]")
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+async def _body(request: HttpRequest) -> bytes:
+    """All of a request, if it is not too long."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the request has more than {MAX_BODY_BYTES:,} bytes: send less at once")
+    return bytes(body)
+
+
+def _to_response(error: ApiError) -> Response:
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+    return JSONResponse(error.to_json(), error.status, headers)
+
+
+async def _refuse(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001
+    assert isinstance(error, ApiError)
+    return _to_response(error)
+
+
+async def _refuse_http(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _to_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+
+async def _fail(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001
+    return _to_response(ApiError(500, f"{type(error).__name__} in the server; its log says where"))

@@ -1,0 +1,210 @@
+"""What is served: a model's folder, its name on the hub, a checkpoint, or the newest checkpoint of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol, Self, cast
+
+import torch
+import torch.distributed as dist
+
+from leaderless.config import RecipeError, load_recipe, nearest
+from leaderless.config.models import ModelConfig
+from leaderless.config.rollout import RolloutConfig
+from leaderless.data.encode import Tokenizer
+from leaderless.data.transport import Group
+from leaderless.device import setup_device
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.decoder import Decoder
+from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.observability.run_directory import list_checkpoints
+from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.native import NativeEngine
+from leaderless.training.engine import TrainEngine
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.worker.checkpoint import STATE_FILE, find_damage, load_checkpoint, read_role_state
+from leaderless.worker.roles import check_vocabulary
+
+EngineName = Literal["auto", "native"]
+ComputeType = Literal["float32", "bfloat16"]
+ALONE = Group((0,), 0)
+"""The ranks of a server."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        name: What clients call it.
+        role: That it plays in its run; `policy` where there is none.
+        config: Of the model.
+        rollout: How it was sampled in its run; the defaults where there is none.
+        checkpoint: Whose weights it has; those of `config` when None.
+    """
+
+    name: str
+    role: str
+    config: ModelConfig
+    rollout: RolloutConfig
+    checkpoint: Path | None = None
+
+    def changed(self, name: str | None, compute_dtype: ComputeType | None, max_sequences: int | None) -> Self:
+        """The same with what a user has said about it.
+
+        Args:
+            name: See above.
+            compute_dtype: See `ModelConfig`.
+            max_sequences: See `RolloutConfig`.
+        """
+        config = (
+            self.config if compute_dtype is None else self.config.model_copy(update={"compute_dtype": compute_dtype})
+        )
+        sequences = {} if max_sequences is None else {"max_sequences": max_sequences}
+        return replace(self, name=name or self.name, config=config, rollout=self.rollout.model_copy(update=sequences))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that answers.
+
+    Attributes:
+        name: What clients call it.
+        tokenizer: Of the model.
+        vocabulary: Tokens that it has embeddings for.
+        max_context: Most tokens of prompt and response together.
+        engine: That answers.
+        trainer: Whose weights the engine has.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: int
+    max_context: int
+    engine: RolloutEngine
+    trainer: TrainEngine
+
+
+class _TextConfig(Protocol):
+    max_position_embeddings: int
+    sliding_window: int | None
+
+
+def find_model(target: str, role: str, say: Callable[[str], None]) -> Source:
+    """What a user means.
+
+    Args:
+        target: A folder, or a model on the hub.
+        role: Whose weights, of a checkpoint or run.
+        say: Told of damaged checkpoints that are passed over.
+
+    Raises:
+        RecipeError: There is no such thing, or it is damaged.
+    """
+    path = Path(target)
+    if (path / STATE_FILE).exists():
+        damage = find_damage(path, ALONE)
+        if damage:
+            raise RecipeError.at("", f"checkpoint {path} is damaged: {damage}; take another one")
+        return _of_checkpoint(path, role)
+    if (path / "config.json").exists():
+        return Source(path.resolve().name, "policy", ModelConfig(path=target), RolloutConfig())
+    if (path / "checkpoints").is_dir():
+        return _of_checkpoint(_newest_good(path, say), role)
+    if path.exists():
+        raise RecipeError.at("", f"{path} is neither a model, nor a checkpoint, nor the folder of a run that has one")
+    if path.is_absolute() or target.startswith(".") or len(path.parts) > 2:
+        raise RecipeError.at("", f"folder {path} does not exist (looked for from {Path.cwd()})")
+    return Source(target, "policy", ModelConfig(path=target), RolloutConfig())
+
+
+def _of_checkpoint(path: Path, role: str) -> Source:
+    recipe = load_recipe(path / "recipe.yaml").recipe
+    state, config = read_role_state(path, role), recipe.model_of(role)
+    if state is None or config is None:
+        roles = [folder.name for folder in path.iterdir() if folder.is_dir()]
+        raise RecipeError.at("--role", f"checkpoint {path} has no role '{role}'{nearest(role, roles)}")
+    if state.is_value_model:
+        raise RecipeError.at("--role", f"'{role}' is a value model, which writes no text")
+    return Source(recipe.name, role, config, recipe.rollout, path)
+
+
+def _newest_good(run: Path, say: Callable[[str], None]) -> Path:
+    """The newest checkpoint of a run that is what was written. The run may be under way, so nothing is changed."""
+    for path in reversed(list_checkpoints(run / "checkpoints")):
+        damage = find_damage(path, ALONE)
+        if not damage:
+            return path
+        say(f"checkpoint {path} is damaged and passed over: {damage}")
+    raise RecipeError.at("", f"{run} has no checkpoint that is what was written")
+
+
+@contextmanager
+def open_model(source: Source, engine: EngineName, max_context: int | None) -> Iterator[Served]:
+    """Load a model on this machine's first device.
+
+    Args:
+        source: Where it comes from.
+        engine: What generates.
+        max_context: Most tokens of prompt and response together; as many as the model can take when None.
+
+    Yields:
+        The model, ready to be served.
+
+    Raises:
+        RecipeError: It cannot be loaded, or takes fewer tokens.
+    """
+    with _alone() as device:
+        tokenizer = load_tokenizer(source.config, source.role)
+        model = load_causal_lm(source.config, source.role)
+        check_vocabulary(model, tokenizer, source.role)
+        longest = _longest(model, max_context)
+        # Nothing is scored or trained here, so that the bound of a pass plays no part.
+        trainer = FsdpEngine(model, source.config, ALONE, device, micro_batch_tokens=longest)
+        if source.checkpoint is not None:
+            load_checkpoint(source.checkpoint, {source.role: trainer})
+        generator = make_engine(engine, trainer, source, tokenizer)
+        try:
+            vocabulary = model.model.get_input_embeddings().weight.shape[0]
+            yield Served(source.name, tokenizer, vocabulary, longest, generator, trainer)
+        finally:
+            generator.close()
+
+
+def make_engine(name: EngineName, trainer: FsdpEngine, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
+    """What generates. There is the native engine only, so that `auto` means it too.
+
+    Args:
+        name: Of the engine.
+        trainer: Whose weights it gets.
+        source: Says how it samples.
+        tokenizer: Of the model.
+    """
+    assert name in {"auto", "native"}, name
+    ends = end_tokens(source.config, tokenizer)
+    return NativeEngine(trainer.model, tokenizer, ends, source.rollout.max_sequences, trainer.device)
+
+
+def _longest(model: Decoder, wanted: int | None) -> int:
+    """Tokens that the model takes, if they are not fewer than wanted."""
+    config = cast("_TextConfig", model.model.config.get_text_config())
+    limits = [config.max_position_embeddings, getattr(config, "sliding_window", None)]
+    longest = min(limit for limit in limits if limit is not None)
+    if wanted is not None and wanted > longest:
+        raise RecipeError.at("--max-context", f"is {wanted}, but the model takes at most {longest} tokens: lower it")
+    return wanted or longest
+
+
+@contextmanager
+def _alone() -> Iterator[torch.device]:
+    """Be the only rank; gives the device. Sharding, which mixed precision goes through, asks for a process group."""
+    setup = setup_device(0, 1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(setup.backend, store=store, rank=0, world_size=1)
+    try:
+        yield setup.device
+    finally:
+        dist.destroy_process_group()

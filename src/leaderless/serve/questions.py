@@ -1,0 +1,266 @@
+"""What clients ask, in the words of OpenAI's API. What cannot be done is refused, and never passed over in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import ErrorDetails, from_json
+
+from leaderless.config import Json, nearest
+from leaderless.config.base import Section
+from leaderless.config.rollout import SamplingConfig
+from leaderless.serve.errors import ApiError
+
+MAX_CHOICES = 128
+"""Of one prompt, as in OpenAI's API."""
+COMPLETION_TOKENS = 16
+"""Of a completion whose request says nothing, as in OpenAI's API."""
+SHOWN_CHARACTERS = 80
+"""Longer values are not repeated in errors."""
+
+AnyQuestion = TypeVar("AnyQuestion", bound="Question")
+
+_ONE_LOG_PROB = "the engine knows the log-probability of the sampled token only"
+_UNSUPPORTED: Mapping[str, tuple[tuple[Json, ...], str]] = {
+    "best_of": ((1,), "ask for n responses and choose"),
+    "echo": ((False,), "a prompt has no log-probabilities here; return_token_ids gives its tokens"),
+    "suffix": (("",), "models complete at the end only"),
+    "frequency_penalty": ((0,), "log-probabilities would be those of another distribution"),
+    "presence_penalty": ((0,), "log-probabilities would be those of another distribution"),
+    "logit_bias": (({},), "log-probabilities would be those of another distribution"),
+    "top_logprobs": ((0,), _ONE_LOG_PROB),
+    "response_format": (({"type": "text"},), "responses are free text"),
+    "tools": (([],), "put them into the messages"),
+    "tool_choice": (("none", "auto"), "there are no tools"),
+    "functions": (([],), "put them into the messages"),
+    "parallel_tool_calls": ((True, False), "there are no tools"),
+    "modalities": ((["text"],), "responses are text"),
+    "service_tier": (("auto", "default"), "there is only one"),
+    "store": ((False,), "nothing is kept"),
+}
+"""Fields of OpenAI's API with the values that ask for nothing, and why no other value is taken."""
+
+
+def _in_few_words(rule: str) -> WrapValidator:
+    """Say what a field takes, where pydantic would list how it differs from each alternative."""
+
+    def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(rule) from None
+
+    return WrapValidator(check)
+
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+StopTexts = Annotated[
+    Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]],
+    _in_few_words("must be a text or a list of texts, none of them empty"),
+]
+Prompts = Annotated[
+    str | list[str] | TokenIds | list[TokenIds],
+    _in_few_words("must be a text, a list of texts, token ids, or a list of lists of token ids"),
+]
+
+
+class StreamOptions(Section):
+    """How a response is streamed."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+    """A last piece counts the tokens."""
+
+
+class Question(SamplingConfig):
+    """What requests for completions and for chats have in common."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+    """The name of the model that is served."""
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    """Responses to each prompt."""
+    stop: StopTexts = Field(default_factory=list)
+    """A response ends before the first of these texts."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Of the noise; one at random when not given."""
+    stream: bool = False
+    """Send the response while it is sampled."""
+    stream_options: StreamOptions | None = None
+    """How."""
+    return_token_ids: bool = False
+    """Return the tokens of prompt and response, as vLLM does."""
+    user: str | None = None
+    """Taken because many clients send it; as in OpenAI's API, it says nothing about the response."""
+
+    @property
+    def distribution(self) -> SamplingConfig:
+        """How tokens are drawn."""
+        return SamplingConfig(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end a response."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionQuestion(Question):
+    """A request for `/v1/completions`."""
+
+    prompt: Prompts
+    """What is completed: one prompt or several, as text or as tokens."""
+    max_tokens: int = Field(default=COMPLETION_TOKENS, ge=1)
+    """A response that reaches this length is cut."""
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    """0 returns the log-probability of each sampled token."""
+
+    @property
+    def wants_log_probs(self) -> bool:
+        """Whether log-probabilities are returned."""
+        return self.logprobs is not None
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a response."""
+        return self.max_tokens
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        texts = [part for part in self.prompt if isinstance(part, str)]
+        lists = [part for part in self.prompt if isinstance(part, list)]
+        tokens = [part for part in self.prompt if isinstance(part, int)]
+        return [tokens] if tokens else [*texts, *lists]
+
+
+class TextPart(Section):
+    """A part of a message."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    """Other parts, such as images, are not supported."""
+    text: str
+    """What it says."""
+
+
+class Message(Section):
+    """One message of a chat."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: str
+    """Who speaks, as the model's chat template knows it."""
+    content: Annotated[str | list[TextPart], _in_few_words("must be a text, or a list of parts of type text")]
+    """What is said; parts are joined by line breaks."""
+    name: str | None = None
+    """Of who speaks, for templates that use it."""
+
+    def to_json(self) -> dict[str, Json]:
+        """The message as chat templates take it."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        named: dict[str, Json] = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **named}
+
+
+class ChatQuestion(Question):
+    """A request for `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    """The chat so far."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """A response that reaches this length is cut; as long as the model can take when not given."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """The older name of `max_completion_tokens`."""
+    logprobs: bool = False
+    """Return the log-probability of each sampled token."""
+
+    @property
+    def wants_log_probs(self) -> bool:
+        """Whether log-probabilities are returned."""
+        return self.logprobs
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a response; None for as many as the model can take."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def read_question(body: bytes, kind: type[AnyQuestion]) -> AnyQuestion:
+    """Read and check a request.
+
+    Args:
+        body: JSON.
+        kind: What is asked for.
+
+    Raises:
+        ApiError: It is no JSON, or a field is unknown, wrong, or asks for what is not supported.
+    """
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body of the request is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body of the request must be a JSON object")
+    fields = _without_null(fields)
+    assert isinstance(fields, dict)
+    for name in [name for name in fields if name in _UNSUPPORTED]:
+        neutral, reason = _UNSUPPORTED[name]
+        value = fields.pop(name)
+        if value not in neutral:
+            raise ApiError(400, f"{_shown(name, value)} is not supported: {reason}; leave it out", name)
+    try:
+        question = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error.errors()[0], kind) from error
+    _check_together(question)
+    return question
+
+
+def _check_together(question: Question) -> None:
+    if question.stream_options is not None and not question.stream:
+        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+    if isinstance(question, CompletionQuestion) and not question.prompts:
+        raise ApiError(400, "prompt is an empty list: give at least one prompt", "prompt")
+    if isinstance(question, ChatQuestion) and None not in {question.max_tokens, question.max_completion_tokens}:
+        raise ApiError(400, "max_tokens is another name of max_completion_tokens: give one of them", "max_tokens")
+
+
+def _without_null(value: Json) -> Json:
+    """Many clients write null for what they leave out."""
+    if isinstance(value, dict):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _refusal(details: ErrorDetails, kind: type[Question]) -> ApiError:
+    """What one pydantic error means to the client."""
+    place = [part for part in details["loc"] if isinstance(part, int) or part.isidentifier()]
+    param, value = ".".join(map(str, place)), details["input"]
+    if details["type"] == "extra_forbidden":
+        known: Sequence[str] = [*kind.model_fields, *_UNSUPPORTED] if len(place) == 1 else []
+        return ApiError(400, f"unknown field {param}{nearest(param, known) if known else ''}", param)
+    if details["type"] == "missing":
+        return ApiError(400, f"{param} must be given", param)
+    rule = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if kind is CompletionQuestion and param == "logprobs":
+        rule = f"must be 0: {_ONE_LOG_PROB}"
+    return ApiError(400, f"{_shown(param, value)}: {rule}", param)
+
+
+def _shown(name: str, value: Json) -> str:
+    """A field with its value, if that is short."""
+    text = json.dumps(value, ensure_ascii=False)
+    return f"{name}={text}" if len(text) <= SHOWN_CHARACTERS else name

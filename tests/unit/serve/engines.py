@@ -1,0 +1,68 @@
+"""An engine that says what a test wants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import Mock
+
+from leaderless.rollout.engine import Delta, Request, SamplingParams
+from leaderless.training.engine import TrainEngine
+
+TRAINER = Mock(spec=TrainEngine)
+
+
+class ScriptedEngine:
+    """Gives each response token 1 in each step, and ends it at its longest length."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[int, tuple[Request, SamplingParams, int]] = {}
+        self.may_step = threading.Event()
+        """A step waits for it."""
+        self.may_step.set()
+        self.in_step = threading.Event()
+        """A step has begun."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called in each step; may raise."""
+        self.num_steps = 0
+        self.aborted: list[int] = []
+        self.threads: set[str] = set()
+        self._deltas: list[Delta] = []
+        self._number = 0
+
+    @contextmanager
+    def serving(self, trainer: TrainEngine) -> Iterator[None]:
+        assert trainer is TRAINER
+        self.threads.add(threading.current_thread().name)
+        yield
+
+    def submit(self, request: Request, params: SamplingParams) -> int:
+        self.threads.add(threading.current_thread().name)
+        self._number += 1
+        self.under_way[self._number] = (request, params, 0)
+        return self._number
+
+    def step(self) -> list[Delta]:
+        self.in_step.set()
+        assert self.may_step.wait(10)
+        self.before_step()
+        self.num_steps += 1
+        for number, (request, params, count) in list(self.under_way.items()):
+            reason = "length" if count + 1 == params.max_tokens else None
+            self._deltas += [Delta(number, i, (1,), (-0.5,), reason) for i in range(len(request.sample_ids))]  # type: ignore[arg-type]
+            self.under_way[number] = (request, params, count + 1)
+            if reason:
+                del self.under_way[number]
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def abort(self, request: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.aborted.append(request)
+        gone = self.under_way.pop(request, None)
+        if gone is not None:
+            self._deltas += [Delta(request, i, (), (), "aborted") for i in range(len(gone[0].sample_ids))]
+
+    def close(self) -> None:
+        self.under_way.clear()
