@@ -1,150 +1,20 @@
-"""vLLM for one rank: in the rank's own process, or behind HTTP in a process of vLLM's own environment.
-
-The interpreter of that environment runs this very file as a program, so it imports nothing but the standard library,
-torch and vLLM.
-"""
+"""vLLM for one rank: weights come from outside, and it sleeps while nothing is generated."""
 
 from __future__ import annotations
 
-import hmac
-import json
 import os
-import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from .messages import Ask, Gain, Piece, Settings, checksum
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 Result = TypeVar("Result")
-CHECKSUM_WORDS = 1 << 22
-"""Words of eight bytes that are added up at a time."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What vLLM is started with.
-
-    Attributes:
-        model: Folder or hub name; only its shapes are read, weights come later.
-        revision: Of a model of the hub.
-        trust_remote_code: Whether code that comes with the model may run.
-        dtype: Of weights and of what is computed.
-        max_tokens: Longest sequence, prompt and response.
-        max_sequences: Decoded at the same time.
-        memory_fraction: Of an accelerator's memory, for weights and KV cache.
-        kv_cache_bytes: Of the KV cache; None takes what the fraction leaves.
-        enable_graphs: Compile the model, and capture its passes.
-        is_one_of_many: It shares its process group with engines of other ranks, which are made at the same time.
-    """
-
-    model: str
-    revision: str | None
-    trust_remote_code: bool
-    dtype: str
-    max_tokens: int
-    max_sequences: int
-    memory_fraction: float
-    kv_cache_bytes: int | None
-    enable_graphs: bool
-    is_one_of_many: bool = False
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One response that is wanted.
-
-    Attributes:
-        id: By which it is known.
-        prompt: Token ids.
-        max_tokens: A response that reaches this length is cut.
-        temperature: Logits are divided by it; 0 takes the likeliest token.
-        top_p: Keep the smallest set of tokens that reaches this probability.
-        top_k: Keep this many tokens; 0 keeps all.
-        min_p: Keep tokens at least this fraction as likely as the likeliest.
-        seed: Of the noise of this response.
-        end_tokens: Each of them ends it.
-    """
-
-    id: int
-    prompt: Sequence[int]
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    end_tokens: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Gain:
-    """What a response has got.
-
-    Attributes:
-        id: Of the response.
-        tokens: New token ids.
-        log_probs: Of each of them, under the distribution that it was drawn from.
-        finish_reason: `stop` or `length`; None where it goes on.
-    """
-
-    id: int
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
-    finish_reason: str | None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A weight in a bucket.
-
-    Attributes:
-        name: In `transformers`.
-        dtype: As torch calls it.
-        shape: Of the whole weight.
-        offset: Of its first byte in the bucket.
-    """
-
-    name: str
-    dtype: str
-    shape: Sequence[int]
-    offset: int
-
-    def view(self, data: Tensor) -> Tensor:
-        """The weight as a view of its bucket.
-
-        Args:
-            data: [bytes] uint8.
-        """
-        dtype = cast("torch.dtype", getattr(torch, self.dtype))
-        count = 1
-        for size in self.shape:
-            count *= size
-        return data[self.offset : self.offset + count * dtype.itemsize].view(dtype).view(*self.shape)
-
-
-def checksum(data: Tensor) -> int:
-    """A number that tells bytes from any others, as good as surely; computed where the bytes are.
-
-    Words of eight bytes are multiplied by consecutive odd numbers and added up modulo 2^64. A single changed word always
-    changes the sum.
-
-    Args:
-        data: [bytes] uint8, a multiple of eight of them.
-    """
-    words = data.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    odd = torch.arange(1, 2 * CHECKSUM_WORDS, 2, device=data.device)[: len(words)]
-    for first in range(0, len(words), CHECKSUM_WORDS):
-        part = words[first : first + CHECKSUM_WORDS]
-        total += (part * (odd[: len(part)] + 2 * first)).sum()
-    return int(total)
 
 
 class VllmWorker:
@@ -186,6 +56,7 @@ class VllmWorker:
         self._open: set[str] = set()
         self._arrived: set[str] | None = None
         self._cache_bytes: list[int] = []
+        self._policy_version = -1
         self.sleep()
 
     def submit(self, asks: Iterable[Ask]) -> None:
@@ -224,7 +95,8 @@ class VllmWorker:
                 log_probs = [
                     scores[token].logprob for token, scores in zip(tokens, part.logprobs or (), strict=True)
                 ]
-                gains.append(Gain(int(output.request_id), tokens, log_probs, part.finish_reason))
+                number = int(output.request_id)
+                gains.append(Gain(number, tokens, log_probs, part.finish_reason, self._policy_version))
                 if output.finished:
                     self._open.discard(output.request_id)
         return gains
@@ -276,18 +148,21 @@ class VllmWorker:
         Raises:
             RuntimeError: What is here is not what was sent.
         """
-        found = checksum(data)
+        # vLLM keeps what it is given until a layer is complete, and the next bucket comes in the same memory.
+        own = data.clone()
+        found = checksum(own)
         if found != expected:
             raise RuntimeError(f"a bucket of {len(data)} bytes arrived damaged: checksum {found}, expected {expected}")
         if self._arrived is None:
             self._on_worker(_begin_loading)
             self._arrived = set()
-        # vLLM keeps what it is given until a layer is complete, and the next bucket comes in the same memory.
-        own = data.clone()
         self._arrived |= self._on_worker(_load, [(piece.name, piece.view(own)) for piece in pieces])
 
-    def finish_load(self) -> None:
+    def finish_load(self, policy_version: int) -> None:
         """Use the weights that have been loaded, and nothing that was computed with those before.
+
+        Args:
+            policy_version: Of the weights.
 
         Raises:
             RuntimeError: Some weights have not come.
@@ -297,6 +172,7 @@ class VllmWorker:
         if lacking:
             raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, as {lacking[0]}")
         self._engine.reset_prefix_cache()
+        self._policy_version = policy_version
 
     def sleep(self) -> None:
         """Give up all responses that are under way, and give memory back."""
@@ -307,6 +183,10 @@ class VllmWorker:
         else:
             self._engine.reset_prefix_cache()
             self._cache_bytes = self._on_worker(_give_memory)
+
+    def close(self) -> None:
+        """End the engine, and give all of its memory back."""
+        self._engine.engine_core.shutdown()
 
     def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function with vLLM's worker, which holds the model."""
