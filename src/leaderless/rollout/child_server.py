@@ -10,8 +10,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from leaderless.config import Json
@@ -24,7 +24,20 @@ END_S = 10.0
 """Time for a server to end before it is killed."""
 
 
-class EngineFailed(RuntimeError):
+LAUNCH_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+)
+"""They say which worker this process is, and would tell an engine that it is one of many."""
+
+
+class EngineError(RuntimeError):
     """An engine in a process of its own has died, hangs, or has answered with an error."""
 
 
@@ -72,7 +85,7 @@ class ChildServer:
             health: Path of a call that succeeds as soon as it is ready.
 
         Raises:
-            EngineFailed: It has ended, or does not answer in time.
+            EngineError: It has ended, or does not answer in time.
         """
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
@@ -82,7 +95,7 @@ class ChildServer:
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
                 )
             except OSError as error:
-                raise EngineFailed(f"{self._name} cannot be started: {command[0]}: {error.strerror}") from error
+                raise EngineError(f"{self._name} cannot be started: {command[0]}: {error.strerror}") from error
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:  # one that has ended already is seen below
             stdin.write(greeting.encode() + b"\n")
@@ -92,21 +105,19 @@ class ChildServer:
                 raise self._failed(f"has ended with code {self._process.returncode} while it started")
             if time.monotonic() > end:
                 self.close()
-                raise self._failed(
-                    f"did not start within rollout.external.start_timeout_s={self._start_timeout_s:g} s"
-                )
+                raise self._failed(f"did not start within rollout.external.start_timeout_s={self._start_timeout_s:g} s")
             self._beat()
             time.sleep(POLL_S)
 
     def _is_ready(self, health: str) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self._answer_timeout_s)
-        try:
-            status, _ = self._exchange(connection, "GET", health, None)
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
-        return status == http.client.OK
+        with closing(self._connect()) as connection:
+            try:
+                connection.request("GET", health, headers=self._headers)
+                response = connection.getresponse()
+                response.read()
+            except (OSError, http.client.HTTPException):
+                return False
+        return response.status == http.client.OK
 
     def call(self, path: str, body: Json) -> Json:
         """Ask for something.
@@ -116,36 +127,71 @@ class ChildServer:
             body: Of the call.
 
         Returns:
-            The answer.
+            The answer; text that is no JSON as it is.
 
         Raises:
-            EngineFailed: The server is not there, does not answer in time, or answers with an error.
+            EngineError: The server is not there, does not answer in time, or answers with an error.
         """
         if self._connection is None:
-            self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self._answer_timeout_s)
+            self._connection = self._connect()
+        with self._failures_explained(path):
+            answer = self._ask(self._connection, path, body).read()
         try:
-            status, answer = self._exchange(self._connection, "POST", path, body)
-        except TimeoutError as error:
-            limit = f"rollout.external.answer_timeout_s={self._answer_timeout_s:g} s"
-            raise self._failed(f"did not answer {path} within {limit}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise self._failed(f"broke off at {path}, {self._state()}") from error
-        if status != http.client.OK:
-            raise self._failed(f"answered {path} with {status}: {answer.decode(errors='replace')[:2000]}")
-        try:
-            content: Json = json.loads(answer) if answer else None
-        except ValueError as error:
-            raise self._failed(f"answered {path} with what is no JSON: {answer[:200]!r}") from error
+            content: Json = json.loads(answer)
+        except ValueError:
+            return answer.decode(errors="replace")
         return content
 
-    def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Json
-    ) -> tuple[int, bytes]:
-        content = None if method == "GET" else json.dumps(body)
-        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
-        connection.request(method, path, content, headers)
+    def stream(self, path: str, body: Json) -> Iterator[bytes]:
+        """Ask for something that is answered line by line; may be done beside other calls, in a thread.
+
+        Args:
+            path: Of the call.
+            body: Of the call.
+
+        Yields:
+            The lines that are not empty, without their ends.
+
+        Raises:
+            EngineError: As in `call`.
+        """
+        with closing(self._connect()) as connection, self._failures_explained(path):
+            for line in self._ask(connection, path, body):
+                if line.strip():
+                    yield line.strip()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=self._answer_timeout_s)
+
+    def _ask(self, connection: http.client.HTTPConnection, path: str, body: Json) -> http.client.HTTPResponse:
+        connection.request("POST", path, json.dumps(body), self._headers | {"Content-Type": "application/json"})
         response = connection.getresponse()
-        return response.status, response.read()
+        if response.status != http.client.OK:
+            text = response.read().decode(errors="replace")[:2000]
+            raise self._failed(f"answered {path} with {response.status}: {text}")
+        return response
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+    @contextmanager
+    def _failures_explained(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise self.failed_to_answer(path) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise self._failed(f"broke off at {path}, {self._state()}") from error
+
+    def failed_to_answer(self, path: str) -> EngineError:
+        """The error for a server that has taken too long.
+
+        Args:
+            path: Of the call.
+        """
+        limit = f"rollout.external.answer_timeout_s={self._answer_timeout_s:g} s"
+        return self._failed(f"did not answer {path} within {limit}")
 
     def _state(self) -> str:
         """Whether the process is there; a moment later, as its end is seen after that of its connections."""
@@ -155,8 +201,8 @@ class ChildServer:
             return f"as it has ended with code {self._process.wait(POLL_S)}"
         return "though it is running"
 
-    def _failed(self, what: str) -> EngineFailed:
-        return EngineFailed(f"{self._name} {what}; the end of {self._log}:\n{self._end_of_log()}")
+    def _failed(self, what: str) -> EngineError:
+        return EngineError(f"{self._name} {what}; the end of {self._log}:\n{self._end_of_log()}")
 
     def _end_of_log(self) -> str:
         try:
@@ -174,12 +220,15 @@ class ChildServer:
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            pass
         # Its leader may have ended and left others of its group behind.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+
+def worker_free_environment() -> dict[str, str]:
+    """This process's environment, without what says which worker it is."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCH_VARIABLES)}

@@ -11,12 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from leaderless.config.models import ModelConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
 from leaderless.device import release_memory
 from leaderless.rollout.apart.messages import Ask, Gain
-from leaderless.rollout.child_server import EngineFailed
+from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams
 from leaderless.training.engine import TrainEngine
 
@@ -24,11 +23,10 @@ PROBE_TOKENS = 32
 """Length of the text whose log-probabilities show that an engine has the trainer's weights."""
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest difference of a log-probability that rounding may make, by the type that the engine computes in."""
-SEED_BYTES = 4
 
 
 class Driver(Protocol):
-    """One engine that serves this rank alone. After `EngineFailed` it is closed and started again."""
+    """One engine that serves this rank alone. After `EngineError` it is closed and started again."""
 
     def start(self) -> None:
         """Start the engine, asleep, with weights that mean nothing."""
@@ -99,8 +97,8 @@ class _Response:
 class ExternalEngine:
     """See `RolloutEngine`.
 
-    When an engine dies, hangs or answers with an error, it is started again, once in each `serving`: all ranks bring the
-    weights to it, and the responses that were under way go on from the tokens that they had.
+    When an engine dies, hangs or answers with an error, it is started again, once in each `serving`: all ranks bring
+    the weights to it, and the responses that were under way go on from the tokens that they had.
     """
 
     def __init__(
@@ -109,8 +107,8 @@ class ExternalEngine:
         driver: Driver,
         tokenizer: Tokenizer,
         end_tokens: frozenset[int],
-        config: ModelConfig,
-        max_tokens: int,
+        probe: Sequence[int],
+        tolerance: float,
         device: torch.device,
         tell: Callable[[str], None],
     ) -> None:
@@ -121,15 +119,14 @@ class ExternalEngine:
             driver: Of the engine.
             tokenizer: For stop texts.
             end_tokens: Tokens that end a response.
-            config: Of the model.
-            max_tokens: Longest sequence.
+            probe: A text of at least two tokens; see `make_probe`.
+            tolerance: Largest difference between its log-probabilities and the trainer's.
             device: Of this rank.
             tell: Told when the engine has to be started again.
         """
         self._name, self._driver, self._device, self._tell = name, driver, device, tell
         self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
-        self._tolerance = PROBE_TOLERANCE[config.compute_dtype]
-        self._probe = make_probe(len(tokenizer), max_tokens)
+        self._probe, self._tolerance = probe, tolerance
         self._is_started = False
         self._version: int | None = None
         self._may_restart = False
@@ -148,7 +145,7 @@ class ExternalEngine:
             yield
         except BaseException:
             self._forget()
-            with suppress(EngineFailed):  # the error that is on its way says more
+            with suppress(EngineError):  # the error that is on its way says more
                 self._driver.sleep()
             raise
         # Another rank's engine may have to be given its weights again: nobody leaves before all have what they want.
@@ -156,7 +153,7 @@ class ExternalEngine:
         self._forget()
         try:
             self._driver.sleep()
-        except EngineFailed as error:
+        except EngineError as error:
             self._restart(error)
 
     def _wake(self) -> None:
@@ -166,11 +163,11 @@ class ExternalEngine:
             self._is_started = True
         try:
             self._driver.wake()
-        except EngineFailed as error:
+        except EngineError as error:
             self._restart(error)
             self._driver.wake()
 
-    def _restart(self, error: EngineFailed) -> None:
+    def _restart(self, error: EngineError) -> None:
         """Start the engine again, asleep and without weights; the second time the error is raised."""
         self._driver.close()
         self._version, self._is_started = None, False
@@ -197,13 +194,13 @@ class ExternalEngine:
         assert trainer is not None
         expected = trainer.log_probs(_scored(self._probe), 1.0).values
         weights = trainer.full_weights()
-        failure: EngineFailed | None = None
+        failure: EngineError | None = None
         found: list[float] = []
         if is_mine:
             try:
                 self._driver.load(weights, trainer.policy_version)
                 found = self._driver.prompt_log_probs(self._probe)
-            except EngineFailed as error:
+            except EngineError as error:
                 failure = error
         for _ in weights:
             trainer.group.activity.beat()  # each weight is gathered by all ranks, wherever it goes
@@ -246,7 +243,7 @@ class ExternalEngine:
     def _ask(self, ids: Sequence[int]) -> None:
         try:
             self._driver.submit([self._make_ask(number) for number in ids])
-        except EngineFailed as error:
+        except EngineError as error:
             self._recover(error)
 
     def _make_ask(self, number: int) -> Ask:
@@ -269,16 +266,14 @@ class ExternalEngine:
         """See `RolloutEngine`."""
         while self._responses and not self._deltas:
             try:
-                gains = self._driver.step()
-            except EngineFailed as error:
+                for gain in self._driver.step():
+                    self._take(gain)
+            except EngineError as error:
                 self._recover(error)
-                continue
-            for gain in gains:
-                self._take(gain)
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _recover(self, error: EngineFailed) -> None:
+    def _recover(self, error: EngineError) -> None:
         """Start the engine again with the same weights, and ask for all that is under way."""
         self._restart(error)
         self._driver.wake()
@@ -333,7 +328,7 @@ class ExternalEngine:
 
     def _abort(self, ids: Sequence[int]) -> None:
         if ids:
-            with suppress(EngineFailed):  # the next step meets it too, and these responses are not asked for again
+            with suppress(EngineError):  # the next step meets it too, and these responses are not asked for again
                 self._driver.abort(ids)
 
     def _forget(self) -> None:
@@ -358,7 +353,7 @@ def derive_seed(seed: int, sample_id: int, position: int) -> int:
     Returns:
         31 bits, which every engine takes.
     """
-    digest = hashlib.blake2b(f"{seed}/{sample_id}/{position}".encode(), digest_size=SEED_BYTES).digest()
+    digest = hashlib.blake2b(f"{seed}/{sample_id}/{position}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -366,10 +361,12 @@ def _reason(gain: Gain) -> FinishReason | None:
     match gain.finish_reason:
         case None:
             return None
+        case "stop":
+            return "stop"
         case "length":
             return "length"
         case _:
-            return "stop"
+            raise EngineError(f"the engine has given up a response by itself: finish reason '{gain.finish_reason}'")
 
 
 def make_probe(num_tokens: int, max_tokens: int) -> list[int]:

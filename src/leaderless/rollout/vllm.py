@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -16,7 +16,7 @@ from leaderless.config import Json
 from leaderless.rollout import apart
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.apart.vllm_worker import VllmWorker
-from leaderless.rollout.child_server import ChildServer
+from leaderless.rollout.child_server import ChildServer, worker_free_environment
 from leaderless.rollout.weights import CudaStaging, FileStaging, LocalStaging, SharedStaging, make_buckets
 
 FOLDER = Path(apart.__file__).parent
@@ -28,8 +28,6 @@ START = (
 )
 """What the engine's interpreter runs. It gets one folder of this package, under a name of its own, and not the folder
 around it: that has all of this process's packages, other versions of the engine's own among them."""
-LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""They say which worker this process is, and would tell an engine that it is one of many."""
 
 
 class InProcessVllm:
@@ -112,7 +110,7 @@ class VllmServer:
         greeting = {"port": self._server.port, "token": self._server.token, "settings": asdict(self._settings)}
         # Isolated (-I): neither this process's path nor a user's own packages are those of the engine's environment.
         command = [self._python, "-I", "-c", START, str(FOLDER)]
-        self._server.start(command, engine_environment(self._device), json.dumps(greeting), "/health")
+        self._server.start(command, _environment(self._device), json.dumps(greeting), "/health")
 
     def wake(self) -> None:
         """See `Driver`."""
@@ -158,16 +156,10 @@ class VllmServer:
         self._server.close()
 
 
-def engine_environment(device: torch.device) -> dict[str, str]:
-    """The environment of an engine's process: this one's, without its place among workers, and with its device alone.
-
-    Args:
-        device: Of this rank.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCH_VARIABLES)}
+def _environment(device: torch.device) -> dict[str, str]:
+    """This process's environment, without its place among workers, and with its device alone."""
+    environment = worker_free_environment()
     if device.type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = (
-            visible.split(",")[device.index] if visible else str(device.index)
-        )
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device.index] if visible else str(device.index)
     return environment

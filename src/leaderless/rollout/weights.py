@@ -135,7 +135,7 @@ class CudaStaging(LocalStaging):
         before, data = self._data, super().room(num_bytes)
         if data is not before:
             # Each handle counts as a use until it is opened, so there is one for all buckets.
-            _, handle, size, offset, counter, place, event, has_event = data.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]  # noqa: SLF001
+            _, handle, size, offset, counter, place, event, has_event = data.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
             self._place = {
                 "handle": handle.hex(),
                 "bytes": size,

@@ -133,8 +133,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def checksum(data: Tensor) -> int:
     """A number that tells bytes from any others, as good as surely; computed where the bytes are.
 
-    Words of eight bytes are multiplied by consecutive odd numbers and added up modulo 2^64. A single changed word always
-    changes the sum.
+    Words of eight bytes are multiplied by consecutive odd numbers and added up modulo 2^64. A single changed word
+    always changes the sum.
 
     Args:
         data: [bytes] uint8, a multiple of eight of them.

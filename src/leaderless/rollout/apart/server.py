@@ -13,67 +13,20 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from .messages import Ask, Piece, Settings
+from .shared_memory import SharedMemory
 from .vllm_worker import VllmWorker
 
 _PR_SET_PDEATHSIG = 1
 
 
-class SharedMemory:
-    """Memory of another process of this machine, in which buckets of weights arrive."""
-
-    def __init__(self) -> None:
-        self._place: Mapping[str, object] = {}
-        self._data = torch.empty(0, dtype=torch.uint8)
-
-    def open(self, place: Mapping[str, object]) -> Tensor:
-        """The memory as bytes; opened anew only when it is another one.
-
-        Args:
-            place: A `file` with its `bytes`, or the fields of a CUDA IPC handle.
-        """
-        if place != self._place:
-            self.close()
-            self._data = _open_cuda(place) if "handle" in place else _open_file(place)
-            self._place = place
-        return self._data
-
-    def close(self) -> None:
-        """Let go of it."""
-        self._place, self._data = {}, torch.empty(0, dtype=torch.uint8)
-        if torch.cuda.is_available():
-            torch.cuda.ipc_collect()
-
-
-def _open_file(place: Mapping[str, object]) -> Tensor:
-    return torch.from_file(str(place["file"]), shared=True, size=int(str(place["bytes"])), dtype=torch.uint8)
-
-
-def _open_cuda(place: Mapping[str, object]) -> Tensor:
-    """This process may see the device under another number, so its own is taken."""
-    storage = torch.UntypedStorage._new_shared_cuda(  # type: ignore[no-untyped-call]  # noqa: SLF001
-        torch.cuda.current_device(),
-        bytes.fromhex(str(place["handle"])),
-        place["bytes"],
-        place["offset"],
-        bytes.fromhex(str(place["counter"])),
-        place["counter_offset"],
-        bytes.fromhex(str(place["event"])),
-        place["has_event"],
-    )
-    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
-
-
-class Calls:
+class _Calls:
     """What a rank may ask of the server, by name; everything is JSON."""
 
     def __init__(self, worker: VllmWorker) -> None:
         self._worker, self._memory = worker, SharedMemory()
 
-    def answer(self, name: str, body: Mapping[str, Any]) -> object:  # type: ignore[explicit-any]
+    def answer(self, name: str, body: Mapping[str, Any]) -> object:
         """Do what is asked.
 
         Args:
@@ -117,14 +70,15 @@ class _Handler(BaseHTTPRequestHandler):
     """One call by HTTP, with the token that the rank and this server share."""
 
     protocol_version = "HTTP/1.1"
-    calls: Calls
+    disable_nagle_algorithm = True  # an answer is two packets, and the second must not wait
+    calls: _Calls
     token: str
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         """Answer whether the engine is there."""
         self.do_POST()
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         """Answer a call."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if not hmac.compare_digest(self.headers.get("Authorization") or "", f"Bearer {self.token}"):
@@ -156,6 +110,6 @@ def main() -> None:
     server = HTTPServer(("127.0.0.1", start["port"]), _Handler, bind_and_activate=False)
     server.server_bind()
     _Handler.token = start["token"]
-    _Handler.calls = Calls(VllmWorker(Settings(**start["settings"])))
+    _Handler.calls = _Calls(VllmWorker(Settings(**start["settings"])))
     server.server_activate()  # from here on it can be connected to: the engine is there
     server.serve_forever()

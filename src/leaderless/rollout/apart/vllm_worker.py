@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ class VllmWorker:
             model=settings.model,
             revision=settings.revision,
             trust_remote_code=settings.trust_remote_code,
-            dtype=settings.dtype,  # type: ignore[arg-type]
+            dtype=settings.dtype,
             max_model_len=settings.max_tokens,
             max_num_seqs=settings.max_sequences,
             gpu_memory_utilization=settings.memory_fraction,
@@ -92,9 +92,7 @@ class VllmWorker:
             for output in self._engine.step():
                 part = output.outputs[0]
                 tokens = list(part.token_ids)
-                log_probs = [
-                    scores[token].logprob for token, scores in zip(tokens, part.logprobs or (), strict=True)
-                ]
+                log_probs = [scores[token].logprob for token, scores in zip(tokens, part.logprobs or (), strict=True)]
                 number = int(output.request_id)
                 gains.append(Gain(number, tokens, log_probs, part.finish_reason, self._policy_version))
                 if output.finished:
@@ -124,11 +122,13 @@ class VllmWorker:
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         self._engine.add_request("probe", TokensPrompt(prompt_token_ids=list(tokens)), params)
-        scores: Sequence[Mapping[int, object] | None] = ()
+        log_probs: list[float] = []
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
-                scores = output.prompt_logprobs or scores
-        return [found[token].logprob for token, found in zip(tokens[1:], scores[1:], strict=True)]  # type: ignore[index, attr-defined]
+                if output.prompt_logprobs is not None:
+                    scored = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+                    log_probs = [float(scores[token].logprob) for token, scores in scored]
+        return log_probs
 
     def wake(self) -> None:
         """Take memory for weights and KV cache; the weights are those of before."""
