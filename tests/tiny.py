@@ -21,12 +21,19 @@ CHARACTERS = "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz<>|_ABCDEFGHIJKLMNOP
 
 
 @functools.cache
-def tiny_model(family: Literal["qwen2", "qwen3"] = "qwen2", chat_template: str | None = None) -> str:
+def tiny_model(
+    family: Literal["qwen2", "qwen3"] = "qwen2", chat_template: str | None = None, *, head_dim: int = 8
+) -> str:
     """A model's folder; the same for all tests of a process."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
     _KEPT.append(folder)
     path = write_tiny_model(
-        Path(folder.name) / family, CHARACTERS, family=family, hidden_size=32, num_heads=4, chat_template=chat_template
+        Path(folder.name) / family,
+        CHARACTERS,
+        family=family,
+        hidden_size=4 * head_dim,
+        num_heads=4,
+        chat_template=chat_template,
     )
     _scatter_vectors(path)
     return str(path)

@@ -182,7 +182,15 @@ class ChildServer:
         except TimeoutError as error:
             raise self.failed_to_answer(path) from error
         except (OSError, http.client.HTTPException) as error:
-            raise self._failed(f"broke off at {path}, {self._state()}") from error
+            raise self.broke_off(path) from error
+
+    def broke_off(self, path: str) -> EngineError:
+        """The error for an answer that has no end.
+
+        Args:
+            path: Of the call.
+        """
+        return self._failed(f"broke off at {path}, {self._state()}")
 
     def failed_to_answer(self, path: str) -> EngineError:
         """The error for a server that has taken too long.

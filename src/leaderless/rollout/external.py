@@ -145,8 +145,9 @@ class ExternalEngine:
             yield
         except BaseException:
             self._forget()
-            with suppress(EngineError):  # the error that is on its way says more
-                self._driver.sleep()
+            if self._is_started:
+                with suppress(EngineError):  # the error that is on its way says more
+                    self._driver.sleep()
             raise
         # Another rank's engine may have to be given its weights again: nobody leaves before all have what they want.
         self._settle(needs_weights=False)
@@ -327,7 +328,7 @@ class ExternalEngine:
         self._abort(ids)
 
     def _abort(self, ids: Sequence[int]) -> None:
-        if ids:
+        if ids and self._is_started:
             with suppress(EngineError):  # the next step meets it too, and these responses are not asked for again
                 self._driver.abort(ids)
 

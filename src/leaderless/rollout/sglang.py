@@ -173,7 +173,12 @@ class SglangServer:
         try:
             for line in self._server.stream("/generate", _generate_body(asks)):
                 if line.startswith(b"data:") and line != b"data: [DONE]":
-                    news.put(_read_gain(json.loads(line.removeprefix(b"data:")), known))
+                    gain = _read_gain(json.loads(line.removeprefix(b"data:")), known)
+                    news.put(gain)
+                    if gain.finish_reason is not None:
+                        del known[gain.id]
+            if known:  # the end of a connection is no error by itself
+                news.put(self._server.broke_off("/generate"))
         except EngineError as error:
             news.put(error)
         except (ValueError, KeyError, TypeError) as error:
@@ -230,6 +235,9 @@ def _read_gain(answer: Mapping[str, Json], known: dict[int, int]) -> Gain:
 def _serialize(tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> str:
     """Tensors as SGLang's interface wants them: pickled, as handles of shared device memory, or by value on the CPU."""
     buffer = io.BytesIO()
-    pickler = pickle.Pickler if device.type == "cpu" else ForkingPickler
-    pickler(buffer).dump(list(tensors))
+    if device.type == "cpu":
+        # A view would be pickled with all of its bucket.
+        pickle.Pickler(buffer).dump([(name, tensor.clone()) for name, tensor in tensors])
+    else:
+        ForkingPickler(buffer).dump(list(tensors))
     return base64.b64encode(buffer.getvalue()).decode()
