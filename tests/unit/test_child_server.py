@@ -90,7 +90,7 @@ def test_closing_ends_what_the_server_has_started_too(tmp_path: Path) -> None:
     processes = [psutil.Process(server._process.pid), *psutil.Process(server._process.pid).children()]
     assert len(processes) == 2
     server.close()
-    gone, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=30)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     server.close()
 

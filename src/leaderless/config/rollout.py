@@ -65,14 +65,9 @@ class RolloutConfig(SamplingConfig):
     """Sequences that one rank decodes at the same time; bounds the KV cache."""
 
     @model_validator(mode="after")
-    def _engine_can_do_it(self) -> RolloutConfig:
+    def _engine_is_given(self) -> RolloutConfig:
         if self.engine == "sglang" and self.external.python is None:
             raise ValueError("engine: sglang needs external.python, the interpreter of an environment that has SGLang")
-        if self.engine == "sglang" and self.is_truncated:
-            raise ValueError(
-                "engine: sglang gives log-probabilities before top_p, top_k and min_p are applied, which cannot be "
-                "trained on: leave them out, or use another engine"
-            )
         return self
 
 
