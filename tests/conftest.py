@@ -17,6 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 # Tensors in tests are tiny, and several processes share the cores: a second thread would cost more than it brings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Many tests start Python anew; what has been compiled once need not be compiled by each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 from tests.distributed.ranks import RankPool
 
 # A shell that starts this in the background has it ignore Ctrl-C, and so would all that tests start.

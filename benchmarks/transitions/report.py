@@ -174,20 +174,24 @@ def draw(results: Results, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     for axis in AXES:
-        figure, charts = plt.subplots(len(KIND_NAMES), len(QUANTITIES), figsize=(9.6, 5.4), sharex=True, squeeze=False)
+        sizes = {"figsize": (9.6, 5.4), "sharex": True, "squeeze": False, "layout": "constrained"}
+        figure, charts = plt.subplots(len(KIND_NAMES), len(QUANTITIES), **sizes)
         for (kind, name), row in zip(KIND_NAMES.items(), charts, strict=True):
             for quantity, chart in zip(QUANTITIES, row, strict=True):
                 _draw_chart(chart, axis.runs(results, kind), quantity)
-                chart.set_title(f"{name}: {quantity.label}", fontsize=9)
-        charts[0][0].legend(fontsize=8)
+            row[0].set_ylabel(name, fontsize=9)
+        for quantity, chart in zip(QUANTITIES, charts[0], strict=True):
+            chart.set_title(quantity.label, fontsize=9)
+        figure.legend(*charts[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
         figure.supxlabel(axis.label, fontsize=9)
-        figure.tight_layout()
         figure.savefig(folder / f"scaling-{axis.name}.png", dpi=100)
         plt.close(figure)
 
 
 def _draw_chart(chart: Axes, runs: Mapping[int, Mapping[Way, Sequence[Transition]]], quantity: Quantity) -> None:
     """A line of medians for each way, and a band from least to most."""
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     places = list(runs)
     for way in (way for way in NAMES if any(way in some for some in runs.values())):
         values = [[quantity.value(run) for run in some[way]] for some in runs.values()]
@@ -198,6 +202,8 @@ def _draw_chart(chart: Axes, runs: Mapping[int, Mapping[Way, Sequence[Transition
     chart.set_yscale("log")
     chart.set_xticks(places, [f"{value:,}" for value in places])
     chart.minorticks_off()
+    chart.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    chart.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     chart.grid(visible=True, color="0.9")
     chart.tick_params(labelsize=8)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 MAX_WORLD_SIZE = 4
-START_S = 120.0
+START_S = 300.0
 """Longest wait for a process to import torch."""
 GRACE_S = 1.0
 """After a failure, time for other ranks to report theirs, so that the first can be told from its consequences."""
@@ -102,7 +102,7 @@ class RankPool:
         function: Callable[..., Result],
         *args: object,
         timeout_s: float = 60.0,
-        deadline_s: float = 90.0,
+        deadline_s: float = 300.0,
         init_group: bool = True,
     ) -> list[Result]:
         """Call a function on every rank of a fresh process group.

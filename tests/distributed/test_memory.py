@@ -121,7 +121,7 @@ def _memory(name: str) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_needs_memory_for_its_own_rows_only(ranks: RankPool, layout: str) -> None:
     sizes = [WORLD_SIZE * megabytes << 20 for megabytes in (32, 64, 128)]
-    results = ranks.run(WORLD_SIZE, peaks, LAYOUTS[layout], sizes, False, timeout_s=120, deadline_s=240)
+    results = ranks.run(WORLD_SIZE, peaks, LAYOUTS[layout], sizes, False, timeout_s=300, deadline_s=600)
     assert max(peak.share for result in results for peak in result) > sizes[-1] / WORLD_SIZE
     for rank, result in enumerate(results):
         for peak in result:
@@ -134,7 +134,7 @@ def test_a_rank_needs_memory_for_its_own_rows_only(ranks: RankPool, layout: str)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process's peak from now on")
 def test_objects_need_their_text_beside_them_and_no_more(ranks: RankPool) -> None:
     sizes = [WORLD_SIZE * 48 << 20]
-    results = ranks.run(WORLD_SIZE, peaks, LAYOUTS["pool to pool"], sizes, True, timeout_s=120, deadline_s=240)
+    results = ranks.run(WORLD_SIZE, peaks, LAYOUTS["pool to pool"], sizes, True, timeout_s=300, deadline_s=600)
     for rank, (peak,) in enumerate(results):
         print(f"texts, rank {rank}: {peak}, {peak.most / peak.share:.2f} of its share")
         assert peak.share > sizes[0] / WORLD_SIZE

@@ -16,7 +16,7 @@ from unittest.mock import patch
 from tests.distributed.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 """Longest that a command may take: many times what it does take, for other processes may use the same cores."""
 
 

@@ -123,7 +123,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
         ],
         ["plan", str(grpo)],
     ]
-    (reads,) = ranks.run(1, watched_reads, str(tmp_path), commands, rows, init_group=False, deadline_s=240)
+    (reads,) = ranks.run(1, watched_reads, str(tmp_path), commands, rows, init_group=False, deadline_s=600)
     # Rewards are graded in processes of their own, where nobody watches; their own tests show what these settings do.
     elsewhere = {("ExactMatchOptions", "ignore_case"), ("FormatOptions", "pattern")}
     elsewhere |= {("CodeOptions", name) for name in CodeOptions.model_fields}

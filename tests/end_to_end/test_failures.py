@@ -19,9 +19,9 @@ from tests.tiny import tiny_model, write_recipe
 
 from leaderless.worker import stop
 
-END_S = 30.0
-"""Longest that a run may take to end: twice what it should, for other processes may use the same cores."""
-START_S = 100.0
+END_S = 90.0
+"""Longest that a run may take to end: many times what it does take, for other processes may use the same cores."""
+START_S = 300.0
 SETTINGS = {"workflow": "failing.yaml", "steps": 100_000, "run.trace_steps": 2, "run.max_restarts": 0}
 
 
@@ -176,7 +176,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, recipe: Path, monkeypatch:
     monkeypatch.setattr(stop, "INTERRUPT_GRACE_S", 1e6)  # this process has more to do
     before, begin = signal.getsignal(signal.SIGINT), time.monotonic()
     outcome = run_alone(tmp_path, "train", recipe)
-    assert time.monotonic() - begin < 60, "the stage would sleep for longer"
+    assert time.monotonic() - begin < 120, "the stage would sleep for longer"
     assert outcome.code == 128 + signal.SIGINT
     assert "stopped before another checkpoint was written" in outcome.output
     assert checkpoints(tmp_path) == []

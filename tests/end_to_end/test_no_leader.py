@@ -33,7 +33,7 @@ NUM_STEPS = 2
 TOLD_BYTES = 4096
 """Most that a step tells all ranks of an edge about the types of its columns, and rank 0, which writes the log."""
 NUM_WORKERS, REWARD_PROCESSES = 2, 2
-START_S = 120.0
+START_S = 300.0
 POOLS: dict[str, list[tuple[int, ...]]] = {"colocated": [(0, 1, 2, 3)], "disjoint": [(0, 1), (2, 3)]}
 SETTINGS: dict[str, object] = {
     "batch.prompts_per_step": 16,
@@ -108,7 +108,7 @@ def observed(
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(4))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     proxy = StoreProxy(store.port)
-    accounts = ranks.run(4, run_steps, str(file), proxy.port, init_group=False, deadline_s=240)
+    accounts = ranks.run(4, run_steps, str(file), proxy.port, init_group=False, deadline_s=600)
     proxy.close()
     yield Observed(plan, POOLS[request.param], accounts, proxy.passed)
     del store

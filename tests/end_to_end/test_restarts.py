@@ -19,7 +19,7 @@ from tests.end_to_end.failing import WORKFLOW
 from tests.tiny import tiny_model, write_recipe
 
 STEPS = 5
-END_S = 15.0
+END_S = 60.0
 SETTINGS = {
     "workflow": "failing.yaml",
     "reward": {"tests.end_to_end.failing:leave_behind": 1.0},
@@ -59,7 +59,7 @@ class Family:
                     with suppress(psutil.NoSuchProcess):
                         self.names.add(" ".join(child.cmdline()))
 
-    def wait_until(self, condition: Callable[[], object], seconds: float = 200.0) -> None:
+    def wait_until(self, condition: Callable[[], object], seconds: float = 600.0) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end

@@ -13,7 +13,7 @@ from leaderless.rewards.protocol import RewardInput
 from leaderless.rewards.spawn import RewardProcess
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 0.5
+TIMEOUT_S = 1.0
 FUNCTIONS = (
     *("length", "one", "large", "echo", "what_is_said", "hash_order", "process_id", "loaded_modules", "chatter"),
     *("leave_thread", "sleep_as_told", "crash_once"),

