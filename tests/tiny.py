@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from leaderless.config import LoadedRecipe
 from leaderless.data.batch import Batch, Jagged
@@ -37,6 +38,20 @@ def tiny_model(
     )
     _scatter_vectors(path)
     return str(path)
+
+
+@functools.cache
+def untied_model(path: str) -> str:
+    """The folder of a model like another one, but with an output head of its own."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
+    _KEPT.append(folder)
+    shutil.copytree(path, folder.name, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(path)
+    config.tie_word_embeddings = False
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder.name)
+    return folder.name
 
 
 def _scatter_vectors(path: Path) -> None:

@@ -83,7 +83,7 @@ class Engines:
         match name:
             case "sglang":
                 server = server_of(name, self.folder)
-                return SglangServer(fake_sglang_python(self.folder), settings, device, server, 120.0), server
+                return SglangServer(fake_sglang_python(self.folder), settings, device, server), server
             case "vllm":
                 if VLLM_PYTHON is None:
                     pytest.skip("`make test-vllm` runs this with vLLM")
@@ -105,6 +105,7 @@ ENGINES = ("native", "sglang", "vllm", "vllm-in-process")
 """`sglang` talks to a fake of its server."""
 VLLM_PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
 """An interpreter that has vLLM."""
+untied_model = tests.tiny.untied_model
 tiny_model = partial(tests.tiny.tiny_model, head_dim=32)
 """Heads as wide as vLLM on the CPU wants them."""
 
@@ -139,6 +140,8 @@ def tokens_of(results: list[list[Completion]]) -> list[list[list[int]]]:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_greedy_tokens_are_those_of_transformers(make_engine: Callable[[str, int], RolloutEngine], family: str) -> None:
     path = tiny_model(family)  # type: ignore[arg-type]
+    if family != "qwen2" and make_engine.args == ("sglang",):  # type: ignore[attr-defined]
+        pytest.skip("the fake of SGLang has no architectures of its own")
     results = generate(make_engine(path, 4), requests(2), params(temperature=0))
     reference = load_causal_lm(ModelConfig(path=path), "policy").model
     reference.set_attn_implementation("eager")
@@ -255,11 +258,12 @@ def take(engine: RolloutEngine, numbers: dict[int, int], completions: list[list[
         completion.finish_reason = delta.finish_reason
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str) -> None:
+@pytest.mark.parametrize(("name", "is_tied"), [*((name, True) for name in ENGINES), ("vllm", False)])
+def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str, is_tied: bool) -> None:
     engines.stack.close()
-    trainer = make_trainer(tiny_model())
-    engine = native_of(trainer.model, tiny_model(), 4) if name == "native" else engines.external(name, tiny_model())
+    path = tiny_model() if is_tied else untied_model(tiny_model())
+    trainer = make_trainer(path)
+    engine = native_of(trainer.model, path, 4) if name == "native" else engines.external(name, path)
     for seed in (1, 2):
         change_weights(trainer, seed)
         with engine.serving(trainer):

@@ -115,7 +115,7 @@ def test_every_setting_of_external_engines_changes_something(tmp_path: Path, set
         driver = make._driver("vllm", recipe, settings, "policy", around)
         assert isinstance(driver, VllmServer)
         server = driver._server
-        described.append((settings, server._start_timeout_s, server._answer_timeout_s))
+        described.append((settings, server._start_timeout_s, server.answer_timeout_s))
     assert described[0] != described[1]
 
 

@@ -47,6 +47,7 @@ class ChildServer:
     Attributes:
         port: Where it listens.
         token: It wants with every call.
+        answer_timeout_s: Longest wait for an answer.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class ChildServer:
             beat: Called now and then while the server starts.
         """
         self._name, self._log, self._beat = name, log, beat
-        self._start_timeout_s, self._answer_timeout_s = start_timeout_s, answer_timeout_s
+        self._start_timeout_s, self.answer_timeout_s = start_timeout_s, answer_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: http.client.HTTPConnection | None = None
         self.port = 0
@@ -161,7 +162,7 @@ class ChildServer:
                     yield line.strip()
 
     def _connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=self._answer_timeout_s)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.answer_timeout_s)
 
     def _ask(self, connection: http.client.HTTPConnection, path: str, body: Json) -> http.client.HTTPResponse:
         connection.request("POST", path, json.dumps(body), self._headers | {"Content-Type": "application/json"})
@@ -198,7 +199,7 @@ class ChildServer:
         Args:
             path: Of the call.
         """
-        limit = f"rollout.external.answer_timeout_s={self._answer_timeout_s:g} s"
+        limit = f"rollout.external.answer_timeout_s={self.answer_timeout_s:g} s"
         return self._failed(f"did not answer {path} within {limit}")
 
     def _state(self) -> str:

@@ -128,5 +128,5 @@ def _driver(name: EngineName, recipe: Recipe, settings: Settings, role: str, aro
     title = f"rank {around.rank}: the {name} server of role '{role}'"
     server = ChildServer(title, log, external.start_timeout_s, external.answer_timeout_s, around.beat)
     if name == "sglang":
-        return SglangServer(python, settings, around.device, server, external.answer_timeout_s)
+        return SglangServer(python, settings, around.device, server)
     return VllmServer(python, settings, around.device, server)

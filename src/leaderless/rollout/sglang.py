@@ -37,9 +37,7 @@ class SglangServer:
     version of the weights that sampled it, and the probe shows that they are the trainer's.
     """
 
-    def __init__(
-        self, python: str, settings: Settings, device: torch.device, server: ChildServer, answer_timeout_s: float
-    ) -> None:
+    def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
         """Start nothing yet.
 
         Args:
@@ -47,10 +45,8 @@ class SglangServer:
             settings: Of the engine.
             device: Of this rank.
             server: That runs it.
-            answer_timeout_s: Longest wait for a token.
         """
         self._python, self._settings, self._device, self._server = python, settings, device, server
-        self._answer_timeout_s = answer_timeout_s
         self._waiting: list[Ask] = []
         self._streams: list[threading.Thread] = []
         self._news: queue.SimpleQueue[Gain | EngineError] = queue.SimpleQueue()
@@ -102,12 +98,8 @@ class SglangServer:
 
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
         """See `Driver`. Buckets stay where they are: SGLang gets their CUDA IPC handles; on the CPU, their bytes."""
-        staging = LocalStaging(self._device)
-        before: Bucket | None = None
-        for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
+        for bucket in make_buckets(weights, self._settings.torch_dtype, LocalStaging(self._device)):
             self._update(bucket, policy_version)
-            before = bucket
-        assert before is not None, "a model has weights"
         self._server.call("/flush_cache", {})
 
     def _update(self, bucket: Bucket, policy_version: int) -> None:
@@ -159,7 +151,7 @@ class SglangServer:
         gains: list[Gain] = []
         while not gains or not self._news.empty():
             try:
-                news = self._news.get(timeout=self._answer_timeout_s)
+                news = self._news.get(timeout=self._server.answer_timeout_s)
             except queue.Empty:
                 raise self._server.failed_to_answer("/generate") from None
             if isinstance(news, EngineError):
