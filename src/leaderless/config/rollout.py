@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from leaderless.config.base import Section
 from leaderless.config.batch import MAX_RESPONSES
@@ -26,8 +28,34 @@ class SamplingConfig(Section):
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
+EngineName = Literal["native", "vllm", "sglang"]
+
+
+class ExternalConfig(Section):
+    """What engines other than the native one need."""
+
+    python: str | None = Field(default=None, min_length=1)
+    """The interpreter of an environment that has the engine. Each rank starts it there as a server of its own, on this
+    machine, so that its packages and this one's need not agree. Not given: vLLM runs in the ranks' own processes."""
+    memory_fraction: float = Field(default=0.4, gt=0, lt=1)
+    """Part of a device's memory for the engine while it generates: its weights and its KV cache. Of host memory, the KV
+    cache takes no more than `max_sequences` of the longest sequences need."""
+    graphs: bool = True
+    """Compile the model and capture its passes on an accelerator: tokens come faster, and the start takes longer."""
+    start_timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds until a server has to answer for the first time."""
+    answer_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds without an answer after which a server hangs; it is then started again."""
+
+
 class RolloutConfig(SamplingConfig):
     """Generation of the samples that are trained on."""
+
+    engine: Literal["auto", "native", "vllm", "sglang"] = "auto"
+    """What generates. `auto` takes vLLM where there is a CUDA device and vLLM can be imported or `external.python` is
+    given, else the native engine, which runs the trainer's own module."""
+    external: ExternalConfig = ExternalConfig()
+    """Of vLLM and SGLang."""
 
     max_response_tokens: int = Field(default=512, ge=1)
     """A response that reaches this length is cut there and marked truncated."""
@@ -35,6 +63,12 @@ class RolloutConfig(SamplingConfig):
     """A response ends behind the first of these texts, as it does behind the end-of-sequence token."""
     max_sequences: int = Field(default=256, ge=1)
     """Sequences that one rank decodes at the same time; bounds the KV cache."""
+
+    @model_validator(mode="after")
+    def _engine_is_given(self) -> RolloutConfig:
+        if self.engine == "sglang" and self.external.python is None:
+            raise ValueError("engine: sglang needs external.python, the interpreter of an environment that has SGLang")
+        return self
 
 
 class EvaluationConfig(SamplingConfig):

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
+from leaderless.config.rollout import EngineName
 from leaderless.workflow import Workflow, spec_of
 
 
@@ -16,9 +17,11 @@ class Cluster:
 
     Attributes:
         world_size: Number of workers, one per device.
+        engine: What generates on its machines where the recipe leaves it open.
     """
 
     world_size: int
+    engine: EngineName = "native"
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

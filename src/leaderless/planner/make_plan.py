@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
+from leaderless.config.rollout import EngineName
 from leaderless.planner.flow import DATA, Flow, make_flow
 from leaderless.planner.layout import Cluster, make_layouts
 from leaderless.planner.memory import estimate_memory
@@ -51,6 +52,8 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     instances = _role_instances(recipe, nodes)
     _check_critic(recipe, workflow, instances)
     _check_evaluation(recipe, workflow, instances)
+    engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine
+    _check_engine(recipe, engine, instances, cluster)
     sizes = _model_sizes(recipe, instances)
     longest = _longest_sequence(recipe, flow)
     _check_models(recipe, sizes, longest)
@@ -63,8 +66,9 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         edges=_edges(recipe, nodes),
         schedule=make_schedule(recipe, nodes, instances, workflow.loop),
         instances=instances,
+        engine=engine,
         batch=_batch_sizes(recipe, nodes, longest),
-        memory=estimate_memory(recipe, instances, sizes, longest),
+        memory=estimate_memory(recipe, instances, sizes, longest, engine),
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
     )
 
@@ -92,6 +96,24 @@ def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
         if role not in roles:
             raise RecipeError.at(
                 f"models.{role}", f"no node of the workflow '{workflow.name}' has this role{nearest(role, roles)}"
+            )
+
+
+def _check_engine(recipe: Recipe, engine: EngineName, instances: Sequence[RoleInstance], cluster: Cluster) -> None:
+    """Inside the ranks, vLLM's engines meet when they start: all ranks have one, and there is one for each."""
+    if engine != "vllm" or recipe.rollout.external.python is not None:
+        return
+    key = "rollout.external.python"
+    generating = [instance for instance in instances if instance.generates]
+    if len(generating) > 1:
+        roles = " and ".join(f"'{instance.role}'" for instance in generating)
+        raise RecipeError.at(key, f"must be given where several roles generate ({roles}): a process holds one vLLM")
+    for instance in generating:
+        if len(instance.layout.ranks) < cluster.world_size:
+            raise RecipeError.at(
+                key,
+                f"must be given where not all ranks generate: '{instance.role}' does so on {instance.layout} of "
+                f"{cluster.world_size}, and vLLM inside of the ranks' processes needs all of them",
             )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
+from leaderless.config.rollout import EngineName
 from leaderless.planner.layout import Layout
 from leaderless.planner.model_size import ModelSize
 
@@ -82,22 +83,27 @@ class Memory:
 
 
 def estimate_memory(
-    recipe: Recipe, instances: Sequence[Instance], sizes: Mapping[str, ModelSize | None], longest_tokens: int
+    recipe: Recipe,
+    instances: Sequence[Instance],
+    sizes: Mapping[str, ModelSize | None],
+    longest_tokens: int,
+    engine: EngineName,
 ) -> Memory | None:
     """Estimate the bytes on the rank that holds most, activations included.
 
     Weights, gradients and Adam's two moments are float32 and divided over the data-parallel ranks of a trained role
     (FSDP); a rank that generates holds a full copy of the weights for that phase, and its KV cache, both in the
-    model's `compute_dtype`. Activations follow the usual count of about 16 hidden vectors and 3 feed-forward vectors
-    per token and layer, or one hidden vector when they are recomputed. Logits are computed in chunks, of which four
-    float32 copies are alive: as they are, their probabilities, those that are held for the backward pass, and one
-    that is made meanwhile.
+    model's `compute_dtype`; engines outside of this package have a copy of their own in any case. Activations follow
+    the usual count of about 16 hidden vectors and 3 feed-forward vectors per token and layer, or one hidden vector when
+    they are recomputed. Logits are computed in chunks, of which four float32 copies are alive: as they are, their
+    probabilities, those that are held for the backward pass, and one that is made meanwhile.
 
     Args:
         recipe: Batch sizes and models.
         instances: All models and where they are.
         sizes: Size of each role's model.
         longest_tokens: Longest sequence, in tokens.
+        engine: What generates.
 
     Returns:
         None when the size of a model that is used is not known.
@@ -107,14 +113,18 @@ def estimate_memory(
     ranks = {rank for instance in instances for rank in instance.layout.ranks}
     representatives = {frozenset(i for i, x in enumerate(instances) if rank in x.layout): rank for rank in ranks}
     estimates = [
-        _estimate_rank(recipe, [x for x in instances if rank in x.layout], sizes, longest_tokens)
+        _estimate_rank(recipe, [x for x in instances if rank in x.layout], sizes, longest_tokens, engine)
         for rank in representatives.values()
     ]
     return max(estimates, key=lambda memory: memory.peak, default=None)
 
 
 def _estimate_rank(
-    recipe: Recipe, instances: Sequence[Instance], sizes: Mapping[str, ModelSize | None], longest_tokens: int
+    recipe: Recipe,
+    instances: Sequence[Instance],
+    sizes: Mapping[str, ModelSize | None],
+    longest_tokens: int,
+    engine: EngineName,
 ) -> Memory:
     resident: dict[str, int] = {}
     phases: dict[str, dict[str, int]] = {}
@@ -127,14 +137,15 @@ def _estimate_rank(
         width = 2 if model.compute_dtype == "bfloat16" else FLOAT32_BYTES
         # What computes are copies of the weights where these are sharded or of another type.
         copied = size.num_parameters * width if shards > 1 or width != FLOAT32_BYTES else 0
-        weights = size.num_parameters * FLOAT32_BYTES
+        weights, weights_of_engine = size.num_parameters * FLOAT32_BYTES, size.num_parameters * width
         resident[f"{role} weights"] = resident.get(f"{role} weights", 0) + -(-weights // shards)
         if instance.is_trained:
             resident[f"{role} gradients"] = -(-weights // shards)
             resident[f"{role} optimizer"] = 2 * -(-weights // shards)
         if instance.generates:
+            own = {"unsharded weights": copied} if engine == "native" else {"engine's weights": weights_of_engine}
             phases[f"{role} generates"] = {
-                "unsharded weights": copied,
+                **own,
                 "kv cache": _num_sequences(recipe, shards) * longest_tokens * size.kv_values_per_token * width,
             }
         if instance.is_trained or instance.scores:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from leaderless.config.rollout import EngineName
 from leaderless.planner.layout import Layout, format_ranks
 from leaderless.planner.memory import Memory
 from leaderless.workflow import Node, StageSpec
@@ -285,6 +286,7 @@ class Plan:
         edges: The columns between nodes.
         schedule: All chain entries in one order that every rank keeps; a rank executes those it takes part in.
         instances: The models and where they are.
+        engine: What generates.
         batch: Derived batch sizes.
         memory: Estimated bytes of the fullest rank by what they are for; None when a model's size is not known.
         recipe_hash: Identifies the resolved recipe.
@@ -298,6 +300,7 @@ class Plan:
     edges: tuple[Edge, ...]
     schedule: tuple[Action, ...]
     instances: tuple[RoleInstance, ...]
+    engine: EngineName
     batch: BatchSizes
     memory: Memory | None
     recipe_hash: str
@@ -398,6 +401,7 @@ class Plan:
                 }
                 for instance in self.instances
             ],
+            "engine": self.engine,
             "chains": {format_ranks(ranks): [str(a) for a in actions] for ranks, actions in self.chains().items()},
             "memory_bytes": None if self.memory is None else self.memory.to_json(),
         }
@@ -431,6 +435,7 @@ class Plan:
         facts = [
             self.recipe_hash,
             self.world_size,
+            self.engine,
             [
                 [n.name, n.node.run, n.node.role, str(n.layout), dict(n.reads), n.writes, n.max_staleness]
                 for n in self.nodes

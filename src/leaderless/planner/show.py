@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from leaderless.config.rollout import EngineName
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import Memory, format_bytes
 from leaderless.planner.plan import Action, Loop, Plan, PlannedNode, Reshard, RoleInstance, Stream, SyncWeights
@@ -157,14 +158,16 @@ def _action(action: Action) -> Text:
 
 
 def _instances(plan: Plan) -> Table:
-    rows = [(Text(instance.role, "bold"), str(instance.layout), _use(instance)) for instance in plan.instances]
+    rows = [
+        (Text(instance.role, "bold"), str(instance.layout), _use(instance, plan.engine)) for instance in plan.instances
+    ]
     return _table("role", "layout", "use", rows=rows)
 
 
-def _use(instance: RoleInstance) -> str:
+def _use(instance: RoleInstance, engine: EngineName) -> str:
     uses = {
         "is a critic": instance.is_critic,
-        "generates": instance.generates,
+        f"generates with {engine}": instance.generates,
         "scores": instance.scores,
         "is trained": instance.is_trained,
     }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,7 +74,8 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         check_shared(directory.path, transport.world)
         if place.rank == 0:
             write_description(directory, recipe, plan)
-        parts = _Builder(recipe, plan, transport, device, display)
+        parts = _Builder(recipe, plan, transport, device, display, directory.logs)
+        stack.callback(parts.roles.close)
         if plan.batch.adapts_to_memory:
             parts.roles.adapt_to_memory(directory)
         stack.callback(display.stop)
@@ -108,7 +112,9 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
         activity = Activity()
         rewards = _start_rewards(recipe, activity, stack)
         transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
-        parts = _Builder(recipe, plan, transport, device, display)
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaderless-eval-")))
+        parts = _Builder(recipe, plan, transport, device, display, logs)
+        stack.callback(parts.roles.close)
         if checkpoint is not None:
             damage = find_damage(checkpoint, transport.world)
             if damage:
@@ -128,7 +134,7 @@ class _Builder:
     """Makes the parts of a worker from the recipe."""
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, transport: Transport, device: torch.device, display: Display
+        self, recipe: Recipe, plan: Plan, transport: Transport, device: torch.device, display: Display, logs: Path
     ) -> None:
         self.recipe, self.plan, self.transport, self.display = recipe, plan, transport, display
         self.instance: RoleInstance = evaluated_instance(plan)
@@ -136,7 +142,7 @@ class _Builder:
         assert config is not None
         display.say(f"loading [bold]{escape(config.path)}[/]")
         self.tokenizer: Tokenizer = load_tokenizer(config, self.instance.role)
-        self.roles = Roles(recipe, plan, transport, device, self.tokenizer)
+        self.roles = Roles(recipe, plan, transport, device, self.tokenizer, logs, partial(_tell, display))
 
     def training_sets(self, folder: Path) -> list[TrainingSet]:
         """The datasets to train on, with what is found out about them kept in a folder. All ranks call it together."""
@@ -190,6 +196,14 @@ def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan) -> No
     write_atomically(directory.config, dump_recipe(recipe))
     write_atomically(directory.plan, json.dumps(plan.to_json(), indent=1))
     write_atomically(directory.picture, draw_plan(plan))
+
+
+def _tell(display: Display, text: str) -> None:
+    """Say something of this rank alone, on the first rank's screen or in another's log."""
+    if display.is_shown:
+        display.say(escape(text))
+    else:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _start_rewards(recipe: Recipe, activity: Activity, stack: ExitStack) -> RewardPool:

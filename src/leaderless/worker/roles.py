@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -12,11 +13,10 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import Decoder
-from leaderless.models.tokenizer import end_tokens
 from leaderless.models.value_model import load_value_model
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
-from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.make import Surroundings, make_engine
 from leaderless.stages.context import ModelRole
 from leaderless.training.engine import ValueEngine
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
@@ -32,7 +32,14 @@ class Roles:
     """The models that this rank holds a part of."""
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, transport: Transport, device: torch.device, tokenizer: Tokenizer
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        transport: Transport,
+        device: torch.device,
+        tokenizer: Tokenizer,
+        logs: Path,
+        tell: Callable[[str], None],
     ) -> None:
         """Load and shard the models.
 
@@ -42,7 +49,11 @@ class Roles:
             transport: Has a group for the ranks of each.
             device: Of this rank.
             tokenizer: Of the policy.
+            logs: Folder for what engines print.
+            tell: Told what a person should know.
         """
+        beat = transport.activity.beat
+        self._around = Surroundings(transport.rank, transport.world.size, device, logs, tell, beat)
         self.recipe, self.plan, self.transport = recipe, plan, transport
         self.device, self.tokenizer = device, tokenizer
         self.engines: dict[InstanceKey, ShardedModel[Decoder]] = {}
@@ -91,14 +102,16 @@ class Roles:
             optimizer=optimizer,
             num_updates=instance.num_updates,
         )
-        generator = NativeEngine(
-            engine.model,
-            self.tokenizer,
-            end_tokens(config, self.tokenizer),
-            self.recipe.rollout.max_sequences,
-            self.device,
+        generator = make_engine(
+            self.plan.engine, self.recipe, instance.role, engine.model, self.tokenizer, self._around
         )
         self.engines[key], self._models[key] = engine, ModelRole(engine, generator)
+
+    def close(self) -> None:
+        """End the engines, and with them their servers."""
+        for model in self._models.values():
+            if isinstance(model, ModelRole) and model.rollout_engine is not None:
+                model.rollout_engine.close()
 
     def of(self, role: str, layout: Layout) -> ModelRole | ValueEngine:
         """The instance of a role on a layout.

@@ -1,0 +1,243 @@
+"""A server on this machine that serves this rank alone: started, asked, watched and ended."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from leaderless.config import Json
+
+LOG_LINES = 30
+"""Of a server's log in an error."""
+POLL_S = 0.5
+"""Between two looks at a server that starts."""
+END_S = 10.0
+"""Time for a server to end before it is killed."""
+
+
+LAUNCH_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+)
+"""They say which worker this process is, and would tell an engine that it is one of many."""
+
+
+class EngineError(RuntimeError):
+    """An engine in a process of its own has died, hangs, or has answered with an error."""
+
+
+class ChildServer:
+    """An HTTP server in a process of its own, on the loopback interface, with a token that only this rank has.
+
+    Attributes:
+        port: Where it listens.
+        token: It wants with every call.
+        answer_timeout_s: Longest wait for an answer.
+    """
+
+    def __init__(
+        self, name: str, log: Path, start_timeout_s: float, answer_timeout_s: float, beat: Callable[[], None]
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            name: For errors.
+            log: Takes what the server prints.
+            start_timeout_s: Longest time until it answers.
+            answer_timeout_s: Longest wait for an answer.
+            beat: Called now and then while the server starts.
+        """
+        self._name, self._log, self._beat = name, log, beat
+        self._start_timeout_s, self.answer_timeout_s = start_timeout_s, answer_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: http.client.HTTPConnection | None = None
+        self.port = 0
+        self.token = ""
+
+    def prepare(self) -> None:
+        """Choose a free port and a new token."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.token = secrets.token_hex(32)
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], greeting: str, health: str) -> None:
+        """Start the server, and wait until it answers.
+
+        Args:
+            command: To run.
+            environment: Of the process.
+            greeting: A line for its standard input.
+            health: Path of a call that succeeds as soon as it is ready.
+
+        Raises:
+            EngineError: It has ended, or does not answer in time.
+        """
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            # A session of its own: Ctrl-C at the terminal is for this process, which decides how the server ends.
+            try:
+                self._process = subprocess.Popen(  # noqa: S603
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+                )
+            except OSError as error:
+                raise EngineError(f"{self._name} cannot be started: {command[0]}: {error.strerror}") from error
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # one that has ended already is seen below
+            stdin.write(greeting.encode() + b"\n")
+        end = time.monotonic() + self._start_timeout_s
+        while not self._is_ready(health):
+            if self._process.poll() is not None:
+                raise self._failed(f"has ended with code {self._process.returncode} while it started")
+            if time.monotonic() > end:
+                self.close()
+                raise self._failed(f"did not start within rollout.external.start_timeout_s={self._start_timeout_s:g} s")
+            self._beat()
+            time.sleep(POLL_S)
+
+    def _is_ready(self, health: str) -> bool:
+        with closing(self._connect()) as connection:
+            try:
+                connection.request("GET", health, headers=self._headers)
+                response = connection.getresponse()
+                response.read()
+            except (OSError, http.client.HTTPException):
+                return False
+        return response.status == http.client.OK
+
+    def call(self, path: str, body: Json) -> Json:
+        """Ask for something.
+
+        Args:
+            path: Of the call, with a slash in front.
+            body: Of the call.
+
+        Returns:
+            The answer; text that is no JSON as it is.
+
+        Raises:
+            EngineError: The server is not there, does not answer in time, or answers with an error.
+        """
+        if self._connection is None:
+            self._connection = self._connect()
+        with self._failures_explained(path):
+            answer = self._ask(self._connection, path, body).read()
+        try:
+            content: Json = json.loads(answer)
+        except ValueError:
+            return answer.decode(errors="replace")
+        return content
+
+    def stream(self, path: str, body: Json) -> Iterator[bytes]:
+        """Ask for something that is answered line by line; may be done beside other calls, in a thread.
+
+        Args:
+            path: Of the call.
+            body: Of the call.
+
+        Yields:
+            The lines that are not empty, without their ends.
+
+        Raises:
+            EngineError: As in `call`.
+        """
+        with closing(self._connect()) as connection, self._failures_explained(path):
+            for line in self._ask(connection, path, body):
+                if line.strip():
+                    yield line.strip()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.answer_timeout_s)
+
+    def _ask(self, connection: http.client.HTTPConnection, path: str, body: Json) -> http.client.HTTPResponse:
+        connection.request("POST", path, json.dumps(body), self._headers | {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != http.client.OK:
+            text = response.read().decode(errors="replace")[:2000]
+            raise self._failed(f"answered {path} with {response.status}: {text}")
+        return response
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+    @contextmanager
+    def _failures_explained(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise self.failed_to_answer(path) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise self.broke_off(path) from error
+
+    def broke_off(self, path: str) -> EngineError:
+        """The error for an answer that has no end.
+
+        Args:
+            path: Of the call.
+        """
+        return self._failed(f"broke off at {path}, {self._state()}")
+
+    def failed_to_answer(self, path: str) -> EngineError:
+        """The error for a server that has taken too long.
+
+        Args:
+            path: Of the call.
+        """
+        limit = f"rollout.external.answer_timeout_s={self.answer_timeout_s:g} s"
+        return self._failed(f"did not answer {path} within {limit}")
+
+    def _state(self) -> str:
+        """Whether the process is there; a moment later, as its end is seen after that of its connections."""
+        if self._process is None:
+            return "and is not running"
+        with suppress(subprocess.TimeoutExpired):
+            return f"as it has ended with code {self._process.wait(POLL_S)}"
+        return "though it is running"
+
+    def _failed(self, what: str) -> EngineError:
+        return EngineError(f"{self._name} {what}; the end of {self._log}:\n{self._end_of_log()}")
+
+    def _end_of_log(self) -> str:
+        try:
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            return f"(cannot be read: {error.strerror})"
+        return "\n".join(f"  {line}" for line in lines[-LOG_LINES:])
+
+    def close(self) -> None:
+        """End the server and all that it has started."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        # Its leader may have ended and left others of its group behind.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+
+def worker_free_environment() -> dict[str, str]:
+    """This process's environment, without what says which worker it is."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCH_VARIABLES)}

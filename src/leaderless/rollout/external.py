@@ -1,0 +1,397 @@
+"""What engines outside of this package have in common: weights that provably arrive, and a second start."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.encode import Tokenizer
+from leaderless.device import release_memory
+from leaderless.rollout.apart.messages import Ask, Gain
+from leaderless.rollout.child_server import EngineError
+from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams
+from leaderless.training.engine import TrainEngine
+
+PROBE_TOKENS = 32
+"""Length of the text whose log-probabilities show that an engine has the trainer's weights."""
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest difference of a log-probability that rounding may make, by the type that the engine computes in."""
+
+
+class Driver(Protocol):
+    """One engine that serves this rank alone. After `EngineError` it is closed and started again."""
+
+    def start(self) -> None:
+        """Start the engine, asleep, with weights that mean nothing."""
+
+    def wake(self) -> None:
+        """Take memory; the weights are those of before."""
+
+    def sleep(self) -> None:
+        """Give up what is under way, and give memory back."""
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+        """Use these weights from now on.
+
+        Args:
+            weights: By name in `transformers`, whole.
+            policy_version: Of them.
+        """
+
+    def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
+        """The log-probability of each token of a text but the first, at temperature 1.
+
+        Args:
+            tokens: At least two.
+        """
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        """Ask for responses.
+
+        Args:
+            asks: Each with an id of its own.
+        """
+
+    def step(self) -> list[Gain]:
+        """Go on until some responses have got tokens."""
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """Give responses up; what they get all the same is ignored.
+
+        Args:
+            ids: Of those.
+        """
+
+    def close(self) -> None:
+        """End the engine."""
+
+
+@dataclass
+class _Response:
+    """One that is under way.
+
+    Attributes:
+        request: What `submit` returned.
+        sibling: Which response of the request.
+        sample_id: Fixes the noise, together with the seed.
+        prompt: Of the request.
+        completion: So far, with what it had begun with.
+        params: How it is sampled.
+    """
+
+    request: int
+    sibling: int
+    sample_id: int
+    prompt: Sequence[int]
+    completion: Completion
+    params: SamplingParams
+
+
+class ExternalEngine:
+    """See `RolloutEngine`.
+
+    When an engine dies, hangs or answers with an error, it is started again, once in each `serving`: all ranks bring
+    the weights to it, and the responses that were under way go on from the tokens that they had.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        driver: Driver,
+        tokenizer: Tokenizer,
+        end_tokens: frozenset[int],
+        probe: Sequence[int],
+        tolerance: float,
+        device: torch.device,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Start nothing before `serving`.
+
+        Args:
+            name: Of the engine, for errors.
+            driver: Of the engine.
+            tokenizer: For stop texts.
+            end_tokens: Tokens that end a response.
+            probe: A text of at least two tokens; see `make_probe`.
+            tolerance: Largest difference between its log-probabilities and the trainer's.
+            device: Of this rank.
+            tell: Told when the engine has to be started again.
+        """
+        self._name, self._driver, self._device, self._tell = name, driver, device, tell
+        self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
+        self._probe, self._tolerance = probe, tolerance
+        self._is_started = False
+        self._version: int | None = None
+        self._may_restart = False
+        self._trainer: TrainEngine | None = None
+        self._responses: dict[int, _Response] = {}
+        self._deltas: list[Delta] = []
+        self._num_requests = self._num_responses = 0
+
+    @contextmanager
+    def serving(self, trainer: TrainEngine) -> Iterator[None]:
+        """See `RolloutEngine`. The weights are loaded if their policy version is another one than last time."""
+        self._trainer, self._may_restart = trainer, True
+        self._wake()
+        self._settle(needs_weights=self._version != trainer.policy_version)
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            if self._is_started:
+                with suppress(EngineError):  # the error that is on its way says more
+                    self._driver.sleep()
+            raise
+        # Another rank's engine may have to be given its weights again: nobody leaves before all have what they want.
+        self._settle(needs_weights=False)
+        self._forget()
+        try:
+            self._driver.sleep()
+        except EngineError as error:
+            self._restart(error)
+
+    def _wake(self) -> None:
+        release_memory(self._device)
+        if not self._is_started:
+            self._driver.start()
+            self._is_started = True
+        try:
+            self._driver.wake()
+        except EngineError as error:
+            self._restart(error)
+            self._driver.wake()
+
+    def _restart(self, error: EngineError) -> None:
+        """Start the engine again, asleep and without weights; the second time the error is raised."""
+        self._driver.close()
+        self._version, self._is_started = None, False
+        if not self._may_restart:
+            raise error
+        self._may_restart = False
+        self._tell(f"{error}\n{self._name} is started again")
+        self._driver.start()
+        self._is_started = True
+
+    def _settle(self, *, needs_weights: bool) -> None:
+        """Bring weights to engines until no rank needs any. All ranks of the trainer call it together."""
+        while self._anyone(needs_weights=needs_weights):
+            needs_weights = not self._bring_weights(is_mine=needs_weights)
+
+    def _anyone(self, *, needs_weights: bool) -> bool:
+        """Whether some rank needs weights."""
+        assert self._trainer is not None
+        return bool(self._trainer.group.max(torch.tensor([int(needs_weights)]), "which engines need weights"))
+
+    def _bring_weights(self, *, is_mine: bool) -> bool:
+        """Go through the trainer's weights together, and load them if they are for this rank; whether it has them."""
+        trainer = self._trainer
+        assert trainer is not None
+        expected = trainer.log_probs(_scored(self._probe), 1.0).values
+        weights = trainer.full_weights()
+        failure: EngineError | None = None
+        found: list[float] = []
+        if is_mine:
+            try:
+                self._driver.load(weights, trainer.policy_version)
+                found = self._driver.prompt_log_probs(self._probe)
+            except EngineError as error:
+                failure = error
+        for _ in weights:
+            trainer.group.activity.beat()  # each weight is gathered by all ranks, wherever it goes
+        if failure is not None:
+            self._restart(failure)
+            self._driver.wake()
+            return False
+        if is_mine:
+            self._check(torch.tensor(found), expected, trainer)
+            self._version = trainer.policy_version
+        return True
+
+    def _check(self, found: Tensor, expected: Tensor, trainer: TrainEngine) -> None:
+        """Compare what the engine and the trainer say of the same text."""
+        largest = float((found - expected).abs().nan_to_num(nan=torch.inf).max())
+        if largest > self._tolerance:
+            raise RuntimeError(
+                f"rank {trainer.group.rank}: {self._name} does not use the weights of policy version "
+                f"{trainer.policy_version} that were loaded: its log-probabilities of {len(found)} tokens differ from "
+                f"the trainer's by up to {largest:.3g}, and rounding explains {self._tolerance:g}; "
+                "use another version of the engine, or rollout.engine: native"
+            )
+
+    def submit(self, request: Request, params: SamplingParams) -> int:
+        """See `RolloutEngine`."""
+        self._num_requests += 1
+        number, fresh = self._num_requests, []
+        for sibling, (sample_id, completion) in enumerate(zip(request.sample_ids, request.begin(), strict=True)):
+            if len(completion.tokens) >= params.max_tokens:
+                self._deltas.append(Delta(number, sibling, (), (), "length"))
+                continue
+            self._num_responses += 1
+            fresh.append(self._num_responses)
+            self._responses[self._num_responses] = _Response(
+                number, sibling, sample_id, list(request.prompt), completion, params
+            )
+        self._ask(fresh)
+        return number
+
+    def _ask(self, ids: Sequence[int]) -> None:
+        try:
+            self._driver.submit([self._make_ask(number) for number in ids])
+        except EngineError as error:
+            self._recover(error)
+
+    def _make_ask(self, number: int) -> Ask:
+        """What is still wanted of a response."""
+        response = self._responses[number]
+        params, begun = response.params, response.completion.tokens
+        return Ask(
+            id=number,
+            prompt=[*response.prompt, *begun],
+            max_tokens=params.max_tokens - len(begun),
+            temperature=params.distribution.temperature,
+            top_p=params.distribution.top_p,
+            top_k=params.distribution.top_k,
+            min_p=params.distribution.min_p,
+            seed=derive_seed(params.seed, response.sample_id, len(begun)),
+            end_tokens=self._end_tokens,
+        )
+
+    def step(self) -> list[Delta]:
+        """See `RolloutEngine`."""
+        while self._responses and not self._deltas:
+            try:
+                for gain in self._driver.step():
+                    self._take(gain)
+            except EngineError as error:
+                self._recover(error)
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _recover(self, error: EngineError) -> None:
+        """Start the engine again with the same weights, and ask for all that is under way."""
+        self._restart(error)
+        self._driver.wake()
+        has_weights = False
+        while not has_weights:
+            self._anyone(needs_weights=True)
+            has_weights = self._bring_weights(is_mine=True)
+        self._driver.submit([self._make_ask(number) for number in self._responses])
+
+    def _take(self, gain: Gain) -> None:
+        """Add tokens to a response, up to the one that completes a stop text."""
+        response = self._responses.get(gain.id)
+        if response is None:
+            return  # it has been aborted, or has stopped, in the meantime
+        if gain.policy_version != self._version:
+            raise RuntimeError(
+                f"{self._name} has sampled with weights of policy version {gain.policy_version} where version "
+                f"{self._version} was loaded: some other program has changed its weights"
+            )
+        completion, reason = response.completion, _reason(gain)
+        begin = len(completion.tokens)
+        for token, log_prob in zip(gain.tokens, gain.log_probs, strict=True):
+            completion.tokens.append(token)
+            completion.log_probs.append(log_prob)
+            if self._has_stopped(response):
+                reason = "stop"
+                break
+        if reason is not None:
+            del self._responses[gain.id]
+            if gain.finish_reason is None:
+                self._abort([gain.id])
+        self._deltas.append(
+            Delta(response.request, response.sibling, completion.tokens[begin:], completion.log_probs[begin:], reason)
+        )
+
+    def _has_stopped(self, response: _Response) -> bool:
+        """Whether a stop text is complete; it began at most as many tokens ago as it has bytes."""
+        stop = response.params.stop
+        if not stop:
+            return False
+        reach = max(len(text.encode()) for text in stop)
+        text = self._tokenizer.decode(response.completion.tokens[-reach - 1 :])
+        return any(ending in text for ending in stop)
+
+    def abort(self, request: int) -> None:
+        """See `RolloutEngine`."""
+        ids = [number for number, response in self._responses.items() if response.request == request]
+        for number in ids:
+            response = self._responses.pop(number)
+            self._deltas.append(Delta(request, response.sibling, (), (), "aborted"))
+        self._abort(ids)
+
+    def _abort(self, ids: Sequence[int]) -> None:
+        if ids and self._is_started:
+            with suppress(EngineError):  # the next step meets it too, and these responses are not asked for again
+                self._driver.abort(ids)
+
+    def _forget(self) -> None:
+        self._responses.clear()
+        self._deltas.clear()
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
+        self._forget()
+        self._driver.close()
+        self._version, self._is_started = None, False
+
+
+def derive_seed(seed: int, sample_id: int, position: int) -> int:
+    """The seed of one response's noise, which depends on nothing else.
+
+    Args:
+        seed: Of the run.
+        sample_id: Of the response.
+        position: Tokens that it has already.
+
+    Returns:
+        31 bits, which every engine takes.
+    """
+    digest = hashlib.blake2b(f"{seed}/{sample_id}/{position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _reason(gain: Gain) -> FinishReason | None:
+    match gain.finish_reason:
+        case None:
+            return None
+        case "stop":
+            return "stop"
+        case "length":
+            return "length"
+        case _:
+            raise EngineError(f"the engine has given up a response by itself: finish reason '{gain.finish_reason}'")
+
+
+def make_probe(num_tokens: int, max_tokens: int) -> list[int]:
+    """A text that is the same on every rank and in every step.
+
+    Args:
+        num_tokens: Of the vocabulary.
+        max_tokens: Longest sequence, of which one token stays free.
+
+    Returns:
+        Token ids, at least two.
+    """
+    length = max(2, min(PROBE_TOKENS, max_tokens - 1))
+    return [derive_seed(0, 0, position) % num_tokens for position in range(length)]
+
+
+def _scored(probe: Sequence[int]) -> Batch:
+    """The probe as a sample whose tokens but the first are scored."""
+    tokens = Jagged.from_lists([list(probe[1:])], torch.int64, "tokens")
+    return Batch(
+        torch.zeros(1, dtype=torch.int64),
+        {
+            "prompt_tokens": Jagged.from_lists([[probe[0]]], torch.int64, "prompt_tokens"),
+            "tokens": tokens,
+            "response_mask": Jagged(torch.ones(len(probe) - 1, dtype=torch.bool), tokens.lengths, "tokens"),
+        },
+    )

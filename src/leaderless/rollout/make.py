@@ -1,0 +1,132 @@
+"""The engine of a role on this rank."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import torch
+
+from leaderless.config import Recipe, RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.config.rollout import EngineName
+from leaderless.data.encode import Tokenizer
+from leaderless.models.causal_lm import CausalLM
+from leaderless.models.tokenizer import end_tokens
+from leaderless.planner.model_size import read_model_size
+from leaderless.rollout.apart.messages import Settings
+from leaderless.rollout.child_server import ChildServer
+from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.external import PROBE_TOLERANCE, Driver, ExternalEngine, make_probe
+from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.sglang import SglangServer
+from leaderless.rollout.vllm import InProcessVllm, VllmServer
+
+LEAST_TOKENS = 8
+"""Engines refuse contexts that are too short for any use."""
+CPU_BLOCK_TOKENS = 128
+"""The KV cache of vLLM on the CPU is divided among sequences in pieces of this size."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where an engine is made.
+
+    Attributes:
+        rank: Among all.
+        world_size: Number of ranks.
+        device: Of this rank.
+        logs: Folder for what engines print.
+        tell: Told what a person should know.
+        beat: Called when something has been done.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    logs: Path
+    tell: Callable[[str], None]
+    beat: Callable[[], None]
+
+
+def make_engine(
+    name: EngineName, recipe: Recipe, role: str, model: CausalLM, tokenizer: Tokenizer, around: Surroundings
+) -> RolloutEngine:
+    """Make an engine; one of another process is started when it is first needed.
+
+    Args:
+        name: Which.
+        recipe: Its `rollout` section.
+        role: Whose model generates.
+        model: The trainer's.
+        tokenizer: Of the policy.
+        around: Where it is made.
+
+    Raises:
+        RecipeError: There is no such engine here.
+    """
+    config = recipe.model_of(role)
+    assert config is not None
+    ends = end_tokens(config, tokenizer)
+    if name == "native":
+        return NativeEngine(model, tokenizer, ends, recipe.rollout.max_sequences, around.device)
+    max_tokens = max(recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens, LEAST_TOKENS)
+    settings = _settings(recipe, config, max_tokens, around)
+    title = {"vllm": "vLLM", "sglang": "SGLang"}[name]
+    driver = _driver(name, recipe, settings, role, around)
+    probe = make_probe(len(tokenizer), max_tokens)
+    tolerance = PROBE_TOLERANCE[config.compute_dtype]
+    return ExternalEngine(title, driver, tokenizer, ends, probe, tolerance, around.device, around.tell)
+
+
+def _settings(recipe: Recipe, config: ModelConfig, max_tokens: int, around: Surroundings) -> Settings:
+    external, is_cpu = recipe.rollout.external, around.device.type == "cpu"
+    return Settings(
+        model=config.path,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        dtype=config.compute_dtype,
+        max_tokens=max_tokens,
+        max_sequences=recipe.rollout.max_sequences,
+        memory_fraction=external.memory_fraction,
+        kv_cache_bytes=_host_cache_bytes(recipe, config, max_tokens) if is_cpu else None,
+        enable_graphs=external.graphs and not is_cpu,
+        is_one_of_many=external.python is None and around.world_size > 1,
+    )
+
+
+def _host_cache_bytes(recipe: Recipe, config: ModelConfig, max_tokens: int) -> int:
+    """In host memory, which others share: what the longest sequences need, up to the recipe's fraction of it."""
+    most = int(recipe.rollout.external.memory_fraction * psutil.virtual_memory().total)
+    size = read_model_size(config)
+    if size is None:
+        return most
+    # A piece for each sequence, and one that vLLM keeps for itself.
+    num_blocks = recipe.rollout.max_sequences * -(-max_tokens // CPU_BLOCK_TOKENS) + 1
+    width = 2 if config.compute_dtype == "bfloat16" else 4
+    return min(most, num_blocks * CPU_BLOCK_TOKENS * size.kv_values_per_token * width)
+
+
+def _driver(name: EngineName, recipe: Recipe, settings: Settings, role: str, around: Surroundings) -> Driver:
+    external = recipe.rollout.external
+    if external.python is None:
+        if find_spec("vllm") is None:
+            raise RecipeError.at(
+                "rollout.engine",
+                f"{recipe.rollout.engine}: vLLM cannot be imported here: install it, or name the interpreter of an "
+                "environment that has it in rollout.external.python",
+            )
+        return InProcessVllm(settings, around.device)
+    python = shutil.which(external.python)
+    if python is None:
+        raise RecipeError.at("rollout.external.python", f"'{external.python}' is no program on this machine")
+    log = around.logs / f"{name}-{role}-rank-{around.rank}.log"
+    title = f"rank {around.rank}: the {name} server of role '{role}'"
+    server = ChildServer(title, log, external.start_timeout_s, external.answer_timeout_s, around.beat)
+    if name == "sglang":
+        return SglangServer(python, settings, around.device, server)
+    return VllmServer(python, settings, around.device, server)

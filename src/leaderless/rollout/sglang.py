@@ -1,0 +1,235 @@
+"""SGLang, through its server and its HTTP interface."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from leaderless.config import Json
+from leaderless.rollout.apart.messages import Ask, Gain, Settings
+from leaderless.rollout.child_server import ChildServer, EngineError, worker_free_environment
+from leaderless.rollout.weights import Bucket, LocalStaging, make_buckets
+
+START = (
+    "import ctypes, runpy, sys; "
+    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
+"""What SGLang's interpreter runs; the first call makes it end with this process (PR_SET_PDEATHSIG, SIGKILL)."""
+JOIN_S = 10.0
+"""Time for a stream to end behind responses that have been given up."""
+
+
+class SglangServer:
+    """See `Driver`. One SGLang server for this rank alone.
+
+    Nothing of this package runs inside SGLang, so there is no checksum at its end; every token comes with the policy
+    version of the weights that sampled it, and the probe shows that they are the trainer's.
+    """
+
+    def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
+        """Start nothing yet.
+
+        Args:
+            python: The interpreter that has SGLang.
+            settings: Of the engine.
+            device: Of this rank.
+            server: That runs it.
+        """
+        self._python, self._settings, self._device, self._server = python, settings, device, server
+        self._waiting: list[Ask] = []
+        self._streams: list[threading.Thread] = []
+        self._news: queue.SimpleQueue[Gain | EngineError] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """See `Driver`."""
+        self._server.prepare()
+        command = [self._python, "-I", "-c", START, *self._arguments()]
+        self._server.start(command, worker_free_environment(), "", "/health")
+        self.sleep()
+
+    def _arguments(self) -> list[str]:
+        settings = self._settings
+        arguments = {
+            "model-path": settings.model,
+            "host": "127.0.0.1",
+            "port": self._server.port,
+            "api-key": self._server.token,
+            "dtype": settings.dtype,
+            "context-length": settings.max_tokens,
+            "max-running-requests": settings.max_sequences,
+            "mem-fraction-static": settings.memory_fraction,
+            "load-format": "dummy",
+            "sampling-defaults": "openai",
+            "device": self._device.type,
+            "base-gpu-id": self._device.index or 0,
+        }
+        if settings.revision is not None:
+            arguments["revision"] = settings.revision
+        flags = ["skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup"]
+        flags += ["trust-remote-code"] * settings.trust_remote_code
+        flags += ["disable-cuda-graph"] * (not settings.enable_graphs)
+        given = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+        return given + [f"--{flag}" for flag in flags]
+
+    def wake(self) -> None:
+        """See `Driver`."""
+        self._server.call("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
+
+    def sleep(self) -> None:
+        """See `Driver`."""
+        self._waiting.clear()
+        self._server.call("/abort_request", {"rid": "", "abort_all": True})
+        for stream in self._streams:
+            stream.join(JOIN_S)
+        self._streams.clear()
+        self._news = queue.SimpleQueue()
+        self._server.call("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+        """See `Driver`. Buckets stay where they are: SGLang gets their CUDA IPC handles; on the CPU, their bytes."""
+        for bucket in make_buckets(weights, self._settings.torch_dtype, LocalStaging(self._device)):
+            self._update(bucket, policy_version)
+        self._server.call("/flush_cache", {})
+
+    def _update(self, bucket: Bucket, policy_version: int) -> None:
+        tensors = [(piece.name, piece.view(bucket.data)) for piece in bucket.pieces]
+        answer = self._server.call(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": [_serialize(tensors, self._device)],
+                "flush_cache": False,
+                "weight_version": str(policy_version),
+            },
+        )
+        if not isinstance(answer, Mapping) or answer.get("success") is not True:
+            raise EngineError(f"SGLang has not taken {len(tensors)} weights, as {tensors[0][0]}: {answer}")
+
+    def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
+        """See `Driver`."""
+        body: Json = {
+            "input_ids": list(tokens),
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = cast("Mapping[str, Mapping[str, Sequence[Sequence[float]]]]", self._server.call("/generate", body))
+        scored = answer["meta_info"]["input_token_logprobs"][1:]
+        if [entry[1] for entry in scored] != list(tokens[1:]):
+            raise EngineError(f"SGLang was asked about {len(tokens)} tokens and answered about others: {scored}")
+        return [entry[0] for entry in scored]
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        """See `Driver`. They are sent with the next step, all in one call."""
+        self._waiting += asks
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """See `Driver`."""
+        given_up = set(ids)
+        sent = given_up - {ask.id for ask in self._waiting}
+        self._waiting = [ask for ask in self._waiting if ask.id not in given_up]
+        for number in sorted(sent):
+            self._server.call("/abort_request", {"rid": str(number)})
+
+    def step(self) -> list[Gain]:
+        """See `Driver`."""
+        if self._waiting:
+            asks, self._waiting = self._waiting, []
+            stream = threading.Thread(target=self._read, args=(asks, self._news), daemon=True)
+            self._streams.append(stream)
+            stream.start()
+        gains: list[Gain] = []
+        while not gains or not self._news.empty():
+            try:
+                news = self._news.get(timeout=self._server.answer_timeout_s)
+            except queue.Empty:
+                raise self._server.failed_to_answer("/generate") from None
+            if isinstance(news, EngineError):
+                raise news
+            gains.append(news)
+        return gains
+
+    def _read(self, asks: Sequence[Ask], news: queue.SimpleQueue[Gain | EngineError]) -> None:
+        """Follow the responses of one call to their end; runs in a thread."""
+        known = dict.fromkeys((ask.id for ask in asks), 0)
+        try:
+            for line in self._server.stream("/generate", _generate_body(asks)):
+                if line.startswith(b"data:") and line != b"data: [DONE]":
+                    gain = _read_gain(json.loads(line.removeprefix(b"data:")), known)
+                    news.put(gain)
+                    if gain.finish_reason is not None:
+                        del known[gain.id]
+            if known:  # the end of a connection is no error by itself
+                news.put(self._server.broke_off("/generate"))
+        except EngineError as error:
+            news.put(error)
+        except (ValueError, KeyError, TypeError) as error:
+            news.put(EngineError(f"SGLang has answered /generate with what cannot be read: {error!r}"))
+
+    def close(self) -> None:
+        """See `Driver`."""
+        self._server.close()
+        self._waiting.clear()
+        self._streams.clear()
+        self._news = queue.SimpleQueue()
+
+
+def _generate_body(asks: Sequence[Ask]) -> Json:
+    return {
+        "rid": [str(ask.id) for ask in asks],
+        "input_ids": [list(ask.prompt) for ask in asks],
+        "sampling_params": [
+            {
+                "temperature": ask.temperature,
+                "top_p": ask.top_p,
+                "top_k": ask.top_k or -1,
+                "min_p": ask.min_p,
+                "max_new_tokens": ask.max_tokens,
+                "stop_token_ids": list(ask.end_tokens),
+                "ignore_eos": True,  # the end tokens are given
+                "sampling_seed": ask.seed,
+            }
+            for ask in asks
+        ],
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
+def _read_gain(answer: Mapping[str, Json], known: dict[int, int]) -> Gain:
+    """What is new in an event, which repeats all that came before; `known` counts it."""
+    if "error" in answer:
+        raise EngineError(f"SGLang has answered /generate with an error: {answer['error']}")
+    info = cast("Mapping[str, Json]", answer["meta_info"])
+    number = int(str(info["id"]))
+    entries = cast("Sequence[Sequence[float]]", info["output_token_logprobs"])[known[number] :]
+    known[number] += len(entries)
+    finish = cast("Mapping[str, str] | None", info["finish_reason"])
+    return Gain(
+        number,
+        [int(entry[1]) for entry in entries],
+        [entry[0] for entry in entries],
+        finish["type"] if finish else None,
+        int(str(info["weight_version"])),
+    )
+
+
+def _serialize(tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> str:
+    """Tensors as SGLang's interface wants them: pickled, as handles of shared device memory, or by value on the CPU."""
+    buffer = io.BytesIO()
+    if device.type == "cpu":
+        # A view would be pickled with all of its bucket.
+        pickle.Pickler(buffer).dump([(name, tensor.clone()) for name, tensor in tensors])
+    else:
+        ForkingPickler(buffer).dump(list(tensors))
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,165 @@
+"""vLLM, in this process or in one of its own environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from leaderless.config import Json
+from leaderless.rollout import apart
+from leaderless.rollout.apart.messages import Ask, Gain, Settings
+from leaderless.rollout.apart.vllm_worker import VllmWorker
+from leaderless.rollout.child_server import ChildServer, worker_free_environment
+from leaderless.rollout.weights import CudaStaging, FileStaging, LocalStaging, SharedStaging, make_buckets
+
+FOLDER = Path(apart.__file__).parent
+START = (
+    "import importlib.util, sys; "
+    "spec = importlib.util.spec_from_file_location('apart', sys.argv[1] + '/__init__.py'); "
+    "sys.modules['apart'] = importlib.util.module_from_spec(spec); "
+    "from apart.server import main; main()"
+)
+"""What the engine's interpreter runs. It gets one folder of this package, under a name of its own, and not the folder
+around it: that has all of this process's packages, other versions of the engine's own among them."""
+
+
+class InProcessVllm:
+    """See `Driver`. When vLLM fails, so does this process."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        """Start nothing yet.
+
+        Args:
+            settings: Of vLLM.
+            device: Of this rank.
+        """
+        self._settings, self._device = settings, device
+        self._worker: VllmWorker | None = None
+
+    @property
+    def _engine(self) -> VllmWorker:
+        assert self._worker is not None, "started before"
+        return self._worker
+
+    def start(self) -> None:
+        """See `Driver`."""
+        self._worker = VllmWorker(self._settings)
+
+    def wake(self) -> None:
+        """See `Driver`."""
+        self._engine.wake()
+
+    def sleep(self) -> None:
+        """See `Driver`."""
+        self._engine.sleep()
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+        """See `Driver`. Weights are copied once, from the trainer's memory into vLLM's, through a bucket."""
+        staging = LocalStaging(self._device)
+        for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
+            self._engine.load(bucket.pieces, bucket.data, bucket.checksum)
+        self._engine.finish_load(policy_version)
+
+    def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
+        """See `Driver`."""
+        return self._engine.prompt_log_probs(tokens)
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        """See `Driver`."""
+        self._engine.submit(asks)
+
+    def step(self) -> list[Gain]:
+        """See `Driver`."""
+        return self._engine.step()
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """See `Driver`."""
+        self._engine.abort(ids)
+
+    def close(self) -> None:
+        """See `Driver`."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+class VllmServer:
+    """See `Driver`. vLLM is in a process of another interpreter, which this rank alone talks to."""
+
+    def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
+        """Start nothing yet.
+
+        Args:
+            python: The interpreter that has vLLM.
+            settings: Of vLLM.
+            device: Of this rank.
+            server: That runs it.
+        """
+        self._python, self._settings, self._device, self._server = python, settings, device, server
+
+    def start(self) -> None:
+        """See `Driver`."""
+        self._server.prepare()
+        greeting = {"port": self._server.port, "token": self._server.token, "settings": asdict(self._settings)}
+        # Isolated (-I): neither this process's path nor a user's own packages are those of the engine's environment.
+        command = [self._python, "-I", "-c", START, str(FOLDER)]
+        self._server.start(command, _environment(self._device), json.dumps(greeting), "/health")
+
+    def wake(self) -> None:
+        """See `Driver`."""
+        self._server.call("/wake", {})
+
+    def sleep(self) -> None:
+        """See `Driver`."""
+        self._server.call("/sleep", {})
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+        """See `Driver`. Weights are packed where both processes see them: device memory, or host memory."""
+        is_cuda = self._device.type == "cuda"
+        staging: SharedStaging = CudaStaging(self._device) if is_cuda else FileStaging()
+        try:
+            for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
+                pieces: Json = [asdict(piece) for piece in bucket.pieces]
+                body = {"place": staging.place(), "pieces": pieces, "bytes": len(bucket.data)}
+                self._server.call("/load", body | {"checksum": bucket.checksum})
+                staging.taken()
+            self._server.call("/finish_load", {"policy_version": policy_version})
+        finally:
+            staging.close()
+
+    def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
+        """See `Driver`."""
+        return cast("list[float]", self._server.call("/prompt_log_probs", {"tokens": tokens}))
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        """See `Driver`."""
+        self._server.call("/submit", {"asks": [asdict(ask) for ask in asks]})
+
+    def step(self) -> list[Gain]:
+        """See `Driver`."""
+        gains = cast("Sequence[Mapping[str, Json]]", self._server.call("/step", {}))
+        return [Gain(**gain) for gain in gains]  # type: ignore[arg-type]
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """See `Driver`."""
+        self._server.call("/abort", {"ids": ids})
+
+    def close(self) -> None:
+        """See `Driver`."""
+        self._server.close()
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """This process's environment, without its place among workers, and with its device alone."""
+    environment = worker_free_environment()
+    if device.type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device.index] if visible else str(device.index)
+    return environment

@@ -1,0 +1,195 @@
+"""Engines for tests: a driver that needs no other package, and what stands in for a trainer."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tests.tiny import tiny_model
+from torch import Tensor
+
+from leaderless.config.models import ModelConfig
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.transport import Group
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.rollout.apart.messages import Ask, Gain, Settings
+from leaderless.rollout.child_server import ChildServer, EngineError
+from leaderless.rollout.engine import Completion, Request
+from leaderless.rollout.external import Driver, ExternalEngine, make_probe
+from leaderless.rollout.sampling import sample_tokens
+from leaderless.rollout.weights import LocalStaging, make_buckets
+from leaderless.training.fsdp import FsdpEngine
+
+ALONE = Group((0,), 0)
+BUCKET_BYTES = 20_000
+"""Several for the weights of a tiny model."""
+MAX_TOKENS = 64
+CACHE_BYTES = 1 << 26
+"""Of the KV cache of an engine for a tiny model."""
+
+
+@dataclass
+class CopyDriver:
+    """A driver whose engine is a second copy of the model, decoded without a cache. It fails where it is told to.
+
+    Attributes:
+        path: Of the model.
+        failing: Calls that fail, each as its name and its number from 1.
+        max_sequences: Decoded at the same time.
+        loses: A weight that does not arrive.
+        calls: How often each was called.
+        is_awake: Between `wake` and `sleep`.
+    """
+
+    path: str
+    failing: Collection[tuple[str, int]] = ()
+    max_sequences: int = 4
+    loses: str = ""
+    calls: Counter[str] = field(default_factory=Counter)
+    is_awake: bool = False
+    _open: dict[int, Ask] = field(default_factory=dict)
+    _grown: dict[int, list[int]] = field(default_factory=dict)
+    _version: int = -1
+
+    def _called(self, name: str, *, needs_memory: bool = True) -> None:
+        self.calls[name] += 1
+        assert self.is_awake or not needs_memory, f"{name} while it sleeps"
+        if (name, self.calls[name]) in self.failing:
+            raise EngineError(f"{name} was to fail")
+
+    def start(self) -> None:
+        """With weights that mean nothing."""
+        self._called("start", needs_memory=False)
+        self._model = load_causal_lm(ModelConfig(path=self.path), "policy").model
+        self._model.set_attn_implementation("eager")
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.fill_(0.01)
+
+    def wake(self) -> None:
+        self._called("wake", needs_memory=False)
+        self.is_awake = True
+
+    def sleep(self) -> None:
+        self._called("sleep")
+        self.is_awake = False
+        self._open.clear()
+        self._grown.clear()
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+        own = dict(self._model.named_parameters())
+        for bucket in make_buckets(weights, torch.float32, LocalStaging(torch.device("cpu")), BUCKET_BYTES):
+            self._called("load")
+            with torch.no_grad():
+                for piece in bucket.pieces:
+                    if piece.name != self.loses:
+                        own[piece.name].copy_(piece.view(bucket.data))
+        self._version = policy_version
+
+    @torch.no_grad()
+    def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """[texts, longest, vocabulary]; what stands behind the end of a text changes nothing before it."""
+        longest = max(map(len, texts))
+        logits: Tensor = self._model(torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])).logits
+        return logits
+
+    def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
+        self._called("prompt_log_probs")
+        scores = self._logits([tokens])[0].log_softmax(-1)[:-1]
+        return scores.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        self._called("submit")
+        self._open |= {ask.id: ask for ask in asks}
+        self._grown |= {ask.id: [] for ask in asks}
+
+    def step(self) -> list[Gain]:
+        self._called("step")
+        return self.grow(list(self._open.values())[: self.max_sequences])
+
+    def grow(self, asks: Sequence[Ask]) -> list[Gain]:
+        """One more token for each response."""
+        texts = [[*ask.prompt, *self._grown[ask.id]] for ask in asks]
+        rows = zip(asks, self._logits(texts), texts, strict=True) if asks else ()
+        return [self._draw(ask, logits[len(text) - 1][None]) for ask, logits, text in rows]
+
+    def _draw(self, ask: Ask, logits: Tensor) -> Gain:
+        grown = self._grown[ask.id]
+        generator = torch.Generator().manual_seed(ask.seed)
+        noise = torch.rand(len(grown) + 1, generator=generator, dtype=torch.float64)[-1:]
+        config = SamplingConfig(temperature=ask.temperature, top_p=ask.top_p, top_k=ask.top_k, min_p=ask.min_p)
+        token, log_prob = sample_tokens(logits, noise, config)
+        grown.append(int(token))
+        reason = "stop" if grown[-1] in ask.end_tokens else "length" if len(grown) == ask.max_tokens else None
+        if reason:
+            del self._open[ask.id]
+        return Gain(ask.id, [int(token)], [float(log_prob)], reason, self._version)
+
+    def abort(self, ids: Sequence[int]) -> None:
+        self._called("abort")
+        for number in ids:
+            self._open.pop(number, None)
+
+    def close(self) -> None:
+        self.is_awake = False
+        self._open.clear()
+
+
+def make_trainer(path: str, group: Group = ALONE) -> FsdpEngine:
+    """A frozen trainer, whose weights a test may change."""
+    config = ModelConfig(path=path)
+    return FsdpEngine(load_causal_lm(config, "policy"), config, group, torch.device("cpu"), 512)
+
+
+def make_external(driver: Driver, path: str | None = None, told: list[str] | None = None) -> ExternalEngine:
+    """An engine with a driver; what it tells is noted down."""
+    config = ModelConfig(path=path or tiny_model())
+    tokenizer = load_tokenizer(config, "policy")
+    probe, tell = make_probe(len(tokenizer), MAX_TOKENS), (told if told is not None else []).append
+    ends = end_tokens(config, tokenizer)
+    return ExternalEngine("the engine", driver, tokenizer, ends, probe, 1e-3, torch.device("cpu"), tell)
+
+
+def change_weights(trainer: FsdpEngine, seed: int = 0) -> None:
+    """As an optimiser step would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    trainer.policy_version += 1
+
+
+def expected_log_probs(trainer: FsdpEngine, request: Request, completion: Completion) -> list[float]:
+    """What transformers says of a response, with the trainer's weights."""
+    model = trainer.model.model
+    tokens = torch.tensor([[*request.prompt, *completion.tokens]])
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        scores = model(tokens).logits[0, len(request.prompt) - 1 : -1].log_softmax(-1)
+    model.set_attn_implementation(before)
+    return scores.gather(1, torch.tensor(completion.tokens)[:, None]).squeeze(1).tolist()
+
+
+def fake_sglang_python(folder: Path) -> str:
+    """An "interpreter" that runs the fake server, whatever it is told to run."""
+    path = folder / "python"
+    program = Path(__file__).parent / "fake_sglang.py"
+    path.write_text(f'#!/bin/sh\nexport FAKE_SGLANG_LOG={folder}/calls.jsonl\nexec {sys.executable} {program} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def settings_of(path: str, *, max_sequences: int = 4) -> Settings:
+    """Of an engine for a tiny model, on the CPU."""
+    return Settings(path, None, False, "float32", MAX_TOKENS, max_sequences, 0.3, CACHE_BYTES, enable_graphs=False)
+
+
+def server_of(name: str, folder: Path, *, answer_timeout_s: float = 120.0) -> ChildServer:
+    """A server of this process, with its log in a folder."""
+    return ChildServer(f"the {name} server", folder / f"{name}.log", 600.0, answer_timeout_s, lambda: None)

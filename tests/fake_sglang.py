@@ -1,0 +1,183 @@
+"""A program that answers as SGLang's documentation says its server does, with the engine of `tests.engines`.
+
+It takes no field and no argument that the documentation does not have, and writes down what it is asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from tests.engines import CopyDriver
+
+from leaderless.rollout.apart.messages import Ask
+
+LOG_VARIABLE = "FAKE_SGLANG_LOG"
+VALUES = {"model-path", "host", "port", "api-key", "dtype", "context-length", "max-running-requests", "load-format"}
+VALUES |= {"mem-fraction-static", "sampling-defaults", "device", "base-gpu-id", "revision"}
+FLAGS = {"skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup", "trust-remote-code"}
+FLAGS |= {"disable-cuda-graph"}
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop_token_ids", "ignore_eos", "sampling_seed"}
+FIELDS: Mapping[str, set[str]] = {
+    "/generate": {"rid", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "stream"},
+    "/abort_request": {"rid", "abort_all"},
+    "/update_weights_from_tensor": {"serialized_named_tensors", "load_format", "flush_cache", "weight_version"},
+    "/flush_cache": set(),
+    "/release_memory_occupation": {"tags"},
+    "/resume_memory_occupation": {"tags"},
+}
+
+
+class Server:
+    """The engine and what is under way."""
+
+    def __init__(self, arguments: Mapping[str, str]) -> None:
+        self.driver = CopyDriver(arguments["model-path"])
+        self.driver.start()
+        self.driver.wake()
+        self.weights = dict(self.driver._model.named_parameters())
+        self.token, self.version = arguments["api-key"], "default"
+        self.max_running = int(arguments["max-running-requests"])
+        self.lock, self.aborted, self.running = threading.Lock(), set[str](), set[str]()
+
+    def answer(self, path: str, body: dict[str, Any]) -> object:
+        """All calls but streams."""
+        match path:
+            case "/update_weights_from_tensor":
+                (payload,) = body["serialized_named_tensors"]
+                with torch.no_grad():
+                    for name, tensor in pickle.loads(base64.b64decode(payload)):
+                        self.weights[name].copy_(tensor)
+                self.version = body["weight_version"]
+                return {"success": True, "message": "Succeeded to update parameter online from tensors."}
+            case "/abort_request":
+                self.aborted |= self.running if body.get("abort_all") else {body["rid"]} & self.running
+                return None
+            case "/release_memory_occupation":
+                assert not self.running, "release_memory_occupation with requests under way"
+                self.driver.sleep()
+                return None
+            case "/resume_memory_occupation":
+                assert set(body["tags"]) <= {"weights", "kv_cache"}
+                self.driver.wake()
+                return None
+            case "/generate":
+                scores = self.driver.prompt_log_probs(body["input_ids"])
+                entries = [[None, body["input_ids"][0], None]]
+                entries += [[score, token, None] for score, token in zip(scores, body["input_ids"][1:], strict=True)]
+                return {"output_ids": [0], "meta_info": {"id": "x", "input_token_logprobs": entries}}
+        return "Cache flushed."
+
+    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Events of a batch, each with all that a response has so far."""
+        asks = {
+            rid: Ask(
+                index,
+                tokens,
+                params["max_new_tokens"],
+                params["temperature"],
+                params["top_p"],
+                max(params["top_k"], 0),
+                params["min_p"],
+                params["sampling_seed"],
+                params["stop_token_ids"],
+            )
+            for index, (rid, tokens, params) in enumerate(
+                zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
+            )
+        }
+        grown: dict[str, list[list[float | None]]] = {rid: [] for rid in asks}
+        self.running |= set(asks)
+        try:
+            while asks:
+                now = [rid for rid in list(asks)[: self.max_running] if rid not in self.aborted]
+                with self.lock:
+                    for rid in now:
+                        self.driver._grown[asks[rid].id] = [int(entry[1] or 0) for entry in grown[rid]]
+                        self.driver._open[asks[rid].id] = asks[rid]
+                    gains = dict(zip(now, self.driver.grow([asks[rid] for rid in now]), strict=True))
+                for rid in [*gains, *(rid for rid in list(asks) if rid in self.aborted)]:
+                    finish: dict[str, object] | None = {"type": "abort", "message": "Abort before prefill"}
+                    if rid in gains:
+                        (token,), (log_prob,), reason = (
+                            gains[rid].tokens,
+                            gains[rid].log_probs,
+                            gains[rid].finish_reason,
+                        )
+                        grown[rid].append([log_prob, token, None])
+                        ends = {"stop": {"type": "stop", "matched": token}, "length": {"type": "length", "length": 1}}
+                        finish = ends[reason] if reason else None
+                    if finish:
+                        del asks[rid]
+                        self.running.discard(rid)
+                    info = {"id": rid, "finish_reason": finish, "weight_version": self.version}
+                    yield {
+                        "output_ids": [int(entry[1] or 0) for entry in grown[rid]],
+                        "meta_info": info | {"output_token_logprobs": grown[rid]},
+                    }
+        finally:
+            self.running -= set(body["rid"])
+
+
+class Handler(BaseHTTPRequestHandler):
+    """HTTP/1.0, so that a stream ends with its connection."""
+
+    server_state: Server
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with Path(os.environ[LOG_VARIABLE]).open("a") as log:
+            log.write(json.dumps([self.path, sorted(body)]) + "\n")
+        unknown = set(body) - FIELDS.get(self.path, set())
+        params = body.get("sampling_params", [])
+        unknown |= {name for one in (params if isinstance(params, list) else [params]) for name in one} - SAMPLING
+        if self.path not in FIELDS or unknown:
+            self._send(400, {"error": f"{self.path} has no {sorted(unknown)}"})
+        elif self.headers["Authorization"] != f"Bearer {self.server_state.token}":
+            self._send(401, {"error": "Unauthorized"})
+        elif body.get("stream"):
+            self.send_response(200)
+            self.end_headers()
+            for event in self.server_state.stream(body):
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+        else:
+            self._send(200, self.server_state.answer(self.path, body))
+
+    def _send(self, status: int, content: object) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(content.encode() if isinstance(content, str) else json.dumps(content).encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def main() -> None:
+    given = sys.argv[sys.argv.index("--model-path") :]
+    arguments: dict[str, str] = {}
+    while given:
+        name = given.pop(0).removeprefix("--")
+        assert name in VALUES | FLAGS, f"unknown argument {name}"
+        arguments[name] = given.pop(0) if name in VALUES else ""
+    Handler.server_state = Server(arguments)
+    ThreadingHTTPServer((arguments["host"], int(arguments["port"])), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

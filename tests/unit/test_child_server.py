@@ -1,0 +1,123 @@
+"""Servers that belong to a rank: those that answer, die, hang and do not start."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from leaderless.rollout.child_server import ChildServer, EngineError, worker_free_environment
+
+PROGRAM = """
+import http.server, json, os, sys, time
+port, token = sys.stdin.readline().split()
+print("the server begins", flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.do_POST()
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/die":
+            print("dying of this", flush=True)
+            os._exit(3)
+        if self.path == "/hang":
+            time.sleep(60)
+        is_known = self.headers["Authorization"] == "Bearer " + token
+        self.send_response(500 if self.path == "/fail" else 200 if is_known else 401)
+        self.end_headers()
+        if self.path == "/lines":
+            for number in range(3):
+                self.wfile.write(b"line %d\\n\\n" % number)
+        else:
+            self.wfile.write(b"went wrong" if self.path == "/fail" else body)
+    def log_message(self, *args): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+"""
+
+
+def start(
+    tmp_path: Path, program: str, *, start_timeout_s: float = 60.0, beats: list[int] | None = None
+) -> ChildServer:
+    noted = beats if beats is not None else []
+    server = ChildServer("the server", tmp_path / "logs" / "server.log", start_timeout_s, 1.0, lambda: noted.append(1))
+    server.prepare()
+    command = [sys.executable, "-I", "-c", program]
+    server.start(command, worker_free_environment(), f"{server.port} {server.token}", "/health")
+    return server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ChildServer]:
+    made = start(tmp_path, PROGRAM)
+    yield made
+    made.close()
+
+
+def test_calls_are_answered_and_bear_the_token(server: ChildServer) -> None:
+    assert server.call("/echo", {"a": [1, 2.5, "x"]}) == {"a": [1, 2.5, "x"]}
+    assert list(server.stream("/lines", {})) == [b"line 0", b"line 1", b"line 2"]
+    server.token = "another"
+    with pytest.raises(EngineError, match="answered /echo with 401"):
+        server.call("/echo", {})
+
+
+def test_an_error_is_told_with_the_end_of_the_log(server: ChildServer) -> None:
+    with pytest.raises(
+        EngineError, match=r"(?s)answered /fail with 500: went wrong; .*server.log:\n  the server begins"
+    ):
+        server.call("/fail", {})
+
+
+def test_a_server_that_dies_is_told_with_its_exit_code_and_its_last_words(server: ChildServer) -> None:
+    with pytest.raises(EngineError, match=r"(?s)broke off at /die, as it has ended with code 3; .*  dying of this"):
+        server.call("/die", {})
+
+
+def test_a_server_that_hangs_is_given_up_in_time(server: ChildServer) -> None:
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match=r"did not answer /hang within rollout.external.answer_timeout_s=1 s"):
+        server.call("/hang", {})
+    assert time.monotonic() - begin < 30
+
+
+def test_closing_ends_what_the_server_has_started_too(tmp_path: Path) -> None:
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])"
+    server = start(tmp_path, f"{child}\n{PROGRAM}")
+    assert server._process is not None
+    processes = [psutil.Process(server._process.pid), *psutil.Process(server._process.pid).children()]
+    assert len(processes) == 2
+    server.close()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    server.close()
+
+
+def test_a_server_that_ends_while_it_starts_is_told_at_once(tmp_path: Path) -> None:
+    beats: list[int] = []
+    program = "import sys, time; print('no such model'); sys.stdout.flush(); time.sleep(1.2); sys.exit(7)"
+    with pytest.raises(EngineError, match=r"(?s)has ended with code 7 while it started; .*  no such model"):
+        start(tmp_path, program, beats=beats)
+    assert beats, "a rank that waits is no rank that hangs"
+
+
+def test_a_server_that_does_not_come_up_is_given_up_in_time(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"did not start within rollout.external.start_timeout_s=1 s"):
+        start(tmp_path, "import time; time.sleep(300)", start_timeout_s=1.0)
+
+
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    server = ChildServer("the server", tmp_path / "log", 1.0, 1.0, lambda: None)
+    with pytest.raises(EngineError, match=r"cannot be started: /no/python: No such file"):
+        server.start(["/no/python"], {}, "", "/health")
+
+
+def test_engines_are_not_told_which_worker_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_HOME", "/cuda")
+    environment = worker_free_environment()
+    assert environment["CUDA_HOME"] == "/cuda"
+    assert not [name for name in environment if "RANK" in name or name.startswith(("MASTER", "WORLD", "TORCHELASTIC"))]

@@ -1,0 +1,178 @@
+"""What engines outside of this package have in common, with a driver that fails where it is told to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.distributed.ranks import RankPool
+from tests.engines import CopyDriver, change_weights, expected_log_probs, make_external, make_trainer
+from tests.tiny import tiny_model
+
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.transport import Transport
+from leaderless.rollout.child_server import EngineError
+from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.external import derive_seed, make_probe
+
+REQUESTS = [Request([5, 6, 7], [1, 2]), Request([9, 8], [3])]
+PARAMS = SamplingParams(SamplingConfig(), 6)
+
+
+def test_weights_are_loaded_once_for_each_policy_version() -> None:
+    driver, trainer = CopyDriver(tiny_model()), make_trainer(tiny_model())
+    engine = make_external(driver)
+    for _ in range(2):
+        with engine.serving(trainer):
+            assert driver.is_awake
+        assert not driver.is_awake
+    once = driver.calls["load"]
+    assert once > 1, "in several buckets"
+    assert driver.calls["prompt_log_probs"] == 1
+    change_weights(trainer)
+    with engine.serving(trainer):
+        results = generate(engine, REQUESTS, PARAMS)
+    assert driver.calls["load"] == 2 * once
+    for request, group in zip(REQUESTS, results, strict=True):
+        for completion in group:
+            expected = expected_log_probs(trainer, request, completion)
+            assert completion.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_weights_that_do_not_arrive_are_noticed_by_the_probe() -> None:
+    driver = CopyDriver(tiny_model(), loses="model.layers.1.mlp.up_proj.weight")
+    engine, trainer = make_external(driver), make_trainer(tiny_model())
+    trainer.policy_version = 7
+    message = r"rank 0: the engine does not use the weights of policy version 7 .* by up to [\d.]+, .* explains 0.001"
+    with pytest.raises(RuntimeError, match=message), engine.serving(trainer):
+        pass
+
+
+def test_weights_that_are_no_numbers_do_not_pass_the_probe() -> None:
+    engine, trainer = make_external(CopyDriver(tiny_model())), make_trainer(tiny_model())
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="by up to inf"), engine.serving(trainer):
+        pass
+
+
+@pytest.mark.parametrize(
+    "failing", [("step", 3), ("submit", 2), ("wake", 1), ("load", 2), ("prompt_log_probs", 1), ("sleep", 1)]
+)
+def test_an_engine_that_fails_is_started_again_and_nothing_is_lost(failing: tuple[str, int]) -> None:
+    told: list[str] = []
+    trainer, driver = make_trainer(tiny_model()), CopyDriver(tiny_model(), [failing])
+    engine = make_external(driver, told=told)
+    with engine.serving(trainer):
+        results = generate(engine, REQUESTS, PARAMS)
+    assert driver.calls["start"] == 2
+    assert told == [f"{failing[0]} was to fail\nthe engine is started again"]
+    for request, group in zip(REQUESTS, results, strict=True):
+        for completion in group:
+            assert completion.finish_reason in {"stop", "length"}
+            expected = expected_log_probs(trainer, request, completion)
+            assert completion.log_probs == pytest.approx(expected, abs=1e-4)
+    with engine.serving(trainer):
+        assert [[c.tokens for c in group] for group in generate(engine, REQUESTS, PARAMS)] == [
+            [c.tokens for c in group] for group in generate(engine, REQUESTS, PARAMS)
+        ]
+
+
+def test_an_engine_that_fails_twice_while_it_serves_ends_the_run() -> None:
+    driver, told = CopyDriver(tiny_model(), [("step", 2), ("step", 3)]), list[str]()
+    engine = make_external(driver, told=told)
+    with pytest.raises(EngineError, match="step was to fail"), engine.serving(make_trainer(tiny_model())):
+        generate(engine, REQUESTS, PARAMS)
+    assert len(told) == 1
+
+
+def test_an_engine_that_fails_in_each_step_may_be_started_again_in_each() -> None:
+    driver, trainer = CopyDriver(tiny_model(), [("step", 2), ("step", 12)]), make_trainer(tiny_model())
+    engine = make_external(driver)
+    for _ in range(2):
+        with engine.serving(trainer):
+            generate(engine, REQUESTS, PARAMS)
+    assert driver.calls["start"] == 3
+
+
+def test_an_engine_that_does_not_start_is_not_tried_again() -> None:
+    driver = CopyDriver(tiny_model(), [("start", 1)])
+    with pytest.raises(EngineError), make_external(driver).serving(make_trainer(tiny_model())):
+        pass
+    assert driver.calls["start"] == 1
+
+
+def test_a_response_that_an_engine_gives_up_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = CopyDriver(tiny_model())
+    engine, draw, is_first = make_external(driver), driver._draw, True
+
+    def give_up(*args: object) -> object:
+        nonlocal is_first
+        gain = draw(*args)  # type: ignore[arg-type]
+        if is_first:
+            is_first = False
+            return type(gain)(gain.id, [], [], "abort", gain.policy_version)
+        return gain
+
+    monkeypatch.setattr(driver, "_draw", give_up)
+    with engine.serving(make_trainer(tiny_model())):
+        results = generate(engine, REQUESTS, PARAMS)
+    assert {c.finish_reason for group in results for c in group} <= {"stop", "length"}
+    assert driver.calls["start"] == 2
+
+
+def test_tokens_of_other_weights_are_refused() -> None:
+    driver = CopyDriver(tiny_model())
+    engine = make_external(driver)
+    with (  # noqa: PT012
+        pytest.raises(RuntimeError, match="version 5 where version 0 was loaded"),
+        engine.serving(make_trainer(tiny_model())),
+    ):
+        driver._version = 5
+        generate(engine, REQUESTS, PARAMS)
+
+
+def test_an_error_in_between_leaves_the_engine_asleep_and_with_nothing_under_way() -> None:
+    driver, trainer = CopyDriver(tiny_model()), make_trainer(tiny_model())
+    engine = make_external(driver)
+    with pytest.raises(KeyError), engine.serving(trainer):  # noqa: PT012
+        engine.submit(REQUESTS[0], PARAMS)
+        engine.step()
+        raise KeyError
+    assert not driver.is_awake
+    with engine.serving(trainer):
+        assert engine.step() == []
+
+
+def serve_with_failures(path: str, failing_rank: int) -> tuple[list[list[list[int]]], int, list[str]]:
+    """On each rank: an engine of its own; that of one rank fails while it generates."""
+    transport = Transport(torch.device("cpu"), 60.0)
+    rank, told = transport.rank, list[str]()
+    driver = CopyDriver(path, [("step", 2)] if rank == failing_rank else [])
+    engine, trainer = make_external(driver, path, told), make_trainer(path, transport.world)
+    mine = [Request(request.prompt, [10 * rank + i for i in request.sample_ids]) for request in REQUESTS]
+    with engine.serving(trainer):
+        results = generate(engine, mine, PARAMS)
+    return [[completion.tokens for completion in group] for group in results], driver.calls["start"], told
+
+
+def test_all_ranks_bring_weights_to_the_engine_that_has_failed(ranks: RankPool) -> None:
+    (first, starts, told), (second, starts_of_second, told_of_second) = ranks.run(
+        2, serve_with_failures, tiny_model(), 1
+    )
+    assert (starts, starts_of_second) == (1, 2)
+    assert (told, len(told_of_second)) == ([], 1)
+    assert all(1 <= len(tokens) <= 6 for group in [*first, *second] for tokens in group)
+
+
+def test_seeds_of_responses_depend_on_seed_sample_and_position() -> None:
+    seeds = {derive_seed(seed, sample, place) for seed in (0, 1) for sample in range(50) for place in range(10)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert derive_seed(3, 4, 5) == 1_016_042_191
+
+
+def test_the_probe_is_a_text_of_the_vocabulary_that_fits() -> None:
+    assert make_probe(82, 64) == make_probe(82, 64)
+    assert len(make_probe(82, 64)) == 32
+    assert len(make_probe(82, 9)) == 8
+    assert set(make_probe(5, 64)) == set(range(5))

@@ -1,0 +1,158 @@
+"""From a recipe to its engine: which one, with which settings, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from unittest.mock import Mock
+
+import psutil
+import pytest
+import torch
+from tests.tiny import tiny_model, tiny_recipe
+
+from leaderless.config import Recipe, RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.config.rollout import EngineName, ExternalConfig
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.rollout import choose, make
+from leaderless.rollout.choose import choose_engine
+from leaderless.rollout.external import ExternalEngine
+from leaderless.rollout.make import Surroundings, make_engine
+from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.sglang import SglangServer
+from leaderless.rollout.vllm import InProcessVllm, VllmServer
+from leaderless.workflow import resolve_workflow
+
+PYTHON = {"rollout.external.python": sys.executable}
+
+
+def recipe_of(tmp_path: Path, changes: Mapping[str, object]) -> Recipe:
+    return tiny_recipe(tmp_path, tiny_model(), changes).recipe
+
+
+def plan_of(tmp_path: Path, changes: Mapping[str, object], world_size: int = 1, engine: EngineName = "native") -> Plan:
+    recipe = recipe_of(tmp_path, changes)
+    return make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(world_size, engine))
+
+
+def engine_of(tmp_path: Path, name: EngineName, changes: Mapping[str, object], world_size: int = 1) -> ExternalEngine:
+    recipe = recipe_of(tmp_path, changes)
+    around = Surroundings(0, world_size, torch.device("cpu"), tmp_path, print, lambda: None)
+    model = load_causal_lm(ModelConfig(path=tiny_model()), "policy")
+    tokenizer = load_tokenizer(ModelConfig(path=tiny_model()), "policy")
+    engine = make_engine(name, recipe, "policy", model, tokenizer, around)
+    assert isinstance(engine, ExternalEngine)
+    return engine
+
+
+def test_the_plan_says_what_generates(tmp_path: Path) -> None:
+    assert plan_of(tmp_path, {}).engine == "native"
+    assert plan_of(tmp_path, PYTHON, engine="vllm").engine == "vllm"
+    assert plan_of(tmp_path, {"rollout.engine": "native"}, engine="vllm").engine == "native"
+    plan = plan_of(tmp_path, {"rollout.engine": "sglang", **PYTHON})
+    assert plan.to_json()["engine"] == "sglang"
+    assert plan_of(tmp_path, PYTHON).hash() != plan_of(tmp_path, PYTHON, engine="vllm").hash()
+
+
+def test_the_plan_counts_the_weights_of_an_engine_of_its_own(tmp_path: Path) -> None:
+    memories = [plan_of(tmp_path, PYTHON, engine=engine).memory for engine in ("native", "vllm")]
+    native, vllm = [memory.phases["policy generates"] for memory in memories if memory is not None]
+    assert native["unsharded weights"] == 0
+    num_weights = sum(p.numel() for p in load_causal_lm(ModelConfig(path=tiny_model()), "policy").parameters())
+    assert vllm["engine's weights"] == 4 * num_weights
+    assert vllm["kv cache"] == native["kv cache"]
+
+
+def test_auto_is_vllm_where_it_is_and_a_cuda_device_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_cuda in (False, True):
+        monkeypatch.setattr(choose, "_has_cuda", Mock(return_value=has_cuda))
+        for has_module in (False, True):
+            monkeypatch.setattr(choose, "find_spec", Mock(return_value=object() if has_module else None))
+            expected = "vllm" if has_cuda and has_module else "native"
+            assert choose_engine(recipe_of(tmp_path, {})) == expected
+            assert choose_engine(recipe_of(tmp_path, PYTHON)) == ("vllm" if has_cuda else "native")
+
+
+def test_vllm_in_the_ranks_needs_all_of_them(tmp_path: Path) -> None:
+    apart = {"rollout.engine": "vllm", "layout": {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}}
+    with pytest.raises(RecipeError, match=r"rollout.external.python: must be given where not all ranks generate"):
+        plan_of(tmp_path, apart, 2)
+    assert plan_of(tmp_path, apart | PYTHON, 2).engine == "vllm"
+    assert plan_of(tmp_path, {"rollout.engine": "vllm"}, 2).engine == "vllm"
+
+
+def test_each_engine_gets_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make, "find_spec", Mock())
+    assert isinstance(engine_of(tmp_path, "vllm", PYTHON)._driver, VllmServer)
+    assert isinstance(engine_of(tmp_path, "sglang", PYTHON)._driver, SglangServer)
+    in_process = engine_of(tmp_path, "vllm", {}, world_size=2)._driver
+    assert isinstance(in_process, InProcessVllm)
+    assert in_process._settings.is_one_of_many
+
+
+def test_an_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make, "find_spec", Mock(return_value=None))
+    with pytest.raises(RecipeError, match=r"rollout.engine: vllm: vLLM cannot be imported here: install it, or name"):
+        engine_of(tmp_path, "vllm", {"rollout.engine": "vllm"})
+    with pytest.raises(RecipeError, match=r"rollout.external.python: '/no/python' is no program on this machine"):
+        engine_of(tmp_path, "vllm", {"rollout.external.python": "/no/python"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("memory_fraction", 0.7), ("graphs", False), ("start_timeout_s", 5.0), ("answer_timeout_s", 6.0)],
+)
+def test_every_setting_of_external_engines_changes_something(tmp_path: Path, setting: str, value: object) -> None:
+    described = []
+    for changes in ({}, {f"rollout.external.{setting}": value}):
+        recipe = recipe_of(tmp_path, {**PYTHON, **changes})
+        around = Surroundings(0, 1, torch.device("cuda", 0), tmp_path, print, lambda: None)
+        settings = make._settings(recipe, ModelConfig(path=tiny_model()), 64, around)
+        driver = make._driver("vllm", recipe, settings, "policy", around)
+        assert isinstance(driver, VllmServer)
+        server = driver._server
+        described.append((settings, server._start_timeout_s, server.answer_timeout_s))
+    assert described[0] != described[1]
+
+
+def test_all_settings_of_external_engines_are_tried_above() -> None:
+    tried = {"memory_fraction", "graphs", "start_timeout_s", "answer_timeout_s"}
+    assert set(ExternalConfig.model_fields) == {"python", *tried}
+
+
+def test_sglang_is_told_what_the_recipe_says(tmp_path: Path) -> None:
+    changes = {**PYTHON, "rollout.external.memory_fraction": 0.6, "rollout.max_sequences": 9}
+    driver = engine_of(tmp_path, "sglang", changes)._driver
+    assert isinstance(driver, SglangServer)
+    text = " ".join(driver._arguments())
+    assert f"--model-path {tiny_model()} --host 127.0.0.1" in text
+    for part in ("--mem-fraction-static 0.6", "--max-running-requests 9", "--context-length 14", "--dtype float32"):
+        assert part in text
+
+
+def test_the_cache_in_host_memory_is_what_the_longest_sequences_need(tmp_path: Path) -> None:
+    around = Surroundings(0, 1, torch.device("cpu"), tmp_path, print, lambda: None)
+    config = ModelConfig(path=tiny_model())
+    settings = make._settings(recipe_of(tmp_path, PYTHON), config, 130, around)
+    values_per_token = 2 * 2 * 2 * 8  # keys and values, layers, heads, width
+    assert settings.kv_cache_bytes == (16 * 2 + 1) * 128 * values_per_token * 4
+    little = recipe_of(tmp_path, {**PYTHON, "rollout.external.memory_fraction": 1e-6})
+    bytes_of_host = psutil.virtual_memory().total
+    assert make._settings(little, config, 130, around).kv_cache_bytes == int(1e-6 * bytes_of_host)
+
+
+def test_the_native_engine_is_made_where_nothing_else_is_asked_for(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {})
+    around = Surroundings(0, 1, torch.device("cpu"), tmp_path, print, lambda: None)
+    model = load_causal_lm(ModelConfig(path=tiny_model()), "policy")
+    tokenizer = load_tokenizer(ModelConfig(path=tiny_model()), "policy")
+    assert isinstance(make_engine("native", recipe, "policy", model, tokenizer, around), NativeEngine)
+
+
+def test_sglang_needs_an_interpreter_that_has_it(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"engine: sglang needs external\.python"):
+        recipe_of(tmp_path, {"rollout.engine": "sglang"})

@@ -1,0 +1,81 @@
+"""Buckets of weights, their checksums, and the memory that they travel in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from leaderless.rollout.apart import messages
+from leaderless.rollout.apart.messages import checksum
+from leaderless.rollout.apart.shared_memory import SharedMemory
+from leaderless.rollout.weights import FileStaging, LocalStaging, make_buckets
+
+SHAPES = {"embedding": (50, 8), "bias": (3,), "scalar": (), "kernel": (7, 5)}
+
+
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_bytes", [64, 400, 1 << 20])
+def test_every_weight_arrives_whole_whatever_the_size_of_buckets(dtype: torch.dtype, max_bytes: int) -> None:
+    arrived: dict[str, Tensor] = {}
+    sizes: list[int] = []
+    for bucket in make_buckets(weights().items(), dtype, LocalStaging(torch.device("cpu")), max_bytes):
+        sizes.append(len(bucket.data))
+        assert len(bucket.pieces) == 1 or len(bucket.data) <= max_bytes
+        assert checksum(bucket.data) == bucket.checksum
+        arrived |= {piece.name: piece.view(bucket.data).clone() for piece in bucket.pieces}
+    assert (len(sizes) == 1) == (max_bytes == 1 << 20)
+    assert list(arrived) == list(SHAPES)
+    for name, weight in weights().items():
+        torch.testing.assert_close(arrived[name], weight.to(dtype), rtol=0, atol=0)
+
+
+def test_checksums_of_equal_weights_are_equal_whatever_was_in_the_memory_before() -> None:
+    staging = LocalStaging(torch.device("cpu"))
+    first = [bucket.checksum for bucket in make_buckets(weights().items(), torch.float32, staging, 400)]
+    staging.room(400).fill_(255)
+    assert [bucket.checksum for bucket in make_buckets(weights().items(), torch.float32, staging, 400)] == first
+    assert [bucket.checksum for bucket in make_buckets(weights(1).items(), torch.float32, staging, 400)] != first
+
+
+@given(st.lists(st.integers(0, 255), min_size=8, max_size=64), st.data())
+def test_a_checksum_sees_any_byte_that_changes(content: list[int], data: st.DataObject) -> None:
+    whole = torch.tensor(content[: len(content) // 8 * 8], dtype=torch.uint8)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    other = whole.clone()
+    other[place] = data.draw(st.integers(0, 255).filter(lambda value: value != int(whole[place])))
+    assert checksum(whole) != checksum(other)
+
+
+def test_a_checksum_does_not_depend_on_how_much_is_added_up_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.arange(8 * 100, dtype=torch.int64).to(torch.uint8)
+    expected = sum(word * (2 * i + 1) for i, word in enumerate(data.view(torch.int64).tolist())) % 2**64
+    for words in (7, 100, 1 << 22):
+        monkeypatch.setattr(messages, "CHECKSUM_WORDS", words)
+        assert checksum(data) % 2**64 == expected
+
+
+def test_memory_that_is_shared_is_found_by_its_place_and_leaves_nothing_behind() -> None:
+    staging, memory = FileStaging(), SharedMemory()
+    for seed, max_bytes in ((0, 400), (1, 4000)):
+        for bucket in make_buckets(weights(seed).items(), torch.float32, staging, max_bytes):
+            place = staging.place()
+            assert isinstance(place, Mapping)
+            data = memory.open(place)[: len(bucket.data)]
+            staging.taken()
+            assert not Path(str(place["file"])).exists(), "its name is gone as soon as the other side has opened it"
+            assert checksum(data) == bucket.checksum
+    memory.close()
+    staging.close()
+    assert len(staging.room(8)) == 8
+    staging.close()
