@@ -29,7 +29,7 @@ from torch import Tensor
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.attention import Attention
-from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
