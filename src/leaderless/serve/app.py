@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import hmac
 import json
 import secrets
@@ -207,12 +208,12 @@ class Api:
                 f"response may have together: ask for at most {room - longest}"
             )
             raise ApiError(400, message, name, "context_length_exceeded")
-        seed = secrets.randbits(63) if question.seed is None else question.seed
-        return SamplingParams(question.distribution, max_tokens, question.stop_texts, seed)
+        return SamplingParams(question.distribution, max_tokens, question.stop_texts)
 
     async def _answer(self, request: HttpRequest, composer: AnyComposer, params: SamplingParams) -> Response:
-        n = composer.question.n
-        requests = [Request(prompt, range(place * n, (place + 1) * n)) for place, prompt in enumerate(composer.prompts)]
+        n, seed = composer.question.n, composer.question.seed
+        ids = sample_ids(secrets.randbits(63) if seed is None else seed, len(composer.prompts) * n)
+        requests = [Request(prompt, ids[i * n : (i + 1) * n]) for i, prompt in enumerate(composer.prompts)]
         ticket = self._host.ask(requests, params)
         if composer.question.stream:
             return _EventStream(self._host, ticket, composer)
@@ -273,6 +274,20 @@ class _EventStream(StreamingResponse):
 
 def _event(data: str) -> str:
     return f"data: {data}\n\n"
+
+
+def sample_ids(seed: int, count: int) -> range:
+    """What the noise of a request's responses is keyed by.
+
+    The seed goes into the ids of the samples, and the engine's own is the same for all requests: the native engine
+    draws tokens together where only the ids differ.
+
+    Args:
+        seed: Of the request.
+        count: Responses, in the order of their choices.
+    """
+    first = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:7])
+    return range(first, first + count)
 
 
 async def _body(request: HttpRequest) -> bytes:
