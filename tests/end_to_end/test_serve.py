@@ -25,6 +25,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.models.tiny import write_tiny_model
 from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
+from leaderless.serve.app import sample_ids
 from leaderless.serve.load import Served, find_model, open_model
 from leaderless.serve.server import ModelServer, take_port
 
@@ -84,8 +85,8 @@ class Site:
         native = self.engine.engine
         assert isinstance(native, NativeEngine)
         engine = NativeEngine(native.model, native.tokenizer, native.end_tokens, 8, native.device)
-        params = SamplingParams(SamplingConfig(**sampling), max_tokens, (), seed)  # type: ignore[arg-type]
-        return generate(engine, [Request(prompt, range(n))], params)[0]
+        params = SamplingParams(SamplingConfig(**sampling), max_tokens)  # type: ignore[arg-type]
+        return generate(engine, [Request(prompt, sample_ids(seed, n))], params)[0]
 
     def text(self, completion: Completion) -> str:
         return self.served.tokenizer.decode(completion.tokens, skip_special_tokens=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hmac
+import hashlib
 import json
 import secrets
 import time
@@ -12,18 +12,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from jinja2 import TemplateError
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from leaderless.config import Json
 from leaderless.config.batch import MAX_RESPONSES
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.serve.errors import ApiError
+from leaderless.serve.guard import Guard, to_response
 from leaderless.serve.host import EngineHost, Ticket
 from leaderless.serve.load import Served
 from leaderless.serve.questions import ChatQuestion, CompletionQuestion, read_question
@@ -31,9 +31,6 @@ from leaderless.serve.replies import AnyQuestion, ChatComposer, CompletionCompos
 
 MAX_BODY_BYTES = 1 << 26
 """Of a request; no prompt that a model can take is as long."""
-LOCAL_NAMES = {"localhost", "127.0.0.1", "[::1]"}
-"""How a browser or a client of this machine names a server without a token."""
-
 AnyComposer = CompletionComposer | ChatComposer
 
 
@@ -58,44 +55,6 @@ def make_app(served: Served, host: EngineHost, token: str | None) -> Starlette:
         middleware=[Middleware(Guard, token=token)],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail},
     )
-
-
-class Guard:
-    """Lets in who has the token; without a token, who means this machine.
-
-    A page in a browser may send requests to a server of the same machine. What it can send without asking first is no
-    JSON, and where it has a name of its own point to this machine, the name stands in the request.
-    """
-
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        """Stand before an application.
-
-        Args:
-            app: That answers.
-            token: See `make_app`.
-        """
-        self._app, self._token = app, None if token is None else token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        error = self._objection(scope) if scope["type"] == "http" else None
-        app = self._app if error is None else _to_response(error)
-        await app(scope, receive, send)
-
-    def _objection(self, scope: Scope) -> ApiError | None:
-        headers = Headers(scope=scope)
-        if self._token is None:
-            name = headers.get("host", "")
-            if name.rpartition(":")[0] not in LOCAL_NAMES and name not in LOCAL_NAMES:
-                return ApiError(403, f"host '{name}' is not this machine, and the server was started without a token")
-        elif scope["path"] != "/health":
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode("latin-1"), self._token):
-                return ApiError(401, "the token is missing or wrong: send it as the API key", code="invalid_api_key")
-        kind = headers.get("content-type", "").partition(";")[0].strip()
-        if scope["method"] == "POST" and kind != "application/json":
-            return ApiError(415, f"content-type='{kind}' must be application/json")
-        return None
 
 
 class Api:
@@ -207,12 +166,12 @@ class Api:
                 f"response may have together: ask for at most {room - longest}"
             )
             raise ApiError(400, message, name, "context_length_exceeded")
-        seed = secrets.randbits(63) if question.seed is None else question.seed
-        return SamplingParams(question.distribution, max_tokens, question.stop_texts, seed)
+        return SamplingParams(question.distribution, max_tokens, question.stop_texts)
 
     async def _answer(self, request: HttpRequest, composer: AnyComposer, params: SamplingParams) -> Response:
-        n = composer.question.n
-        requests = [Request(prompt, range(place * n, (place + 1) * n)) for place, prompt in enumerate(composer.prompts)]
+        n, seed = composer.question.n, composer.question.seed
+        ids = sample_ids(secrets.randbits(63) if seed is None else seed, len(composer.prompts) * n)
+        requests = [Request(prompt, ids[i * n : (i + 1) * n]) for i, prompt in enumerate(composer.prompts)]
         ticket = self._host.ask(requests, params)
         if composer.question.stream:
             return _EventStream(self._host, ticket, composer)
@@ -275,6 +234,20 @@ def _event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
+def sample_ids(seed: int, count: int) -> range:
+    """What the noise of a request's responses is keyed by.
+
+    The seed goes into the ids of the samples, and the engine's own is the same for all requests: the native engine
+    draws tokens together where only the ids differ.
+
+    Args:
+        seed: Of the request.
+        count: Responses, in the order of their choices.
+    """
+    first = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:7])
+    return range(first, first + count)
+
+
 async def _body(request: HttpRequest) -> bytes:
     """All of a request, if it is not too long."""
     body = bytearray()
@@ -285,20 +258,15 @@ async def _body(request: HttpRequest) -> bytes:
     return bytes(body)
 
 
-def _to_response(error: ApiError) -> Response:
-    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
-    return JSONResponse(error.to_json(), error.status, headers)
-
-
 async def _refuse(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001
     assert isinstance(error, ApiError)
-    return _to_response(error)
+    return to_response(error)
 
 
 async def _refuse_http(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _to_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    return to_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
 async def _fail(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001
-    return _to_response(ApiError(500, f"{type(error).__name__} in the server; its log says where"))
+    return to_response(ApiError(500, f"{type(error).__name__} in the server; its log says where"))
