@@ -139,8 +139,8 @@ def normalize(norm: nn.Module, values: Tensor) -> Tensor:
 
 
 def _turn(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions: each half of a head is turned with the other."""
-    return torch.addcmul(values * cosine, values.roll(values.shape[-1] // 2, -1), sine)
+    """Rotary positions: each half of a head is turned with the other. Rounded as `transformers` does, step by step."""
+    return values * cosine + values.roll(values.shape[-1] // 2, -1) * sine
 
 
 def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
