@@ -107,13 +107,18 @@ def _check_engine(recipe: Recipe, engine: EngineName, instances: Sequence[RoleIn
     generating = [instance for instance in instances if instance.generates]
     if len(generating) > 1:
         roles = " and ".join(f"'{instance.role}'" for instance in generating)
-        raise RecipeError.at(key, f"must be given where several roles generate ({roles}): a process holds one vLLM")
+        raise RecipeError.at(
+            key,
+            f"must be given where several roles generate ({roles}): a process holds one vLLM; "
+            "or set rollout.engine=native",
+        )
     for instance in generating:
         if len(instance.layout.ranks) < cluster.world_size:
             raise RecipeError.at(
                 key,
                 f"must be given where not all ranks generate: '{instance.role}' does so on {instance.layout} of "
-                f"{cluster.world_size}, and vLLM inside of the ranks' processes needs all of them",
+                f"{cluster.world_size}, and vLLM inside of the ranks' processes needs all of them; "
+                "or set rollout.engine=native",
             )
 
 

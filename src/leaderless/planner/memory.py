@@ -137,15 +137,17 @@ def _estimate_rank(
         width = 2 if model.compute_dtype == "bfloat16" else FLOAT32_BYTES
         # What computes are copies of the weights where these are sharded or of another type.
         copied = size.num_parameters * width if shards > 1 or width != FLOAT32_BYTES else 0
-        weights, weights_of_engine = size.num_parameters * FLOAT32_BYTES, size.num_parameters * width
+        weights = size.num_parameters * FLOAT32_BYTES
         resident[f"{role} weights"] = resident.get(f"{role} weights", 0) + -(-weights // shards)
         if instance.is_trained:
             resident[f"{role} gradients"] = -(-weights // shards)
             resident[f"{role} optimizer"] = 2 * -(-weights // shards)
         if instance.generates:
-            own = {"unsharded weights": copied} if engine == "native" else {"engine's weights": weights_of_engine}
+            name, needed = "unsharded weights", copied
+            if engine != "native":
+                name, needed = "engine's weights", size.num_parameters * width
             phases[f"{role} generates"] = {
-                **own,
+                name: needed,
                 "kv cache": _num_sequences(recipe, shards) * longest_tokens * size.kv_values_per_token * width,
             }
         if instance.is_trained or instance.scores:
