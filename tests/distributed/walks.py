@@ -156,6 +156,7 @@ def plan_of(case: Case) -> Plan:
         batch=BatchSizes(1, 1, 1, 1, 1, 1, 1, adapts_to_memory=False),
         memory=None,
         recipe_hash="",
+        engine="native",
     )
 
 
