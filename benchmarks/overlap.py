@@ -2,8 +2,8 @@
 
     python benchmarks/overlap.py
 
-Two workers of one core each train a model of five million parameters with GRPO on 64 prompts with 4 responses each, of
-128 and up to 64 tokens. One samples and rewards; the other computes the log-probabilities of two models and updates.
+Two workers of one core each train a model of a million parameters with GRPO on 64 prompts with 4 responses each, of 32
+and up to 96 tokens. One samples and rewards; the other computes the log-probabilities of two models and updates.
 The settings take turns, and the first steps of each run are left out.
 """
 
@@ -23,7 +23,7 @@ RESULTS = ROOT / "docs/scaling/overlap.json"
 POOLS = {"rollout": 0, "reward": 0, "reference": 1, "old": 1, "advantage": 1, "policy": 1}
 SETTINGS = [
     "batch={prompts_per_step: 64, responses_per_prompt: 4, updates_per_step: 2, micro_batch_tokens: 4096}",
-    "rollout={max_response_tokens: 64, max_sequences: 256}",
+    "rollout={max_response_tokens: 96, max_sequences: 32}",
     "algorithm.kl.coefficient=0.01",
     f"layout={json.dumps({node: {'ranks': rank} for node, rank in POOLS.items()})}",
 ]
@@ -41,7 +41,7 @@ def main() -> None:
     waiting: dict[int, list[float]] = {windows: [] for windows in options.windows}
     with tempfile.TemporaryDirectory(prefix="overlap-") as name:
         folder = Path(name)
-        prepare(folder, hidden_size=256, num_layers=6, prompt_tokens=128)
+        prepare(folder, hidden_size=128, num_layers=4, prompt_tokens=32)
         for repeat in range(options.repeats):
             for windows in options.windows:
                 settings = [f"batch.windows_per_step={windows}", f"steps={WARM_UP + options.steps}"]
