@@ -153,6 +153,7 @@ def plan_of(case: Case) -> Plan:
         edges=(),
         schedule=make_schedule(recipe, nodes, ()),
         instances=(),
+        engine="native",
         batch=BatchSizes(1, 1, 1, 1, 1, 1, 1, adapts_to_memory=False),
         memory=None,
         recipe_hash="",

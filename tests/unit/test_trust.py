@@ -45,6 +45,9 @@ ALLOWED = {
     # code. What a policy wrote reaches them as text, and leaves the sandbox as JSON.
     ("rewards/dispatch.py", "pebble"),
     ("rewards/spawn.py", "multiprocessing"),
+    # SGLang's interface takes weights pickled. A rank writes them for its own server, and reads nothing of the kind.
+    ("rollout/sglang.py", "pickle"),
+    ("rollout/sglang.py", "multiprocessing"),
 }
 """Where something dangerous is used all the same."""
 

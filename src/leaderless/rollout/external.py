@@ -21,8 +21,9 @@ from leaderless.training.engine import TrainEngine
 
 PROBE_TOKENS = 32
 """Length of the text whose log-probabilities show that an engine has the trainer's weights."""
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest difference of a log-probability that rounding may make, by the type that the engine computes in."""
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
+"""Largest difference of a log-probability that rounding may make, by the type that the engine computes in. The text
+is an unlikely one, whose logits are large; where weights are missing, differences are larger by far."""
 
 
 class Driver(Protocol):
