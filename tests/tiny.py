@@ -85,17 +85,22 @@ def tiny_recipe(folder: Path, model: str, changes: Mapping[str, object] | None =
     return load_recipe(write_recipe(folder, model, changes))
 
 
-def random_samples(lengths: list[tuple[int, int]], vocabulary: int = 60, seed: int = 0) -> Batch:
-    """Samples with prompts and responses of given lengths; tokens depend on the sample alone."""
+def random_samples(
+    lengths: list[tuple[int, int]], vocabulary: int = 60, seed: int = 0, siblings: int = 1, *, is_shared: bool = True
+) -> Batch:
+    """Samples with prompts and responses of given lengths; tokens depend on the sample alone.
+
+    With siblings, so many samples have the prompt of the first of them: in a table, or each for itself.
+    """
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(1, vocabulary, (before,), generator=generator).tolist() for before, _ in lengths]
     responses = [torch.randint(1, vocabulary, (after,), generator=generator).tolist() for _, after in lengths]
     tokens = Jagged.from_lists(responses, torch.int64, "tokens")
-    return Batch(
-        torch.arange(len(lengths)),
-        {
-            "prompt_tokens": Jagged.from_lists(prompts, torch.int64, "prompt_tokens"),
-            "tokens": tokens,
-            "response_mask": Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens"),
-        },
-    )
+    mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")
+    columns = {"tokens": tokens, "response_mask": mask}
+    table = {"prompt_tokens": Jagged.from_lists(prompts[::siblings], torch.int64, "prompt_tokens")}
+    index = torch.arange(len(lengths)) // siblings
+    batch = Batch(torch.arange(len(lengths)), columns, Batch(torch.arange(len(prompts[::siblings])), table), index)
+    if siblings > 1 and is_shared:
+        return batch
+    return Batch(batch.ids, columns | {"prompt_tokens": batch.jagged("prompt_tokens")})

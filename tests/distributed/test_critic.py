@@ -63,7 +63,7 @@ def train_critic(model: str, micro_batch_tokens: int, settings: dict[str, object
     numbers: Numbers = {}
     shares = SHARES[transport.world.size]
     first = sum(shares[: transport.rank])
-    batch = random_samples(LENGTHS).select(torch.arange(first, first + shares[transport.rank]))
+    batch = random_samples(LENGTHS, siblings=3).select(torch.arange(first, first + shares[transport.rank]))
     for row, values in zip(batch.ids.tolist(), engine.values(batch).rows(), strict=True):
         numbers[f"values.{row}"] = values
     old, returns = columns(batch)
@@ -91,7 +91,7 @@ def test_values_and_gradients_are_those_of_one_sample_after_the_other(ranks: Ran
     (result,) = ranks.run(1, train_critic, path, 64, {}, 1)
     model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
     model.eval()
-    samples = random_samples(LENGTHS)
+    samples = random_samples(LENGTHS, siblings=3)
     old, returns = (column.double().split([after for _, after in LENGTHS]) for column in columns(samples))
     num_tokens = sum(after for row, (_, after) in enumerate(LENGTHS) if row != INVALID)
     rows = zip(samples.jagged("prompt_tokens").rows(), samples.jagged("tokens").rows(), strict=True)

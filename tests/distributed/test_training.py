@@ -39,7 +39,7 @@ def train_one_update(model: str, micro_batch_tokens: int, settings: dict[str, ob
         num_updates=num_updates,
     )
     numbers: Numbers = {}
-    samples = random_samples(LENGTHS)
+    samples = random_samples(LENGTHS, siblings=3)
     shares = SHARES[transport.world.size]
     first = sum(shares[: transport.rank])
     rows = torch.arange(first, first + shares[transport.rank])
@@ -119,9 +119,10 @@ def test_bfloat16_computes_alike_on_any_number_of_ranks_and_keeps_float32_weight
     results = ranks.run(2, train_one_update, tiny_model(), 64, {"compute_dtype": "bfloat16"}, 1)
     assert all(value.dtype == torch.float32 for value in single.values())
     assert largest_difference([single], expected) > 1e-5, "the compute type is really another"
-    for name in ("log_probs.2", "gradients.model.embed_tokens.weight"):
+    # The gradients of siblings cancel to a large part, so that what is left of them is less exact.
+    for name, limit in (("log_probs.2", 0.02), ("gradients.model.embed_tokens.weight", 0.15)):
         merged = {key: value for result in results for key, value in result.items()}
-        assert (single[name] - expected[name]).norm() / expected[name].norm() < 0.05
+        assert (single[name] - expected[name]).norm() / expected[name].norm() < limit
         assert (merged[name] - single[name]).norm() / single[name].norm() < 0.02
 
 
@@ -129,7 +130,7 @@ def test_log_probs_equal_those_of_an_unpacked_model_of_transformers(ranks: RankP
     (result,) = ranks.run(1, train_one_update, tiny_model("qwen3"), 64, {}, 1)
     model = load_causal_lm(ModelConfig(path=tiny_model("qwen3")), "policy").model
     model.set_attn_implementation("eager")
-    samples = random_samples(LENGTHS)
+    samples = random_samples(LENGTHS, siblings=3)
     rows = zip(samples.jagged("prompt_tokens").rows(), samples.jagged("tokens").rows(), strict=True)
     for index, (prompt, response) in enumerate(rows):
         logits = model(torch.cat([prompt, response])[None]).logits[0] / 0.7

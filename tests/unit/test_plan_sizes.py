@@ -181,8 +181,8 @@ def test_logits_are_held_in_chunks(tmp_path):
 
 
 def test_the_chunks_of_logits_are_those_of_the_model():
-    causal_lm = pytest.importorskip("leaderless.models.causal_lm")
-    assert causal_lm.CHUNK_ELEMENTS == memory.MAX_LOGITS
+    scoring = pytest.importorskip("leaderless.models.scoring")
+    assert scoring.CHUNK_ELEMENTS == memory.MAX_LOGITS
 
 
 def test_a_reference_is_another_model_that_only_scores(model):

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from leaderless.config.models import ModelConfig
 from leaderless.models.attention import Attention
 from leaderless.models.decoder import Decoder, load_decoder
-
-CHUNK_ELEMENTS = 1 << 25
-"""Most logits that are held at a time; more are computed in pieces and recomputed in the backward pass."""
+from leaderless.models.scoring import Entropy, logits_of, score_tokens
 
 
 @dataclass(frozen=True)
@@ -24,7 +20,8 @@ class TokenOutputs:
 
     Attributes:
         log_probs: [R] float32, with gradient.
-        entropies: [R] float32, of the distribution that each token was drawn from; with gradient where asked for.
+        entropies: [R] float32, of the distribution that each token was drawn from, with gradient where asked for; [0]
+            where not asked for.
     """
 
     log_probs: Tensor
@@ -42,8 +39,7 @@ class CausalLM(Decoder):
         select: Tensor,
         targets: Tensor | None = None,
         temperature: float = 1.0,
-        *,
-        entropy_gradient: bool = False,
+        entropy: Entropy = "value",
     ) -> Tensor | TokenOutputs:
         """Logits at some tokens, or the log-probabilities of what follows them.
 
@@ -54,40 +50,16 @@ class CausalLM(Decoder):
             select: [R] int64, tokens at which logits are wanted.
             targets: [R] int64, the token that follows each of them.
             temperature: Logits are divided by it before probabilities are taken.
-            entropy_gradient: Entropies have a gradient too.
+            entropy: Whether entropies are wanted too, and with a gradient.
 
         Returns:
             `TokenOutputs` where there are targets, else [R, vocabulary] float32 logits.
         """
         hidden = self.hidden_states(tokens, positions, attention, select)
+        head = cast("nn.Linear", self.model.get_output_embeddings())
         if targets is None:
-            return self._logits(hidden)
-        rows = max(1, CHUNK_ELEMENTS // self.model.config.get_text_config().vocab_size)
-        if len(targets) <= rows:
-            return TokenOutputs(*self._score(hidden, targets, temperature, entropy_gradient))
-        chunks = [
-            checkpoint(self._score, part, target, temperature, entropy_gradient, use_reentrant=False)
-            for part, target in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-        ]
-        log_probs, entropies = zip(*chunks, strict=True)
-        return TokenOutputs(torch.cat(log_probs), torch.cat(entropies))
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        head = cast("nn.Module", self.model.get_output_embeddings())
-        logits: Tensor = head(hidden).float()
-        return logits
-
-    def _score(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of targets and entropies, in float32."""
-        logits = self._logits(hidden) / temperature
-        normalizer = logits.logsumexp(dim=-1)
-        log_probs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - normalizer
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            mean_logit = ((logits - normalizer.unsqueeze(1)).exp() * logits).sum(dim=-1)
-            entropies = normalizer - mean_logit
-        return log_probs, entropies
+            return logits_of(hidden, head.weight, head.bias)
+        return TokenOutputs(*score_tokens(hidden, head, targets, temperature, entropy))
 
 
 def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:

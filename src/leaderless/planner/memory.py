@@ -13,7 +13,7 @@ from leaderless.planner.model_size import ModelSize
 
 FLOAT32_BYTES = 4
 MAX_LOGITS = 1 << 25
-"""Logits that a forward or backward pass holds at a time; `leaderless.models.causal_lm` computes no more at once."""
+"""Logits that a forward or backward pass holds at a time; `leaderless.models.scoring` computes no more at once."""
 
 
 def format_bytes(count: int) -> str:
@@ -90,7 +90,8 @@ def estimate_memory(
     (FSDP); a rank that generates holds a full copy of the weights for that phase, and its KV cache, both in the
     model's `compute_dtype`. Activations follow the usual count of about 16 hidden vectors and 3 feed-forward vectors
     per token and layer, or one hidden vector when they are recomputed. Logits are computed in chunks, of which four
-    float32 copies are alive: as they are, divided by the temperature, exponentiated, and their gradient.
+    float32 copies are alive: as they are, their probabilities, those that are held for the backward pass, and one
+    that is made meanwhile.
 
     Args:
         recipe: Batch sizes and models.

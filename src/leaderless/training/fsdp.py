@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
-from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs
+from leaderless.models.scoring import Entropy
+from leaderless.models.shared_prompts import attention_over
 from leaderless.models.value_model import ValueModel
 from leaderless.training.engine import TokenLoss, ValueLoss
 from leaderless.training.micro_batches import MicroBatch, response_lengths
@@ -29,7 +30,8 @@ class FsdpEngine(ShardedModel[CausalLM]):
         def score(micro_batches: Sequence[MicroBatch]) -> None:
             for micro_batch in micro_batches:
                 with self.one_pass(micro_batch):
-                    values[micro_batch.response_index] = self._forward(micro_batch, temperature).log_probs.cpu()
+                    outputs = self._forward(micro_batch, temperature, "none")
+                    values[micro_batch.response_index] = outputs.log_probs.cpu()
 
         self.run_passes(batch, score)
         self.reshard_root()
@@ -46,21 +48,21 @@ class FsdpEngine(ShardedModel[CausalLM]):
         """See `TrainEngine`."""
         for micro_batch in micro_batches:
             with self.one_pass(micro_batch):
-                outputs = self._forward(micro_batch, temperature, entropy_gradient=entropy_gradient)
+                outputs = self._forward(micro_batch, temperature, "gradient" if entropy_gradient else "value")
                 _backward(token_loss(outputs, micro_batch), outputs.log_probs)
 
-    def _forward(self, micro_batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False) -> TokenOutputs:
+    def _forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy) -> TokenOutputs:
         """What the model says of a micro-batch's targets."""
         self.group.activity.beat()
         count = len(micro_batch.targets)
         outputs: TokenOutputs = self.model(
             micro_batch.tokens.to(self.device),
             micro_batch.positions.to(self.device),
-            PackedAttention(micro_batch.lengths, self.device),
+            attention_over(micro_batch.families, self.device, self.compute_dtype),
             _at_least_one(micro_batch.select).to(self.device),
             _at_least_one(micro_batch.targets).to(self.device),
             temperature,
-            entropy_gradient=entropy_gradient,
+            entropy,
         )
         return TokenOutputs(outputs.log_probs[:count], outputs.entropies[:count])
 
@@ -109,7 +111,7 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
         values: Tensor = self.model(
             micro_batch.tokens.to(self.device),
             micro_batch.positions.to(self.device),
-            PackedAttention(micro_batch.lengths, self.device),
+            attention_over(micro_batch.families, self.device, self.compute_dtype),
             _at_least_one(micro_batch.select).to(self.device),
         )
         return values[: len(micro_batch.select)]

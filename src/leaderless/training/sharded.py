@@ -59,6 +59,7 @@ class ShardedModel(Generic[Model_co]):
             num_updates: Optimiser steps of the whole run, for the schedule.
         """
         self._group, self.device, self.micro_batch_tokens = group, device, micro_batch_tokens
+        self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
         self._on_lowered: Callable[[int], None] | None = None
         # Activations are recomputed in training mode only; there is no dropout that would tell the modes apart.
         self.model = model.train(optimizer is not None)
@@ -69,7 +70,7 @@ class ShardedModel(Generic[Model_co]):
         self.units: list[FSDPModule] = []
         if group.size > 1 or config.compute_dtype != "float32":
             # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
-            self._shard(getattr(torch, config.compute_dtype))
+            self._shard(self.compute_dtype)
         self.model.to(device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
 

@@ -1,0 +1,114 @@
+"""Exact attention of continuations to shared prompts, in pieces that need no mask.
+
+Softmax over a prompt's keys and a continuation's own is the two softmaxes, weighted by their normalisers. The backward
+pass of flash attention (Dao et al., arXiv 2205.14135) makes the probabilities of a piece from the output and the
+normaliser that it is given; given those of the whole, it gives the gradients of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from leaderless.models.attention import Buckets
+
+Crossing = tuple[slice, slice]
+"""The tokens of a prompt, and those of all of its continuations, which attend to it."""
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
+
+def attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, buckets: Buckets, crossings: Sequence[Crossing], scale: float
+) -> Tensor:
+    """Causal attention within sequences, and of some tokens to a prompt besides.
+
+    Args:
+        query: [T, query_heads, head_dim].
+        key: [T, kv_heads, head_dim].
+        value: [T, kv_heads, head_dim].
+        buckets: The sequences; every token is in one of them.
+        crossings: Which tokens attend to which others besides.
+        scale: Of the dot products.
+
+    Returns:
+        [T, query_heads, head_dim].
+    """
+    output: Tensor = _Attention.apply(query, key, value, buckets, crossings, scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Context(FunctionCtx):
+    """What the forward pass leaves for the backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    buckets: Buckets
+    crossings: Sequence[Crossing]
+    scale: float
+
+
+class _Attention(torch.autograd.Function):
+    """See `attend_on_cpu`."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        buckets: Buckets,
+        crossings: Sequence[Crossing],
+        scale: float,
+    ) -> Tensor:
+        results = [
+            _forward(*(bucket.take(values) for values in (query, key, value)), 0.0, True, scale=scale)
+            for bucket in buckets
+        ]
+        output, normalizer = (buckets.join([result[kind] for result in results]) for kind in range(2))
+        for prompt, rest in crossings:
+            q, k, v = (_heads_first(values) for values in (query[rest], key[prompt], value[prompt]))
+            other, other_normalizer = map(_tokens_first, _forward(q, k, v, 0.0, False, scale=scale))
+            whole = torch.logaddexp(normalizer[rest], other_normalizer)
+            share = (other_normalizer - whole).exp_().unsqueeze(2).to(other.dtype)
+            output[rest].lerp_(other, share)
+            normalizer[rest] = whole
+        ctx.save_for_backward(query, key, value, output, normalizer)
+        ctx.buckets, ctx.crossings, ctx.scale = buckets, crossings, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: _Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query, key, value, output, normalizer = ctx.saved_tensors
+        results = [
+            _backward(
+                bucket.take(grad_output, padding=0.0),
+                *(bucket.take(values) for values in (query, key, value, output, normalizer)),
+                0.0,
+                True,
+                scale=ctx.scale,
+            )
+            for bucket in ctx.buckets
+        ]
+        grads = tuple(ctx.buckets.join([result[kind] for result in results]) for kind in range(3))
+        for prompt, rest in ctx.crossings:
+            places = (rest, rest, prompt, prompt, rest, rest)
+            pieces = (grad_output, query, key, value, output, normalizer)
+            taken = (_heads_first(values[place]) for values, place in zip(pieces, places, strict=True))
+            result = _backward(*taken, 0.0, False, scale=ctx.scale)
+            for grad, place, part in zip(grads, (rest, prompt, prompt), result, strict=True):
+                grad[place] += _tokens_first(part)
+        return grads[0], grads[1], grads[2], None, None, None
+
+
+def _heads_first(values: Tensor) -> Tensor:
+    """[n, heads, ...] as [1, heads, n, ...]."""
+    return values.unsqueeze(0).transpose(1, 2)
+
+
+def _tokens_first(values: Tensor) -> Tensor:
+    """[1, heads, n, ...] as [n, heads, ...]."""
+    return values.transpose(1, 2).squeeze(0)

@@ -1,0 +1,185 @@
+"""What a language model says of given tokens, without the logits of many tokens at a time.
+
+Between forward and backward pass a token leaves one number behind, the normaliser of its logits. From it and from the
+hidden state the backward pass makes the probabilities again, chunk by chunk: one more product with the head, and
+nothing else, is the price of not holding them. As many of the first chunks as fit into a fixed amount of memory are
+held all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+Entropy = Literal["none", "value", "gradient"]
+"""Whether entropies are wanted, and whether the loss depends on them."""
+CHUNK_ELEMENTS = 1 << 25
+"""Most logits of one chunk, and most probabilities that are held for the backward pass."""
+CPU_CHUNK_ELEMENTS = 1 << 21
+"""Most logits of one chunk on a CPU, so that it stays in the cache."""
+
+
+class _Settings(NamedTuple):
+    """How tokens are scored.
+
+    Attributes:
+        temperature: Logits are divided by it.
+        entropy: See `Entropy`.
+        is_training: A backward pass may follow.
+        rows: Tokens of one chunk.
+        num_kept: Chunks that are held for the backward pass.
+    """
+
+    temperature: float
+    entropy: Entropy
+    is_training: bool
+    rows: int
+    num_kept: int
+
+    def chunks(self, count: int) -> Iterator[slice]:
+        """The tokens of each chunk."""
+        for first in range(0, count, self.rows):
+            yield slice(first, min(first + self.rows, count))
+
+
+def score_tokens(
+    hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float, entropy: Entropy
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens, and the entropies of what they were drawn from.
+
+    Args:
+        hidden: [R, hidden_size], the states at which they are predicted.
+        head: Makes logits of them.
+        targets: [R] int64, the tokens.
+        temperature: Logits are divided by it.
+        entropy: Whether entropies are wanted, and with a gradient.
+
+    Returns:
+        [R] log-probabilities and [R] entropies, of at least float32. Without entropies the latter is [0].
+    """
+    vocabulary = head.weight.shape[0]
+    rows = max(1, (CPU_CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ELEMENTS) // vocabulary)
+    is_training = torch.is_grad_enabled()
+    num_kept = CHUNK_ELEMENTS // (rows * vocabulary) if is_training and entropy != "gradient" else 0
+    settings = _Settings(temperature, entropy, is_training, rows, num_kept)
+    log_probs, entropies = _Scores.apply(hidden, head.weight, head.bias, targets, settings)  # type: ignore[no-untyped-call]
+    return log_probs, entropies
+
+
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits at some tokens, in at least float32.
+
+    Args:
+        hidden: [R, hidden_size].
+        weight: [vocabulary, hidden_size], of the head.
+        bias: [vocabulary], of the head, if it has one.
+
+    Returns:
+        [R, vocabulary].
+    """
+    logits = nn.functional.linear(hidden, weight, bias)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class _Context(FunctionCtx):
+    """What the forward pass leaves for the backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    bias: Tensor | None
+    settings: _Settings
+
+
+class _Scores(torch.autograd.Function):
+    """Log-probabilities and entropies by chunks.
+
+    With z = logits / temperature, p = softmax(z) and H the entropy, d log p_t / dz = 1_t - p and
+    dH / dz = -p (log p + H). What is called `slope` below is p - 1_t, the negative of the former.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs, normalizers = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
+        entropies = torch.empty_like(log_probs[:0] if settings.entropy == "none" else log_probs)
+        kept: list[Tensor] = []
+        for chunk in settings.chunks(len(hidden)):
+            logits, target = _scaled_logits(hidden[chunk], weight, bias, settings), targets[chunk].unsqueeze(1)
+            probabilities = logits.softmax(dim=-1)
+            # The likeliest token is the one whose probability is surely not rounded to nothing.
+            normalizers[chunk] = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
+            log_probs[chunk] = logits.gather(1, target).squeeze(1) - normalizers[chunk]
+            if settings.entropy != "none":
+                mean_logit = torch.linalg.vecdot(probabilities, logits)
+                entropies[chunk] = normalizers[chunk] - mean_logit
+            if len(kept) < settings.num_kept:
+                kept.append(_slope(probabilities, target).to(hidden.dtype))
+        if settings.entropy != "gradient":
+            ctx.mark_non_differentiable(entropies)
+        if settings.is_training:
+            ctx.save_for_backward(hidden, weight, targets, normalizers, entropies, *kept)
+            ctx.bias, ctx.settings = bias, settings
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(
+        ctx: _Context, grad_log_probs: Tensor, grad_entropies: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, targets, normalizers, entropies, *kept = ctx.saved_tensors
+        settings, dtype = ctx.settings, normalizers.dtype
+        grad_hidden = torch.empty_like(hidden)
+        # Sums over many tokens, in bfloat16 too, need the precision of float32.
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(ctx.bias, dtype=dtype) if ctx.bias is not None else None
+        for number, chunk in enumerate(settings.chunks(len(hidden))):
+            factor = grad_log_probs[chunk] / -settings.temperature
+            if number < len(kept):
+                slope = kept[number]
+            else:
+                logits = _scaled_logits(hidden[chunk], weight, ctx.bias, settings)
+                log_p = logits.sub_(normalizers[chunk].unsqueeze(1))
+                slope = log_p.exp()
+                if settings.entropy == "gradient":
+                    bend = slope * (log_p + entropies[chunk].unsqueeze(1)) * grad_entropies[chunk].unsqueeze(1)
+                    slope = _slope(slope, targets[chunk].unsqueeze(1)).mul_(grad_log_probs[chunk].unsqueeze(1)) + bend
+                    factor = torch.full_like(factor, -1 / settings.temperature)
+                else:
+                    slope = _slope(slope, targets[chunk].unsqueeze(1))
+                slope = slope.to(hidden.dtype)
+            factors = factor.to(hidden.dtype).unsqueeze(1)
+            torch.mul(slope @ weight, factors, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight, slope.t(), hidden[chunk] * factors)
+            if grad_bias is not None:
+                grad_bias += (slope.t() @ factors).squeeze(1)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
+            None,
+        )
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:
+    logits = logits_of(hidden, weight, bias)
+    return logits if settings.temperature == 1 else logits.div_(settings.temperature)
+
+
+def _slope(probabilities: Tensor, targets: Tensor) -> Tensor:
+    """Take 1 from the probability of each target, in place and before anything is rounded to bfloat16."""
+    return probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to what is there."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,96 @@
+"""Log-probabilities and entropies by chunks: the plain formulas and their gradients, the logits of few tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leaderless.models import scoring
+from leaderless.models.scoring import Entropy, score_tokens
+
+ROWS, HIDDEN, VOCABULARY = 23, 12, 30
+CHUNK = 4 * VOCABULARY
+
+
+@pytest.fixture(params=[0, 1, 2, 100], ids=lambda kept: f"{kept} chunks kept")
+def num_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many chunks of four tokens may be held for the backward pass."""
+    monkeypatch.setattr(scoring, "CPU_CHUNK_ELEMENTS", CHUNK)
+    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", CHUNK * request.param)
+    return int(request.param)
+
+
+def inputs(*, bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    return hidden, head, torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+
+
+def plain(hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = (head(hidden) / temperature).log_softmax(dim=-1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(dim=-1)
+
+
+@pytest.mark.usefixtures("num_kept")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+def test_scores_and_gradients_are_those_of_the_plain_formula(bias: bool, temperature: float, entropy: Entropy) -> None:
+    hidden, head, targets = inputs(bias=bias)
+    up, down = torch.linspace(-1, 2, ROWS).double(), torch.linspace(1, -3, ROWS).double()
+    expected = plain(hidden, head, targets, temperature)
+    result = score_tokens(hidden, head, targets, temperature, entropy)
+    torch.testing.assert_close(result[0], expected[0])
+    assert result[1].requires_grad == (entropy == "gradient")
+    if entropy == "none":
+        assert len(result[1]) == 0
+    else:
+        torch.testing.assert_close(result[1], expected[1])
+    wanted = [hidden, *head.parameters()]
+    with_entropy = entropy == "gradient"
+    losses = [(up * scores).sum() + with_entropy * (down * h).sum() for scores, h in (expected, result) if len(h)]
+    if entropy == "none":
+        losses.append((up * result[0]).sum())
+    expected_grads, grads = (torch.autograd.grad(loss, wanted) for loss in losses)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad)
+
+
+def test_what_is_held_for_the_backward_pass_is_bounded(num_kept: int) -> None:
+    hidden, head, targets = inputs(bias=False)
+    held: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+        score_tokens(hidden, head, targets, 1.0, "value")
+    assert max(held) <= max(head.weight.numel(), CHUNK)
+    rest = hidden.numel() + head.weight.numel() + 3 * ROWS
+    assert sum(held) == rest + min(num_kept * CHUNK, ROWS * VOCABULARY)
+
+
+def test_a_frozen_head_lets_the_gradient_through() -> None:
+    hidden, head, targets = inputs(bias=True)
+    head.requires_grad_(False)
+    result, expected = (
+        torch.autograd.grad(scores.sum(), hidden)[0]
+        for scores in (score_tokens(hidden, head, targets, 1.0, "none")[0], plain(hidden, head, targets, 1.0)[0])
+    )
+    torch.testing.assert_close(result, expected)
+
+
+def test_an_unlikely_token_keeps_its_log_probability_and_a_sure_one_its_gradient() -> None:
+    """Neither exp(-200) in float32 nor 1 - 1e-4 in bfloat16 is there to take a logarithm or a difference of."""
+    head = nn.Linear(1, 2, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[200.0], [0.0]]))
+    scores, _ = score_tokens(torch.ones(1, 1), head, torch.tensor([1]), 1.0, "none")
+    assert scores.tolist() == [-200.0]
+    head = head.to(torch.bfloat16)
+    hidden = torch.full((1, 1), 0.046, dtype=torch.bfloat16, requires_grad=True)
+    scores, _ = score_tokens(hidden, head, torch.tensor([0]), 1.0, "none")
+    (grad,) = torch.autograd.grad(scores.sum(), hidden)
+    logit = (hidden * head.weight[0]).float()
+    assert grad.item() == pytest.approx(200 * torch.sigmoid(-logit).item(), rel=0.02)
