@@ -28,6 +28,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
+        fused=True,
     )
 
 
