@@ -1,0 +1,109 @@
+"""What `benchmarks/training_step.py` has measured: its file, a table and a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import TypedDict
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs/performance/training_step.json"
+PICTURE = ROOT / "docs/images/training-step.png"
+PROMPTS, RESPONSES = 16, 8
+PHASES = {"step": "whole step", "generation": "generation", "log_probs": "log-probs", "update": "update"}
+TITLES = {
+    "even": "prompts of 32, responses of 64 tokens",
+    "heavy": "prompts of 32, lognormal responses of up to 512 tokens",
+    "prompts": "prompts of 1,024, responses of 64 tokens",
+}
+"""Of the workloads."""
+
+
+class Run(TypedDict):
+    """One run of one side: seconds of each phase of each step, and the response tokens of each step."""
+
+    workload: str
+    side: str
+    repeat: int
+    versions: dict[str, str]
+    steps: list[dict[str, float]]
+
+
+class Results(TypedDict):
+    """All runs, and what they ran on."""
+
+    cores: int
+    parameters: int
+    workers: int
+    trl_batch: int
+    runs: list[Run]
+
+
+def load(path: Path = RESULTS) -> Results | None:
+    """What has been measured so far.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        None where nothing has been.
+    """
+    if not path.exists():
+        return None
+    results: Results = json.loads(path.read_text(encoding="utf-8"))
+    return results
+
+
+def seconds_of(results: Results, workload: str, side: str, phase: str) -> dict[int, float]:
+    """The median over the steps of each repeat."""
+    return {
+        run["repeat"]: median(step[phase] for step in run["steps"])
+        for run in results["runs"]
+        if (run["workload"], run["side"]) == (workload, side)
+    }
+
+
+def table(results: Results) -> str:
+    """A row for each workload and phase, in Markdown; ratios are within a repeat."""
+    lines = [
+        "| workload | phase | ours, s | TRL, s | ours, samples/s | times TRL |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, title in TITLES.items():
+        for phase, phase_title in PHASES.items():
+            ours, theirs = (seconds_of(results, name, side, phase) for side in ("leaderless", "trl"))
+            ratios = [theirs[repeat] / ours[repeat] for repeat in sorted(ours.keys() & theirs.keys())]
+            if not ratios:
+                continue
+            mine = median(ours.values())
+            spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            numbers = f"{mine:.2f} | {median(theirs.values()):.2f} | {PROMPTS * RESPONSES / mine:.1f} | {spread}"
+            lines.append(f"| {title} | {phase_title} | {numbers} |")
+    return "\n".join(lines)
+
+
+def draw(results: Results, path: Path) -> None:
+    """Seconds of the phases of a step, one above the other, of both sides of each workload."""
+    from matplotlib import pyplot as plt
+
+    figure, all_axes = plt.subplots(1, len(TITLES), figsize=(10, 3.6), layout="constrained")
+    parts = ("generation", "log_probs", "update")
+    for axes, (name, title) in zip(all_axes, TITLES.items(), strict=True):
+        for place, side in enumerate(("leaderless", "trl")):
+            bottom = 0.0
+            for colour, phase in enumerate((*parts, "step")):
+                values = list(seconds_of(results, name, side, phase).values())
+                height = median(values) if values else 0.0
+                # What is in no phase: rewards, advantages, data.
+                height = max(0.0, height - bottom) if phase == "step" else height
+                label = "the rest" if phase == "step" else PHASES[phase]
+                axes.bar(place, height, bottom=bottom, color=f"C{colour}", label=label if place == 0 else None)
+                bottom += height
+        axes.set_xticks([0, 1], ["leaderless", "TRL"])
+        axes.set_title(title.replace(", ", ",\n"), fontsize=9)
+        axes.set_ylabel("seconds a step")
+    all_axes[-1].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
