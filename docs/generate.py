@@ -16,6 +16,7 @@ import typer
 from generate_algorithms import formulas_page, results_page, with_combinations
 from generate_hosts import with_hosts
 from generate_markup import cell, sections_of, table_of
+from generate_performance import with_training_step
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -92,6 +93,8 @@ def render() -> dict[Path, str]:
     files[index] = with_combinations(index.read_text(encoding="utf-8"))
     scaling = DOCS / "scaling.md"
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
+    performance = DOCS / "performance.md"
+    files[performance] = with_training_step(performance.read_text(encoding="utf-8"))
     return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
 
 
