@@ -20,6 +20,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import Transport
 from leaderless.device import peak_memory_bytes, setup_device
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.shared_prompts import Family, attention_over
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import Request, SamplingParams
@@ -29,6 +30,8 @@ from leaderless.training.fsdp import FsdpEngine
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="this machine has no CUDA device")
 needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="nccl needs a device for each of two ranks")
+
+FAMILIES = [Family(150, (30, 41, 1)), Family(4, ()), Family(3, (6,)), Family(1, (2, 200)), Family(7, (1, 9))]
 
 Numbers = dict[str, Tensor]
 
@@ -56,7 +59,7 @@ def train_one_update(model: str, compute_dtype: str, device_name: str) -> Number
         optimizer=OptimizerConfig(learning_rate=1e-3, epsilon=1e-3),
         num_updates=1,
     )
-    samples = random_samples(LENGTHS)
+    samples = random_samples(LENGTHS, siblings=3)
     mine = torch.arange(transport.rank, len(LENGTHS), transport.world.size)
     batch = samples.select(mine)
     scores = engine.log_probs(batch, 1.0).rows()
@@ -96,6 +99,25 @@ def test_an_update_on_cuda_is_that_of_the_cpu(ranks: RankPool, family: str, comp
         print(f"{family}, {compute_dtype}, {kind}: {difference:.1e}")
         assert difference < limit
     assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=limit)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("families", [FAMILIES, [Family(40, (9,)), Family(300, ())]], ids=["siblings", "alone"])
+def test_shared_prompts_are_attended_to_on_cuda_as_on_the_cpu(
+    families: list[Family], dtype: torch.dtype, limit: float
+) -> None:
+    num_tokens = sum(family.num_tokens for family in families)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(num_tokens, heads, 64, generator=generator) for heads in (4, 2, 2)]
+    slope = torch.randn(num_tokens, 4, 64, generator=generator)
+    results = []
+    for device, kind in ((torch.device("cpu"), torch.float32), (torch.device("cuda"), dtype)):
+        taken = [tensor.to(device, kind).requires_grad_() for tensor in inputs]
+        output = attention_over(families, device, kind).attend(0, *taken, 0.2)
+        grads = torch.autograd.grad((output.float() * slope.to(device)).sum(), taken)
+        results.append([tensor.detach().float().cpu() for tensor in (output, *grads)])
+    for expected, result in zip(*results, strict=True):
+        assert (result - expected).norm() / expected.norm() < limit
 
 
 @needs_two

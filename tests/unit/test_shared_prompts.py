@@ -8,13 +8,15 @@ import pytest
 import torch
 from tests.tiny import random_samples, tiny_model
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import Group
+from leaderless.models import shared_prompts
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
-from leaderless.models.shared_prompts import CpuAttention, ExpandedAttention, Family
+from leaderless.models.shared_prompts import CpuAttention, ExpandedAttention, Family, VarlenAttention
 from leaderless.models.value_model import load_value_model
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.micro_batches import MicroBatch
@@ -38,9 +40,47 @@ def mask_of(families: list[Family]) -> Tensor:
     return torch.block_diag(*blocks).bool()
 
 
+def plain_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What FlashAttention is documented to do: causal from the last query and key backwards."""
+    assert window_size == (-1, 0)
+    assert (query_ends.dtype, key_ends.dtype) == (torch.int32, torch.int32)
+    assert (longest_query, longest_key) == (int(query_ends.diff().max()), int(key_ends.diff().max()))
+    outputs = []
+    for place in range(len(query_ends) - 1):
+        mine, theirs = slice(*query_ends[place : place + 2].tolist()), slice(*key_ends[place : place + 2].tolist())
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[mine], key[theirs], value[theirs]))
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("of", [CpuAttention, lambda families: ExpandedAttention(families, CPU)])
-def test_attention_and_its_gradients_are_those_of_a_mask(of: Callable[..., CpuAttention], kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    "of",
+    [
+        CpuAttention,
+        lambda families: ExpandedAttention(families, CPU),
+        lambda families: VarlenAttention(families, CPU),
+    ],
+    ids=["cpu", "expanded", "varlen"],
+)
+def test_attention_and_its_gradients_are_those_of_a_mask(
+    of: Callable[..., CpuAttention], kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_prompts, "varlen_attn", plain_varlen)
     mask = mask_of(FAMILIES)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(len(mask), n, 8, generator=generator).double() for n in (4, kv_heads, kv_heads)]
