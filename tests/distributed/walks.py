@@ -157,7 +157,6 @@ def plan_of(case: Case) -> Plan:
         batch=BatchSizes(1, 1, 1, 1, 1, 1, 1, adapts_to_memory=False),
         memory=None,
         recipe_hash="",
-        engine="native",
     )
 
 

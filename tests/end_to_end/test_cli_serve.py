@@ -16,6 +16,7 @@ import pytest
 from openai import OpenAI
 from tests.end_to_end.alone import refused, run_alone
 from tests.end_to_end.cli import Outcome
+from tests.engines import fake_sglang_python
 from tests.tiny import tiny_model, write_recipe
 
 DEADLINE_S = 60.0
@@ -47,6 +48,14 @@ def test_a_run_a_checkpoint_and_a_model_are_answered_for_until_a_signal_comes(tm
     assert second.exists(), "it may be somebody else's run: nothing is renamed"
 
 
+def test_an_engine_of_another_environment_answers_with_the_weights_of_a_run(tmp_path: Path, run: Path) -> None:
+    options = ("--engine", "sglang", "--engine-python", fake_sglang_python(tmp_path))
+    outcome, answer = serve_and_ask(tmp_path, run, *options)
+    assert outcome.code == 128 + signal.SIGINT, outcome
+    assert answer == serve_and_ask(tmp_path, run, "--engine", "native")[1]
+    assert "/update_weights_from_tensor" in (tmp_path / "calls.jsonl").read_text()
+
+
 def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path, run: Path) -> None:
     (tmp_path / "nothing").mkdir()
     model = tiny_model()
@@ -57,6 +66,7 @@ def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path, run: Path) ->
         ((tmp_path / "nowhere",), "does not exist"),
         ((model, "--host", "0.0.0.0"), "--host 0.0.0.0: can be reached from other machines, so clients need a token"),
         ((model, "--token", "two words"), "must be of printable ASCII characters, without blanks"),
+        ((model, "--engine", "sglang"), "rollout.external.python: must name the interpreter of an environment"),
         ((model, "--max-context", 513), "is 513, but the model takes at most 512 tokens"),
     ):
         assert words in " ".join(refused(tmp_path, "serve", *arguments, "--port", 0).split())
@@ -67,7 +77,7 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path, m
     assert "pip install 'leaderless[serve]'" in refused(tmp_path, "serve", tiny_model())
 
 
-def serve_and_ask(folder: Path, target: Path) -> tuple[Outcome, str]:
+def serve_and_ask(folder: Path, target: Path, *options: str) -> tuple[Outcome, str]:
     """What the command says that is ended by Ctrl-C, and what it has answered."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -84,7 +94,7 @@ def serve_and_ask(folder: Path, target: Path) -> tuple[Outcome, str]:
     thread = threading.Thread(target=client)
     thread.start()
     try:
-        outcome = run_alone(folder, "serve", target, "--port", port, "--name", "mine", "--token", "secret")
+        outcome = run_alone(folder, "serve", target, *options, "--port", port, "--name", "mine", "--token", "secret")
     finally:
         has_ended.set()
         thread.join()

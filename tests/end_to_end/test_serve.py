@@ -97,7 +97,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Its model knows parts of characters as tokens, and strings them together at random."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_tiny_model(folder, "0123456789+=abé你😀 :\nu", hidden_size=32, chat_template=TEMPLATE)
-    with open_model(find_model(str(folder), "policy", print), "native", None) as opened:
+    with open_model(find_model(str(folder), "policy", print), "native", None, print) as opened:
         watched = Watched(opened.engine)
         served = replace(opened, engine=watched)
         with running(served, None) as url:

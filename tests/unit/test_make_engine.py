@@ -20,6 +20,7 @@ from leaderless.models.tokenizer import load_tokenizer
 from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.rollout import choose, make
 from leaderless.rollout.choose import choose_engine
+from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.make import Surroundings, make_engine
 from leaderless.rollout.native import NativeEngine
@@ -40,13 +41,16 @@ def plan_of(tmp_path: Path, changes: Mapping[str, object], world_size: int = 1, 
 
 
 def engine_of(tmp_path: Path, name: EngineName, changes: Mapping[str, object], world_size: int = 1) -> ExternalEngine:
-    recipe = recipe_of(tmp_path, changes)
     around = Surroundings(0, world_size, torch.device("cpu"), tmp_path, print, lambda: None)
-    model = load_causal_lm(ModelConfig(path=tiny_model()), "policy")
-    tokenizer = load_tokenizer(ModelConfig(path=tiny_model()), "policy")
-    engine = make_engine(name, recipe, "policy", model, tokenizer, around)
+    engine = made(name, recipe_of(tmp_path, changes), around)
     assert isinstance(engine, ExternalEngine)
     return engine
+
+
+def made(name: EngineName, recipe: Recipe, around: Surroundings) -> RolloutEngine:
+    config, max_tokens = recipe.models["policy"], recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    model, tokenizer = load_causal_lm(config, "policy"), load_tokenizer(config, "policy")
+    return make_engine(name, recipe.rollout, config, "policy", max_tokens, model, tokenizer, around)
 
 
 def test_the_plan_says_what_generates(tmp_path: Path) -> None:
@@ -73,8 +77,8 @@ def test_auto_is_vllm_where_it_is_and_a_cuda_device_too(tmp_path: Path, monkeypa
         for has_module in (False, True):
             monkeypatch.setattr(choose, "find_spec", Mock(return_value=object() if has_module else None))
             expected = "vllm" if has_cuda and has_module else "native"
-            assert choose_engine(recipe_of(tmp_path, {})) == expected
-            assert choose_engine(recipe_of(tmp_path, PYTHON)) == ("vllm" if has_cuda else "native")
+            assert choose_engine(recipe_of(tmp_path, {}).rollout) == expected
+            assert choose_engine(recipe_of(tmp_path, PYTHON).rollout) == ("vllm" if has_cuda else "native")
 
 
 def test_vllm_in_the_ranks_needs_all_of_them(tmp_path: Path) -> None:
@@ -109,10 +113,10 @@ def test_an_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_every_setting_of_external_engines_changes_something(tmp_path: Path, setting: str, value: object) -> None:
     described = []
     for changes in ({}, {f"rollout.external.{setting}": value}):
-        recipe = recipe_of(tmp_path, {**PYTHON, **changes})
+        rollout = recipe_of(tmp_path, {**PYTHON, **changes}).rollout
         around = Surroundings(0, 1, torch.device("cuda", 0), tmp_path, print, lambda: None)
-        settings = make._settings(recipe, ModelConfig(path=tiny_model()), 64, around)
-        driver = make._driver("vllm", recipe, settings, "policy", around)
+        settings = make._settings(rollout, ModelConfig(path=tiny_model()), 64, around)
+        driver = make._driver("vllm", rollout, settings, "policy", around)
         assert isinstance(driver, VllmServer)
         server = driver._server
         described.append((settings, server._start_timeout_s, server.answer_timeout_s))
@@ -137,22 +141,21 @@ def test_sglang_is_told_what_the_recipe_says(tmp_path: Path) -> None:
 def test_the_cache_in_host_memory_is_what_the_longest_sequences_need(tmp_path: Path) -> None:
     around = Surroundings(0, 1, torch.device("cpu"), tmp_path, print, lambda: None)
     config = ModelConfig(path=tiny_model())
-    settings = make._settings(recipe_of(tmp_path, PYTHON), config, 130, around)
+    settings = make._settings(recipe_of(tmp_path, PYTHON).rollout, config, 130, around)
     values_per_token = 2 * 2 * 2 * 8  # keys and values, layers, heads, width
     assert settings.kv_cache_bytes == (16 * 2 + 1) * 128 * values_per_token * 4
     little = recipe_of(tmp_path, {**PYTHON, "rollout.external.memory_fraction": 1e-6})
     bytes_of_host = psutil.virtual_memory().total
-    assert make._settings(little, config, 130, around).kv_cache_bytes == int(1e-6 * bytes_of_host)
+    assert make._settings(little.rollout, config, 130, around).kv_cache_bytes == int(1e-6 * bytes_of_host)
 
 
 def test_the_native_engine_is_made_where_nothing_else_is_asked_for(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, {})
     around = Surroundings(0, 1, torch.device("cpu"), tmp_path, print, lambda: None)
-    model = load_causal_lm(ModelConfig(path=tiny_model()), "policy")
-    tokenizer = load_tokenizer(ModelConfig(path=tiny_model()), "policy")
-    assert isinstance(make_engine("native", recipe, "policy", model, tokenizer, around), NativeEngine)
+    assert isinstance(made("native", recipe_of(tmp_path, {}), around), NativeEngine)
 
 
 def test_sglang_needs_an_interpreter_that_has_it(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"engine: sglang needs external\.python"):
         recipe_of(tmp_path, {"rollout.engine": "sglang"})
+    with pytest.raises(RecipeError, match=r"rollout\.external\.python.*SGLang"):
+        engine_of(tmp_path, "sglang", {})

@@ -47,7 +47,9 @@ def plan_recipe(path: Path, overrides: Sequence[str], num_workers: int) -> Plann
     loaded = load_recipe(path, overrides)
     try:
         workflow = resolve_workflow(loaded.recipe.workflow)
-        return Planned(loaded, make_plan(loaded.recipe, workflow, Cluster(num_workers, choose_engine(loaded.recipe))))
+        return Planned(
+            loaded, make_plan(loaded.recipe, workflow, Cluster(num_workers, choose_engine(loaded.recipe.rollout)))
+        )
     except RecipeError as error:
         raise loaded.locate(error) from error
 

@@ -63,7 +63,7 @@ def _plan(loaded: LoadedRecipe, role: str, num_workers: int) -> Planned:
             raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")
         batch = recipe.batch.model_copy(update={"prompts_per_step": max(recipe.batch.prompts_per_step, num_workers)})
         recipe = recipe.model_copy(update={"models": {role: model}, "layout": {}, "batch": batch})
-        plan = make_plan(recipe, evaluation_workflow(role), Cluster(num_workers, choose_engine(recipe)))
+        plan = make_plan(recipe, evaluation_workflow(role), Cluster(num_workers, choose_engine(recipe.rollout)))
     except RecipeError as error:
         raise loaded.locate(error) from error
     return Planned(LoadedRecipe(recipe, loaded.source), plan)

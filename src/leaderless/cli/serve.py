@@ -35,8 +35,11 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
         ),
     ] = None,
     engine: Annotated[
-        Literal["auto", "native"], typer.Option(help="What generates; auto takes the native engine.")
+        Literal["auto", "native", "vllm", "sglang"], typer.Option(help="What generates; auto as in a recipe.")
     ] = "auto",
+    engine_python: Annotated[
+        str | None, typer.Option(help="Interpreter of an environment that has vLLM or SGLang; as in the run.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; that of the folder or run.")] = None,
     role: Annotated[str, typer.Option(help="Whose weights, of a checkpoint or run.")] = "policy",
     max_sequences: Annotated[
@@ -59,9 +62,9 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
     with _ended_by_signals(), take_port(host, port, token) as listener:
         address, number_of_port = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
-        source = find_model(target, role, print_line).changed(name, compute_dtype, max_sequences)
+        source = find_model(target, role, print_line).changed(name, compute_dtype, max_sequences, engine_python)
         print_line(f"loading {source.checkpoint or source.config.path}")
-        with open_model(source, engine, max_context) as served:
+        with open_model(source, None if engine == "auto" else engine, max_context, print_line) as served:
             text = f"{served.name} answers at http://{shown}:{number_of_port}/v1; Ctrl-C ends it"
             asyncio.run(ModelServer(served, token).answer(listener, lambda: print_line(text)))
 

@@ -28,8 +28,9 @@ class BatchConfig(Section):
     need not see all rows at once (rollout, rewards, log-probs): while one part is sampled, the one before is on its way
     or already scored. Changes nothing where no rows change ranks between such nodes."""
     micro_batch_tokens: int | Literal["auto"] = 16384
-    """Most tokens in one forward and backward pass of a rank, at least 1: a memory bound that changes no number. `auto`
-    begins with 16,384, or with the longest sample if that is longer, and halves it whenever memory runs out."""
+    """Most tokens in one forward and backward pass of a rank, at least 1: a memory bound that changes no number. A
+    prompt counts once for all of its responses in the pass. `auto` begins with 16,384, or with the longest sample if
+    that is longer, and halves it whenever memory runs out."""
 
     @field_validator("micro_batch_tokens", mode="before")
     @classmethod

@@ -7,17 +7,16 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from leaderless.config import Recipe
-from leaderless.config.rollout import EngineName
+from leaderless.config.rollout import EngineName, RolloutConfig
 
 
-def choose_engine(recipe: Recipe) -> EngineName:
+def choose_engine(rollout: RolloutConfig) -> EngineName:
     """Take vLLM where there is a CUDA device and vLLM, here or in an environment that the recipe names; else native.
 
     Args:
-        recipe: Its `rollout.external` section.
+        rollout: Its `external` section.
     """
-    has_vllm = recipe.rollout.external.python is not None or find_spec("vllm") is not None
+    has_vllm = rollout.external.python is not None or find_spec("vllm") is not None
     return "vllm" if has_vllm and _has_cuda() else "native"
 
 

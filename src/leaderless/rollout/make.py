@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from leaderless.config import Recipe, RecipeError
+from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.config.rollout import EngineName
+from leaderless.config.rollout import EngineName, RolloutConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.tokenizer import end_tokens
@@ -54,14 +54,23 @@ class Surroundings:
 
 
 def make_engine(
-    name: EngineName, recipe: Recipe, role: str, model: CausalLM, tokenizer: Tokenizer, around: Surroundings
+    name: EngineName,
+    rollout: RolloutConfig,
+    config: ModelConfig,
+    role: str,
+    max_tokens: int,
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    around: Surroundings,
 ) -> RolloutEngine:
     """Make an engine; one of another process is started when it is first needed.
 
     Args:
         name: Which.
-        recipe: Its `rollout` section.
+        rollout: How it is set.
+        config: Of the model.
         role: Whose model generates.
+        max_tokens: Longest prompt and response together.
         model: The trainer's.
         tokenizer: Of the policy.
         around: Where it is made.
@@ -69,55 +78,55 @@ def make_engine(
     Raises:
         RecipeError: There is no such engine here.
     """
-    config = recipe.model_of(role)
-    assert config is not None
     ends = end_tokens(config, tokenizer)
     if name == "native":
-        return NativeEngine(model, tokenizer, ends, recipe.rollout.max_sequences, around.device)
-    max_tokens = max(recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens, LEAST_TOKENS)
-    settings = _settings(recipe, config, max_tokens, around)
+        return NativeEngine(model, tokenizer, ends, rollout.max_sequences, around.device)
+    max_tokens = max(max_tokens, LEAST_TOKENS)
+    settings = _settings(rollout, config, max_tokens, around)
     title = {"vllm": "vLLM", "sglang": "SGLang"}[name]
-    driver = _driver(name, recipe, settings, role, around)
+    driver = _driver(name, rollout, settings, role, around)
     probe = make_probe(len(tokenizer), max_tokens)
     tolerance = PROBE_TOLERANCE[config.compute_dtype]
     return ExternalEngine(title, driver, tokenizer, ends, probe, tolerance, around.device, around.tell)
 
 
-def _settings(recipe: Recipe, config: ModelConfig, max_tokens: int, around: Surroundings) -> Settings:
-    external, is_cpu = recipe.rollout.external, around.device.type == "cpu"
+def _settings(rollout: RolloutConfig, config: ModelConfig, max_tokens: int, around: Surroundings) -> Settings:
+    external, is_cpu = rollout.external, around.device.type == "cpu"
     return Settings(
         model=config.path,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
         dtype=config.compute_dtype,
         max_tokens=max_tokens,
-        max_sequences=recipe.rollout.max_sequences,
+        max_sequences=rollout.max_sequences,
         memory_fraction=external.memory_fraction,
-        kv_cache_bytes=_host_cache_bytes(recipe, config, max_tokens) if is_cpu else None,
+        kv_cache_bytes=_host_cache_bytes(rollout, config, max_tokens) if is_cpu else None,
         enable_graphs=external.graphs and not is_cpu,
         is_one_of_many=external.python is None and around.world_size > 1,
     )
 
 
-def _host_cache_bytes(recipe: Recipe, config: ModelConfig, max_tokens: int) -> int:
+def _host_cache_bytes(rollout: RolloutConfig, config: ModelConfig, max_tokens: int) -> int:
     """In host memory, which others share: what the longest sequences need, up to the recipe's fraction of it."""
-    most = int(recipe.rollout.external.memory_fraction * psutil.virtual_memory().total)
+    most = int(rollout.external.memory_fraction * psutil.virtual_memory().total)
     size = read_model_size(config)
     if size is None:
         return most
     # A piece for each sequence, and one that vLLM keeps for itself.
-    num_blocks = recipe.rollout.max_sequences * -(-max_tokens // CPU_BLOCK_TOKENS) + 1
+    num_blocks = rollout.max_sequences * -(-max_tokens // CPU_BLOCK_TOKENS) + 1
     width = 2 if config.compute_dtype == "bfloat16" else 4
     return min(most, num_blocks * CPU_BLOCK_TOKENS * size.kv_values_per_token * width)
 
 
-def _driver(name: EngineName, recipe: Recipe, settings: Settings, role: str, around: Surroundings) -> Driver:
-    external = recipe.rollout.external
+def _driver(name: EngineName, rollout: RolloutConfig, settings: Settings, role: str, around: Surroundings) -> Driver:
+    external = rollout.external
     if external.python is None:
+        if name == "sglang":
+            raise RecipeError.at("rollout.external.python", "must name the interpreter of an environment with SGLang")
         if find_spec("vllm") is None:
             raise RecipeError.at(
                 "rollout.engine",
-                f"{recipe.rollout.engine}: vLLM cannot be imported here: install it, or name the interpreter of an "
+                f"{rollout.engine}: vLLM cannot be imported here: install it, or name the interpreter of an "
                 "environment that has it in rollout.external.python",
             )
         return InProcessVllm(settings, around.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,22 +14,22 @@ import torch.distributed as dist
 
 from leaderless.config import RecipeError, load_recipe, nearest
 from leaderless.config.models import ModelConfig
-from leaderless.config.rollout import RolloutConfig
+from leaderless.config.rollout import EngineName, RolloutConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Group
 from leaderless.device import setup_device
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import Decoder
-from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
+from leaderless.rollout.choose import choose_engine
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.make import Surroundings, make_engine
 from leaderless.training.engine import TrainEngine
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.worker.checkpoint import STATE_FILE, find_damage, load_checkpoint, read_role_state
 from leaderless.worker.roles import check_vocabulary
 
-EngineName = Literal["auto", "native"]
 ComputeType = Literal["float32", "bfloat16"]
 ALONE = Group((0,), 0)
 """The ranks of a server."""
@@ -52,19 +53,28 @@ class Source:
     rollout: RolloutConfig
     checkpoint: Path | None = None
 
-    def changed(self, name: str | None, compute_dtype: ComputeType | None, max_sequences: int | None) -> Self:
+    def changed(
+        self,
+        name: str | None,
+        compute_dtype: ComputeType | None,
+        max_sequences: int | None,
+        engine_python: str | None,
+    ) -> Self:
         """The same with what a user has said about it.
 
         Args:
             name: See above.
             compute_dtype: See `ModelConfig`.
             max_sequences: See `RolloutConfig`.
+            engine_python: See `ExternalConfig.python`.
         """
         config = (
             self.config if compute_dtype is None else self.config.model_copy(update={"compute_dtype": compute_dtype})
         )
-        sequences = {} if max_sequences is None else {"max_sequences": max_sequences}
-        return replace(self, name=name or self.name, config=config, rollout=self.rollout.model_copy(update=sequences))
+        rollout: dict[str, object] = {} if max_sequences is None else {"max_sequences": max_sequences}
+        if engine_python is not None:
+            rollout["external"] = self.rollout.external.model_copy(update={"python": engine_python})
+        return replace(self, name=name or self.name, config=config, rollout=self.rollout.model_copy(update=rollout))
 
 
 @dataclass(frozen=True)
@@ -143,13 +153,16 @@ def _newest_good(run: Path, say: Callable[[str], None]) -> Path:
 
 
 @contextmanager
-def open_model(source: Source, engine: EngineName, max_context: int | None) -> Iterator[Served]:
+def open_model(
+    source: Source, engine: EngineName | None, max_context: int | None, say: Callable[[str], None]
+) -> Iterator[Served]:
     """Load a model on this machine's first device.
 
     Args:
         source: Where it comes from.
-        engine: What generates.
+        engine: What generates; when None, what a recipe's `rollout.engine: auto` stands for.
         max_context: Most tokens of prompt and response together; as many as the model can take when None.
+        say: Told what a person should know of the engine.
 
     Yields:
         The model, ready to be served.
@@ -157,7 +170,7 @@ def open_model(source: Source, engine: EngineName, max_context: int | None) -> I
     Raises:
         RecipeError: It cannot be loaded, or takes fewer tokens.
     """
-    with _alone() as device:
+    with _alone() as device, tempfile.TemporaryDirectory(prefix="leaderless-") as logs:
         tokenizer = load_tokenizer(source.config, source.role)
         model = load_causal_lm(source.config, source.role)
         check_vocabulary(model, tokenizer, source.role)
@@ -166,26 +179,21 @@ def open_model(source: Source, engine: EngineName, max_context: int | None) -> I
         trainer = FsdpEngine(model, source.config, ALONE, device, micro_batch_tokens=longest)
         if source.checkpoint is not None:
             load_checkpoint(source.checkpoint, {source.role: trainer})
-        generator = make_engine(engine, trainer, source, tokenizer)
+        generator = make_engine(
+            engine or choose_engine(source.rollout),
+            source.rollout,
+            source.config,
+            source.role,
+            longest,
+            trainer.model,
+            tokenizer,
+            Surroundings(0, 1, device, Path(logs), say, lambda: None),
+        )
         try:
             vocabulary = model.model.get_input_embeddings().weight.shape[0]
             yield Served(source.name, tokenizer, vocabulary, longest, generator, trainer)
         finally:
             generator.close()
-
-
-def make_engine(name: EngineName, trainer: FsdpEngine, source: Source, tokenizer: Tokenizer) -> RolloutEngine:
-    """What generates. There is the native engine only, so that `auto` means it too.
-
-    Args:
-        name: Of the engine.
-        trainer: Whose weights it gets.
-        source: Says how it samples.
-        tokenizer: Of the model.
-    """
-    assert name in {"auto", "native"}, name
-    ends = end_tokens(source.config, tokenizer)
-    return NativeEngine(trainer.model, tokenizer, ends, source.rollout.max_sequences, trainer.device)
 
 
 def _longest(model: Decoder, wanted: int | None) -> int:

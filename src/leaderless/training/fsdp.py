@@ -25,17 +25,17 @@ class FsdpEngine(ShardedModel[CausalLM]):
     def log_probs(self, batch: Batch, temperature: float) -> Jagged:
         """See `TrainEngine`."""
         lengths = response_lengths(batch.jagged("response_mask"))
-        values = torch.empty(int(lengths.sum()))
+        values = torch.empty(int(lengths.sum()), device=self.device)
 
         def score(micro_batches: Sequence[MicroBatch]) -> None:
             for micro_batch in micro_batches:
                 with self.one_pass(micro_batch):
                     outputs = self._forward(micro_batch, temperature, "none")
-                    values[micro_batch.response_index] = outputs.log_probs.cpu()
+                    values[micro_batch.response_index.to(self.device)] = outputs.log_probs
 
         self.run_passes(batch, score)
         self.reshard_root()
-        return Jagged(values, lengths, "response_tokens")
+        return Jagged(values.cpu(), lengths, "response_tokens")
 
     def forward_backward(
         self,
@@ -87,16 +87,16 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
     def values(self, batch: Batch) -> Jagged:
         """See `ValueEngine`."""
         lengths = response_lengths(batch.jagged("response_mask"))
-        values = torch.empty(int(lengths.sum()))
+        values = torch.empty(int(lengths.sum()), device=self.device)
 
         def expect(micro_batches: Sequence[MicroBatch]) -> None:
             for micro_batch in micro_batches:
                 with self.one_pass(micro_batch):
-                    values[micro_batch.response_index] = self._forward(micro_batch).cpu()
+                    values[micro_batch.response_index.to(self.device)] = self._forward(micro_batch)
 
         self.run_passes(batch, expect)
         self.reshard_root()
-        return Jagged(values, lengths, "response_tokens")
+        return Jagged(values.cpu(), lengths, "response_tokens")
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], value_loss: ValueLoss) -> None:
         """See `ValueEngine`."""

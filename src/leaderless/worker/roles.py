@@ -102,8 +102,17 @@ class Roles:
             optimizer=optimizer,
             num_updates=instance.num_updates,
         )
+        rollout = self.recipe.rollout
+        max_tokens = self.recipe.data.max_prompt_tokens + rollout.max_response_tokens
         generator = make_engine(
-            self.plan.engine, self.recipe, instance.role, engine.model, self.tokenizer, self._around
+            self.plan.engine,
+            rollout,
+            config,
+            instance.role,
+            max_tokens,
+            engine.model,
+            self.tokenizer,
+            self._around,
         )
         self.engines[key], self._models[key] = engine, ModelRole(engine, generator)
 
