@@ -6,9 +6,11 @@ It takes no field and no argument that the documentation does not have, and writ
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -169,6 +171,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the tests (PR_SET_PDEATHSIG)
     given = sys.argv[sys.argv.index("--model-path") :]
     arguments: dict[str, str] = {}
     while given:

@@ -63,7 +63,8 @@ def join_workers(
             transport.add_background_group(action.ranks)
     yield transport, setup.device
     # After an error the peers may be gone, and taking leave could wait for them: the process just ends.
-    dist.destroy_process_group()
+    if dist.is_initialized():  # an engine that was in this process takes it down when it ends
+        dist.destroy_process_group()
 
 
 def check_shared(folder: Path, world: Group) -> None:
