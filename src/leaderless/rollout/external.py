@@ -17,6 +17,7 @@ from leaderless.device import release_memory
 from leaderless.rollout.apart.messages import Ask, Gain
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams
+from leaderless.rollout.stop_texts import has_stopped
 from leaderless.training.engine import TrainEngine
 
 PROBE_TOKENS = 32
@@ -300,7 +301,7 @@ class ExternalEngine:
         for token, log_prob in zip(gain.tokens, gain.log_probs, strict=True):
             completion.tokens.append(token)
             completion.log_probs.append(log_prob)
-            if self._has_stopped(response):
+            if has_stopped(completion.tokens, response.params.stop, self._tokenizer):
                 reason = "stop"
                 break
         if reason is not None:
@@ -310,15 +311,6 @@ class ExternalEngine:
         self._deltas.append(
             Delta(response.request, response.sibling, completion.tokens[begin:], completion.log_probs[begin:], reason)
         )
-
-    def _has_stopped(self, response: _Response) -> bool:
-        """Whether a stop text is complete; it began at most as many tokens ago as it has bytes."""
-        stop = response.params.stop
-        if not stop:
-            return False
-        reach = max(len(text.encode()) for text in stop)
-        text = self._tokenizer.decode(response.completion.tokens[-reach - 1 :])
-        return any(ending in text for ending in stop)
 
     def abort(self, request: int) -> None:
         """See `RolloutEngine`."""

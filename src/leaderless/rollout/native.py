@@ -27,6 +27,7 @@ from leaderless.rollout.run_attention import (
     round_up,
 )
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
+from leaderless.rollout.stop_texts import has_stopped
 from leaderless.training.engine import TrainEngine
 
 PREFILL_TOKENS = 8192
@@ -350,15 +351,10 @@ class NativeEngine:
                 self._release(sequence)
 
     def _finish_reason(self, completion: Completion, params: SamplingParams) -> FinishReason | None:
-        if completion.tokens[-1] in self.end_tokens or (params.stop and self._has_stopped(completion, params)):
+        tokens = completion.tokens
+        if tokens[-1] in self.end_tokens or has_stopped(tokens, params.stop, self.tokenizer):
             return "stop"
-        return "length" if len(completion.tokens) >= params.max_tokens else None
-
-    def _has_stopped(self, completion: Completion, params: SamplingParams) -> bool:
-        """Whether a stop text is complete; it began at most as many tokens ago as it has bytes."""
-        reach = max(len(text.encode()) for text in params.stop)
-        text = self.tokenizer.decode(completion.tokens[-reach - 1 :])
-        return any(stop in text for stop in params.stop)
+        return "length" if len(tokens) >= params.max_tokens else None
 
 
 def _run(prompt: _Prompt) -> Run:
