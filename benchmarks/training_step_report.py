@@ -77,8 +77,8 @@ def table(results: Results) -> str:
             if not ratios:
                 continue
             mine = median(ours.values())
-            spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            numbers = f"{mine:.2f} | {median(theirs.values()):.2f} | {PROMPTS * RESPONSES / mine:.1f} | {spread}"
+            spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+            numbers = f"{mine:.2f} | {median(theirs.values()):.2f} | {PROMPTS * RESPONSES / mine:.1f} | {median(ratios):.2f}{spread}"
             lines.append(f"| {title} | {phase_title} | {numbers} |")
     return "\n".join(lines)
 

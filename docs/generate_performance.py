@@ -21,9 +21,10 @@ def measured() -> str:
         return "There is nothing here yet: the script has not been run for this version."
     versions = {name: version for run in results["runs"] for name, version in run["versions"].items()}
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    repeats = 1 + max(run["repeat"] for run in results["runs"])
     workers = "one worker" if results["workers"] == 1 else f"{results['workers']} workers"
     on = (
         f"{results['cores']} cores, a Qwen2 of {results['parameters']:,} parameters, {PROMPTS} prompts with "
-        f"{RESPONSES} responses each; ours with {workers}, TRL with passes of {results['trl_batch']} sequences; {told}."
+        f"{RESPONSES} responses each; ours with {workers}, TRL with passes of {results['trl_batch']} sequences; {told}; repeats: {repeats}."
     )
     return "\n\n".join([f"![{ALT}](images/{PICTURE.name})", on, table(results)])
