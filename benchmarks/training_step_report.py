@@ -78,8 +78,8 @@ def table(results: Results) -> str:
                 continue
             mine = median(ours.values())
             spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-            numbers = f"{mine:.2f} | {median(theirs.values()):.2f} | {PROMPTS * RESPONSES / mine:.1f} | {median(ratios):.2f}{spread}"
-            lines.append(f"| {title} | {phase_title} | {numbers} |")
+            numbers = f"{mine:.2f} | {median(theirs.values()):.2f} | {PROMPTS * RESPONSES / mine:.1f}"
+            lines.append(f"| {title} | {phase_title} | {numbers} | {median(ratios):.2f}{spread} |")
     return "\n".join(lines)
 
 
