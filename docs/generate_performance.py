@@ -25,7 +25,7 @@ def measured() -> str:
     workers = "one worker" if results["workers"] == 1 else f"{results['workers']} workers"
     on = (
         f"{results['cores']} cores, a Qwen2 of {results['parameters']:,} parameters, {PROMPTS} prompts with "
-        f"{RESPONSES} responses each; ours with {workers}, TRL with passes of {results['trl_batch']} sequences; {told}; "
-        f"repeats: {repeats}."
+        f"{RESPONSES} responses each; ours with {workers}, TRL with passes of {results['trl_batch']} sequences; "
+        f"{told}; repeats: {repeats}."
     )
     return "\n\n".join([f"![{ALT}](images/{PICTURE.name})", on, table(results)])
