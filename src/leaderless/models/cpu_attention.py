@@ -18,7 +18,8 @@ from leaderless.models.attention import Buckets
 Crossing = tuple[slice, slice]
 """The tokens of a prompt, and those of all of its continuations, which attend to it."""
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+"""Output and normaliser of queries, keys and values, [batch, heads, n, head_dim]; `torch` has no public name for it."""
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
@@ -65,13 +66,13 @@ class _Attention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         results = [
-            _forward(*(bucket.take(values) for values in (query, key, value)), 0.0, True, scale=scale)
+            flash_on_cpu(*(bucket.take(values) for values in (query, key, value)), 0.0, True, scale=scale)
             for bucket in buckets
         ]
         output, normalizer = (buckets.join([result[kind] for result in results]) for kind in range(2))
         for prompt, rest in crossings:
             q, k, v = (_heads_first(values) for values in (query[rest], key[prompt], value[prompt]))
-            other, other_normalizer = map(_tokens_first, _forward(q, k, v, 0.0, False, scale=scale))
+            other, other_normalizer = map(_tokens_first, flash_on_cpu(q, k, v, 0.0, False, scale=scale))
             whole = torch.logaddexp(normalizer[rest], other_normalizer)
             share = (other_normalizer - whole).exp_().unsqueeze(2).to(other.dtype)
             output[rest].lerp_(other, share)

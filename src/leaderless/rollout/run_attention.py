@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from leaderless.models.attention import PackedAttention
+from leaderless.models.cpu_attention import flash_on_cpu
 from leaderless.rollout.kv_cache import Run, RunStore, Slots
 
 QUERY_BLOCK = 1024
 """Tokens of a long prompt's later pieces that attend at a time."""
-
-_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     """[heads, n, queries, head_dim], and [heads, n, queries]: the logarithm of what the softmax divides by."""
     mask = None if mask is None else mask.to(query.dtype)
     if query.device.type == "cpu":
-        return cast("tuple[Tensor, Tensor]", _flash_on_cpu(query, key, value, attn_mask=mask, scale=scale))
+        return cast("tuple[Tensor, Tensor]", flash_on_cpu(query, key, value, attn_mask=mask, scale=scale))
     scores = (query @ key.transpose(2, 3)).float() * scale
     scores = scores if mask is None else scores + mask
     normalizer = scores.logsumexp(dim=-1)

@@ -150,7 +150,7 @@ class _Samples:
         return cls(prompts.jagged("prompt_tokens"), prompt_of_row, continuations, mask, inputs, response_lengths(mask))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Siblings:
     """Rows of one prompt, and the tokens that they take together."""
 
@@ -174,7 +174,8 @@ def _families(samples: _Samples, max_tokens: int) -> list[_Siblings]:
         if place is None:
             families.append(_Siblings([row], before + after))
         else:
-            families[place] = _Siblings([*families[place].rows, row], families[place].num_tokens + after)
+            families[place].rows.append(row)
+            families[place].num_tokens += after
     return families
 
 
