@@ -341,7 +341,10 @@ def table(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Tokens per second of each way; a panel for each workload, bars in groups of models."""
+    """Tokens per second of each way beside ours; a panel for each workload, bars in groups of models.
+
+    Bars are shares of our speed, whatever the model's size, and begin at 0.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -352,16 +355,16 @@ def draw(results: Results, path: Path) -> None:
     for panel, workload in zip(panels[0], workloads, strict=True):
         sizes = [size for size, name in cases(results) if name == workload]
         for number, way in enumerate(TITLES):
-            values = [speeds(results, size, workload, way) for size in sizes]
-            middle = [median(speed) if speed else 0.0 for speed in values]
-            spread = [[m - min(v, default=0.0) for m, v in zip(middle, values, strict=True)]]
-            spread += [[max(v, default=0.0) - m for m, v in zip(middle, values, strict=True)]]
+            values = [[1 / ratio for ratio in ratios(results, size, workload, way)] or [0.0] for size in sizes]
+            middle = list(map(median, values))
+            spread = [[m - min(v) for m, v in zip(middle, values, strict=True)]]
+            spread += [[max(v) - m for m, v in zip(middle, values, strict=True)]]
             places = [i + 0.2 * (number - 1.5) for i in range(len(sizes))]
             panel.bar(places, middle, 0.2, yerr=spread, label=TITLES[way] if panel is panels[0][0] else None)
         panel.set_title(WORKLOADS[workload].title, fontsize=9)
-        panel.set_xticks(range(len(sizes)), sizes)
-        panel.set_yscale("log")
-    panels[0][0].set_ylabel("tokens per second")
+        own = [median(speeds(results, size, workload, OURS)) for size in sizes]
+        panel.set_xticks(range(len(sizes)), [f"{s}\nours {o:,.0f}/s" for s, o in zip(sizes, own, strict=True)])
+    panels[0][0].set_ylabel("tokens per second, ours = 1")
     figure.legend(loc="lower center", ncols=len(TITLES), fontsize=8)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)

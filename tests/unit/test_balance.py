@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leaderless.data.balance import QUADRATIC_TOKENS, Int, assign, sequence_cost
+from leaderless.data.balance import QUADRATIC_TOKENS, Int, assign, is_repeated, sequence_cost
 
 
 def ints(values: list[int]) -> Int:
@@ -28,6 +28,20 @@ def unit_costs(costs: Int, units: Int) -> Int:
 def test_cost_grows_with_the_square_of_long_sequences() -> None:
     tokens = ints([0, 1, 1000, QUADRATIC_TOKENS])
     assert sequence_cost(tokens).tolist() == [0, 1, 1040, 2 * QUADRATIC_TOKENS]
+
+
+@given(st.integers(0, 50_000), st.lists(st.integers(0, 50_000), min_size=1, max_size=8))
+def test_siblings_cost_their_prompt_once_and_what_each_attends_to(prompt: int, responses: list[int]) -> None:
+    tokens = prompt + ints(responses)
+    shared = prompt * is_repeated(np.zeros(len(tokens), dtype=np.int64))
+    costs = sequence_cost(tokens, shared)
+    assert (costs >= 0).all()
+    assert int(costs.sum()) == int(sequence_cost(tokens).sum() - (len(tokens) - 1) * sequence_cost(ints([prompt]))[0])
+
+
+def test_rows_are_repeated_behind_the_first_of_their_number() -> None:
+    assert is_repeated(ints([5, 2, 5, 5, 1, 2])).tolist() == [False, False, True, True, False, True]
+    assert is_repeated(ints([])).tolist() == []
 
 
 @st.composite

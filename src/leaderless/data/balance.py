@@ -15,16 +15,32 @@ EVEN_ENOUGH = 9 / 8
 """Work of the fullest shard, in even shares, up to which rows stay where they are rather than being spread anew."""
 
 
-def sequence_cost(tokens: Int) -> Int:
+def sequence_cost(tokens: Int, shared: Int | None = None) -> Int:
     """Relative cost of processing sequences: linear in length, plus attention's square.
 
     Args:
         tokens: [n] lengths.
+        shared: [n] how many of them, at the beginning, are computed with another sequence; none when None.
 
     Returns:
         [n], integers so that all ranks compute the same.
     """
-    return tokens + tokens * tokens // QUADRATIC_TOKENS
+    cost = tokens + tokens * tokens // QUADRATIC_TOKENS
+    return cost if shared is None else cost - sequence_cost(shared)
+
+
+def is_repeated(units: Int) -> NDArray[np.bool_]:
+    """Which rows are not the first with their number.
+
+    Args:
+        units: [n].
+
+    Returns:
+        [n].
+    """
+    repeated = np.ones(len(units), dtype=np.bool_)
+    repeated[np.unique(units, return_index=True)[1]] = False
+    return repeated
 
 
 def assign(costs: Int, units: Int, holders: Int, num_shards: int, before: Int | None = None) -> Int:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaderless.data.balance import assign, sequence_cost
+from leaderless.data.balance import assign, is_repeated, sequence_cost
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.byte_runs import Int
 from leaderless.data.routes import Routes
@@ -164,9 +164,13 @@ def _claimed(action: Reshard, shards: Int, ids: Int, claims: Sequence[Tensor]) -
 
 
 def _facts(batch: Batch) -> Tensor:
-    """[n, 3]: id, group and cost of each row."""
-    tokens = _lengths(batch, "prompt_tokens") + _lengths(batch, "tokens")
-    cost = torch.from_numpy(sequence_cost(tokens.clamp(min=1).numpy()))
+    """[n, 3]: id, group and cost of each row. A prompt that rows point to is computed with the first of them."""
+    prompts = _lengths(batch, "prompt_tokens")
+    shared = torch.zeros_like(prompts)
+    if batch.prompt_index is not None and "prompt_tokens" not in batch.columns:
+        shared = prompts * torch.from_numpy(is_repeated(batch.prompt_index.numpy()))
+    tokens = prompts + _lengths(batch, "tokens")
+    cost = torch.from_numpy(sequence_cost(tokens.numpy(), shared.numpy())).clamp(min=1)
     return torch.stack([batch.ids, batch.group_ids, cost], dim=1)
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from leaderless.models.few_rows import linear_for_few
+
 Entropy = Literal["none", "value", "gradient"]
 """Whether entropies are wanted, and whether the loss depends on them."""
 CHUNK_ELEMENTS = 1 << 25
@@ -81,7 +83,7 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         [R, vocabulary].
     """
-    logits = nn.functional.linear(hidden, weight, bias)
+    logits = linear_for_few(hidden, weight, bias)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

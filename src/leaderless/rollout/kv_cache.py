@@ -73,7 +73,8 @@ class Slots:
             key: [n, kv_heads, head_dim].
             value: [n, kv_heads, head_dim].
         """
-        self._shapes.setdefault(layer, (key.new_empty(0, *key.shape[1:]), value.new_empty(0, *value.shape[1:])))
+        if layer not in self._shapes:
+            self._shapes[layer] = key.new_empty(0, *key.shape[1:]), value.new_empty(0, *value.shape[1:])
         for tensor, new in zip(self.layer(layer), (key, value), strict=True):
             tensor.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
 

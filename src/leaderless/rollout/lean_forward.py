@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
+from leaderless.models.few_rows import linear_for_few
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -81,9 +82,7 @@ class LeanForward:
             attended = attention.attend(number, query, key, value, layer.self_attn.scaling)
             hidden = self._finish(layer, hidden, attended)
         hidden = normalize(base.norm, hidden.index_select(0, select))
-        head = cast("nn.Module", self._model.model.get_output_embeddings())
-        logits: Tensor = head(hidden).float()
-        return logits
+        return multiply(cast("nn.Module", self._model.model.get_output_embeddings()), hidden).float()
 
 
 def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Projected:
@@ -99,7 +98,7 @@ def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> P
     normed = normalize(cast("nn.Module", layer.input_layernorm), hidden)
     shape = (len(hidden), -1, cosine.shape[-1])
     query, key, value = (
-        cast("Tensor", linear(normed)).view(shape)
+        multiply(linear, normed).view(shape)
         for linear in cast("tuple[nn.Module, ...]", (attention.q_proj, attention.k_proj, attention.v_proj))
     )
     query_norm = cast("nn.Module | None", getattr(attention, "q_norm", None))
@@ -119,10 +118,34 @@ def finish(layer: nn.Module, hidden: Tensor, attended: Tensor) -> Tensor:
     Returns:
         [T, hidden_size].
     """
-    output, feed_forward = cast("tuple[nn.Module, nn.Module]", (cast("nn.Module", layer.self_attn).o_proj, layer.mlp))
-    hidden = hidden + output(attended.flatten(1))
-    normed = normalize(cast("nn.Module", layer.post_attention_layernorm), hidden)
-    return hidden + cast("Tensor", feed_forward(normed.unsqueeze(0))).squeeze(0)
+    output, mlp = cast("tuple[nn.Module, nn.Module]", (cast("nn.Module", layer.self_attn).o_proj, layer.mlp))
+    hidden = hidden + multiply(output, attended.flatten(1))
+    return hidden + feed_forward(mlp, normalize(cast("nn.Module", layer.post_attention_layernorm), hidden))
+
+
+def feed_forward(mlp: nn.Module, hidden: Tensor) -> Tensor:
+    """The feed-forward part of a layer.
+
+    Args:
+        mlp: With a gate; or a mixture of experts, which is asked as a whole.
+        hidden: [T, hidden_size].
+    """
+    if not hasattr(mlp, "gate_proj"):
+        return cast("Tensor", mlp(hidden.unsqueeze(0))).squeeze(0)
+    gate, up, down, act = cast("tuple[nn.Module, ...]", (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn))
+    return multiply(down, cast("Tensor", act(multiply(gate, hidden))) * multiply(up, hidden))
+
+
+def multiply(linear: nn.Module, values: Tensor) -> Tensor:
+    """What a linear module makes of values; anything else in its place is asked itself.
+
+    Args:
+        linear: The module.
+        values: [T, inputs].
+    """
+    if type(linear) is not nn.Linear:
+        return cast("Tensor", linear(values))
+    return linear_for_few(values, linear.weight, linear.bias)
 
 
 def normalize(norm: nn.Module, values: Tensor) -> Tensor:

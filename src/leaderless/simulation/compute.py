@@ -49,17 +49,19 @@ class ModelCost:
         """Gathering the sharded weights on every rank."""
         return self.network.gather_seconds(self.size.num_parameters * self.item_bytes, np.array(self.layout.ranks))
 
-    def forward_flops(self, rows: Rows) -> Float:
+    def forward_flops(self, rows: Rows, shards: Int) -> Float:
         """[n] operations of one pass: two a weight and token, and causal attention's square.
 
-        Mixtures of experts are counted as if every token went through every expert.
+        A prompt is read once by a shard, with the first of its rows. Mixtures of experts are counted as if every token
+        went through every expert.
 
         Args:
             rows: That are read.
+            shards: [n] shard of each.
         """
-        tokens = rows.tokens.astype(np.float64)
-        attention = 2.0 * self.size.num_layers * self.size.hidden_size * tokens**2
-        return 2.0 * self.size.num_parameters * tokens + attention
+        tokens, shared = (lengths.astype(np.float64) for lengths in (rows.tokens, rows.shared_tokens(shards)))
+        attention = 2.0 * self.size.num_layers * self.size.hidden_size * (tokens**2 - shared**2)
+        return 2.0 * self.size.num_parameters * (tokens - shared) + attention
 
     def scoring_seconds(self, rows: Rows, shards: Int) -> float:
         """One forward pass over all rows, until the slowest shard is done; weights are gathered meanwhile.
@@ -70,7 +72,7 @@ class ModelCost:
         """
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
-        work = self._per_shard(shards, self.forward_flops(rows)).max() / rate
+        work = self._per_shard(shards, self.forward_flops(rows, shards)).max() / rate
         return max(float(work), self._num_passes(rows, shards) * self.gather_seconds())
 
     def training_seconds(self, rows: Rows, shards: Int) -> float:
@@ -83,7 +85,6 @@ class ModelCost:
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
         rate = device.peak_tflops * TERA * device.training_utilization / passes
-        flops = self.forward_flops(rows)
         gradients = self.size.num_parameters * GRADIENT_BYTES
         pass_s = 2 * self.gather_seconds() + self.network.gather_seconds(gradients, np.array(self.layout.ranks))
         num_updates = self.recipe.batch.updates_per_step
@@ -92,8 +93,8 @@ class ModelCost:
         total = 0.0
         for update in range(num_updates):
             chosen = update_of_row == update
-            work = self._per_shard(shards[chosen], flops[chosen]).max() / rate
             part = Rows(rows.groups[chosen], rows.prompt_tokens[chosen], rows.response_tokens[chosen], rows.are_samples)
+            work = self._per_shard(shards[chosen], self.forward_flops(part, shards[chosen])).max() / rate
             total += max(float(work), self._num_passes(part, shards[chosen]) * pass_s)
         return total
 
@@ -115,14 +116,14 @@ class ModelCost:
         steps = num_decoding_steps(rows.response_tokens, shards, self.layout.dp, self.recipe.rollout.max_sequences)
         memory_s = (steps * weights * self.item_bytes + read) / (bandwidth * GIGA)
         compute_s = self._per_shard(shards, 2 * weights * rows.response_tokens) / rate
-        first = np.where(rows.is_first_of_group, rows.prompt_tokens, 0)
-        prompts_s = self._per_shard(shards, 2 * weights * first) / rate
+        read_once = rows.prompt_tokens - rows.shared_tokens(shards)
+        prompts_s = self._per_shard(shards, 2 * weights * read_once) / rate
         own: Float = prompts_s + np.maximum(memory_s, compute_s) + self.gather_seconds()
         return own
 
     def _num_passes(self, rows: Rows, shards: Int) -> int:
         """Micro-batches of the fullest shard, which all shards run."""
-        tokens = self._per_shard(shards, rows.tokens)
+        tokens = self._per_shard(shards, rows.tokens - rows.shared_tokens(shards))
         longest = self.recipe.data.max_prompt_tokens + self.recipe.rollout.max_response_tokens
         return int(np.ceil(tokens.max() / self.recipe.batch.first_micro_batch_tokens(longest)))
 

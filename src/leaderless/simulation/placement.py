@@ -138,15 +138,20 @@ def owners_of(action: Reshard, rows: Rows, holders: Int, spares: Mapping[int, In
         holders: [n] rank that sends each.
         spares: As `Routes` has them.
     """
-    target, ranks = action.target_layout, action.ranks
-    shard_of_rank = np.full(ranks[-1] + 1, -1, dtype=np.int64)
-    shard_of_rank[list(target.ranks)] = np.arange(len(target.ranks)) // target.ranks_per_shard
+    target, last = action.target_layout, action.ranks[-1]
     units = rows.groups if action.keep_groups else np.arange(len(rows))
-    shards = shard_of_rank[holders]
+    before, shards = (_shard_of_rank(layout, last)[holders] for layout in (action.source_layout, target))
     for rank in sorted(spares):
         known = spares[rank]
-        shards[known[shards[known] < 0]] = shard_of_rank[rank]
-    return assign(rows.costs(action.columns), units, shards, target.dp)
+        shards[known[shards[known] < 0]] = target.shard_of(rank)
+    return assign(rows.costs(action.columns, before), units, shards, target.dp)
+
+
+def _shard_of_rank(layout: Layout, last: int) -> Int:
+    """[last + 1] shard of each rank, or -1."""
+    shards = np.full(last + 1, -1, dtype=np.int64)
+    shards[list(layout.ranks)] = np.arange(len(layout.ranks)) // layout.ranks_per_shard
+    return shards
 
 
 def speakers(shards: Int, layout: Layout) -> Int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config import Recipe
-from leaderless.data.balance import sequence_cost
+from leaderless.data.balance import is_repeated, sequence_cost
 from leaderless.planner.make_plan import UNKNOWN_COLUMN_BYTES
 from leaderless.simulation.cluster import WorkloadConfig
 from leaderless.workflow import COLUMNS
@@ -51,23 +51,28 @@ class Rows:
         """[n] length of each row, prompt and response."""
         return self.prompt_tokens + self.response_tokens
 
-    @cached_property
-    def is_first_of_group(self) -> NDArray[np.bool_]:
-        """[n] whether no row before has the same prompt."""
-        is_first: NDArray[np.bool_] = np.diff(self.groups, prepend=-1) != 0
-        return is_first
+    def shared_tokens(self, shards: Int) -> Int:
+        """[n] tokens that are computed with another row: of the prompt, where a row before on its shard has it too.
 
-    def costs(self, columns: Iterable[str]) -> Int:
+        Args:
+            shards: [n] shard of each row.
+        """
+        if not self.are_samples or not len(self):
+            return np.zeros(len(self), dtype=np.int64)
+        return self.prompt_tokens * is_repeated(shards * (int(self.groups[-1]) + 1) + self.groups)
+
+    def costs(self, columns: Iterable[str], shards: Int) -> Int:
         """[n] what the databuffer tells of rows for their assignment: the cost of their length, where it travels.
 
         Args:
             columns: That travel.
+            shards: [n] shard that holds each row.
         """
-        parts = {"prompt_tokens": self.prompt_tokens, "tokens": self.response_tokens}
-        lengths = np.zeros(len(self), dtype=np.int64)
-        for column in columns:
-            lengths += parts.get(column, 0)
-        return sequence_cost(np.maximum(lengths, 1))
+        chosen, nothing = frozenset(columns), np.zeros(len(self), dtype=np.int64)
+        responses = self.response_tokens if "tokens" in chosen else nothing
+        if "prompt_tokens" not in chosen:
+            return np.maximum(sequence_cost(responses), 1)
+        return np.maximum(sequence_cost(self.prompt_tokens + responses, self.shared_tokens(shards)), 1)
 
     def row_bytes(self, columns: Iterable[str]) -> Int:
         """[n] bytes of the values of rows, as they are in memory and as they travel.

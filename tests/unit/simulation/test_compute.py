@@ -28,13 +28,19 @@ def model(num_ranks=1, dtype="float32", *, checkpointing=False, batch=None, roll
 
 
 def test_a_pass_takes_two_operations_a_weight_and_token_and_the_square_for_attention():
-    flops = model().forward_flops(equal_rows(1, prompt=10, response=90))
+    flops = model().forward_flops(equal_rows(1, prompt=10, response=90), np.zeros(1, dtype=np.int64))
     assert flops.tolist() == [2 * MILLION * 100 + 2 * 2 * 50 * 100**2]
+
+
+def test_a_shard_reads_the_prompt_of_siblings_once():
+    rows, alone = equal_rows(1, siblings=3, prompt=10, response=90), 2 * MILLION * 100 + 2 * 2 * 50 * 100**2
+    besides = 2 * MILLION * 90 + 2 * 2 * 50 * (100**2 - 10**2)
+    assert model(2).forward_flops(rows, np.array([0, 0, 1])).tolist() == [alone, besides, alone]
 
 
 def test_scoring_waits_for_the_fullest_shard():
     rows = equal_rows(3, response=1000)
-    flops = float(model().forward_flops(rows)[0])
+    flops = float(model().forward_flops(rows, np.arange(3))[0])
     seconds = model(2).scoring_seconds(rows, np.array([0, 0, 1]))
     assert seconds == pytest.approx(2 * flops / (1e12 * 0.25))
 
@@ -47,15 +53,15 @@ def test_scoring_waits_for_weights_where_there_is_little_to_compute():
 
 def test_training_takes_three_passes_or_four_where_activations_are_computed_again():
     rows, shards = equal_rows(4, response=1000), np.zeros(4, dtype=np.int64)
-    flops = float(model().forward_flops(rows).sum())
+    flops = float(model().forward_flops(rows, shards).sum())
     assert model().training_seconds(rows, shards) == pytest.approx(3 * flops / 0.5e12)
     assert model(checkpointing=True).training_seconds(rows, shards) == pytest.approx(4 * flops / 0.5e12)
 
 
 def test_shards_wait_for_each_other_at_every_update():
     rows = equal_rows(4, response=1000)
-    flops = float(model().forward_flops(rows)[0])
     shards = np.array([0, 0, 1, 1])
+    flops = float(model().forward_flops(rows, shards)[0])
     together = model(2).training_seconds(rows, shards)
     apart = model(2, batch={"updates_per_step": 2}).training_seconds(rows, shards)
     assert together == pytest.approx(3 * 2 * flops / 0.5e12)

@@ -1,0 +1,57 @@
+"""Products with a large matrix by blocks, against the product as a whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from leaderless.models import few_rows
+from leaderless.models.few_rows import BLOCK, FEW, LARGE, linear_for_few
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, FEW, FEW + 1])
+@pytest.mark.parametrize("outputs", [LARGE // 256, LARGE // 256 + 1])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_blocks_give_the_product(num_rows: int, outputs: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(n, 256, generator=generator, dtype=torch.float64) for n in (num_rows, outputs))
+    bias = torch.randn(outputs, generator=generator, dtype=torch.float64) if has_bias else None
+    result = linear_for_few(rows, weight, bias)
+    torch.testing.assert_close(result, linear(rows, weight, bias))
+    assert result.is_contiguous()
+
+
+def test_only_few_rows_and_large_matrices_of_whole_blocks_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: list[tuple[int, int]] = []
+
+    def watched(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        whole.append((len(rows), len(weight)))
+        return linear(rows, weight, bias)
+
+    monkeypatch.setattr(few_rows, "linear", watched)
+
+    def multiply(num_rows: int, outputs: int, inputs: int = 256, dtype: torch.dtype = torch.float32) -> None:
+        linear_for_few(torch.ones(num_rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype))
+
+    large = LARGE // 256
+    multiply(FEW, large)
+    multiply(1, BLOCK, LARGE // BLOCK)
+    assert whole == []
+    multiply(FEW + 1, large)
+    multiply(2, large - BLOCK)
+    multiply(3, large + 1)
+    multiply(4, large, dtype=torch.bfloat16)
+    assert whole == [(FEW + 1, large), (2, large - BLOCK), (3, large + 1), (4, large)]
+
+
+def test_blocks_pass_gradients() -> None:
+    rows, weight = torch.randn(3, 256, requires_grad=True), torch.randn(LARGE // 256, 256, requires_grad=True)
+    bias, factors = torch.randn(len(weight), requires_grad=True), torch.randn(3, len(weight))
+    results = [
+        torch.autograd.grad((function(rows, weight, bias) * factors).sum(), [rows, weight, bias])
+        for function in (linear_for_few, linear)
+    ]
+    for gradient, expected in zip(*results, strict=True):
+        torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-4)
