@@ -20,11 +20,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+
+import torch
 
 import leaderless
 from counting_model import FIRST_COUNTER, LONGEST, Lengths, heavy_tailed, write_counting_model, write_prompts
@@ -36,6 +39,10 @@ PATTERN = r"t\d*[13579](t.*)?"
 """What is rewarded: an odd first token, which is every second one."""
 OURS = {"step": "time/step", "generation": "time/rollout", "log_probs": "time/reference", "update": "time/policy"}
 WARM_UP = 1
+HIDDEN, LAYERS, VOCABULARY = 256, 6, 10_000
+"""Of the model."""
+LARGE = 2048
+"""Rows and columns of the matrices whose product says what the cores can do."""
 
 
 class Workload(NamedTuple):
@@ -91,7 +98,7 @@ def prepare(folder: Path) -> int:
         home = folder / name
         home.mkdir()
         parameters = write_counting_model(
-            home / "model", workload.lengths, hidden_size=256, num_layers=6, vocabulary=10_000
+            home / "model", workload.lengths, hidden_size=HIDDEN, num_layers=LAYERS, vocabulary=VOCABULARY
         )
         write_prompts(home / "rows.jsonl", workload.prompt_tokens, count=4096)
     return parameters
@@ -109,7 +116,8 @@ def resume(options: argparse.Namespace, parameters: int) -> Results:
     found = load(options.results)
     if found is None:
         return fresh
-    if {**found, "runs": []} != fresh:
+    has_all = all("product_flops" in run for run in found["runs"])
+    if not has_all or {**found, "runs": []} != fresh:
         sys.exit(f"{options.results} was measured in another way; use --again, or another --results")
     return found
 
@@ -123,19 +131,54 @@ def measure(folder: Path, workload: str, repeat: int, options: argparse.Namespac
             continue
         num_steps = WARM_UP + options.steps
         home, settings = folder / workload, WORKLOADS[workload]
+        lengths = sampled_lengths(home, settings, num_steps, options.workers)
+        peak = product_flops()
         if side == "leaderless":
             versions, steps = train(home, settings, num_steps, options.workers, recorded_prompts=0)
         else:
-            lengths = sampled_lengths(home, settings, num_steps, options.workers)
             versions, steps = train_with_trl(home, settings, lengths, options)
+        for step, of_step in zip(steps, lengths, strict=True):
+            step["forward_flop"] = forward_flop(results["parameters"], settings, of_step)
         results["runs"].append(
-            Run(workload=workload, side=side, repeat=repeat, versions=versions, steps=steps[WARM_UP:])
+            Run(
+                workload=workload,
+                side=side,
+                repeat=repeat,
+                versions=versions,
+                product_flops=peak,
+                steps=steps[WARM_UP:],
+            )
         )
         check_tokens(results["runs"], workload)
         options.results.parent.mkdir(parents=True, exist_ok=True)
         options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         seconds = median(step["step"] for step in steps[WARM_UP:])
         print(f"{workload}, repeat {repeat}, {side}: {seconds:.2f} s a step", file=sys.stderr)
+
+
+def product_flops() -> float:
+    """Floating-point operations a second of a product of large float32 matrices, on all cores."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    left, right = torch.randn(2, LARGE, LARGE)
+    seconds: list[float] = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - begin)
+    return 2 * LARGE**3 / median(seconds)
+
+
+def forward_flop(parameters: int, workload: Workload, lengths: Sequence[int]) -> float:
+    """Floating-point operations that a forward pass over a step's samples has to do.
+
+    Two for each weight and token, with a prompt once for its responses and the head at sampled tokens alone, and four
+    for each number of a query that meets a key. Nothing is predicted from the last token of a response.
+    """
+    inputs, prompt = [length - 1 for length in lengths], workload.prompt_tokens
+    head = VOCABULARY * HIDDEN
+    tokens = PROMPTS * prompt + sum(inputs)
+    pairs = PROMPTS * prompt * (prompt + 1) / 2 + sum(count * prompt + count * (count + 1) / 2 for count in inputs)
+    return 2 * (parameters - 2 * head) * tokens + 2 * head * sum(lengths) + 4 * LAYERS * HIDDEN * pairs
 
 
 def check_tokens(runs: Sequence[Run], workload: str) -> None:

@@ -21,12 +21,17 @@ TITLES = {
 
 
 class Run(TypedDict):
-    """One run of one side: seconds of each phase of each step, and the response tokens of each step."""
+    """One run of one side.
+
+    Of each step there are the seconds of each phase, the response tokens, and the operations that one forward pass has
+    to do; `product_flops` are operations a second of a large product, right before.
+    """
 
     workload: str
     side: str
     repeat: int
     versions: dict[str, str]
+    product_flops: float
     steps: list[dict[str, float]]
 
 
@@ -80,6 +85,21 @@ def table(results: Results) -> str:
             spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
             numbers = f"{mine:.2f} | {median(theirs.values()):.2f} | {PROMPTS * RESPONSES / mine:.1f}"
             lines.append(f"| {title} | {phase_title} | {numbers} | {median(ratios):.2f}{spread} |")
+    return "\n".join(lines)
+
+
+def operations(results: Results) -> str:
+    """Operations a second of our passes, beside those of a large product right before, in Markdown."""
+    lines = ["| workload | phase | GFLOP/s | of a large product's |", "| --- | --- | ---: | ---: |"]
+    for name, title in TITLES.items():
+        runs = [run for run in results["runs"] if (run["workload"], run["side"]) == (name, "leaderless")]
+        # A backward pass costs two forward passes.
+        for phase, passes in (("log_probs", 1), ("update", 3)):
+            speeds = [median(passes * step["forward_flop"] / step[phase] for step in run["steps"]) for run in runs]
+            if speeds:
+                shares = [speed / run["product_flops"] for speed, run in zip(speeds, runs, strict=True)]
+                share = f"{median(shares):.0%}"
+                lines.append(f"| {title} | {PHASES[phase]} | {median(speeds) / 1e9:.0f} | {share} |")
     return "\n".join(lines)
 
 

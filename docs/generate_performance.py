@@ -13,11 +13,11 @@ def with_training_step(page: str) -> str:
 
 
 def measured() -> str:
-    """Picture and table."""
-    from benchmarks.training_step_report import PICTURE, PROMPTS, RESPONSES, load, table
+    """Picture and tables."""
+    from benchmarks.training_step_report import PICTURE, PROMPTS, RESPONSES, load, operations, table
 
     results = load()
-    if results is None or not results["runs"]:
+    if results is None or not all("product_flops" in run for run in results["runs"]):
         return "There is nothing here yet: the script has not been run for this version."
     versions = {name: version for run in results["runs"] for name, version in run["versions"].items()}
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -28,4 +28,5 @@ def measured() -> str:
         f"{RESPONSES} responses each; ours with {workers}, TRL with passes of {results['trl_batch']} sequences; "
         f"{told}; repeats: {repeats}."
     )
-    return "\n\n".join([f"![{ALT}](images/{PICTURE.name})", on, table(results)])
+    at_work = "Operations that our passes have to do, in the seconds they took:"
+    return "\n\n".join([f"![{ALT}](images/{PICTURE.name})", on, table(results), at_work, operations(results)])

@@ -26,7 +26,7 @@ from tests.engines import CopyDriver
 from leaderless.rollout.apart.messages import Ask
 
 LOG_VARIABLE = "FAKE_SGLANG_LOG"
-VALUES = {"model-path", "host", "port", "api-key", "dtype", "context-length", "max-running-requests", "load-format"}
+VALUES = {"model-path", "host", "port", "dtype", "context-length", "max-running-requests", "load-format"}
 VALUES |= {"mem-fraction-static", "sampling-defaults", "device", "base-gpu-id", "revision"}
 FLAGS = {"skip-tokenizer-init", "enable-memory-saver", "enable-weights-cpu-backup", "trust-remote-code"}
 FLAGS |= {"disable-cuda-graph"}
@@ -64,7 +64,8 @@ class Server:
                 self.version = body["weight_version"]
                 return {"success": True, "message": "Succeeded to update parameter online from tensors."}
             case "/abort_request":
-                self.aborted |= self.running if body.get("abort_all") else {body["rid"]} & self.running
+                every = body.get("abort_all")
+                self.aborted |= {rid for rid in self.running if every or rid.startswith(body["rid"])}
                 return None
             case "/release_memory_occupation":
                 assert not self.running, "release_memory_occupation with requests under way"
@@ -133,12 +134,15 @@ class Server:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """HTTP/1.0, so that a stream ends with its connection."""
+    """A stream ends with its connection; any other connection is closed when nothing is asked for a moment."""
 
+    protocol_version = "HTTP/1.1"
+    timeout = 0.2
     server_state: Server
 
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/health" else 404)
+        self.send_header("Content-Length", "0")
         self.end_headers()
 
     def do_POST(self) -> None:
@@ -154,6 +158,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(401, {"error": "Unauthorized"})
         elif body.get("stream"):
             self.send_response(200)
+            self.send_header("Connection", "close")
             self.end_headers()
             for event in self.server_state.stream(body):
                 self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -162,9 +167,11 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, self.server_state.answer(self.path, body))
 
     def _send(self, status: int, content: object) -> None:
+        text = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        self.wfile.write(content.encode() if isinstance(content, str) else json.dumps(content).encode())
+        self.wfile.write(text)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -178,6 +185,7 @@ def main() -> None:
         name = given.pop(0).removeprefix("--")
         assert name in VALUES | FLAGS, f"unknown argument {name}"
         arguments[name] = given.pop(0) if name in VALUES else ""
+    arguments["api-key"] = sys.stdin.readline().strip()  # as what starts SGLang would have passed it on
     Handler.server_state = Server(arguments)
     ThreadingHTTPServer((arguments["host"], int(arguments["port"])), Handler).serve_forever()
 

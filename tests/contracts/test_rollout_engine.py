@@ -152,7 +152,7 @@ def test_greedy_tokens_are_those_of_transformers(make_engine: Callable[[str, int
         assert [completion.tokens for completion in group] == [expected, expected]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_log_probs_are_those_of_the_trainer(
     make_engine: Callable[[str, int], RolloutEngine], temperature: float
 ) -> None:

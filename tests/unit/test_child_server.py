@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -10,13 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from leaderless.rollout.child_server import ChildServer, EngineError, worker_free_environment
+from leaderless.rollout.child_server import ChildServer, EngineError, bound_command, worker_free_environment
 
 PROGRAM = """
 import http.server, json, os, sys, time
 port, token = sys.stdin.readline().split()
 print("the server begins", flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 0.2
     def do_GET(self): self.do_POST()
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -27,6 +31,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(60)
         is_known = self.headers["Authorization"] == "Bearer " + token
         self.send_response(500 if self.path == "/fail" else 200 if is_known else 401)
+        self.send_header("Connection", "close" if self.path == "/lines" else "keep-alive")
+        if self.path != "/lines":
+            self.send_header("Content-Length", str(10 if self.path == "/fail" else len(body)))
         self.end_headers()
         if self.path == "/lines":
             for number in range(3):
@@ -44,8 +51,8 @@ def start(
     noted = beats if beats is not None else []
     server = ChildServer("the server", tmp_path / "logs" / "server.log", start_timeout_s, 1.0, lambda: noted.append(1))
     server.prepare()
-    command = [sys.executable, "-I", "-c", program]
-    server.start(command, worker_free_environment(), f"{server.port} {server.token}", "/health")
+    command, greeting = bound_command(sys.executable, program), f"{server.port} {server.token}"
+    server.start(command, worker_free_environment(), greeting, "/health")
     return server
 
 
@@ -62,6 +69,12 @@ def test_calls_are_answered_and_bear_the_token(server: ChildServer) -> None:
     server.token = "another"
     with pytest.raises(EngineError, match="answered /echo with 401"):
         server.call("/echo", {})
+
+
+def test_a_server_may_close_connections_between_calls(server: ChildServer) -> None:
+    for number in range(2):
+        assert server.call("/echo", number) == number
+        time.sleep(0.6)
 
 
 def test_an_error_is_told_with_the_end_of_the_log(server: ChildServer) -> None:
@@ -93,6 +106,15 @@ def test_closing_ends_what_the_server_has_started_too(tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     server.close()
+
+
+def test_a_program_whose_parent_has_ended_before_it_began_does_not_run() -> None:
+    python, *command = bound_command(sys.executable, "print('it runs')")
+    assert subprocess.check_output([python, *command], text=True) == "it runs\n"
+    command[command.index(str(os.getpid()))] = str(2**22 + 1)
+    orphan = subprocess.run([python, *command], capture_output=True, text=True, check=False)
+    assert (orphan.returncode, orphan.stdout) == (1, "")
+    assert "is gone" in orphan.stderr
 
 
 def test_a_server_that_ends_while_it_starts_is_told_at_once(tmp_path: Path) -> None:

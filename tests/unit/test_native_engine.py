@@ -189,6 +189,34 @@ def test_requests_that_ask_the_same_share_the_prompt() -> None:
     assert [delta.finish_reason for delta in engine.step()] == ["aborted", None], "the other goes on"
 
 
+@pytest.mark.parametrize("place", ["_read_pieces", "_decode"])
+def test_an_engine_whose_pass_fails_is_as_good_as_new(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    engine, expected = tiny_engine(), sample(tiny_engine())
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for request in requests():
+        engine.submit(request, SamplingParams(SamplingConfig(), 12))
+    if place == "_decode":
+        engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, place, fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert bytes_of(engine._prompts) == bytes_of(engine._responses) == 0
+    assert_same(sample(engine), expected)
+
+
+def test_logits_of_prompts_are_not_kept_behind_their_first_tokens() -> None:
+    engine = tiny_engine(max_sequences=4)
+    for request in requests():
+        engine.submit(request, SamplingParams(SamplingConfig(), 12))
+    engine.step()
+    assert {len(sequence.prompt.logits) for sequence in engine._active.values() if not sequence.prompt.waiting} == {0}
+    assert {prompt.logits.ndim for prompt in engine._read} <= {1}
+
+
 def bytes_of(store: RunStore) -> int:
     tensors = [t for slots in store._sizes.values() for layer in slots._layers.values() for t in layer]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -14,7 +14,7 @@ from torch import Tensor
 from leaderless.rollout.apart import messages
 from leaderless.rollout.apart.messages import checksum
 from leaderless.rollout.apart.shared_memory import SharedMemory
-from leaderless.rollout.weights import FileStaging, LocalStaging, make_buckets
+from leaderless.rollout.weights import HostStaging, LocalStaging, make_buckets
 
 SHAPES = {"embedding": (50, 8), "bias": (3,), "scalar": (), "kernel": (7, 5)}
 
@@ -66,16 +66,29 @@ def test_a_checksum_does_not_depend_on_how_much_is_added_up_at_a_time(monkeypatc
 
 
 def test_memory_that_is_shared_is_found_by_its_place_and_leaves_nothing_behind() -> None:
-    staging, memory = FileStaging(), SharedMemory()
+    staging, memory = HostStaging(), SharedMemory()
     for seed, max_bytes in ((0, 400), (1, 4000)):
         for bucket in make_buckets(weights(seed).items(), torch.float32, staging, max_bytes):
             place = staging.place()
             assert isinstance(place, Mapping)
             data = memory.open(place)[: len(bucket.data)]
-            staging.taken()
-            assert not Path(str(place["file"])).exists(), "its name is gone as soon as the other side has opened it"
             assert checksum(data) == bucket.checksum
     memory.close()
+    assert Path(str(place["file"])).exists()
     staging.close()
+    assert not Path(str(place["file"])).exists()
     assert len(staging.room(8)) == 8
     staging.close()
+
+
+def test_memory_of_the_same_path_is_not_taken_for_what_it_was_before() -> None:
+    memory, seen, paths = SharedMemory(), list[int](), set[str]()
+    for value in (1, 2):
+        staging = HostStaging()
+        staging.room(8).fill_(value)
+        place = staging.place()
+        assert isinstance(place, Mapping)
+        paths.add(str(place["file"]))
+        seen.append(int(memory.open(place)[0]))
+        staging.close()
+    assert (seen, len(paths)) == ([1, 2], 1)

@@ -31,16 +31,17 @@ def linear_for_few(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         [n, outputs].
     """
     outputs, inputs = weight.shape
+    whole = outputs - outputs % BLOCK
     if not (
         rows.device.type == "cpu"
         and len(rows) <= FEW
-        and outputs % BLOCK == 0
-        and outputs * inputs >= LARGE
+        and whole * inputs >= LARGE
         and rows.dtype in {torch.float32, torch.float64}
         and weight.is_contiguous()
     ):
         return linear(rows, weight, bias)
-    blocks = weight.view(-1, BLOCK, inputs).transpose(1, 2)
-    products = torch.bmm(rows.expand(len(blocks), -1, -1), blocks)
-    result = products.transpose(0, 1).reshape(len(rows), outputs)
-    return result if bias is None else result.add_(bias)
+    blocks = weight[:whole].view(-1, BLOCK, inputs).transpose(1, 2)
+    products = torch.bmm(rows.expand(len(blocks), -1, -1), blocks).transpose(0, 1).reshape(len(rows), whole)
+    if whole < outputs:
+        products = torch.cat([products, linear(rows, weight[whole:])], dim=1)
+    return products if bias is None else products.add_(bias)

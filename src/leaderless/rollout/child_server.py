@@ -24,6 +24,15 @@ END_S = 10.0
 """Time for a server to end before it is killed."""
 
 
+BOUND = (
+    "import ctypes, os, sys\n"
+    "if sys.platform == 'linux':\n"
+    "    ctypes.CDLL(None).prctl(1, 9)\n"
+    "if os.getppid() != int(sys.argv.pop(1)):\n"
+    "    sys.exit('the process that has started this one is gone')\n"
+)
+"""Asks the kernel for SIGKILL when the parent ends (PR_SET_PDEATHSIG), which does nothing if it has ended before."""
+
 LAUNCH_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -65,7 +74,6 @@ class ChildServer:
         self._name, self._log, self._beat = name, log, beat
         self._start_timeout_s, self.answer_timeout_s = start_timeout_s, answer_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: http.client.HTTPConnection | None = None
         self.port = 0
         self.token = ""
 
@@ -89,6 +97,7 @@ class ChildServer:
             EngineError: It has ended, or does not answer in time.
         """
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log.touch(mode=0o600)  # engines may print their settings, and the token among them
         with self._log.open("ab") as log:
             # A session of its own: Ctrl-C at the terminal is for this process, which decides how the server ends.
             try:
@@ -133,10 +142,9 @@ class ChildServer:
         Raises:
             EngineError: The server is not there, does not answer in time, or answers with an error.
         """
-        if self._connection is None:
-            self._connection = self._connect()
-        with self._failures_explained(path):
-            answer = self._ask(self._connection, path, body).read()
+        # A connection that is kept may be closed by the server at any time, and it could not be told what has arrived.
+        with closing(self._connect()) as connection, self._failures_explained(path):
+            answer = self._ask(connection, path, body).read()
         try:
             content: Json = json.loads(answer)
         except ValueError:
@@ -222,9 +230,6 @@ class ChildServer:
 
     def close(self) -> None:
         """End the server and all that it has started."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -236,6 +241,17 @@ class ChildServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+
+def bound_command(python: str, program: str, *arguments: str) -> list[str]:
+    """A command that runs a program which ends with this process, however this process ends.
+
+    Args:
+        python: An interpreter; neither this process's path nor a user's own packages are those of its environment.
+        program: What it runs.
+        arguments: Of the program.
+    """
+    return [python, "-I", "-c", BOUND + program, str(os.getpid()), *arguments]
 
 
 def worker_free_environment() -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from leaderless.data.errors import is_out_of_memory
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.models.few_rows import linear_for_few
@@ -176,7 +177,7 @@ def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
             return best(*args, **kwargs)
         except Exception as error:
             # Compilers, drivers and versions fail in every way; if it was not for them, the function fails by itself.
-            if best is function:
+            if best is function or is_out_of_memory(error):
                 raise
             warnings.warn(f"decoding is slower, since torch.compile failed: {error}", RuntimeWarning, stacklevel=2)
             best = function

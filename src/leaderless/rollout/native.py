@@ -226,9 +226,13 @@ class NativeEngine:
     @torch.no_grad()
     def step(self) -> list[Delta]:
         """See `RolloutEngine`."""
-        if self._active:
-            self._decode()
-        self._admit()
+        try:
+            if self._active:
+                self._decode()
+            self._admit()
+        except BaseException:
+            self.close()  # what a pass has left half done cannot be gone on with
+            raise
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -249,6 +253,9 @@ class NativeEngine:
                     self._read.popleft()
             self._rows = None
             logits = torch.stack([sequence.prompt.logits for sequence in admitted])
+            for prompt in {sequence.prompt for sequence in admitted}:
+                if not prompt.waiting:
+                    prompt.logits = torch.empty(0)  # they are part of those of all prompts that were read together
             self._extend(admitted, logits, self._draws(admitted))
 
     def _prefill(self) -> None:

@@ -123,7 +123,8 @@ class _Part:
 
     def signature(self) -> tuple[int, ...]:
         """What a recorded pass depends on, beside the values in its tensors."""
-        return (self.slots.capacity, self.slots.allocation, self.count, self.longest, len(self.indices))
+        sizes = (self.slots.capacity, self.slots.allocation, self.count, self.longest, len(self.indices))
+        return (*sizes, self.mask is None)
 
     def tensors(self) -> list[Tensor]:
         """What is put into a recorded pass."""
@@ -219,7 +220,11 @@ class SharedPrompts:
 
     def signature(self) -> tuple[int, ...]:
         """What a recorded pass depends on, beside the values in its tensors."""
-        return (self.is_read is None, *(number for part in self.parts for number in part.signature()))
+        return (
+            self.is_read is None,
+            self._is_in_order,
+            *(number for part in self.parts for number in part.signature()),
+        )
 
     def tensors(self) -> list[Tensor]:
         """What is put into a recorded pass."""
@@ -292,6 +297,11 @@ class DecodeAttention:
         """What a recorded pass depends on, beside the values in its tensors."""
         shared = () if self.shared is None else self.shared.signature()
         return (len(self._parts), *(number for part in self._parts for number in part.signature()), *shared)
+
+    def allocations(self) -> frozenset[int]:
+        """The memory of keys and values that a recorded pass goes on reading and writing."""
+        parts = self._parts if self.shared is None else [*self._parts, *self.shared.parts]
+        return frozenset(part.slots.allocation for part in parts)
 
     def tensors(self) -> list[Tensor]:
         """What is put into a recorded pass."""

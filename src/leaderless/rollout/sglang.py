@@ -17,15 +17,15 @@ from torch import Tensor
 
 from leaderless.config import Json
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
-from leaderless.rollout.child_server import ChildServer, EngineError, worker_free_environment
+from leaderless.rollout.child_server import ChildServer, EngineError, bound_command, worker_free_environment
 from leaderless.rollout.weights import Bucket, LocalStaging, make_buckets
 
 START = (
-    "import ctypes, runpy, sys; "
-    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
-    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+    "import runpy\n"
+    "sys.argv += ['--api-key', sys.stdin.readline().strip()]\n"
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)\n"
 )
-"""What SGLang's interpreter runs; the first call makes it end with this process (PR_SET_PDEATHSIG, SIGKILL)."""
+"""What SGLang's interpreter runs. All users of a machine can read its command line, and so not find the token there."""
 JOIN_S = 10.0
 """Time for a stream to end behind responses that have been given up."""
 
@@ -54,8 +54,8 @@ class SglangServer:
     def start(self) -> None:
         """See `Driver`."""
         self._server.prepare()
-        command = [self._python, "-I", "-c", START, *self._arguments()]
-        self._server.start(command, worker_free_environment(), "", "/health")
+        command = bound_command(self._python, START, *self._arguments())
+        self._server.start(command, worker_free_environment(), self._server.token, "/health")
         self.sleep()
 
     def _arguments(self) -> list[str]:
@@ -64,7 +64,6 @@ class SglangServer:
             "model-path": settings.model,
             "host": "127.0.0.1",
             "port": self._server.port,
-            "api-key": self._server.token,
             "dtype": settings.dtype,
             "context-length": settings.max_tokens,
             "max-running-requests": settings.max_sequences,
@@ -139,7 +138,7 @@ class SglangServer:
         sent = given_up - {ask.id for ask in self._waiting}
         self._waiting = [ask for ask in self._waiting if ask.id not in given_up]
         for number in sorted(sent):
-            self._server.call("/abort_request", {"rid": str(number)})
+            self._server.call("/abort_request", {"rid": _name(number)})
 
     def step(self) -> list[Gain]:
         """See `Driver`."""
@@ -184,9 +183,14 @@ class SglangServer:
         self._news = queue.SimpleQueue()
 
 
+def _name(number: int) -> str:
+    """A response's name, which no other one begins with: SGLang aborts all whose names begin with what it is given."""
+    return f"{number:020d}"
+
+
 def _generate_body(asks: Sequence[Ask]) -> Json:
     return {
-        "rid": [str(ask.id) for ask in asks],
+        "rid": [_name(ask.id) for ask in asks],
         "input_ids": [list(ask.prompt) for ask in asks],
         "sampling_params": [
             {

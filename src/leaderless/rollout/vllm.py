@@ -16,15 +16,16 @@ from leaderless.config import Json
 from leaderless.rollout import apart
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.apart.vllm_worker import VllmWorker
-from leaderless.rollout.child_server import ChildServer, worker_free_environment
-from leaderless.rollout.weights import CudaStaging, FileStaging, LocalStaging, SharedStaging, make_buckets
+from leaderless.rollout.child_server import ChildServer, bound_command, worker_free_environment
+from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, SharedStaging, make_buckets
 
 FOLDER = Path(apart.__file__).parent
 START = (
-    "import importlib.util, sys; "
-    "spec = importlib.util.spec_from_file_location('apart', sys.argv[1] + '/__init__.py'); "
-    "sys.modules['apart'] = importlib.util.module_from_spec(spec); "
-    "from apart.server import main; main()"
+    "import importlib.util\n"
+    "spec = importlib.util.spec_from_file_location('apart', sys.argv[1] + '/__init__.py')\n"
+    "sys.modules['apart'] = importlib.util.module_from_spec(spec)\n"
+    "from apart.server import main\n"
+    "main()\n"
 )
 """What the engine's interpreter runs. It gets one folder of this package, under a name of its own, and not the folder
 around it: that has all of this process's packages, other versions of the engine's own among them."""
@@ -108,8 +109,7 @@ class VllmServer:
         """See `Driver`."""
         self._server.prepare()
         greeting = {"port": self._server.port, "token": self._server.token, "settings": asdict(self._settings)}
-        # Isolated (-I): neither this process's path nor a user's own packages are those of the engine's environment.
-        command = [self._python, "-I", "-c", START, str(FOLDER)]
+        command = bound_command(self._python, START, str(FOLDER))
         self._server.start(command, _environment(self._device), json.dumps(greeting), "/health")
 
     def wake(self) -> None:
@@ -123,13 +123,12 @@ class VllmServer:
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
         """See `Driver`. Weights are packed where both processes see them: device memory, or host memory."""
         is_cuda = self._device.type == "cuda"
-        staging: SharedStaging = CudaStaging(self._device) if is_cuda else FileStaging()
+        staging: SharedStaging = CudaStaging(self._device) if is_cuda else HostStaging()
         try:
             for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
                 pieces: Json = [asdict(piece) for piece in bucket.pieces]
                 body = {"place": staging.place(), "pieces": pieces, "bytes": len(bucket.data)}
                 self._server.call("/load", body | {"checksum": bucket.checksum})
-                staging.taken()
             self._server.call("/finish_load", {"policy_version": policy_version})
         finally:
             staging.close()

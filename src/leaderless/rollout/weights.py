@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -114,9 +113,6 @@ class SharedStaging(Staging, Protocol):
     def place(self) -> Json:
         """How it finds the memory."""
 
-    def taken(self) -> None:
-        """Take note that it has found it."""
-
 
 class CudaStaging(LocalStaging):
     """Memory of a CUDA device, which other processes map by its IPC handle."""
@@ -151,41 +147,39 @@ class CudaStaging(LocalStaging):
         """See `SharedStaging`."""
         return self._place
 
-    def taken(self) -> None:
-        """See `SharedStaging`."""
 
+class HostStaging:
+    """Host memory that other processes of the same user can map.
 
-class FileStaging:
-    """Host memory that other processes of this machine can map: a file that never reaches a disk."""
+    It has no name in any folder: no mount's size bounds it, and it is given back even if this process is killed.
+    """
 
     def __init__(self) -> None:
         """Take no memory yet."""
-        self._file: Path | None = None
+        self._file: int | None = None
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def room(self, num_bytes: int) -> Tensor:
         """See `Staging`."""
         if len(self._data) < num_bytes:
             self.close()
-            memory = Path("/dev/shm")  # noqa: S108  (memory; the file has a name that nobody can foresee)
-            folder = memory if memory.is_dir() else None
-            with tempfile.NamedTemporaryFile(prefix="leaderless-weights-", dir=folder, delete=False) as file:
-                self._file = Path(file.name)
-            self._data = torch.from_file(str(self._file), shared=True, size=num_bytes, dtype=torch.uint8)
+            self._file = os.memfd_create("leaderless-weights")
+            os.posix_fallocate(self._file, 0, num_bytes)  # what is missing is said here, and not by a signal later
+            self._data = torch.from_file(self._path, shared=True, size=num_bytes, dtype=torch.uint8)
         return self._data
+
+    @property
+    def _path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
         """See `Staging`."""
         self._data = torch.empty(0, dtype=torch.uint8)
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            os.close(self._file)
             self._file = None
 
     def place(self) -> Json:
-        """See `SharedStaging`."""
-        return {"file": str(self._file), "bytes": len(self._data)}
-
-    def taken(self) -> None:
-        """See `SharedStaging`. Without its name, the memory is given back even if this process is killed."""
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+        """See `SharedStaging`. The number tells it from memory that had the same path before."""
+        assert self._file is not None
+        return {"file": self._path, "number": os.fstat(self._file).st_ino, "bytes": len(self._data)}

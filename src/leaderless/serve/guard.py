@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hmac
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from leaderless.serve.errors import ApiError
-
-LOCAL_NAMES = {"localhost", "127.0.0.1", "[::1]"}
-"""How a browser or a client of this machine names a server without a token."""
 
 
 class Guard:
@@ -40,7 +39,7 @@ class Guard:
         headers = Headers(scope=scope)
         if self._token is None:
             name = headers.get("host", "")
-            if name.rpartition(":")[0] not in LOCAL_NAMES and name not in LOCAL_NAMES:
+            if not _is_this_machine(name):
                 return ApiError(403, f"host '{name}' is not this machine, and the server was started without a token")
         elif scope["path"] != "/health":
             scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -50,6 +49,15 @@ class Guard:
         if scope["method"] == "POST" and kind != "application/json":
             return ApiError(415, f"content-type='{kind}' must be application/json")
         return None
+
+
+def _is_this_machine(name: str) -> bool:
+    """Whether a client names this machine; an address cannot be made to point to another one."""
+    try:
+        host = urlsplit(f"//{name}").hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def to_response(error: ApiError) -> Response:

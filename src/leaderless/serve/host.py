@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from leaderless.data.errors import is_out_of_memory
+from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingParams
 from leaderless.serve.errors import STOPPING, ApiError
 from leaderless.training.engine import TrainEngine
@@ -158,7 +159,8 @@ class EngineHost:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            if not is_out_of_memory(error):
+            # Of an engine in another process the error repeats a log, in which much may stand.
+            if isinstance(error, EngineError) or not is_out_of_memory(error):
                 raise
             for number in self._under_way:
                 self._engine.abort(number)

@@ -57,16 +57,9 @@ def sync_weights(
     version = source.policy_version if source else 0
     versions: set[int] = set()
     for bucket in _buckets(shapes):
-        sent = {
-            receiver: pieces
-            for receiver in action.target_layout.ranks
-            if source and (pieces := _pieces(action, shapes, bucket, group.rank, receiver))
-        }
-        expected = {
-            sender: pieces
-            for sender in action.source_layout.ranks
-            if target and (pieces := _pieces(action, shapes, bucket, sender, group.rank))
-        }
+        sources, targets = action.source_layout.ranks, action.target_layout.ranks
+        sent = _pieces(shapes, bucket, group.rank, sources, targets) if source else {}
+        expected = _pieces(shapes, bucket, group.rank, targets, sources) if target else {}
         messages = {
             receiver: _pack(given, pieces, shapes, action, group.rank, version) for receiver, pieces in sent.items()
         }
@@ -109,16 +102,18 @@ def _rows(num_rows: int, ranks: Sequence[int], rank: int) -> tuple[int, int]:
 
 
 def _pieces(
-    action: SyncWeights, shapes: Sequence[torch.Size], bucket: range, sender: int, receiver: int
-) -> list[_Piece]:
-    """What one rank gives another of a bucket."""
-    pieces: list[_Piece] = []
+    shapes: Sequence[torch.Size], bucket: range, rank: int, ranks: Sequence[int], others: Sequence[int]
+) -> dict[int, list[_Piece]]:
+    """What one rank of a layout has in common with each rank of the other, of a bucket; only ranks that it meets."""
+    pieces: dict[int, list[_Piece]] = {}
     for index in bucket:
         num_rows = shapes[index][0]
-        first, last = _rows(num_rows, action.source_layout.ranks, sender)
-        begin, end = _rows(num_rows, action.target_layout.ranks, receiver)
-        if max(first, begin) < min(last, end):
-            pieces.append(_Piece(index, max(first, begin), min(last, end)))
+        first, last = _rows(num_rows, ranks, rank)
+        size = max(1, -(-num_rows // len(others)))
+        for place in range(first // size, -(-last // size)):
+            piece = _Piece(index, max(first, place * size), min(last, (place + 1) * size))
+            if piece.first < piece.last:
+                pieces.setdefault(others[place], []).append(piece)
     return pieces
 
 

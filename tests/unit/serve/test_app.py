@@ -61,8 +61,9 @@ def test_with_the_token_a_host_of_any_name_is_answered() -> None:
 @pytest.mark.parametrize(
     ("name", "status"),
     [
-        *(("localhost", 200), ("localhost:80", 200), ("127.0.0.1:8000", 200), ("[::1]:8000", 200)),
+        *(("localhost", 200), ("localhost:80", 200), ("127.0.0.1:8000", 200), ("127.0.1.1", 200), ("[::1]:8000", 200)),
         *(("evil.example", 403), ("evil.example:8000", 403), ("localhost.evil.example", 403), ("", 403)),
+        *(("10.0.0.1:8000", 403), ("[::2]", 403), ("[::1", 403), ("127.0.0.1.evil.example", 403)),
     ],
 )
 def test_a_server_without_a_token_answers_who_means_this_machine(name: str, status: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.serve.engines import TRAINER, ScriptedEngine
 
 from leaderless.config.rollout import SamplingConfig
+from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Delta, Request, SamplingParams
 from leaderless.serve.errors import ApiError
 from leaderless.serve.host import EngineHost, Ticket
@@ -79,6 +80,22 @@ def test_when_memory_runs_out_clients_are_told_and_the_next_are_answered() -> No
         assert len(await all_of(host.ask([Request([1], [0])], params()))) == 3
 
     with_host(engine, test)
+
+
+def test_memory_in_the_log_of_another_process_does_not_keep_a_dead_engine_in_use() -> None:
+    engine = ScriptedEngine()
+
+    def die() -> None:
+        raise EngineError("the server has ended; the end of its log: torch.OutOfMemoryError: CUDA out of memory")
+
+    engine.before_step = die
+
+    async def test(host: EngineHost) -> None:
+        with pytest.raises(ApiError, match="the engine has failed"):
+            await all_of(host.ask([Request([1], [0])], params()))
+
+    with pytest.raises(EngineError):
+        with_host(engine, test)
 
 
 def test_an_engine_that_fails_ends_the_host_and_leaves_nobody_waiting() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import hmac
 import json
-import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -16,8 +14,6 @@ from typing import Any
 from .messages import Ask, Piece, Settings
 from .shared_memory import SharedMemory
 from .vllm_worker import VllmWorker
-
-_PR_SET_PDEATHSIG = 1
 
 
 class _Calls:
@@ -104,8 +100,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     """Serve one rank on the loopback interface, until it ends; what to serve is read from standard input."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     start = json.loads(sys.stdin.readline())
     server = HTTPServer(("127.0.0.1", start["port"]), _Handler, bind_and_activate=False)
     server.server_bind()

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 Result = TypeVar("Result")
+MOST_TEMPERATURE = 2.0
+"""That vLLM's interface takes."""
 
 
 class VllmWorker:
@@ -70,7 +72,7 @@ class VllmWorker:
 
         for ask in asks:
             params = SamplingParams(
-                temperature=ask.temperature,
+                temperature=min(ask.temperature, MOST_TEMPERATURE),
                 top_p=ask.top_p,
                 top_k=ask.top_k,
                 min_p=ask.min_p,
@@ -81,7 +83,10 @@ class VllmWorker:
                 logprobs=0,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
+                skip_clone=True,  # a deep copy is checked again
             )
+            # Those are the bounds of its interface, which refuses what is above and raises what is below.
+            params.temperature = ask.temperature
             self._engine.add_request(str(ask.id), TokensPrompt(prompt_token_ids=list(ask.prompt)), params)
             self._open.add(str(ask.id))
 
