@@ -81,6 +81,7 @@ class EngineHost:
         """What clients are told in the end."""
         self.failure: BaseException | None = None
         """What ended the thread, if it was not asked to end."""
+        self._begun = asyncio.Event()
 
     def __enter__(self) -> Self:
         """Start the thread. The event loop that asks has to run already."""
@@ -96,6 +97,11 @@ class EngineHost:
         self._thread.join()
         if self.failure is not None and error is None:
             raise self.failure
+
+    async def begun(self) -> bool:
+        """Wait until the engine has its weights; whether it has. Starting one of another process takes a while."""
+        await self._begun.wait()
+        return not self._is_stopping
 
     @property
     def is_ending(self) -> bool:
@@ -137,6 +143,7 @@ class EngineHost:
     def _run(self) -> None:
         try:
             with self._engine.serving(self._trainer):
+                self._loop.call_soon_threadsafe(self._begun.set)
                 while not self._is_stopping:
                     self._take_orders()
                     self._step()
@@ -144,6 +151,7 @@ class EngineHost:
             self._farewell = ApiError(500, f"the engine has failed: {failure}")
             with self._asking:
                 self.failure, self._is_stopping = failure, True
+        self._loop.call_soon_threadsafe(self._begun.set)
         while not self._orders.empty():
             self._orders.get()()
         self._give_up(self._farewell)

@@ -81,9 +81,10 @@ class ModelServer(uvicorn.Server):
             BaseException: What the engine has failed with.
         """
         with self._host:
-            listener.listen(self.config.backlog)
-            started()
-            await self.serve(sockets=[listener])
+            if await self._host.begun():
+                listener.listen(self.config.backlog)
+                started()
+                await self.serve(sockets=[listener])
 
     async def on_tick(self, counter: int) -> bool:
         """See `uvicorn.Server`: whether to end."""

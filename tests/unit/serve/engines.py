@@ -25,6 +25,8 @@ class ScriptedEngine:
         """A step has begun."""
         self.before_step: Callable[[], None] = lambda: None
         """Called in each step; may raise."""
+        self.start: Callable[[], None] = lambda: None
+        """Called before anything is served; may raise."""
         self.num_steps = 0
         self.aborted: list[int] = []
         self.threads: set[str] = set()
@@ -35,6 +37,7 @@ class ScriptedEngine:
     def serving(self, trainer: TrainEngine) -> Iterator[None]:
         assert trainer is TRAINER
         self.threads.add(threading.current_thread().name)
+        self.start()
         yield
 
     def submit(self, request: Request, params: SamplingParams) -> int:

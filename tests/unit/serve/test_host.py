@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -80,6 +81,39 @@ def test_when_memory_runs_out_clients_are_told_and_the_next_are_answered() -> No
         assert len(await all_of(host.ask([Request([1], [0])], params()))) == 3
 
     with_host(engine, test)
+
+
+def test_an_engine_has_begun_when_it_can_be_asked() -> None:
+    engine, may_start = ScriptedEngine(), threading.Event()
+    engine.start = lambda: assert_true(may_start.wait(10))
+
+    async def test(host: EngineHost) -> None:
+        begun = asyncio.create_task(host.begun())
+        await asyncio.sleep(0.1)
+        assert not begun.done()
+        may_start.set()
+        assert await begun
+
+    with_host(engine, test)
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+def test_an_engine_that_does_not_start_is_not_waited_for() -> None:
+    engine = ScriptedEngine()
+
+    def fail() -> None:
+        raise RuntimeError("no such device")
+
+    engine.start = fail
+
+    async def test(host: EngineHost) -> None:
+        assert not await host.begun()
+
+    with pytest.raises(RuntimeError, match="no such device"):
+        with_host(engine, test)
 
 
 def test_memory_in_the_log_of_another_process_does_not_keep_a_dead_engine_in_use() -> None:
