@@ -21,12 +21,13 @@ def measured() -> str:
         repeats = max(len({run["repeat"] for run in results["runs"]}), 1)
         versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         read = (
-            "Bars are medians, lines go from least to most. In the table, other ways are compared within a repeat: how "
-            f"many times as fast {OURS} was, with the least and the most in brackets. {results['cores']} cores, "
-            f"{versions}; repeats: {repeats}. All runs are in `docs/performance/{RESULTS.name}`."
+            "Bars are speeds beside ours, compared within a repeat: medians, with lines from least to most. The table "
+            f"says how many times as fast {OURS} was, with the least and the most in brackets where it was measured "
+            f"more than once; what is empty was not measured. {results['cores']} cores, {versions}; repeats: up to "
+            f"{repeats}. All runs are in `docs/performance/{RESULTS.name}`."
         )
         parts += [
-            f"![Tokens per second of each way, by workload and model](images/{PICTURE.name})",
+            f"![Speed of each way beside ours, by workload and model](images/{PICTURE.name})",
             read,
             table(results),
         ]
