@@ -249,6 +249,20 @@ def test_an_aborted_response_is_resumed_where_it_was(make_engine: Callable[[str,
         assert completion.finish_reason == expected[i][j].finish_reason
 
 
+def test_a_response_that_is_given_up_takes_no_other_with_it(make_engine: Callable[[str, int], RolloutEngine]) -> None:
+    # Twelve, as the name of the first may be how the names of others begin.
+    wanted = [Request([3 + i, 2], [i]) for i in range(12)]
+    engine, results = make_engine(tiny_model(), 16), [request.begin() for request in wanted]
+    numbers = {engine.submit(request, params(max_tokens=8)): index for index, request in enumerate(wanted)}
+    take(engine, numbers, results)
+    engine.abort(min(numbers))
+    while not all(completion.finish_reason for group in results for completion in group):
+        take(engine, numbers, results)
+    reasons = [group[0].finish_reason for group in results]
+    assert reasons[0] in {"aborted", "stop"}
+    assert set(reasons[1:]) <= {"stop", "length"}
+
+
 def take(engine: RolloutEngine, numbers: dict[int, int], completions: list[list[Completion]]) -> None:
     """One step, noted down."""
     for delta in engine.step():

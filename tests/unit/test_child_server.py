@@ -66,6 +66,7 @@ def server(tmp_path: Path) -> Iterator[ChildServer]:
 def test_calls_are_answered_and_bear_the_token(server: ChildServer) -> None:
     assert server.call("/echo", {"a": [1, 2.5, "x"]}) == {"a": [1, 2.5, "x"]}
     assert list(server.stream("/lines", {})) == [b"line 0", b"line 1", b"line 2"]
+    assert server._log.stat().st_mode & 0o077 == 0, "what the server prints may hold the token"
     server.token = "another"
     with pytest.raises(EngineError, match="answered /echo with 401"):
         server.call("/echo", {})

@@ -13,6 +13,15 @@ from leaderless.training.engine import TrainEngine
 TRAINER = Mock(spec=TrainEngine)
 
 
+def raising(error: Exception) -> Callable[[], None]:
+    """What fails whenever it is called."""
+
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
 class ScriptedEngine:
     """Gives each response token 1 in each step, and ends it at its longest length."""
 
@@ -23,9 +32,9 @@ class ScriptedEngine:
         self.may_step.set()
         self.in_step = threading.Event()
         """A step has begun."""
-        self.before_step: Callable[[], None] = lambda: None
+        self.before_step: Callable[[], object] = lambda: None
         """Called in each step; may raise."""
-        self.start: Callable[[], None] = lambda: None
+        self.start: Callable[[], object] = lambda: None
         """Called before anything is served; may raise."""
         self.num_steps = 0
         self.aborted: list[int] = []

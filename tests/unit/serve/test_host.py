@@ -7,7 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
-from tests.unit.serve.engines import TRAINER, ScriptedEngine
+from tests.unit.serve.engines import TRAINER, ScriptedEngine, raising
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.rollout.child_server import EngineError
@@ -85,7 +85,7 @@ def test_when_memory_runs_out_clients_are_told_and_the_next_are_answered() -> No
 
 def test_an_engine_has_begun_when_it_can_be_asked() -> None:
     engine, may_start = ScriptedEngine(), threading.Event()
-    engine.start = lambda: assert_true(may_start.wait(10))
+    engine.start = lambda: may_start.wait(10)
 
     async def test(host: EngineHost) -> None:
         begun = asyncio.create_task(host.begun())
@@ -97,17 +97,9 @@ def test_an_engine_has_begun_when_it_can_be_asked() -> None:
     with_host(engine, test)
 
 
-def assert_true(value: bool) -> None:
-    assert value
-
-
 def test_an_engine_that_does_not_start_is_not_waited_for() -> None:
     engine = ScriptedEngine()
-
-    def fail() -> None:
-        raise RuntimeError("no such device")
-
-    engine.start = fail
+    engine.start = raising(RuntimeError("no such device"))
 
     async def test(host: EngineHost) -> None:
         assert not await host.begun()
@@ -118,11 +110,7 @@ def test_an_engine_that_does_not_start_is_not_waited_for() -> None:
 
 def test_memory_in_the_log_of_another_process_does_not_keep_a_dead_engine_in_use() -> None:
     engine = ScriptedEngine()
-
-    def die() -> None:
-        raise EngineError("the server has ended; the end of its log: torch.OutOfMemoryError: CUDA out of memory")
-
-    engine.before_step = die
+    engine.before_step = raising(EngineError("the server has ended; the end of its log: CUDA out of memory"))
 
     async def test(host: EngineHost) -> None:
         with pytest.raises(ApiError, match="the engine has failed"):
@@ -135,11 +123,7 @@ def test_memory_in_the_log_of_another_process_does_not_keep_a_dead_engine_in_use
 def test_an_engine_that_fails_ends_the_host_and_leaves_nobody_waiting() -> None:
     engine = ScriptedEngine()
     engine.may_step.clear()
-
-    def fail() -> None:
-        raise RuntimeError("the device is gone")
-
-    engine.before_step = fail
+    engine.before_step = raising(RuntimeError("the device is gone"))
 
     async def test(host: EngineHost) -> None:
         during = host.ask([Request([1], [0])], params())
