@@ -8,13 +8,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from leaderless.rollout.apart.messages import Ask, Settings
+from leaderless.rollout.apart.messages import Ask
 from leaderless.rollout.child_server import ChildServer, EngineError
 from leaderless.rollout.sglang import SglangServer
 
 
 def server_of(child: ChildServer) -> SglangServer:
-    return SglangServer("python", Mock(spec=Settings), torch.device("cpu"), child)
+    return SglangServer("python", Mock(torch_dtype=torch.float32), torch.device("cpu"), child)
 
 
 def test_giving_up_a_response_names_no_other_since_all_that_begin_so_are_given_up() -> None:
@@ -37,7 +37,7 @@ def test_giving_up_a_response_names_no_other_since_all_that_begin_so_are_given_u
 
 
 def test_the_token_is_not_on_the_command_line_which_all_users_can_read() -> None:
-    child = Mock(spec=ChildServer, port=1, token="secret")  # noqa: S106
+    child = Mock(spec=ChildServer, port=1, token="secret")
     driver = server_of(child)
     driver.start()
     command, _, greeting, _ = child.start.call_args.args
