@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tests.engines import settings_of
 
 from leaderless.rollout.apart.messages import Ask
 from leaderless.rollout.child_server import ChildServer, EngineError
@@ -14,7 +15,7 @@ from leaderless.rollout.sglang import SglangServer
 
 
 def server_of(child: ChildServer) -> SglangServer:
-    return SglangServer("python", Mock(torch_dtype=torch.float32), torch.device("cpu"), child)
+    return SglangServer("python", settings_of("model"), torch.device("cpu"), child)
 
 
 def test_giving_up_a_response_names_no_other_since_all_that_begin_so_are_given_up() -> None:
