@@ -2,7 +2,7 @@
 
     python benchmarks/simulated_transitions.py
 
-Prints, for each case and way, the median of what was measured, what `leaderless.simulation` predicts, and the error.
+Prints, for each case and way, the median of what was measured, what `leaderless.planner.costs` predicts, and the error.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.transitions.case import RESPONSES, Case
 from benchmarks.transitions.report import RESULTS
 from benchmarks.transitions.transition import Results, Transition
 
+from leaderless.planner.costs.cluster import ClusterConfig, load_cluster
+from leaderless.planner.costs.moves import Cost
+from leaderless.planner.costs.prediction import Errors, errors_of, predict
+from leaderless.planner.costs.rows import Rows
 from leaderless.planner.memory import format_bytes
-from leaderless.simulation.cluster import ClusterConfig, load_cluster
-from leaderless.simulation.moves import Cost
-from leaderless.simulation.prediction import Errors, errors_of, predict
-from leaderless.simulation.rows import Rows
 
 ROOT = Path(__file__).resolve().parents[1]
 

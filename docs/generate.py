@@ -28,8 +28,8 @@ from leaderless.config.base import ShorthandSection
 from leaderless.config.rewards import RewardOptions
 from leaderless.observability.report.catalogue import CATALOGUE
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.picture import draw_plan
-from leaderless.simulation.cluster import ClusterConfig
 from leaderless.workflow import (
     BUILTIN_STAGES,
     COLUMNS,

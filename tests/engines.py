@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
@@ -25,7 +25,7 @@ from leaderless.rollout.sampling import sample_tokens
 from leaderless.rollout.weights import LocalStaging, make_buckets
 from leaderless.training.fsdp import FsdpEngine
 
-ALONE = Group((0,), 0)
+ALONE = ProcessGroup((0,), 0)
 BUCKET_BYTES = 20_000
 """Several for the weights of a tiny model."""
 MAX_TOKENS = 64
@@ -140,7 +140,7 @@ class CopyDriver:
         self._open.clear()
 
 
-def make_trainer(path: str, group: Group = ALONE) -> FsdpEngine:
+def make_trainer(path: str, group: ProcessGroup = ALONE) -> FsdpEngine:
     """A frozen trainer, whose weights a test may change."""
     config = ModelConfig(path=path)
     return FsdpEngine(load_causal_lm(config, "policy"), config, group, torch.device("cpu"), 512)

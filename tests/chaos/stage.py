@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 import leaderless
+from leaderless.checkpoint.writer import CheckpointWriter
 from leaderless.observability.run_directory import write_atomically
 from leaderless.observability.trace import Tracer
 from leaderless.worker import worker
-from leaderless.worker.checkpoint_writer import CheckpointWriter
 
 VARIABLE = "CHAOS"
 RESUME, WRITE, COMMIT = "resume", "write a checkpoint", "commit a checkpoint"
@@ -136,5 +136,5 @@ def note_prompts(batch: leaderless.Batch, context: leaderless.StageContext) -> l
     prompts = {str(row["question"]) for row in batch.objects("rows") if isinstance(row, dict)}
     note = {"prompts": sorted(prompts), "draws": [random.random(), float(np.random.rand()), float(torch.rand(()))]}  # noqa: NPY002
     folder = Path(os.environ[VARIABLE]) / "used"
-    write_atomically(folder / f"step-{context.step:06d}.rank-{context.group.rank}.json", json.dumps(note))
+    write_atomically(folder / f"step-{context.step:06d}.rank-{context.process_group.rank}.json", json.dumps(note))
     return batch.with_columns(rewards=batch.dense("rewards"))

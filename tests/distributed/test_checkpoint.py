@@ -16,6 +16,10 @@ from tests.tiny import random_samples, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
+from leaderless.checkpoint.reader import RunState, load_checkpoint, newest_good, read_state
+from leaderless.checkpoint.snapshot import Snapshot
+from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content, superseded
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.run import CheckpointConfig
@@ -25,10 +29,6 @@ from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.worker.checkpoint import RunState, load_checkpoint, newest_good, read_state
-from leaderless.worker.checkpoint_writer import CheckpointError, CheckpointWriter, Content, superseded
-from leaderless.worker.manifest import DamagedCheckpointError, FileEntry, Manifest
-from leaderless.worker.snapshot import Snapshot
 
 Whole = dict[str, Tensor]
 LENGTHS = [(3, 5), (2, 7), (4, 1), (1, 3)]
@@ -49,7 +49,7 @@ def make_engine(model: str, transport: Transport, compute_dtype: str = "float32"
 
 def train(engine: FsdpEngine, num_updates: int) -> None:
     """Updates that depend on how many there were before."""
-    world = engine.group
+    world = engine.process_group
     place = world.ranks.index(world.rank)
     for _ in range(num_updates):
         rows = [row for row in range(len(LENGTHS)) if row % world.size == place]

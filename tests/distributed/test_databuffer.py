@@ -16,7 +16,7 @@ from leaderless.config import Json
 from leaderless.data import transfer
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.ids import SIBLING_BITS, make_sample_ids
-from leaderless.planner import Action, Cluster, Reshard, Run, make_plan
+from leaderless.planner import Action, Cluster, Reshard, RunNode, make_plan
 
 SPLIT_GROUPS = Case(
     4,
@@ -53,7 +53,7 @@ IN_WINDOWS = Case(
 def test_the_walk_in_windows_streams_its_first_four_nodes() -> None:
     stream = plan_of(IN_WINDOWS).stream
     assert stream is not None
-    assert [str(action) for action in stream.body if isinstance(action, Run)] == ["n0", "n1", "n2", "n3"]
+    assert [str(action) for action in stream.body if isinstance(action, RunNode)] == ["n0", "n1", "n2", "n3"]
     assert stream.delays == (0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3)
 
 

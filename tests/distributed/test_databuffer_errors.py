@@ -174,7 +174,7 @@ def ask_for_other_rows() -> str:
     held = Batch(torch.tensor([rank])) if rank < 2 else None
     wanted = torch.tensor([rank - 1]) if rank > 1 else None
     late = replace(action, is_late=True)
-    return error_of(lambda: reshard(late, loop.transport.group(action.ranks), held, wanted))
+    return error_of(lambda: reshard(late, loop.transport.process_group(action.ranks), held, wanted))
 
 
 def test_rows_that_are_not_there_cannot_be_wanted(ranks: RankPool) -> None:
@@ -206,7 +206,7 @@ def meet_a_bad_peer(how: str) -> tuple[str, float]:
             time.sleep(STALL_S)
             return "", 0.0
         if how == "stalls between":
-            loop.transport.group((0, 1, 2, 3)).stream = stall
+            loop.transport.process_group((0, 1, 2, 3)).stream = stall
             error_of(loop.step)
             return "", 0.0
         loop.step(stop_before="sample")

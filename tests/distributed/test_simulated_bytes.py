@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
-from tests.unit.simulation.clusters import network
+from tests.unit.costs.clusters import network
 
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.ids import make_sample_ids
 from leaderless.data.reshard import reshard
 from leaderless.data.transport import Transport
 from leaderless.planner import Layout, Reshard
-from leaderless.simulation.parcels import parcels_of
-from leaderless.simulation.placement import Routes, owners_of, speakers
-from leaderless.simulation.rows import Int, Rows
+from leaderless.planner.costs.parcels import parcels_of
+from leaderless.planner.costs.placement import Routes, owners_of, speakers
+from leaderless.planner.costs.rows import Int, Rows
 
 SIBLINGS = 4
 NUM_PROMPTS = 60

@@ -26,11 +26,11 @@ def talk() -> None:
     transport = Transport(torch.device("cpu"), timeout_s=20)
     rank, size = transport.rank, transport.world.size
     for ranks in ((0,), (0, size - 1), tuple(range(size))):
-        transport.add_group(tuple(sorted(set(ranks))))
+        transport.add_process_group(tuple(sorted(set(ranks))))
     for ranks in {(0,), tuple(sorted({0, size - 1})), tuple(range(size))}:
         if rank not in ranks:
             continue
-        group = transport.group(ranks)
+        group = transport.process_group(ranks)
         assert group.sum(torch.tensor([rank, 1]), "x").tolist() == [sum(ranks), len(ranks)]
         assert group.max(torch.tensor(-rank), "x").item() == 0
         mine = torch.full((rank, 2), rank)  # rank 0 has no row

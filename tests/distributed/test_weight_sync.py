@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leaderless.config import load_recipe
 from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.data.transport import Group, Transport
+from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.planner import Cluster, Layout, SyncWeights, make_plan
 from leaderless.training import weight_sync
@@ -35,7 +35,7 @@ def make_engine(layout: Layout, transport: Transport, *, is_trained: bool) -> Fs
     if transport.rank not in layout:
         return None
     config = ModelConfig(path=tiny_model_of())
-    group = transport.group(layout.ranks)
+    group = transport.process_group(layout.ranks)
     optimizer = OptimizerConfig() if is_trained else None
     engine = FsdpEngine(load_causal_lm(config, "policy"), config, group, torch.device("cpu"), 64, optimizer=optimizer)
     for index, (_, parameter) in enumerate(engine.named_weights()):
@@ -53,15 +53,17 @@ def tiny_model_of() -> str:
     return _MODEL
 
 
-def prepare(action: SyncWeights, model: str, timeout_s: float) -> tuple[Group, FsdpEngine | None, FsdpEngine | None]:
+def prepare(
+    action: SyncWeights, model: str, timeout_s: float
+) -> tuple[ProcessGroup, FsdpEngine | None, FsdpEngine | None]:
     global _MODEL  # noqa: PLW0603
     _MODEL = model
     transport = Transport(torch.device("cpu"), timeout_s)
     for ranks in (action.source_layout.ranks, action.target_layout.ranks, action.ranks):
-        transport.add_group(ranks)
+        transport.add_process_group(ranks)
     source = make_engine(action.source_layout, transport, is_trained=True)
     target = make_engine(action.target_layout, transport, is_trained=False)
-    group = transport.group(action.ranks) if transport.rank in action.ranks else transport.world
+    group = transport.process_group(action.ranks) if transport.rank in action.ranks else transport.world
     return group, source, target
 
 

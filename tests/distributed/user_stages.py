@@ -13,7 +13,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.ids import make_sample_ids
 from leaderless.data.transport import Transport
-from leaderless.planner import Cluster, Load, Plan, Reshard, Run, make_plan
+from leaderless.planner import Cluster, Load, Plan, Reshard, RunNode, make_plan
 from leaderless.workflow import Workflow, stage
 
 HERE = "tests.distributed.user_stages"
@@ -170,7 +170,7 @@ class Loop:
         self.plan: Plan = make_plan(recipe, workflow, Cluster(world_size))
         self.transport = Transport(torch.device("cpu"), timeout_s)
         for action in self.plan.schedule:
-            self.transport.add_group(self.plan.ranks_of(action))
+            self.transport.add_process_group(self.plan.ranks_of(action))
         self.buffer = Databuffer(self.plan, self.transport)
         self.context = Context(recipe)
         self.stages: dict[str, Callable[..., Batch]] = {
@@ -184,7 +184,7 @@ class Loop:
                 case Load(layout, _):
                     shard, total = layout.shard_of(self.transport.rank), self.recipe.batch.prompts_per_step
                     self.buffer.load(action, prompts_of(total * shard // layout.dp, total * (shard + 1) // layout.dp))
-                case Run(name):
+                case RunNode(name):
                     if name == stop_before:
                         return
                     self.buffer.put(name, self.stages[name](self.buffer.get(name), self.context))

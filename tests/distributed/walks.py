@@ -19,7 +19,7 @@ from leaderless.data.databuffer import Databuffer
 from leaderless.data.ids import SIBLING_BITS, make_sample_ids
 from leaderless.data.transport import Transport
 from leaderless.data.wire import DTYPES
-from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, Run, Stream, flat
+from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
 from leaderless.planner.plan import BatchSizes
 from leaderless.planner.schedule import make_schedule
 from leaderless.workflow import Node, StageSpec
@@ -250,9 +250,9 @@ class Walker:
         host = self.truth.random("host", dist.get_rank()).choice(["a", "b"])
         self.transport = Transport(torch.device("cpu"), timeout_s=20, host=host)
         for action in flat(self.plan.schedule):
-            self.transport.add_group(self.plan.ranks_of(action))
+            self.transport.add_process_group(self.plan.ranks_of(action))
             if isinstance(action, Reshard):
-                self.transport.add_background_group(action.ranks)
+                self.transport.add_background_process_group(action.ranks)
         self.rank = self.transport.rank
         self.buffer = Databuffer(self.plan, self.transport)
 
@@ -263,7 +263,7 @@ class Walker:
             match action:
                 case Load():
                     self.buffer.load(action, self.loaded(action))
-                case Run(name):
+                case RunNode(name):
                     batch = self.buffer.get(name)
                     seen[name] = batch.ids.tolist()
                     self.check(name, batch)
@@ -271,7 +271,7 @@ class Walker:
                 case Reshard():
                     self.buffer.reshard(action)
                     self.check_arrived(action)
-                case Stream():
+                case Windowed():
                     self.stream(action, seen)
             self.buffer.release(action)
         held = {key: [*table.columns, *table.prompt_columns] for key, table in self.buffer._tables.items()}
@@ -279,12 +279,12 @@ class Walker:
         self.buffer.clear()
         return seen
 
-    def stream(self, stream: Stream, seen: dict[str, list[int]]) -> None:
+    def stream(self, stream: Windowed, seen: dict[str, list[int]]) -> None:
         """Walk window by window."""
         self.buffer.open_windows(stream)
         for action, window in stream.turns():
             match action:
-                case Run(name):
+                case RunNode(name):
                     self.buffer.wait(name, window)
                     batch = self.buffer.get(name, window)
                     seen.setdefault(name, []).extend(batch.ids.tolist())

@@ -13,13 +13,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 
 MODEL = "the model"
-"""Label of what FSDP says, which does not go through `Group`."""
+"""Label of what FSDP says, which does not go through `ProcessGroup`."""
 
 Bytes = dict[str, tuple[float, float]]
 """Sent and received, by what ranks waited for."""
@@ -45,7 +45,7 @@ class Wire:
         """Count until the end of the context."""
         with ExitStack() as stack:
             for name in ("sum", "max", "gather", "broadcast_text", "exchange", "stream"):
-                stack.enter_context(patch.object(Group, name, self._labelled(getattr(Group, name))))
+                stack.enter_context(patch.object(ProcessGroup, name, self._labelled(getattr(ProcessGroup, name))))
             stack.enter_context(self._labels(MODEL))
             yield
 
@@ -63,7 +63,7 @@ class Wire:
                 self._thread.what = before
 
     def _labelled(self, method: Callable[..., object]) -> Callable[..., object]:
-        def wrapped(group: Group, *args: object) -> object:
+        def wrapped(group: ProcessGroup, *args: object) -> object:
             with self._labels(str(args[-1])):
                 return method(group, *args)
 
@@ -95,7 +95,7 @@ class _Listening(TorchDispatchMode):
 
     def _count(self, name: str, args: Sequence[object]) -> None:
         wire = self.wire
-        group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         others, size = group.size() - 1, group.size()
         match name:
             case "send":

@@ -35,7 +35,7 @@ def fail(batch: leaderless.Batch, context: leaderless.StageContext) -> leaderles
         fail_once(context)
         return batch.with_columns(rewards=batch.dense("rewards"))
     how, _, rank = os.environ.get("FAIL", "").partition("@")
-    if how and context.step >= AT_STEP and context.group.rank == int(rank or 0):
+    if how and context.step >= AT_STEP and context.process_group.rank == int(rank or 0):
         WAYS[how]()
     return batch.with_columns(rewards=batch.dense("rewards"))
 
@@ -44,7 +44,7 @@ def fail_once(context: leaderless.StageContext) -> None:
     for failure in os.environ["FAIL"].split():
         how, rank, step = failure.split("@")
         done = Path(os.environ["FAIL_ONCE"]) / failure
-        if context.step == int(step) and context.group.rank == int(rank) and not done.exists():
+        if context.step == int(step) and context.process_group.rank == int(rank) and not done.exists():
             done.touch()
             WAYS[how]()
 

@@ -42,7 +42,7 @@ import leaderless
 
 @leaderless.stage(reads=["rewards"], has_effect=True)
 def fail(batch, context):
-    if context.group.rank == 1 and context.step == 2:
+    if context.process_group.rank == 1 and context.step == 2:
         Path("failed.txt").write_text("now")
         raise KeyError("no such thing")
     return batch

@@ -374,7 +374,7 @@ def test_samples_may_be_as_old_as_the_loop_allows_and_no_older(version: int, is_
     context = SimpleNamespace(
         role=SimpleNamespace(train_engine=SimpleNamespace(policy_version=5)),
         node=SimpleNamespace(name="policy", max_staleness=2),
-        group=SimpleNamespace(rank=0),
+        process_group=SimpleNamespace(rank=0),
         metrics=Metrics(),
         step=3,
     )

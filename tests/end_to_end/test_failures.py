@@ -17,7 +17,7 @@ from tests.end_to_end.cli import finish, metrics, start
 from tests.end_to_end.failing import WORKFLOW
 from tests.tiny import tiny_model, write_recipe
 
-from leaderless.worker import stop
+from leaderless.supervision import stop
 
 END_S = 90.0
 """Longest that a run may take to end: many times what it does take, for other processes may use the same cores."""

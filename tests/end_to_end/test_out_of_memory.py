@@ -16,8 +16,8 @@ from leaderless.data.errors import MemoryExhausted
 from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
-from leaderless.worker.failure import Failure
-from leaderless.worker.limits import read_limits
+from leaderless.supervision.failure import Failure
+from leaderless.supervision.limits import read_limits
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow

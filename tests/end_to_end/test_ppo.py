@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from leaderless.checkpoint.export import export_model
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.worker.export import export_model
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
@@ -24,7 +24,7 @@ from leaderless.training.micro_batches import MicroBatch, make_micro_batches
 from leaderless.workflow import resolve_workflow
 
 LENGTHS = [(2, 3), (1, 4), (3, 0), (2, 2)]
-GROUP = Group((0,), 0)
+GROUP = ProcessGroup((0,), 0)
 
 
 class Table:
@@ -78,7 +78,7 @@ def context_of(engine: Table, **batch: int) -> StageContext:
         recipe=recipe,
         node=plan["critic"],
         step=1,
-        group=GROUP,
+        process_group=GROUP,
         metrics=Metrics(),
         run_directory=cast("RunDirectory", None),
         tokenizer=cast("Tokenizer", None),

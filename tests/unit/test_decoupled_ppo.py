@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
@@ -27,7 +27,7 @@ from leaderless.workflow import load_recipe, resolve_workflow
 
 RECIPE = Path(__file__).parents[2] / "recipes/quickstart/decoupled_ppo.yaml"
 LENGTHS = [(2, 3), (1, 4), (3, 0), (2, 5)]
-GROUP = Group((0,), 0)
+GROUP = ProcessGroup((0,), 0)
 CLIP, HIGHEST = 0.2, 5.0
 """The recipe's own."""
 
@@ -83,7 +83,7 @@ def trained(policy: Table, prox: Tensor, behave: Tensor, gain: Tensor) -> dict[s
         recipe=loaded.recipe,
         node=plan["policy"],
         step=2,
-        group=GROUP,
+        process_group=GROUP,
         metrics=Metrics(),
         run_directory=cast("RunDirectory", None),
         tokenizer=cast("Tokenizer", None),

@@ -9,7 +9,7 @@ import pytest
 
 from leaderless.config import RecipeError
 from leaderless.data.errors import CollectiveError
-from leaderless.worker.failure import FOLDER_VARIABLE, Failure, first_failure, reported_failures
+from leaderless.supervision.failure import FOLDER_VARIABLE, Failure, first_failure, reported_failures
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from pyarrow import parquet
 from tests.rows import open_recipe, recipe_of
 from tests.unit.recipes import RECIPE
 
+from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
 from leaderless.config import RecipeError, load_recipe
 from leaderless.config.data import TrainingSetConfig
 from leaderless.data.rows import Row
 from leaderless.data.sources import open_stream
 from leaderless.planner import Cluster, make_plan
-from leaderless.worker.manifest import DamagedCheckpointError, FileEntry, Manifest
 from leaderless.workflow import resolve_workflow
 
 ROWS: list[Row] = [{"prompt": f"{number} + é = ", "answer": str(number), "level": number} for number in range(40)]

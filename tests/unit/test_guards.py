@@ -13,7 +13,7 @@ from tests.unit.recipes import make_recipe
 
 from leaderless.config.guards import GuardsConfig
 from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.observability.console import Display
 from leaderless.observability.events import GUARDS, GuardEvent, GuardStop, strongest
 from leaderless.observability.metrics import Metrics
@@ -21,12 +21,12 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import Grader, StageContext
 from leaderless.stages.guards import NORM_WINDOW, UpdateNumbers, find_breaches, guarded_step
+from leaderless.supervision.guards import Guards, RollBack
 from leaderless.training.engine import Trainable, UpdateInfo
 from leaderless.worker.agreement import StepEnd, agree
-from leaderless.worker.guards import Guards, RollBack
 from leaderless.workflow import resolve_workflow
 
-GROUP = Group((0,), 0)
+GROUP = ProcessGroup((0,), 0)
 NAN, INF = math.nan, math.inf
 
 
@@ -78,7 +78,7 @@ def updates(engine: Engine, state: dict[str, float] | None = None, **guards: obj
         recipe=recipe,
         node=plan["policy"],
         step=7,
-        group=GROUP,
+        process_group=GROUP,
         metrics=Metrics(),
         run_directory=cast("RunDirectory", None),
         tokenizer=cast("Tokenizer", None),

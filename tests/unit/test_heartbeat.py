@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import Store
 
 from leaderless.data.activity import Activity
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.worker import heartbeat
-from leaderless.worker.failure import FOLDER_VARIABLE, first_failure
-from leaderless.worker.heartbeat import Stall, Status, Watchdog, end_stalled, find_culprit
+from leaderless.supervision import heartbeat
+from leaderless.supervision.failure import FOLDER_VARIABLE, first_failure
+from leaderless.supervision.heartbeat import Stall, Status, Watchdog, end_stalled, find_culprit
 
 TIMEOUT_S = 0.6
 STATUS = Status(0, 3, 2, "policy", 40.0, "", "")

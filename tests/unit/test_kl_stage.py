@@ -13,7 +13,7 @@ from tests.unit.recipes import make_recipe
 from leaderless.algorithms import adapted_coefficient
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
@@ -23,7 +23,7 @@ from leaderless.stages.kl import STATE
 from leaderless.workflow import resolve_workflow
 
 LENGTHS = [(2, 3), (1, 4), (3, 0), (2, 2)]
-GROUP = Group((0,), 0)
+GROUP = ProcessGroup((0,), 0)
 DIVERGENCE = 0.5
 """Of each token, five times the target."""
 KL = {"coefficient": 0.2, "target": 0.1, "horizon": 10.0}
@@ -51,7 +51,7 @@ def advantage_in(step: int, state: MutableMapping[str, float], warmup_steps: int
         recipe=recipe,
         node=make_plan(recipe, workflow, Cluster(1))["advantage"],
         step=step,
-        group=GROUP,
+        process_group=GROUP,
         metrics=Metrics(),
         run_directory=cast("RunDirectory", None),
         tokenizer=cast("Tokenizer", None),

@@ -19,9 +19,9 @@ from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.ids import make_sample_ids
 from leaderless.data.surplus import Surplus
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.observability.metrics import Metrics
-from leaderless.planner import Layout, Loop, Reshard, Run, flat
+from leaderless.planner import Layout, Loop, Reshard, RunNode, flat
 from leaderless.planner.picture import draw_plan
 from leaderless.planner.show import print_plan
 from leaderless.stages.dynamic_sampling import dynamic_sampling
@@ -173,7 +173,7 @@ def test_each_rank_repeats_its_part_and_what_leaves_the_loop_travels_once():
     assert not any("loop" in action for action in chains[3]), "a rank outside the loop waits for no round"
     assert plan.loop.ranks == (0, 1, 2)
     assert plan.loop.layout.ranks == (2,)
-    inside = {action.node for action in flat(plan.loop.body) if isinstance(action, Run)}
+    inside = {action.node for action in flat(plan.loop.body) if isinstance(action, RunNode)}
     assert inside == set(DAPO.loop)
     assert all(action.source in DAPO.loop[:-1] for action in plan.loop.body if isinstance(action, Reshard))
     assert plan.chains()[(2,)] == plan.chain(2)
@@ -255,11 +255,13 @@ def test_groups_with_a_signal_are_kept_and_the_others_counted():
         (batch.select(torch.empty(0, dtype=torch.int64)), [], {"kept": 0}),
     ]:
         metrics = Metrics()
-        context = SimpleNamespace(metrics=metrics, node=SimpleNamespace(layout=layout), group=Group((0,), 0))
+        context = SimpleNamespace(
+            metrics=metrics, node=SimpleNamespace(layout=layout), process_group=ProcessGroup((0,), 0)
+        )
         result = dynamic_sampling(rows, context)
         assert result.group_ids.unique().tolist() == result.prompts.ids.tolist() == kept
         assert len(result) == 3 * len(kept)
-        numbers = metrics.reduce(Group((0,), 0))
+        numbers = metrics.reduce(ProcessGroup((0,), 0))
         assert all(numbers[f"sampling/{name}"] == count for name, count in counts.items())
 
 
@@ -298,7 +300,7 @@ def described(batch: Batch) -> list[object]:
 
 
 def test_the_groups_that_come_first_in_the_data_are_taken_first():
-    alone = Group((0,), 0)
+    alone = ProcessGroup((0,), 0)
     surplus = Surplus()
     for groups in ([9, 4], [], [7, 2]):
         surplus.add(samples_of(groups))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tests.tiny import random_samples
 
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.shared_prompts import Family
 from leaderless.training.micro_batches import MicroBatch, make_micro_batches, response_lengths
 
-ALONE = Group((0,), 0)
+ALONE = ProcessGroup((0,), 0)
 
 
 def batch_of(rows: list[tuple[list[int], list[int], list[bool]]]) -> Batch:

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.activity import Activity
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
 from leaderless.models.support import check_supported
@@ -126,7 +126,7 @@ def test_a_sequence_longer_than_the_sliding_window_is_refused(tmp_path: Path) ->
 
 def engine_of(config: ModelConfig) -> FsdpEngine:
     """A trained instance on one rank."""
-    model, group = load_causal_lm(config, "policy"), cast("Group", Alone())
+    model, group = load_causal_lm(config, "policy"), cast("ProcessGroup", Alone())
     return FsdpEngine(model, config, group, torch.device("cpu"), 256, optimizer=OptimizerConfig(), num_updates=1)
 
 

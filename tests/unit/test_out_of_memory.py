@@ -13,13 +13,13 @@ from torch import nn
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.errors import CollectiveError, MemoryExhausted, is_out_of_memory, memory_explained
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner.show import print_plan
+from leaderless.supervision.failure import Failure
+from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.worker.failure import Failure
-from leaderless.worker.limits import lower_limit, read_limits
 
 ALLOCATOR = RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried")
 LENGTHS = [(3, 9), (7, 1), (5, 14), (1, 30), (12, 2), (4, 4), (9, 21), (2, 5), (6, 1), (3, 17), (8, 8)]
@@ -74,7 +74,7 @@ def engine_of(micro_batch_tokens: int) -> FsdpEngine:
     return FsdpEngine(
         load_causal_lm(config, "policy"),
         config,
-        Group((0,), 0),
+        ProcessGroup((0,), 0),
         torch.device("cpu"),
         micro_batch_tokens,
         optimizer=optimizer,

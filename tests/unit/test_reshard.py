@@ -10,14 +10,14 @@ from torch import Tensor
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.ids import make_sample_ids
 from leaderless.data.reshard import agree_on_routes
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard
 
 SIBLINGS = 4
 
 
 @dataclass
-class FirstOfThree(Group):
+class FirstOfThree(ProcessGroup):
     """The only rank that has rows to tell of."""
 
     def gather(self, rows: Tensor, what: str) -> list[Tensor]:  # noqa: ARG002

@@ -12,7 +12,7 @@ from leaderless.config import RecipeError
 from leaderless.launch.nodes import Nodes
 from leaderless.launch.restarts import SAME_FAILURES, Restarts
 from leaderless.observability.run_directory import MANIFEST, RunDirectory
-from leaderless.worker.failure import FOLDER_VARIABLE, STEPS_BEGUN, reported_failures
+from leaderless.supervision.failure import FOLDER_VARIABLE, STEPS_BEGUN, reported_failures
 
 KILLED = {1: -9}
 

@@ -22,7 +22,7 @@ from leaderless.planner import (
     Plan,
     PlannedNode,
     Reshard,
-    Run,
+    RunNode,
     SyncWeights,
     format_ranks,
     make_plan,
@@ -66,7 +66,7 @@ def test_disjoint_pools_exchange_columns_and_weights():
         ("policy", second, True, False, False),
     ]
     assert set(plan.chains()) == {(0, 1), (2, 3)}
-    assert Run("rollout") not in plan.chain(2)
+    assert RunNode("rollout") not in plan.chain(2)
     assert moved in plan.chain(2)
 
 
@@ -289,7 +289,7 @@ class Tables:
                 assert key not in self.columns
                 self.columns[key] = {("data", column) for column in action.columns}
                 self.has_whole_groups[key] = True
-            case Run(name):
+            case RunNode(name):
                 self.run(self.plan[name])
             case Reshard():
                 self.move(action)
@@ -342,7 +342,7 @@ def test_every_node_reads_what_the_last_writer_before_it_wrote(case):
 @given(case=cases())
 def test_columns_travel_after_they_are_written_and_before_they_are_read(case):
     plan = planned(case)
-    position = {action.node: index for index, action in enumerate(plan.schedule) if isinstance(action, Run)}
+    position = {action.node: index for index, action in enumerate(plan.schedule) if isinstance(action, RunNode)}
     for index, action in enumerate(plan.schedule):
         if not isinstance(action, Reshard):
             continue
@@ -368,7 +368,7 @@ def test_what_runs_is_what_is_needed(case):
     for node in plan.nodes:
         assert case.specs[node.name].has_effect or node.name in used
     assert not [name for name in plan.pruned if case.specs[name].has_effect]
-    assert Counter(action.node for action in plan.schedule if isinstance(action, Run)) == Counter(
+    assert Counter(action.node for action in plan.schedule if isinstance(action, RunNode)) == Counter(
         node.name for node in plan.nodes
     )
 
@@ -379,7 +379,7 @@ def test_a_chain_is_the_schedule_without_what_other_ranks_do(case):
 
     def takes_part(rank: int, action: object) -> bool:
         match action:
-            case Run(name):
+            case RunNode(name):
                 return rank in plan[name].layout.ranks
             case Load():
                 return rank in action.layout.ranks

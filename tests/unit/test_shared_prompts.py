@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models import shared_prompts
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
 from leaderless.models.shared_prompts import CpuAttention, ExpandedAttention, Family, VarlenAttention
@@ -130,7 +130,7 @@ def naive(batch: Batch) -> tuple[Tensor, PreTrainedModel]:
 def trained(batch: Batch, micro_batch_tokens: int, **settings: object) -> tuple[Tensor, FsdpEngine]:
     """Log-probs, and the engine with the gradient of their weighted sum."""
     config = ModelConfig(path=tiny_model(), **settings)  # type: ignore[arg-type]
-    model, group = load_causal_lm(config, "policy"), Group((0,), 0)
+    model, group = load_causal_lm(config, "policy"), ProcessGroup((0,), 0)
     engine = FsdpEngine(model, config, group, CPU, micro_batch_tokens, optimizer=OptimizerConfig(), num_updates=1)
     scores = engine.log_probs(batch, TEMPERATURE).values
     gain = gain_of(batch)
@@ -167,7 +167,7 @@ def test_a_shared_prompt_is_computed_once() -> None:
 
 def pieces(batch: Batch) -> list[MicroBatch]:
     config = ModelConfig(path=tiny_model())
-    return FsdpEngine(load_causal_lm(config, "policy"), config, Group((0,), 0), CPU, 4096).micro_batches(batch)
+    return FsdpEngine(load_causal_lm(config, "policy"), config, ProcessGroup((0,), 0), CPU, 4096).micro_batches(batch)
 
 
 def test_values_and_their_gradients_do_not_depend_on_sharing() -> None:
@@ -177,7 +177,9 @@ def test_values_and_their_gradients_do_not_depend_on_sharing() -> None:
         model = load_value_model(config, "critic")
         with torch.no_grad():
             model.model.score.weight.copy_(torch.linspace(-1, 1, 32))
-        engine = FsdpValueEngine(model, config, Group((0,), 0), CPU, 64, optimizer=OptimizerConfig(), num_updates=1)
+        engine = FsdpValueEngine(
+            model, config, ProcessGroup((0,), 0), CPU, 64, optimizer=OptimizerConfig(), num_updates=1
+        )
         gain = gain_of(batch)
         values = engine.values(batch).values
         engine.forward_backward(

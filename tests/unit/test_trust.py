@@ -21,7 +21,7 @@ from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.secrets import without_secrets
 from leaderless.rewards.child import describe
-from leaderless.worker.failure import Failure
+from leaderless.supervision.failure import Failure
 from leaderless.workflow import Workflow, read_workflow, resolve_workflow
 
 SOURCE = Path(__file__).parents[2] / "src/leaderless"

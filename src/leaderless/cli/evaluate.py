@@ -72,7 +72,7 @@ def _plan(loaded: LoadedRecipe, role: str, num_workers: int) -> Planned:
 def _work(planned: Planned, place: Place, checkpoint: Path | None) -> dict[str, float]:
     """Be a worker of the evaluation."""
     from leaderless.observability.console import Display
-    from leaderless.worker.failure import reported_failures
+    from leaderless.supervision.failure import reported_failures
     from leaderless.worker.process import evaluate as evaluate_as_worker
 
     with reported_failures(place.rank):

@@ -16,7 +16,7 @@ def export(
     role: Annotated[str, typer.Option(help="Whose weights.")] = "policy",
 ) -> None:
     """Write a checkpoint's model as a Hugging Face folder, which transformers and vLLM load."""
-    from leaderless.worker.export import export_model
+    from leaderless.checkpoint.export import export_model
 
     path = export_model(newest_checkpoint(checkpoint), role, out)
     print_path("model", path)

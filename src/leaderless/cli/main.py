@@ -20,9 +20,9 @@ from leaderless.cli.schema import schema
 from leaderless.cli.serve import serve
 from leaderless.cli.simulate import simulate
 from leaderless.cli.train import train
-from leaderless.worker.failure import FOLDER_VARIABLE, Failure, WorkersFailed
+from leaderless.supervision.failure import FOLDER_VARIABLE, Failure, WorkersFailed
+from leaderless.supervision.stop import Interrupted, follow_launcher
 from leaderless.worker.place import Place
-from leaderless.worker.stop import Interrupted, follow_launcher
 
 OTHERS_SPEAK_S = 5.0
 """How long a worker that only has what others have as well lets them speak first."""

@@ -9,7 +9,7 @@ import typer
 
 from leaderless.cli.common import console, plan_recipe, print_json, print_path, recipe_path
 from leaderless.observability.run_directory import RunDirectory, write_atomically
-from leaderless.worker.limits import read_limits
+from leaderless.supervision.limits import read_limits
 
 
 def plan(

@@ -13,8 +13,8 @@ import typer
 
 from leaderless.cli.common import print_line
 from leaderless.config import RecipeError
+from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
-from leaderless.worker.stop import Interrupted
 
 TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
 

@@ -17,8 +17,8 @@ from leaderless.planner import Plan
 from leaderless.workflow import load_recipe
 
 if TYPE_CHECKING:
-    from leaderless.simulation.cluster import ClusterConfig
-    from leaderless.simulation.sweep import PlanFor, Point, Settings, Sweep
+    from leaderless.planner.costs.cluster import ClusterConfig
+    from leaderless.planner.costs.sweep import PlanFor, Point, Settings, Sweep
 
 
 def simulate(
@@ -35,9 +35,9 @@ def simulate(
 
     Of workers, prompts and context one may have several values; what is not given is as the recipe says.
     """
-    from leaderless.simulation.cluster import load_cluster
-    from leaderless.simulation.show import print_sweep
-    from leaderless.simulation.sweep import Sweep, settings_of
+    from leaderless.planner.costs.cluster import load_cluster
+    from leaderless.planner.costs.show import print_sweep
+    from leaderless.planner.costs.sweep import Sweep, settings_of
 
     sizes = _numbers("--world-size", world_size)
     batches = [] if prompts is None else _numbers("--prompts", prompts)
@@ -83,7 +83,7 @@ def _simulate(
     settings: Sequence[Settings], plan_for: PlanFor, cluster: ClusterConfig, loaded: LoadedRecipe
 ) -> tuple[Point, ...]:
     """Simulate every point, with a bar where somebody watches."""
-    from leaderless.simulation.sweep import simulate as simulate_points
+    from leaderless.planner.costs.sweep import simulate as simulate_points
 
     columns = (TextColumn("simulated"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
@@ -97,7 +97,7 @@ def _simulate(
 def _write(sweep: Sweep, folder: Path) -> None:
     """Write numbers and charts, and say where they are."""
     from leaderless.observability.run_directory import write_atomically
-    from leaderless.simulation.charts import draw_png, write_page
+    from leaderless.planner.costs.charts import draw_png, write_page
 
     numbers, page, picture = (folder / f"simulation.{suffix}" for suffix in ("json", "html", "png"))
     write_atomically(numbers, json.dumps(sweep.to_json(), indent=1) + "\n")

@@ -19,9 +19,9 @@ from leaderless.config import Problem, Recipe, RecipeError
 from leaderless.data.files import find_files
 from leaderless.launch.nodes import Nodes
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.worker.failure import FOLDER_VARIABLE, STOPPED, tell_launcher
+from leaderless.supervision.failure import FOLDER_VARIABLE, STOPPED, tell_launcher
+from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import STORE_VARIABLE, Place
-from leaderless.worker.stop import Interrupted
 from leaderless.workflow import load_recipe
 
 FREE_KEYS = (
@@ -185,7 +185,7 @@ def _work(planned: Planned, place: Place) -> int | None:
         The signal that stopped it before the last step, if one did.
     """
     from leaderless.observability.console import Display
-    from leaderless.worker.failure import reported_failures
+    from leaderless.supervision.failure import reported_failures
     from leaderless.worker.process import train as train_as_worker
 
     speaks_last = place.rank == 0 and STORE_VARIABLE not in os.environ

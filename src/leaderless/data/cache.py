@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from leaderless.config import Json
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 
 Arrays = Mapping[str, NDArray[np.int64] | NDArray[np.float64]]
 
@@ -24,24 +24,24 @@ class DataCache:
     """Arrays of numbers in files that are named by what they follow from.
 
     Attributes:
-        group: All ranks that read the data; they call the methods together.
+        process_group: All ranks that read the data; they call the methods together.
         folder: That all of them see; None keeps nothing.
     """
 
-    def __init__(self, group: Group | None = None, folder: Path | None = None) -> None:
+    def __init__(self, process_group: ProcessGroup | None = None, folder: Path | None = None) -> None:
         """Take a folder.
 
         Args:
-            group: All ranks that read the data; None for this process alone.
+            process_group: All ranks that read the data; None for this process alone.
             folder: Made when something is kept.
         """
-        self.group = group or Group((0,), 0)
+        self.process_group = process_group or ProcessGroup((0,), 0)
         self.folder = folder
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes what all have found."""
-        return self.group.rank == self.group.ranks[0]
+        return self.process_group.rank == self.process_group.ranks[0]
 
     def path(self, kind: str, origin: Json, suffix: str) -> Path | None:
         """The file or folder for what follows from something; None when nothing is kept.
@@ -55,7 +55,9 @@ class DataCache:
             return None
         digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
         # Times of files may differ between machines, and then the names would too.
-        return self.folder / self.group.broadcast_text(f"{kind}-{digest}{suffix}", self.group.ranks[0], kind)
+        return self.folder / self.process_group.broadcast_text(
+            f"{kind}-{digest}{suffix}", self.process_group.ranks[0], kind
+        )
 
     def load(self, path: Path | None, names: tuple[str, ...]) -> Arrays | None:
         """What was kept, if all ranks can read it.
@@ -92,7 +94,7 @@ class DataCache:
         Args:
             is_true: Whether it holds here.
         """
-        return int(self.group.max(torch.tensor([int(not is_true)]), "what is known of the data")) == 0
+        return int(self.process_group.max(torch.tensor([int(not is_true)]), "what is known of the data")) == 0
 
     def share(self, count: int) -> range:
         """This rank's part when so many things are divided among all.
@@ -100,8 +102,8 @@ class DataCache:
         Args:
             count: Of things.
         """
-        place = self.group.ranks.index(self.group.rank)
-        return range(count * place // self.group.size, count * (place + 1) // self.group.size)
+        place = self.process_group.ranks.index(self.process_group.rank)
+        return range(count * place // self.process_group.size, count * (place + 1) // self.process_group.size)
 
 
 @contextmanager

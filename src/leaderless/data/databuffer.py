@@ -24,9 +24,9 @@ from leaderless.data.objects import what_changes
 from leaderless.data.reshard import reshard, schemas_to_json
 from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
-from leaderless.data.transport import Group, Transport, digest
+from leaderless.data.transport import ProcessGroup, Transport, digest
 from leaderless.data.wire import schema_from_json
-from leaderless.planner import Action, Layout, Load, Loop, Plan, PlannedNode, Reshard, Run, Stream, flat
+from leaderless.planner import Action, Layout, Load, Loop, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
 
 WINDOWS_UNDER_WAY = 2
 """Windows of an edge that travel, or wait to, while the next is made."""
@@ -130,24 +130,28 @@ class Databuffer:
             return
         text = schemas_to_json(batch)
         place = f"node '{node.name}' (stage '{node.node.run}')"
-        group = self.transport.group(node.layout.ranks)
+        process_group = self.transport.process_group(node.layout.ranks)
         facts = torch.tensor([[digest(text.encode()), len(batch), digest(batch.ids.sort().values.numpy().tobytes())]])
-        types, num_rows, rows = torch.cat(group.gather(facts, f"what ranks put out of node '{node.name}'")).unbind(1)
-        for index, rank in enumerate(group.ranks):
+        types, num_rows, rows = torch.cat(
+            process_group.gather(facts, f"what ranks put out of node '{node.name}'")
+        ).unbind(1)
+        for index, rank in enumerate(process_group.ranks):
             first = index - index % node.layout.ranks_per_shard
             if rows[index] != rows[first]:
                 raise RuntimeError(
-                    f"{place}: ranks {group.ranks[first]} and {rank} hold one shard, but put out different rows: "
-                    "the stage must do the same on both"
+                    f"{place}: ranks {process_group.ranks[first]} and {rank} hold one shard, but put out different "
+                    "rows: the stage must do the same on both"
                 )
         # A rank without rows may not know the types of its columns.
         knowing = num_rows.nonzero().squeeze(1).tolist()
         for index in knowing:
             if types[index] != types[knowing[0]]:
-                told = group.broadcast_text(text, group.ranks[knowing[0]], f"the columns of node '{node.name}'")
+                told = process_group.broadcast_text(
+                    text, process_group.ranks[knowing[0]], f"the columns of node '{node.name}'"
+                )
                 raise RuntimeError(
-                    f"{place}: rank {group.ranks[index]} put out columns of another type than rank "
-                    f"{group.ranks[knowing[0]]}{_difference(text, told)}"
+                    f"{place}: rank {process_group.ranks[index]} put out columns of another type than rank "
+                    f"{process_group.ranks[knowing[0]]}{_difference(text, told)}"
                 )
 
     def reshard(self, action: Reshard) -> None:
@@ -156,10 +160,14 @@ class Databuffer:
         Args:
             action: The entry of the chain.
         """
-        self._reshard(action, self._tables, self.transport.group(action.ranks), None)
+        self._reshard(action, self._tables, self.transport.process_group(action.ranks), None)
 
     def _reshard(
-        self, action: Reshard, tables: dict[TableKey, Table], group: Group, loads: NDArray[np.int64] | None
+        self,
+        action: Reshard,
+        tables: dict[TableKey, Table],
+        process_group: ProcessGroup,
+        loads: NDArray[np.int64] | None,
     ) -> None:
         held = wanted = None
         if self.rank in action.source_layout:
@@ -173,7 +181,7 @@ class Databuffer:
         if action.spare_layout is not None and _has_spare(action, self.rank):
             known = tables[_key(action.row_set, action.spare_layout)]
             spare = known.batch(dict.fromkeys(action.columns, action.source))
-        arrived = reshard(action, group, held, wanted, spare, loads)
+        arrived = reshard(action, process_group, held, wanted, spare, loads)
         if arrived is None:
             return
         if target is None:
@@ -181,7 +189,7 @@ class Databuffer:
         else:
             target.add(arrived, action.source)
 
-    def open_windows(self, stream: Stream) -> None:
+    def open_windows(self, stream: Windowed) -> None:
         """Divide the prompts that are here into windows.
 
         Args:
@@ -207,11 +215,11 @@ class Databuffer:
         under_way = self._under_way.setdefault(action, deque())
         while len(under_way) >= WINDOWS_UNDER_WAY:
             under_way.popleft().result()
-        group = self.transport.group(action.ranks, in_background=True)
+        process_group = self.transport.process_group(action.ranks, in_background=True)
 
         def bring() -> None:
             with timed:
-                self._reshard(action, self._windows[window], group, self._loads[action])
+                self._reshard(action, self._windows[window], process_group, self._loads[action])
 
         arrival = self._courier.give(bring)
         under_way.append(arrival)
@@ -269,7 +277,7 @@ class Databuffer:
         Args:
             loop: The entry of the chain.
         """
-        taken = self.surplus.take(loop.num_groups, self.transport.group(loop.layout.ranks))
+        taken = self.surplus.take(loop.num_groups, self.transport.process_group(loop.layout.ranks))
         self._tables[_key(loop.last, loop.layout)] = Table.of(taken, loop.last)
 
     def release(self, action: Action, window: int | None = None) -> None:
@@ -376,7 +384,7 @@ def _last_readers(plan: Plan, rank: int) -> dict[Action, list[tuple[TableKey, Co
 def _reads(plan: Plan, action: Action, rank: int) -> Sequence[tuple[TableKey, ColumnKey]]:
     """The columns that an entry of the chain reads on a rank."""
     match action:
-        case Run(name):
+        case RunNode(name):
             node = plan[name]
             key = _key(node.row_set, node.layout)
             return [(key, (source, column)) for column, source in node.reads.items()]

@@ -223,9 +223,11 @@ class _Scan:
             share = self.cache.share(len(window))
             kept, kept_levels = self._look(window[share.start : share.stop], num_mine)
             num_mine += len(share)
-            group = self.cache.group
-            rows = torch.cat([rows, *group.gather(torch.tensor(kept, dtype=torch.int64), what)])[:wanted]
-            levels = torch.cat([levels, *group.gather(torch.tensor(kept_levels, dtype=torch.float64), what)])[:wanted]
+            process_group = self.cache.process_group
+            rows = torch.cat([rows, *process_group.gather(torch.tensor(kept, dtype=torch.int64), what)])[:wanted]
+            levels = torch.cat([levels, *process_group.gather(torch.tensor(kept_levels, dtype=torch.float64), what)])[
+                :wanted
+            ]
         num_used = num_seen if len(rows) < wanted or not len(rows) else int(rows[-1]) + 1
         return rows.numpy(), levels.numpy(), num_used
 

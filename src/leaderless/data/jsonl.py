@@ -56,8 +56,8 @@ class JsonlSource(RowSource):
             is_filled[line] = bool(self._data[starts[line] : self._end_of_line(int(starts[line]))].strip())
         filled = np.flatnonzero(is_filled)
         found = torch.from_numpy(np.stack([starts[filled], filled], axis=1))
-        counts = cache.group.gather(torch.tensor([len(starts)]), f"the number of lines of {self.path}")
-        parts = cache.group.gather(found, f"the lines of {self.path}")
+        counts = cache.process_group.gather(torch.tensor([len(starts)]), f"the number of lines of {self.path}")
+        parts = cache.process_group.gather(found, f"the lines of {self.path}")
         before = np.concatenate([[0], np.cumsum(torch.cat(counts).numpy())])
         lines = [part[:, 1].numpy() + int(first) for part, first in zip(parts, before[:-1], strict=True)]
         return {"starts": np.concatenate([part[:, 0].numpy() for part in parts]), "lines": np.concatenate(lines)}

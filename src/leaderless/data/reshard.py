@@ -21,14 +21,14 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.byte_runs import Int
 from leaderless.data.routes import Routes
 from leaderless.data.transfer import Transfer
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.data.wire import Schema, schema_from_json, schema_of, schema_to_json
 from leaderless.planner import Layout, Reshard
 
 
 def reshard(
     action: Reshard,
-    group: Group,
+    process_group: ProcessGroup,
     held: Batch | None,
     wanted: Tensor | None,
     spare: Batch | None = None,
@@ -38,7 +38,7 @@ def reshard(
 
     Args:
         action: What travels, and between which layouts.
-        group: The ranks of both layouts.
+        process_group: The ranks of both layouts.
         held: The rows that this rank has under the source layout, in ascending order of their ids.
         wanted: Ids of the rows that this rank speaks for under the target layout, when an earlier change of layout has
             decided that already.
@@ -53,19 +53,21 @@ def reshard(
     Raises:
         RuntimeError: A row is held by two shards, or a wanted row is held by none.
     """
-    routes = agree_on_routes(action, group, held, wanted, spare, loads)
-    schemas = _agree_on_schemas(action, group, routes, held)
-    return Transfer(group, routes, schemas, held, spare, f"edge {action.name}").run()
+    routes = agree_on_routes(action, process_group, held, wanted, spare, loads)
+    schemas = _agree_on_schemas(action, process_group, routes, held)
+    return Transfer(process_group, routes, schemas, held, spare, f"edge {action.name}").run()
 
 
-def _agree_on_schemas(action: Reshard, group: Group, routes: Routes, held: Batch | None) -> tuple[Schema, ...]:
+def _agree_on_schemas(
+    action: Reshard, process_group: ProcessGroup, routes: Routes, held: Batch | None
+) -> tuple[Schema, ...]:
     """Types of the rows' columns, and of their prompts' if rows are samples, as the lowest rank with rows has them.
 
     A rank without rows may not know the types of its columns.
     """
     speaker = int(routes.holders.min()) if len(routes.holders) else action.source_layout.ranks[0]
-    text = schemas_to_json(held) if held is not None and group.rank == speaker else ""
-    told: list[str] = json.loads(group.broadcast_text(text, speaker, f"the columns of edge {action.name}"))
+    text = schemas_to_json(held) if held is not None and process_group.rank == speaker else ""
+    told: list[str] = json.loads(process_group.broadcast_text(text, speaker, f"the columns of edge {action.name}"))
     return tuple(map(schema_from_json, told))
 
 
@@ -81,7 +83,7 @@ def schemas_to_json(batch: Batch) -> str:
 
 def agree_on_routes(
     action: Reshard,
-    group: Group,
+    process_group: ProcessGroup,
     held: Batch | None,
     wanted: Tensor | None,
     spare: Batch | None = None,
@@ -91,7 +93,7 @@ def agree_on_routes(
 
     Args:
         action: Between which layouts.
-        group: The ranks of both.
+        process_group: The ranks of both.
         held: As for `reshard`.
         wanted: As for `reshard`.
         spare: As for `reshard`.
@@ -100,9 +102,9 @@ def agree_on_routes(
     source, target = action.source_layout, action.target_layout
     facts = torch.empty((0, 3), dtype=torch.int64)
     if held is not None:
-        facts = _facts(held)[_spoken_for(len(held), source, group.rank)]
+        facts = _facts(held)[_spoken_for(len(held), source, process_group.rank)]
     what = f"the rows of edge {action.name}"
-    gathered = group.gather(facts, what)
+    gathered = process_group.gather(facts, what)
     rows = torch.cat(gathered).numpy()
     counts = [len(part) for part in gathered]
     ids, group_ids, costs = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -112,10 +114,10 @@ def agree_on_routes(
         raise RuntimeError(f"edge {action.name}: row {twice[0]} is held by two shards")
     spares: dict[int, Int] = {}
     if action.spare_layout is not None:
-        known = group.gather(_no_ids() if spare is None else spare.ids, what)
-        spares = {rank: part.numpy() for rank, part in zip(group.ranks, known, strict=True) if len(part)}
-    claims = group.gather(_no_ids() if wanted is None else wanted, what) if action.is_late else []
-    shards = np.array([target.shard_of(rank) if rank in target else -1 for rank in group.ranks])
+        known = process_group.gather(_no_ids() if spare is None else spare.ids, what)
+        spares = {rank: part.numpy() for rank, part in zip(process_group.ranks, known, strict=True) if len(part)}
+    claims = process_group.gather(_no_ids() if wanted is None else wanted, what) if action.is_late else []
+    shards = np.array([target.shard_of(rank) if rank in target else -1 for rank in process_group.ranks])
     if any(len(claim) for claim in claims):
         owners = _claimed(action, shards, ids, claims)
     else:
@@ -124,8 +126,8 @@ def agree_on_routes(
         owners = assign(costs, units, holding, target.dp, loads)
         if loads is not None:
             np.add.at(loads, owners, costs)
-    holders = np.repeat(np.array(group.ranks), counts)
-    hosts = {rank: group.hosts.get(rank, -1 - rank) for rank in group.ranks}
+    holders = np.repeat(np.array(process_group.ranks), counts)
+    hosts = {rank: process_group.hosts.get(rank, -1 - rank) for rank in process_group.ranks}
     return Routes(ids, group_ids, holders, owners, source, target, hosts, spares)
 
 

@@ -77,7 +77,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Routes:
-    """For every row of the edge, in any order that all ranks share: its id, its group, who has it, who gets it.
+    """For every row of the edge, in any order that all ranks share: its id, its process_group, who has it, who gets it.
 
     Attributes:
         ids: [n] of the rows.

@@ -163,10 +163,11 @@ def check_same(dataset: RowSource | RowStream, config: DatasetConfig, key: str, 
     Raises:
         RuntimeError: Ranks have different datasets of this name.
     """
-    group = cache.group
-    others = group.unlike_first(dataset.fingerprint(), f"the datasets of all workers for {key}")
+    process_group = cache.process_group
+    others = process_group.unlike_first(dataset.fingerprint(), f"the datasets of all workers for {key}")
     if others:
         raise RuntimeError(
-            f"rank {group.rank}: ranks {format_ranks(others)} have other data for {key} than rank {group.ranks[0]} "
+            f"rank {process_group.rank}: ranks {format_ranks(others)} have other data for {key} than rank "
+            f"{process_group.ranks[0]} "
             f"(here {config.path}): give all machines the same files"
         )

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from leaderless.data.batch import Batch
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.data.wire import pack, schema_from_json, schema_of, schema_to_json, unpack
 
 GROUP_COLUMN = "<group id>"
@@ -43,7 +43,7 @@ class Surplus:
         """Groups that this shard has."""
         return 0 if self.batch is None else len(torch.unique(self.batch.group_ids))
 
-    def take(self, num_groups: int, group: Group) -> Batch:
+    def take(self, num_groups: int, process_group: ProcessGroup) -> Batch:
         """Take out the groups with the lowest ids of all shards. All ranks of the layout call it together.
 
         Ids follow the order of the data, so which groups go on depends on no layout, and those that have waited are
@@ -51,11 +51,11 @@ class Surplus:
 
         Args:
             num_groups: Over all shards; all groups when there are fewer.
-            group: The ranks of the layout.
+            process_group: The ranks of the layout.
         """
         assert self.batch is not None, "a step takes groups after a round, or those that it has inherited"
         mine = self.batch.group_ids
-        known = torch.unique(torch.cat(group.gather(torch.unique(mine), "the groups that a loop has chosen")))
+        known = torch.unique(torch.cat(process_group.gather(torch.unique(mine), "the groups that a loop has chosen")))
         is_taken = torch.isin(mine, known[:num_groups])
         taken, self.batch = self.batch.select(is_taken), self.batch.select(~is_taken)
         return taken

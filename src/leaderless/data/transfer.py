@@ -18,7 +18,7 @@ from leaderless.data.batch import Batch
 from leaderless.data.byte_runs import ByteRuns, Bytes, Int
 from leaderless.data.column_store import ArrivingRows, HeldRows, ragged_keys
 from leaderless.data.routes import Delivery, Parcel, Routes
-from leaderless.data.transport import ROUNDS_AHEAD, Group, Round
+from leaderless.data.transport import ROUNDS_AHEAD, ProcessGroup, Round
 from leaderless.data.wire import Schema
 
 ROUND_BYTES = 1 << 25
@@ -49,7 +49,7 @@ class Transfer:
 
     def __init__(
         self,
-        group: Group,
+        process_group: ProcessGroup,
         routes: Routes,
         schemas: Sequence[Schema],
         held: Batch | None,
@@ -59,15 +59,15 @@ class Transfer:
         """Find out what this rank sends, receives and passes on.
 
         Args:
-            group: The ranks of both layouts.
+            process_group: The ranks of both layouts.
             routes: Where every row goes.
             schemas: Of rows, and of prompts if rows are samples.
             held: The rows that this rank has under the source layout.
             spare: Rows that it has from an earlier change of layout.
             what: The edge, for errors.
         """
-        self.group, self.routes, self.schemas, self.held, self.what = group, routes, schemas, held, what
-        self.rank = group.rank
+        self.process_group, self.routes, self.schemas, self.held, self.what = process_group, routes, schemas, held, what
+        self.rank = process_group.rank
         self.here = [
             [HeldRows(table) for table in (batch, batch.prompts) if table is not None]
             for batch in (held, spare)
@@ -119,7 +119,7 @@ class Transfer:
         headers = self._exchange_lengths()
         kept = self._kept()
         arriving = [] if self.mine is None or kept is not None else self._allocate(self.mine, headers)
-        self.group.stream(self._rounds(arriving), self.what)
+        self.process_group.stream(self._rounds(arriving), self.what)
         if self.mine is None or kept is not None:
             return kept
         rows = arriving[0].batch()
@@ -154,7 +154,7 @@ class Transfer:
                 for sender, (origin, _) in self.received.items()
                 if (origin != sender) == is_passed_on
             ]
-            self.group.stream([(sent, received)], self.what)
+            self.process_group.stream([(sent, received)], self.what)
             sent = [(peer, as_bytes[sender]) for sender, peer in self.passed_on]
         return headers
 
@@ -217,7 +217,7 @@ class Transfer:
         ]
         sending = [_Link(receiver, self._held_runs(receiver, parcel), 0) for receiver, parcel in self.sent.items()]
         sending += [_Link(peer, incoming[sender], ROUNDS_AHEAD) for sender, peer in self.passed_on]
-        return _Pieces(receiving, sending, self.group.size).rounds()
+        return _Pieces(receiving, sending, self.process_group.size).rounds()
 
     def _held_runs(self, receiver: int, parcel: Parcel) -> ByteRuns:
         tables = zip(self.here[0], self.schemas, self._places(receiver, parcel), strict=True)

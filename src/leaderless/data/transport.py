@@ -46,7 +46,7 @@ class Traffic:
 
 
 @dataclass
-class Group:
+class ProcessGroup:
     """Some ranks that decide and exchange together.
 
     Attributes:
@@ -294,7 +294,7 @@ class Transport:
         host: str | None = None,
         activity: Activity | None = None,
     ) -> None:
-        """Take the whole world as the first group. All ranks call it together.
+        """Take the whole world as the first process group. All ranks call it together.
 
         Args:
             payload_device: Where the backend wants bytes that travel.
@@ -307,16 +307,16 @@ class Transport:
         self.timeout = timedelta(seconds=timeout_s)
         self.activity = activity or Activity()
         ranks = tuple(range(dist.get_world_size()))
-        self.world = Group(ranks, self.rank, None, payload_device, activity=self.activity)
+        self.world = ProcessGroup(ranks, self.rank, None, payload_device, activity=self.activity)
         self.world.hosts = self._hosts(host or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
-        self._groups: dict[tuple[int, ...], Group] = {self.world.ranks: self.world}
-        self._background: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {self.world.ranks: self.world}
+        self._background: dict[tuple[int, ...], ProcessGroup] = {}
 
     def store(self) -> Store:
         """A connection of its own to the rendezvous store, for another thread than the main one."""
         return _get_default_store().clone()  # type: ignore[attr-defined, no-any-return]
 
-    def add_group(self, ranks: tuple[int, ...]) -> None:
+    def add_process_group(self, ranks: tuple[int, ...]) -> None:
         """Make the group of some ranks, if there is none yet. All ranks of the world call it, members or not.
 
         Args:
@@ -324,7 +324,7 @@ class Transport:
         """
         if ranks not in self._groups:
             handle = dist.new_group(list(ranks), timeout=self.timeout)
-            self._groups[ranks] = Group(
+            self._groups[ranks] = ProcessGroup(
                 ranks, self.rank, handle, self.payload_device, hosts=self.world.hosts, activity=self.activity
             )
 
@@ -333,7 +333,7 @@ class Transport:
         numbers = torch.unique(digests, return_inverse=True)[1]
         return dict(enumerate(numbers.tolist()))
 
-    def add_background_group(self, ranks: tuple[int, ...]) -> None:
+    def add_background_process_group(self, ranks: tuple[int, ...]) -> None:
         """Make a group of some ranks for a thread of its own. All ranks of the world call it, members or not.
 
         Its bytes travel through host memory: on an accelerator they would compete with those of the main thread.
@@ -343,14 +343,14 @@ class Transport:
         """
         if ranks not in self._background:
             handle = dist.new_group(list(ranks), timeout=self.timeout, backend="gloo")
-            self._background[ranks] = Group(ranks, self.rank, handle, hosts=self.world.hosts)
+            self._background[ranks] = ProcessGroup(ranks, self.rank, handle, hosts=self.world.hosts)
 
-    def group(self, ranks: tuple[int, ...], *, in_background: bool = False) -> Group:
+    def process_group(self, ranks: tuple[int, ...], *, in_background: bool = False) -> ProcessGroup:
         """The group of some ranks, which this rank belongs to.
 
         Args:
-            ranks: Ascending, and passed to `add_group` before.
-            in_background: That of `add_background_group`.
+            ranks: Ascending, and passed to `add_process_group` before.
+            in_background: That of `add_background_process_group`.
         """
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
         return (self._background if in_background else self._groups)[ranks]

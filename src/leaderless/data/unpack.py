@@ -90,14 +90,14 @@ def _write_share(source: RowSource, num_rows: int, folder: Path, cache: DataCach
     share = cache.share(num_rows)
     # A block belongs to the rank that has its middle row.
     mine = [i for i in range(len(ends) - 1) if (ends[i] + min(num_rows, ends[i + 1])) // 2 in share]
-    size = cache.group.size
+    size = cache.process_group.size
     names = [f"part-{place:05d}-of-{size:05d}.jsonl" for place in range(size)]
-    name = names[cache.group.ranks.index(cache.group.rank)]
+    name = names[cache.process_group.ranks.index(cache.process_group.rank)]
     with whole_file(folder / name) as temporary, temporary.open("w", encoding="utf-8") as file:
         for row in source.read(ends[mine[0]], ends[mine[-1] + 1]) if mine else ():
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    cache.group.sum(torch.zeros(1), f"the rows in {folder}")
+    cache.process_group.sum(torch.zeros(1), f"the rows in {folder}")
     if cache.is_first:
         with whole_file(folder / DONE) as temporary:
             temporary.write_text(json.dumps(names), encoding="utf-8")
-    cache.group.sum(torch.zeros(1), f"the rows in {folder}")
+    cache.process_group.sum(torch.zeros(1), f"the rows in {folder}")

@@ -16,9 +16,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from leaderless.launch.restarts import Restarts
-from leaderless.worker.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, STOPPED
+from leaderless.supervision.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, STOPPED
+from leaderless.supervision.stop import STOP_SIGNALS, Interrupted, Presses
 from leaderless.worker.place import STORE_VARIABLE
-from leaderless.worker.stop import STOP_SIGNALS, Interrupted, Presses
 
 MANY_RESTARTS = 1_000_000
 """Torch elastic's own count, which does not know of progress, must not end a run."""

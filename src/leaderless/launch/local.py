@@ -27,9 +27,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from leaderless.launch.agent import MANY_RESTARTS, Agent
 from leaderless.launch.nodes import Nodes
 from leaderless.launch.restarts import Restarts
-from leaderless.worker.failure import FOLDER_VARIABLE, Failure, WorkersFailed
+from leaderless.supervision.failure import FOLDER_VARIABLE, Failure, WorkersFailed
+from leaderless.supervision.stop import LAUNCHER_VARIABLE, Interrupted
 from leaderless.worker.place import STORE_VARIABLE
-from leaderless.worker.stop import LAUNCHER_VARIABLE, Interrupted
 
 KEEP_ALIVE_S = 2
 LOST_AFTER = 3

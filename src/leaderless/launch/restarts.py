@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.worker.failure import FINAL, STEPS_BEGUN, Failure, first_failure
+from leaderless.supervision.failure import FINAL, STEPS_BEGUN, Failure, first_failure
 
 SAME_FAILURES = 3
 """So often a run may fail in the same way at the same step: a fourth start would only repeat it."""

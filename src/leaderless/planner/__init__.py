@@ -11,9 +11,9 @@ from leaderless.planner.plan import (
     PlannedNode,
     Reshard,
     RoleInstance,
-    Run,
-    Stream,
+    RunNode,
     SyncWeights,
+    Windowed,
     flat,
 )
 
@@ -28,9 +28,9 @@ __all__ = [
     "PlannedNode",
     "Reshard",
     "RoleInstance",
-    "Run",
-    "Stream",
+    "RunNode",
     "SyncWeights",
+    "Windowed",
     "flat",
     "format_ranks",
     "make_plan",

@@ -76,7 +76,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunNode:
     """Chain entry: run a node."""
 
     node: str
@@ -183,7 +183,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Stream:
+class Windowed:
     """Chain entry: go through other entries window by window, a window being a part of each rank's prompts in order.
 
     Attributes:
@@ -210,7 +210,7 @@ class Stream:
         return f"stream({' -> '.join(map(str, self.body))})"
 
 
-Action = Load | Run | Reshard | SyncWeights | Loop | Stream
+Action = Load | RunNode | Reshard | SyncWeights | Loop | Windowed
 
 
 def flat(actions: Sequence[Action]) -> Iterator[Action]:
@@ -221,7 +221,7 @@ def flat(actions: Sequence[Action]) -> Iterator[Action]:
     """
     for action in actions:
         yield action
-        if isinstance(action, Loop | Stream):
+        if isinstance(action, Loop | Windowed):
             yield from flat(action.body)
 
 
@@ -312,7 +312,7 @@ class Plan:
     def ranks_of(self, action: Action) -> tuple[int, ...]:
         """The ranks that take part in a chain entry."""
         match action:
-            case Run(node):
+            case RunNode(node):
                 return self[node].layout.ranks
             case Load(layout, _):
                 return layout.ranks
@@ -325,9 +325,9 @@ class Plan:
         return next((action for action in self.schedule if isinstance(action, Loop)), None)
 
     @property
-    def stream(self) -> Stream | None:
+    def stream(self) -> Windowed | None:
         """The entry that goes through others window by window, if there is one."""
-        return next((action for action in self.schedule if isinstance(action, Stream)), None)
+        return next((action for action in self.schedule if isinstance(action, Windowed)), None)
 
     def chain(self, rank: int) -> tuple[Action, ...]:
         """What one rank does in each step, in order.
@@ -346,7 +346,7 @@ class Plan:
             match action:
                 case Loop():
                     part.append(replace(action, body=self._part_of(rank, action.body)))
-                case Stream():
+                case Windowed():
                     kept = [place for place, inner in enumerate(action.body) if rank in self.ranks_of(inner)]
                     body = tuple(action.body[place] for place in kept)
                     part.append(replace(action, body=body, delays=tuple(action.delays[place] for place in kept)))
@@ -426,7 +426,7 @@ class Plan:
                 facts += [action.is_late, str(action.spare_layout)]
             case Loop():
                 facts += [str(action.layout), action.num_groups, action.max_rounds]
-            case Stream():
+            case Windowed():
                 facts += [action.delays, action.num_windows]
         return facts
 

@@ -8,8 +8,18 @@ from dataclasses import replace
 from leaderless.config import Recipe
 from leaderless.planner.flow import DATA
 from leaderless.planner.layout import Layout
-from leaderless.planner.plan import Action, Load, Loop, PlannedNode, Reshard, RoleInstance, Run, Stream, SyncWeights
-from leaderless.planner.streaming import stream
+from leaderless.planner.plan import (
+    Action,
+    Load,
+    Loop,
+    PlannedNode,
+    Reshard,
+    RoleInstance,
+    RunNode,
+    SyncWeights,
+    Windowed,
+)
+from leaderless.planner.windows import stream
 
 
 def make_schedule(
@@ -25,7 +35,7 @@ def make_schedule(
     """
     schedule: list[Action] = list(_loads(nodes))
     for node in nodes:
-        schedule.append(Run(node.name))
+        schedule.append(RunNode(node.name))
         if loop and node.name == loop[-1]:
             schedule = [_loop(recipe, nodes, schedule)]
         schedule.extend(_reshards(recipe, nodes, node))
@@ -69,7 +79,7 @@ def is_expanded(nodes: Sequence[PlannedNode], row_set: str) -> bool:
 
 def _loop(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) -> Loop:
     """A loop of some entries. What goes from its last node to other ranks goes once, behind it."""
-    names = [action.node for action in body if isinstance(action, Run)]
+    names = [action.node for action in body if isinstance(action, RunNode)]
     layouts = [node.layout for node in nodes if node.name in names]
     return Loop(
         nodes=tuple(names),
@@ -121,7 +131,7 @@ def _after_each_other(nodes: Sequence[PlannedNode], schedule: Sequence[Action], 
         match action:
             case Reshard():
                 entry = _seen_before(action, nodes, before)
-            case Loop() | Stream():
+            case Loop() | Windowed():
                 entry = replace(action, body=tuple(_after_each_other(nodes, action.body, before)))
         before.append(entry)
         entries.append(entry)

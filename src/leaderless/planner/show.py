@@ -12,7 +12,7 @@ from rich.text import Text
 from leaderless.config.rollout import EngineName
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import Memory, format_bytes
-from leaderless.planner.plan import Action, Loop, Plan, PlannedNode, Reshard, RoleInstance, Stream, SyncWeights
+from leaderless.planner.plan import Action, Loop, Plan, PlannedNode, Reshard, RoleInstance, SyncWeights, Windowed
 
 UNKNOWN_MEMORY = (
     "unknown: the config.json of the model is not on this machine,\n"
@@ -150,7 +150,7 @@ def _action(action: Action) -> Text:
             return Text(str(action), "magenta")
         case Loop():
             return Text.assemble("loop(", Text(" -> ").join(_action(inner) for inner in action.body), ")")
-        case Stream():
+        case Windowed():
             body = Text(" -> ").join(_action(inner) for inner in action.body)
             return Text.assemble(f"{action.num_windows} windows(", body, ")")
         case _:

@@ -189,7 +189,7 @@ class ExternalEngine:
     def _anyone(self, *, needs_weights: bool) -> bool:
         """Whether some rank needs weights."""
         assert self._trainer is not None
-        return bool(self._trainer.group.max(torch.tensor([int(needs_weights)]), "which engines need weights"))
+        return bool(self._trainer.process_group.max(torch.tensor([int(needs_weights)]), "which engines need weights"))
 
     def _bring_weights(self, *, is_mine: bool) -> bool:
         """Go through the trainer's weights together, and load them if they are for this rank; whether it has them."""
@@ -206,7 +206,7 @@ class ExternalEngine:
             except EngineError as error:
                 failure = error
         for _ in weights:
-            trainer.group.activity.beat()  # each weight is gathered by all ranks, wherever it goes
+            trainer.process_group.activity.beat()  # each weight is gathered by all ranks, wherever it goes
         if failure is not None:
             self._restart(failure)
             self._driver.wake()
@@ -221,7 +221,7 @@ class ExternalEngine:
         largest = float((found - expected).abs().nan_to_num(nan=torch.inf).max())
         if largest > self._tolerance:
             raise RuntimeError(
-                f"rank {trainer.group.rank}: {self._name} does not use the weights of policy version "
+                f"rank {trainer.process_group.rank}: {self._name} does not use the weights of policy version "
                 f"{trainer.policy_version} that were loaded: its log-probabilities of {len(found)} tokens differ from "
                 f"the trainer's by up to {largest:.3g}, and rounding explains {self._tolerance:g}; "
                 "use another version of the engine, or rollout.engine: native"

@@ -12,11 +12,12 @@ from typing import Literal, Protocol, Self, cast
 import torch
 import torch.distributed as dist
 
+from leaderless.checkpoint.reader import STATE_FILE, find_damage, load_checkpoint, read_role_state
 from leaderless.config import RecipeError, load_recipe, nearest
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import EngineName, RolloutConfig
 from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.device import setup_device
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import Decoder
@@ -27,11 +28,10 @@ from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.make import Surroundings, make_engine
 from leaderless.training.engine import TrainEngine
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.worker.checkpoint import STATE_FILE, find_damage, load_checkpoint, read_role_state
 from leaderless.worker.roles import check_vocabulary
 
 ComputeType = Literal["float32", "bfloat16"]
-ALONE = Group((0,), 0)
+ALONE = ProcessGroup((0,), 0)
 """The ranks of a server."""
 
 

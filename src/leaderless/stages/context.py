@@ -11,7 +11,7 @@ from torch import Tensor
 from leaderless.config import Recipe
 from leaderless.config.guards import GuardAction
 from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
@@ -46,7 +46,7 @@ class StageContext:
         recipe: What the user set.
         node: Name, stage and layout.
         step: From 1.
-        group: The ranks of the node.
+        process_group: The ranks of the node.
         metrics: Takes what the stage reports.
         run_directory: Where the run writes.
         tokenizer: Of the policy.
@@ -61,7 +61,7 @@ class StageContext:
     recipe: Recipe
     node: PlannedNode
     step: int
-    group: Group
+    process_group: ProcessGroup
     metrics: Metrics
     run_directory: RunDirectory
     tokenizer: Tokenizer
@@ -106,8 +106,8 @@ class StageContext:
             values: This rank's sum, of the same shape on every rank.
         """
         layout = self.node.layout
-        counted = values if layout.is_first_of_shard(self.group.rank) else torch.zeros_like(values)
-        return self.group.sum(counted, f"a sum in node '{self.node.name}'")
+        counted = values if layout.is_first_of_shard(self.process_group.rank) else torch.zeros_like(values)
+        return self.process_group.sum(counted, f"a sum in node '{self.node.name}'")
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, each once.
@@ -116,5 +116,5 @@ class StageContext:
             rows: [n, ...], with an n of its own on each rank.
         """
         layout = self.node.layout
-        counted = rows if layout.is_first_of_shard(self.group.rank) else rows[:0]
-        return torch.cat(self.group.gather(counted, f"rows in node '{self.node.name}'"))
+        counted = rows if layout.is_first_of_shard(self.process_group.rank) else rows[:0]
+        return torch.cat(self.process_group.gather(counted, f"rows in node '{self.node.name}'"))

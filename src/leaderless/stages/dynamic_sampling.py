@@ -22,7 +22,7 @@ def dynamic_sampling(batch: Batch, context: StageContext) -> Batch:
         The samples of the groups that are kept.
     """
     groups = Groups.of(batch.dense("rewards"), batch.dense("reward_valid"), batch.group_ids)
-    speaks = context.node.layout.is_first_of_shard(context.group.rank)
+    speaks = context.node.layout.is_first_of_shard(context.process_group.rank)
     is_silent = (groups.count >= 2) & ~groups.has_signal
     is_right = groups.mean > 0
     for name, counted in {

@@ -22,10 +22,10 @@ def record(batch: Batch, context: StageContext) -> Batch:
     Returns:
         The samples as they are.
     """
-    if context.group.rank == context.node.layout.ranks[0] and len(batch):
+    if context.process_group.rank == context.node.layout.ranks[0] and len(batch):
         kept = torch.unique(batch.group_ids)[: context.recipe.run.recorded_prompts]
         chosen = batch.select((batch.group_ids[:, None] == kept).any(dim=1))
-        context.run_directory.write_samples(context.step, context.group.rank, _describe(chosen, context))
+        context.run_directory.write_samples(context.step, context.process_group.rank, _describe(chosen, context))
     return batch
 
 

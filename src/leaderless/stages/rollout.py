@@ -64,7 +64,7 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     context.metrics.mean("rollout/response_tokens", tokens.lengths.sum(), len(ids))
     context.metrics.mean("rollout/truncated", truncated.sum(), len(ids))
     # The mean speed of a rank times their number: a sum of speeds would grow with the rounds of a loop.
-    context.metrics.mean("rollout/tokens_per_s", context.group.size * len(tokens.values), seconds)
+    context.metrics.mean("rollout/tokens_per_s", context.process_group.size * len(tokens.values), seconds)
     return Batch(
         ids,
         {

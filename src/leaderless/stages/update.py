@@ -69,7 +69,7 @@ def _check_version(batch: Batch, context: StageContext) -> None:
     wrong = (staleness < 0) | (staleness > limit)
     if bool(wrong.any()):
         raise RuntimeError(
-            f"node '{context.node.name}', rank {context.group.rank}, step {context.step}: sample "
+            f"node '{context.node.name}', rank {context.process_group.rank}, step {context.step}: sample "
             f"{int(batch.ids[wrong][0])} was drawn by policy version {int(batch.dense('policy_versions')[wrong][0])}, "
             f"but version {version} is trained"
             + (f" and a sample may be {limit} behind" if limit else "")

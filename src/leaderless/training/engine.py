@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, TokenOutputs
 from leaderless.training.micro_batches import MicroBatch
 
@@ -44,7 +44,7 @@ class Trainable(Protocol):
     """One instance of a role's model on the ranks of a layout. All of them call every method together."""
 
     @property
-    def group(self) -> Group:
+    def process_group(self) -> ProcessGroup:
         """The ranks that hold this instance."""
 
     @property

@@ -53,7 +53,7 @@ class FsdpEngine(ShardedModel[CausalLM]):
 
     def _forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy) -> TokenOutputs:
         """What the model says of a micro-batch's targets."""
-        self.group.activity.beat()
+        self.process_group.activity.beat()
         count = len(micro_batch.targets)
         outputs: TokenOutputs = self.model(
             micro_batch.tokens.to(self.device),
@@ -107,7 +107,7 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
         """[R] float32: the value before each of a micro-batch's targets."""
-        self.group.activity.beat()
+        self.process_group.activity.beat()
         values: Tensor = self.model(
             micro_batch.tokens.to(self.device),
             micro_batch.positions.to(self.device),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.data.errors import MemoryExhausted
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.shared_prompts import Family
 
 
@@ -83,7 +83,7 @@ def longest_sample(batch: Batch) -> int:
 
 
 def make_micro_batches(
-    batch: Batch, max_tokens: int, group: Group, enough_tokens: int | None = None
+    batch: Batch, max_tokens: int, process_group: ProcessGroup, enough_tokens: int | None = None
 ) -> list[MicroBatch]:
     """Cut a batch into as many micro-batches on every rank, each of at most so many tokens.
 
@@ -93,12 +93,12 @@ def make_micro_batches(
     Args:
         batch: Has `prompt_tokens`, `tokens` and `response_mask`; may have no rows.
         max_tokens: Of one micro-batch; at least the longest sample's.
-        group: The ranks that pass through the model together.
+        process_group: The ranks that pass through the model together.
         enough_tokens: Samples of several prompts come together up to so many tokens only; without it, to `max_tokens`.
     """
     samples = _Samples.of(batch)
     pieces = _fill(_families(samples, max_tokens), min(max_tokens, enough_tokens or max_tokens))
-    count = int(group.max(torch.tensor([len(pieces)]), "the number of micro-batches"))
+    count = int(process_group.max(torch.tensor([len(pieces)]), "the number of micro-batches"))
     micro_batches = [_pack(samples, piece) for piece in pieces]
     return micro_batches + [MicroBatch.empty()] * (count - len(micro_batches))
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
 from leaderless.data.errors import MemoryExhausted, is_out_of_memory
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.device import release_memory
 from leaderless.models.decoder import Decoder
 from leaderless.training.engine import UpdateInfo
@@ -42,7 +42,7 @@ class ShardedModel(Generic[Model_co]):
         self,
         model: Model_co,
         config: ModelConfig,
-        group: Group,
+        process_group: ProcessGroup,
         device: torch.device,
         micro_batch_tokens: int,
         *,
@@ -54,13 +54,13 @@ class ShardedModel(Generic[Model_co]):
         Args:
             model: Whole, the same on every rank.
             config: Of the model.
-            group: The ranks that hold it.
+            process_group: The ranks that hold it.
             device: Of this rank.
             micro_batch_tokens: Most tokens of one pass.
             optimizer: Settings of a role that is trained; None freezes it.
             num_updates: Optimiser steps of the whole run, for the schedule.
         """
-        self._group, self.device, self.micro_batch_tokens = group, device, micro_batch_tokens
+        self._process_group, self.device, self.micro_batch_tokens = process_group, device, micro_batch_tokens
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
         self._on_lowered: Callable[[int], None] | None = None
         # Activations are recomputed in training mode only; there is no dropout that would tell the modes apart.
@@ -70,20 +70,20 @@ class ShardedModel(Generic[Model_co]):
         for parameter in self.model.parameters():
             parameter.requires_grad_(optimizer is not None)
         self.units: list[FSDPModule] = []
-        if group.size > 1 or config.compute_dtype != "float32":
+        if process_group.size > 1 or config.compute_dtype != "float32":
             # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
             self._shard(self.compute_dtype)
         self.model.to(device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
 
     @property
-    def group(self) -> Group:
+    def process_group(self) -> ProcessGroup:
         """The ranks that hold this instance."""
-        return self._group
+        return self._process_group
 
     def _shard(self, compute_dtype: torch.dtype) -> None:
         """Make each decoder layer, and the rest of the model, a unit that is gathered at once."""
-        mesh = DeviceMesh.from_group(_process_group(self._group), self.device.type)
+        mesh = DeviceMesh.from_group(_handle(self._process_group), self.device.type)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         layer_names = set(self.model.model._no_split_modules or ())  # noqa: SLF001
         for module in [m for m in self.model.modules() if type(m).__name__ in layer_names]:
@@ -99,7 +99,7 @@ class ShardedModel(Generic[Model_co]):
         """See `Trainable`."""
         is_plain_on_cpu = self.device.type == "cpu" and not self.units
         return make_micro_batches(
-            batch, self.micro_batch_tokens, self._group, CPU_PASS_TOKENS if is_plain_on_cpu else None
+            batch, self.micro_batch_tokens, self._process_group, CPU_PASS_TOKENS if is_plain_on_cpu else None
         )
 
     def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
@@ -147,7 +147,7 @@ class ShardedModel(Generic[Model_co]):
             if not is_out_of_memory(error):
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise PassExhausted(micro_batch, self._group.rank, self.device, reason) from error
+            raise PassExhausted(micro_batch, self._process_group.rank, self.device, reason) from error
 
     def _lower_bound(self, longest: int, error: PassExhausted) -> None:
         """Halve what was too much, but not below the longest sample; raise what cannot be mended here and now."""
@@ -165,7 +165,7 @@ class ShardedModel(Generic[Model_co]):
             ) from error
         self.micro_batch_tokens = after
         self._on_lowered(after)
-        if self._group.size > 1 or self.units:
+        if self._process_group.size > 1 or self.units:
             raise MemoryExhausted(
                 f"{error}: batch.micro_batch_tokens=auto is lowered to {after} for the next start; the same command "
                 "goes on with it"
@@ -188,7 +188,7 @@ class ShardedModel(Generic[Model_co]):
             return UpdateInfo(grad_norm, learning_rate, is_made=False)
         if not math.isfinite(grad_norm):
             raise RuntimeError(
-                f"rank {self._group.rank}: the gradient norm of update {self.policy_version} is {grad_norm}: "
+                f"rank {self._process_group.rank}: the gradient norm of update {self.policy_version} is {grad_norm}: "
                 "lower the learning rate, or look at the rewards and advantages of this step"
             )
         for parameters in self._optimizer.param_groups:
@@ -237,7 +237,7 @@ class ShardedModel(Generic[Model_co]):
                 moments["step"].fill_(float(policy_version))
 
 
-def _process_group(group: Group) -> torch.distributed.ProcessGroup:
-    handle = group.handle or torch.distributed.group.WORLD
+def _handle(process_group: ProcessGroup) -> torch.distributed.ProcessGroup:
+    handle = process_group.handle or torch.distributed.group.WORLD
     assert handle is not None
     return handle

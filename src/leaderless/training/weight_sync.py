@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.decoder import Decoder
 from leaderless.planner import SyncWeights
 from leaderless.training.sharded import ShardedModel
@@ -34,7 +34,7 @@ class _Piece:
 
 def sync_weights(
     action: SyncWeights,
-    group: Group,
+    process_group: ProcessGroup,
     source: ShardedModel[Decoder] | None,
     target: ShardedModel[Decoder] | None,
 ) -> None:
@@ -42,7 +42,7 @@ def sync_weights(
 
     Args:
         action: The role, and where it is trained and served.
-        group: The ranks of both layouts.
+        process_group: The ranks of both layouts.
         source: The trained instance, on ranks that have it.
         target: The serving instance, on ranks that have it.
 
@@ -58,22 +58,23 @@ def sync_weights(
     versions: set[int] = set()
     for bucket in _buckets(shapes):
         sources, targets = action.source_layout.ranks, action.target_layout.ranks
-        sent = _pieces(shapes, bucket, group.rank, sources, targets) if source else {}
-        expected = _pieces(shapes, bucket, group.rank, targets, sources) if target else {}
+        sent = _pieces(shapes, bucket, process_group.rank, sources, targets) if source else {}
+        expected = _pieces(shapes, bucket, process_group.rank, targets, sources) if target else {}
         messages = {
-            receiver: _pack(given, pieces, shapes, action, group.rank, version) for receiver, pieces in sent.items()
+            receiver: _pack(given, pieces, shapes, action, process_group.rank, version)
+            for receiver, pieces in sent.items()
         }
-        own = messages.pop(group.rank, None)
-        senders = [sender for sender in expected if sender != group.rank]
-        arrived = group.exchange(messages, senders, f"weights of role '{action.role}'")
-        for sender, message in (*arrived.items(), *([(group.rank, own)] if own is not None else ())):
-            versions.add(_unpack(message, taken, expected[sender], shapes, action, group.rank, sender))
+        own = messages.pop(process_group.rank, None)
+        senders = [sender for sender in expected if sender != process_group.rank]
+        arrived = process_group.exchange(messages, senders, f"weights of role '{action.role}'")
+        for sender, message in (*arrived.items(), *([(process_group.rank, own)] if own is not None else ())):
+            versions.add(_unpack(message, taken, expected[sender], shapes, action, process_group.rank, sender))
     if target is None:
         return
     if len(versions) != 1:
         found = " and ".join(map(str, sorted(versions))) or "unknown"
         raise RuntimeError(
-            f"rank {group.rank}: weights of role '{action.role}' are of policy versions {found}: "
+            f"rank {process_group.rank}: weights of role '{action.role}' are of policy versions {found}: "
             "the ranks that train it are not at the same update"
         )
     target.policy_version = versions.pop()

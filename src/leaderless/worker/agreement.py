@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.observability.events import GuardEvent
 
 
@@ -29,7 +29,7 @@ class StepEnd:
     events: tuple[GuardEvent, ...] = ()
 
 
-def agree(mine: StepEnd, world: Group) -> StepEnd:
+def agree(mine: StepEnd, world: ProcessGroup) -> StepEnd:
     """Make what each rank knows known to all. All ranks call it together.
 
     Only where a guard has spoken anything but four numbers is exchanged.

@@ -66,16 +66,16 @@ class Evaluator:
             `eval/mean@k`, and for several responses to a prompt `eval/pass@k` and `eval/maj@k`; `eval/failed` counts
             the responses that could not be graded and are left out; see `Scores`.
         """
-        config, group = self.recipe.evaluation, self.model.train_engine.group
+        config, process_group = self.recipe.evaluation, self.model.train_engine.process_group
         rows = self.dataset.rows[: config.max_prompts].tolist()
-        shard = self.layout.shard_of(group.rank)
+        shard = self.layout.shard_of(process_group.rank)
         mine = rows[len(rows) * shard // self.layout.dp : len(rows) * (shard + 1) // self.layout.dp]
         graded = self._answer(mine, progress)
         k = config.responses_per_prompt
         scores = Scores(self.recipe)
         for index in range(len(mine)):
             scores.add(graded[index * k : (index + 1) * k])
-        return scores.numbers(scores.metrics.reduce(group))
+        return scores.numbers(scores.metrics.reduce(process_group))
 
     def _answer(self, rows: Sequence[int], progress: Callable[[float], None]) -> list[Graded]:
         """The graded responses to some rows, those to one row side by side."""

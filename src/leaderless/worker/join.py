@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from leaderless.data.activity import Activity
-from leaderless.data.transport import Group, Transport
+from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import setup_device
 from leaderless.planner import Plan, Reshard, flat, format_ranks
 from leaderless.worker.place import STORE_VARIABLE, Place
@@ -55,19 +55,19 @@ def join_workers(
     transport = Transport(setup.payload_device, timeout_s, activity=activity)
     _compare_plans(plan, transport)
     for action in flat(plan.schedule):
-        transport.add_group(plan.ranks_of(action))
+        transport.add_process_group(plan.ranks_of(action))
     for instance in plan.instances:
-        transport.add_group(instance.layout.ranks)
+        transport.add_process_group(instance.layout.ranks)
     for action in plan.stream.body if plan.stream else ():
         if isinstance(action, Reshard):
-            transport.add_background_group(action.ranks)
+            transport.add_background_process_group(action.ranks)
     yield transport, setup.device
     # After an error the peers may be gone, and taking leave could wait for them: the process just ends.
     if dist.is_initialized():  # an engine that was in this process takes it down when it ends
         dist.destroy_process_group()
 
 
-def check_shared(folder: Path, world: Group) -> None:
+def check_shared(folder: Path, world: ProcessGroup) -> None:
     """Make sure that all workers see the same folder. All ranks call it together.
 
     Args:

@@ -6,22 +6,22 @@ import torch
 
 from leaderless.config.algorithm import LoopConfig
 from leaderless.data.databuffer import Databuffer
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Loop
 
 
-def count_groups(loop: Loop, buffer: Databuffer, group: Group) -> int:
+def count_groups(loop: Loop, buffer: Databuffer, process_group: ProcessGroup) -> int:
     """Groups that the last node of a loop has chosen so far, those of an earlier step included.
 
     Args:
         loop: The entry of the chain.
         buffer: Of this rank.
-        group: All ranks of the loop; they call it together, and get the same answer.
+        process_group: All ranks of the loop; they call it together, and get the same answer.
     """
-    speaks = group.rank in loop.layout and loop.layout.is_first_of_shard(group.rank)
+    speaks = process_group.rank in loop.layout and loop.layout.is_first_of_shard(process_group.rank)
     mine = torch.tensor([buffer.surplus.num_groups if speaks else 0])
-    return int(group.sum(mine, f"the groups of '{loop.last}'"))
+    return int(process_group.sum(mine, f"the groups of '{loop.last}'"))
 
 
 def check_filled(loop: Loop, num_groups: int, config: LoopConfig) -> None:

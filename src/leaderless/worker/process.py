@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 
+from leaderless.checkpoint.reader import find_damage, load_checkpoint
 from leaderless.config import Recipe, RecipeError, dump_recipe
 from leaderless.data.activity import Activity
 from leaderless.data.cache import DataCache
@@ -29,7 +30,6 @@ from leaderless.planner import Plan, RoleInstance
 from leaderless.planner.picture import draw_plan
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader, ModelRole
-from leaderless.worker.checkpoint import find_damage, load_checkpoint
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
 from leaderless.worker.join import check_shared, join_workers
 from leaderless.worker.place import Place

@@ -18,11 +18,11 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
 from leaderless.rollout.make import Surroundings, make_engine
 from leaderless.stages.context import ModelRole
+from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import ValueEngine
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 from leaderless.training.sharded import ShardedModel
 from leaderless.training.weight_sync import sync_weights
-from leaderless.worker.limits import lower_limit, read_limits
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
@@ -76,7 +76,10 @@ class Roles:
     def _add(self, instance: RoleInstance) -> None:
         config, key = self.recipe.model_of(instance.role), (instance.role, instance.layout.ranks)
         assert config is not None
-        group, micro_batch_tokens = self.transport.group(instance.layout.ranks), self.plan.batch.micro_batch_tokens
+        process_group, micro_batch_tokens = (
+            self.transport.process_group(instance.layout.ranks),
+            self.plan.batch.micro_batch_tokens,
+        )
         optimizer = self.recipe.optimizer_of(instance.role) if instance.is_trained else None
         if instance.is_critic:
             critic = load_value_model(config, instance.role)
@@ -84,7 +87,7 @@ class Roles:
             self.engines[key] = self._models[key] = FsdpValueEngine(
                 critic,
                 config,
-                group,
+                process_group,
                 self.device,
                 micro_batch_tokens,
                 optimizer=optimizer,
@@ -96,7 +99,7 @@ class Roles:
         engine = FsdpEngine(
             model,
             config,
-            group,
+            process_group,
             self.device,
             micro_batch_tokens,
             optimizer=optimizer,
@@ -147,7 +150,7 @@ class Roles:
         """
         source = self.engines.get((action.role, action.source_layout.ranks))
         target = self.engines.get((action.role, action.target_layout.ranks))
-        sync_weights(action, self.transport.group(action.ranks), source, target)
+        sync_weights(action, self.transport.process_group(action.ranks), source, target)
 
     def sync_all(self) -> None:
         """Bring the trained weights to every serving instance, as after a checkpoint has been loaded."""

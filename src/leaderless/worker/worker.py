@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 
+from leaderless.checkpoint.reader import RunState, load_checkpoint, newest_good, read_node_state
+from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content
 from leaderless.config import Recipe, dump_recipe
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
@@ -27,19 +29,17 @@ from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Action, Load, Loop, Plan, Reshard, Run, Stream, SyncWeights, flat, format_ranks
+from leaderless.planner import Action, Load, Loop, Plan, Reshard, RunNode, SyncWeights, Windowed, flat, format_ranks
 from leaderless.stages.context import Grader, StageContext
+from leaderless.supervision.guards import Guards
+from leaderless.supervision.heartbeat import Watchdog, end_stalled
+from leaderless.supervision.stop import StopRequest
 from leaderless.worker.agreement import StepEnd, agree
-from leaderless.worker.checkpoint import RunState, load_checkpoint, newest_good, read_node_state
-from leaderless.worker.checkpoint_writer import CheckpointError, CheckpointWriter, Content
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
-from leaderless.worker.guards import Guards
-from leaderless.worker.heartbeat import Watchdog, end_stalled
 from leaderless.worker.loop import check_filled, count_groups, report_loop
 from leaderless.worker.nodes import load_stages
 from leaderless.worker.roles import Roles
 from leaderless.worker.seed import seed_generators
-from leaderless.worker.stop import StopRequest
 
 WAITING = "waiting"
 """Span in which a rank waits for a window that is on its way."""
@@ -233,7 +233,7 @@ class Worker:
             if isinstance(action, Loop):
                 self._repeat(action)
                 continue
-            if isinstance(action, Stream):
+            if isinstance(action, Windowed):
                 self._stream(action)
                 continue
             self._begin_entry(str(action), action)
@@ -241,7 +241,7 @@ class Worker:
                 self._execute(action)
             self.buffer.release(action)
 
-    def _stream(self, stream: Stream) -> None:
+    def _stream(self, stream: Windowed) -> None:
         """Go through entries window by window, while windows before are on their way to other ranks."""
         self.buffer.open_windows(stream)
         for action, window in stream.turns():
@@ -249,7 +249,7 @@ class Worker:
             self._begin_entry(label, action)
             with _placed(label, self.step, self.rank):
                 match action:
-                    case Run(name):
+                    case RunNode(name):
                         with self.tracer.span(WAITING, self.step):
                             self.buffer.wait(name, window)
                         with self.tracer.span(str(action), self.step):
@@ -276,14 +276,14 @@ class Worker:
 
     def _count_groups(self, loop: Loop) -> int:
         with self.tracer.span("loop", self.step):
-            return count_groups(loop, self.buffer, self.transport.group(loop.ranks))
+            return count_groups(loop, self.buffer, self.transport.process_group(loop.ranks))
 
     def _execute(self, action: Action) -> None:
         with _placed(str(action), self.step, self.rank):
             match action:
                 case Load():
                     self.buffer.load(action, self.loaders[action].next())
-                case Run(name):
+                case RunNode(name):
                     self.buffer.put(name, self.stages[name](self.buffer.get(name), self._context(name)))
                 case Reshard():
                     self.buffer.reshard(action)
@@ -296,7 +296,7 @@ class Worker:
             recipe=self.recipe,
             node=node,
             step=self.step,
-            group=self.transport.group(node.layout.ranks),
+            process_group=self.transport.process_group(node.layout.ranks),
             metrics=self.metrics[node.layout.ranks],
             run_directory=self.directory,
             tokenizer=self.tokenizer,
@@ -313,7 +313,7 @@ class Worker:
         """Add up the numbers of each pool; rank 0 gets them all, for the log."""
         spent = self.tracer.take_seconds()
         for action in flat(self.chain):
-            if isinstance(action, Stream):
+            if isinstance(action, Windowed):
                 self.metrics[action.ranks].max("time/waiting", spent.get(WAITING, 0.0))
             elif not isinstance(action, Loop):
                 self.metrics[self.plan.ranks_of(action)].max(f"time/{action}", spent.get(str(action), 0.0))
@@ -322,7 +322,7 @@ class Worker:
                     self.metrics[action.layout.ranks].mean(name, value, 1)
         numbers: dict[str, float] = {}
         for ranks in self.pools:
-            reduced = self.metrics[ranks].reduce(self.transport.group(ranks)) if self.rank in ranks else {}
+            reduced = self.metrics[ranks].reduce(self.transport.process_group(ranks)) if self.rank in ranks else {}
             if self.rank == ranks[0]:
                 nodes = [node for node in self.plan.nodes if node.layout.ranks == ranks]
                 self._events += self.guards.judge_rewards(self.step, reduced, nodes)

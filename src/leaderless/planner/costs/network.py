@@ -8,8 +8,8 @@ from math import ceil, log2
 import numpy as np
 from numpy.typing import NDArray
 
-from leaderless.simulation.cluster import ClusterConfig
-from leaderless.simulation.rows import Int
+from leaderless.planner.costs.cluster import ClusterConfig
+from leaderless.planner.costs.rows import Int
 
 Float = NDArray[np.float64]
 

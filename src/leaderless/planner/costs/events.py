@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.planner import Load, Loop, Plan, PlannedNode, Reshard, Run, Stream, SyncWeights, flat
+from leaderless.planner import Load, Loop, Plan, PlannedNode, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
+from leaderless.planner.costs.network import Float, Network
+from leaderless.planner.costs.placement import Placement, Routes, speakers
+from leaderless.planner.costs.rows import Int, Rows, Workload
 from leaderless.planner.model_size import ModelSize, read_model_size
-from leaderless.simulation.compute import ModelCost, tokenizing_seconds
-from leaderless.simulation.network import Float, Network
-from leaderless.simulation.placement import Placement, Routes, speakers
-from leaderless.simulation.rows import Int, Rows, Workload
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ def _events(
                 rows = placement.workload.prompts
                 rate = network.cluster.dataloader.tokens_per_s
                 yield Loaded(action, rows, tokenizing_seconds(rows, rate, shards, layout.dp), speakers(shards, layout))
-            case Run(name):
+            case RunNode(name):
                 yield _work(plan[name], models, placement)
             case Reshard():
                 yield Moved(action, placement.reshard(action))
             case SyncWeights():
                 yield Synced(action, models[action.role, action.source_layout.ranks].size.num_parameters)
-            case Stream():  # overlap is not modelled: its entries come one behind the other
+            case Windowed():  # overlap is not modelled: its entries come one behind the other
                 continue
             case Loop():
                 raise RecipeError.at(

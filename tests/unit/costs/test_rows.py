@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.unit.costs.clusters import cluster, equal_rows
 from tests.unit.recipes import make_recipe
-from tests.unit.simulation.clusters import cluster, equal_rows
 
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.column_store import HeldRows, ragged_keys
 from leaderless.data.wire import schema_of
-from leaderless.simulation.rows import Rows, sample_workload
+from leaderless.planner.costs.rows import Rows, sample_workload
 
 
 def workload(recipe_changes=None, **changes):

@@ -10,10 +10,10 @@ from tests.unit.recipes import make_recipe, write_model
 
 from leaderless.config import Recipe
 from leaderless.planner import Cluster, Layout, Plan, Reshard, make_plan
-from leaderless.simulation.cluster import ClusterConfig
-from leaderless.simulation.network import Network
-from leaderless.simulation.rows import Rows, sample_workload
-from leaderless.simulation.step import Estimate, estimate_step
+from leaderless.planner.costs.cluster import ClusterConfig
+from leaderless.planner.costs.network import Network
+from leaderless.planner.costs.rows import Rows, sample_workload
+from leaderless.planner.costs.step import Estimate, estimate_step
 from leaderless.workflow import resolve_workflow
 
 ROUND: dict[str, Any] = {

@@ -9,11 +9,11 @@ from math import ceil, log2
 import numpy as np
 
 from leaderless.planner import SyncWeights
-from leaderless.simulation.cluster import ControllerConfig
-from leaderless.simulation.network import MICRO, Network, Transfer, seconds
-from leaderless.simulation.parcels import Parcels, parcels_of
-from leaderless.simulation.placement import Routes
-from leaderless.simulation.rows import Int, Rows
+from leaderless.planner.costs.cluster import ControllerConfig
+from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds
+from leaderless.planner.costs.parcels import Parcels, parcels_of
+from leaderless.planner.costs.placement import Routes
+from leaderless.planner.costs.rows import Int, Rows
 
 TYPES_BYTES = 24
 """What a rank tells its node's others of rows that are about to travel: digests of types and ids, and their number."""

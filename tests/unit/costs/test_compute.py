@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.costs.clusters import equal_rows, network
 from tests.unit.recipes import make_recipe
-from tests.unit.simulation.clusters import equal_rows, network
 
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Layout
+from leaderless.planner.costs.compute import ModelCost, num_decoding_steps, tokenizing_seconds
+from leaderless.planner.costs.rows import Rows
 from leaderless.planner.model_size import ModelSize
-from leaderless.simulation.compute import ModelCost, num_decoding_steps, tokenizing_seconds
-from leaderless.simulation.rows import Rows
 
 MILLION = 10**6
 SIZE = ModelSize(MILLION, 2, 50, 100, 1000, num_kv_heads=1, head_dim=25, max_positions=4096)

@@ -9,9 +9,9 @@ from typing import Literal
 
 from leaderless.config import Json, Recipe
 from leaderless.planner import Plan
-from leaderless.simulation.cluster import GIB, OURS, ClusterConfig
-from leaderless.simulation.rows import sample_workload
-from leaderless.simulation.step import Estimate, estimate_step
+from leaderless.planner.costs.cluster import GIB, OURS, ClusterConfig
+from leaderless.planner.costs.rows import sample_workload
+from leaderless.planner.costs.step import Estimate, estimate_step
 
 AxisName = Literal["world_size", "prompts_per_step", "context_tokens"]
 

@@ -20,7 +20,7 @@ from typing import Self
 from leaderless.data.activity import Activity
 from leaderless.data.transport import Transport
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.worker.failure import Failure
+from leaderless.supervision.failure import Failure
 
 TICKS_PER_TIMEOUT = 30
 """How often the thread looks; seldom enough that a thousand ranks are nothing to the store that they meet at."""

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from leaderless.checkpoint.manifest import DamagedCheckpointError, Manifest
 from leaderless.config import RecipeError
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.decoder import Decoder
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.training.sharded import ShardedModel
-from leaderless.worker.manifest import DamagedCheckpointError, Manifest
 
 STATE_FILE, ROLE_FILE, NODE_FILE = "state.json", "role.json", "node-{}.json"
 """Of a checkpoint, of each role's folder in it, and of a node by its name."""
@@ -65,7 +65,7 @@ class RoleState:
     is_value_model: bool = False
 
 
-def newest_good(folder: Path, world: Group, say: Callable[[str], None]) -> Path | None:
+def newest_good(folder: Path, world: ProcessGroup, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is what was written; damaged ones lose their name. All ranks call it together.
 
     Args:
@@ -97,7 +97,7 @@ def newest_good(folder: Path, world: Group, say: Callable[[str], None]) -> Path 
     return None
 
 
-def find_damage(path: Path, world: Group) -> str:
+def find_damage(path: Path, world: ProcessGroup) -> str:
     """What is wrong with a checkpoint, if anything. All ranks call it together, and each reads some of the files.
 
     Args:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.unit.simulation.clusters import ROUND
+from tests.unit.costs.clusters import ROUND
 
 from leaderless.config import RecipeError
-from leaderless.simulation.cluster import ClusterConfig, load_cluster
+from leaderless.planner.costs.cluster import ClusterConfig, load_cluster
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "recipes/clusters").glob("*.yaml"))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from leaderless.data.routes import Routes as DatabufferRoutes
-from leaderless.simulation.network import Network, Transfer
-from leaderless.simulation.placement import Routes
-from leaderless.simulation.rows import LENGTH_BYTES, Int
+from leaderless.planner.costs.network import Network, Transfer
+from leaderless.planner.costs.placement import Routes
+from leaderless.planner.costs.rows import LENGTH_BYTES, Int
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy as np
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
 from leaderless.planner import Layout
+from leaderless.planner.costs.network import GIGA, Float, Network
+from leaderless.planner.costs.rows import Int, Rows
 from leaderless.planner.model_size import ModelSize
-from leaderless.simulation.network import GIGA, Float, Network
-from leaderless.simulation.rows import Int, Rows
 
 TERA = 1e12
 GRADIENT_BYTES = 4

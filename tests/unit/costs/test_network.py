@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.simulation.clusters import network
+from tests.unit.costs.clusters import network
 
-from leaderless.simulation.network import Transfer
+from leaderless.planner.costs.network import Transfer
 
 GB = 10**9
 

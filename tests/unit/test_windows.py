@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.planner import Cluster, Plan, Reshard, Run, Stream, make_plan
+from leaderless.planner import Cluster, Plan, Reshard, RunNode, Windowed, make_plan
 from leaderless.workflow import Workflow, resolve_workflow, stage
 
 APART = {"sample": {"ranks": "0-1"}, "score": {"ranks": "2-3"}, "all": {"ranks": "2-3"}}
@@ -79,11 +79,11 @@ def test_nodes_that_stream_run_one_window_behind_each_change_of_layout() -> None
 
 def test_each_rank_walks_its_part_of_the_stream() -> None:
     plan = plan_of(APART, 3)
-    (first,) = (action for action in plan.chain(0) if isinstance(action, Stream))
-    (last,) = (action for action in plan.chain(3) if isinstance(action, Stream))
-    assert [type(action) for action in first.body] == [Run, Reshard]
+    (first,) = (action for action in plan.chain(0) if isinstance(action, Windowed))
+    (last,) = (action for action in plan.chain(3) if isinstance(action, Windowed))
+    assert [type(action) for action in first.body] == [RunNode, Reshard]
     assert (first.delays, last.delays) == ((0, 0), (0, 1))
-    assert [window for action, window in last.turns() if isinstance(action, Run)] == [0, 1, 2]
+    assert [window for action, window in last.turns() if isinstance(action, RunNode)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("layout", "windows"), [({}, 4), (APART, 1)])

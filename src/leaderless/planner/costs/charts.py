@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from leaderless.observability.run_directory import write_atomically
-from leaderless.simulation.cluster import GIB, OURS
-from leaderless.simulation.step import Estimate
-from leaderless.simulation.sweep import AXES, Sweep
+from leaderless.planner.costs.cluster import GIB, OURS
+from leaderless.planner.costs.step import Estimate
+from leaderless.planner.costs.sweep import AXES, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,13 +8,13 @@ import re
 
 import pytest
 from rich.console import Console
+from tests.unit.costs.clusters import cluster, plan_for, pools_recipe
 from tests.unit.recipes import make_recipe
-from tests.unit.simulation.clusters import cluster, plan_for, pools_recipe
 
 from leaderless.config import Recipe
-from leaderless.simulation.charts import charts_of, draw_png, write_page
-from leaderless.simulation.show import print_sweep
-from leaderless.simulation.sweep import Settings, Sweep, settings_of, simulate
+from leaderless.planner.costs.charts import charts_of, draw_png, write_page
+from leaderless.planner.costs.show import print_sweep
+from leaderless.planner.costs.sweep import Settings, Sweep, settings_of, simulate
 
 
 @pytest.fixture

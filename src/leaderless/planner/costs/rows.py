@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from leaderless.config import Recipe
 from leaderless.data.balance import is_repeated, sequence_cost
+from leaderless.planner.costs.cluster import WorkloadConfig
 from leaderless.planner.make_plan import UNKNOWN_COLUMN_BYTES
-from leaderless.simulation.cluster import WorkloadConfig
 from leaderless.workflow import COLUMNS
 from leaderless.workflow.columns import Axis, Column
 

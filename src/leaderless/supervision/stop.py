@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from leaderless.worker.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, tell_launcher
+from leaderless.supervision.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, tell_launcher
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """All ask to stop; the last two are what Slurm is told to send before the end of a job."""
@@ -28,7 +28,7 @@ INTERRUPT_GRACE_S = 3.0
 FAILED_GRACE_S = 3.0
 """Time for a rank to end, and to say why, after its launcher has told it that others have failed."""
 ONE_PRESS_S = 0.3
-"""Signals this close to each other are one: some tools send them to a process and to its group."""
+"""Signals this close to each other are one: some tools send them to a process and to its process group."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -171,5 +171,5 @@ def _clear_up_after_launcher() -> None:
 
 
 def _have_others_failed() -> bool:
-    """Whether SIGTERM comes from a launcher that ends what is left of a group."""
+    """Whether SIGTERM comes from a launcher that ends what is left of a process group."""
     return FOLDER_VARIABLE in os.environ and (Path(os.environ[FOLDER_VARIABLE]) / FAILED).exists()

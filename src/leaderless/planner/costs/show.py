@@ -7,9 +7,9 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from leaderless.planner.costs.cluster import OURS
+from leaderless.planner.costs.sweep import AXES, Point, Sweep
 from leaderless.planner.memory import format_bytes
-from leaderless.simulation.cluster import OURS
-from leaderless.simulation.sweep import AXES, Point, Sweep
 
 TITLES = ("way", "step", "tokens/s", "a rank", "moving", "network", "process")
 

@@ -14,9 +14,9 @@ from transformers import (
     GenerationConfig,
 )
 
+from leaderless.checkpoint.manifest import DamagedCheckpointError, Manifest
+from leaderless.checkpoint.reader import read_role_state, read_state, read_tensors
 from leaderless.config import RecipeError
-from leaderless.worker.checkpoint import read_role_state, read_state, read_tensors
-from leaderless.worker.manifest import DamagedCheckpointError, Manifest
 
 
 def export_model(checkpoint: Path, role: str, out: Path) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from leaderless.planner.flow import DATA
-from leaderless.planner.plan import Action, PlannedNode, Reshard, Run, Stream
+from leaderless.planner.plan import Action, PlannedNode, Reshard, RunNode, Windowed
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Delays:
             action: Of the schedule.
         """
         match action:
-            case Run(name):
+            case RunNode(name):
                 return self.of_node.get(name)
             case Reshard():
                 return self.of_node.get(action.source)
@@ -70,9 +70,9 @@ def stream(nodes: Sequence[PlannedNode], schedule: Sequence[Action], num_windows
     behind = {action: delay for action in schedule if (delay := delays.of_action(action)) is not None}
     ranks: set[int] = set()
     for action in behind:
-        ranks.update(layouts[action.node].ranks if isinstance(action, Run) else ())
+        ranks.update(layouts[action.node].ranks if isinstance(action, RunNode) else ())
         ranks.update(action.ranks if isinstance(action, Reshard) else ())
     first = next(place for place, action in enumerate(schedule) if action in behind)
     rest = [action for action in schedule[first:] if action not in behind]
-    entry = Stream(tuple(behind), tuple(behind.values()), num_windows, tuple(sorted(ranks)))
+    entry = Windowed(tuple(behind), tuple(behind.values()), num_windows, tuple(sorted(ranks)))
     return [*schedule[:first], entry, *rest]

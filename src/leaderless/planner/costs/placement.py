@@ -9,8 +9,8 @@ import numpy as np
 
 from leaderless.data.balance import assign
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard
+from leaderless.planner.costs.rows import Int, Rows, Workload
 from leaderless.planner.schedule import is_expanded
-from leaderless.simulation.rows import Int, Rows, Workload
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,16 @@ from uuid import uuid4
 
 import torch
 
+from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest, sync_to_disk
+from leaderless.checkpoint.reader import NODE_FILE, ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint
+from leaderless.checkpoint.snapshot import Snapshot
 from leaderless.config.run import CheckpointConfig
 from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.decoder import Decoder
 from leaderless.models.value_model import ValueModel
 from leaderless.observability.run_directory import list_checkpoints, step_of, write_atomically
 from leaderless.training.sharded import ShardedModel
-from leaderless.worker.checkpoint import NODE_FILE, ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint
-from leaderless.worker.manifest import DamagedCheckpointError, FileEntry, Manifest, sync_to_disk
-from leaderless.worker.snapshot import Snapshot
 
 LEAVE_S = 10.0
 """When a run ends with an error, longest wait for a checkpoint that is being written."""
@@ -68,7 +68,7 @@ class CheckpointWriter:
         self,
         folder: Path,
         engines: Mapping[str, ShardedModel[Decoder]],
-        world: Group,
+        world: ProcessGroup,
         tokenizer: Tokenizer,
         config: CheckpointConfig,
         timeout_s: float,
@@ -90,8 +90,8 @@ class CheckpointWriter:
         self._is_first = world.rank == world.ranks[0]
         # What a start that was killed has left behind must not be taken for parts of ours.
         self._token = world.broadcast_text(uuid4().hex[:8] if self._is_first else "", 0, "the name of this start")
-        self._snapshots = {role: Snapshot(_place(engine.group)) for role, engine in engines.items()}
-        first_here = {role: engine for role, engine in engines.items() if _place(engine.group) == 0}
+        self._snapshots = {role: Snapshot(_place(engine.process_group)) for role, engine in engines.items()}
+        first_here = {role: engine for role, engine in engines.items() if _place(engine.process_group) == 0}
         self._models = {role: _describe(engine, tokenizer) for role, engine in first_here.items()}
         self._job: _Job | None = None
         self._num_begun = 0
@@ -318,9 +318,9 @@ def best_checkpoint(checkpoints: list[Path], config: CheckpointConfig) -> Path |
     return max(reversed(values), key=lambda path: values[path], default=None)
 
 
-def _place(group: Group) -> int:
-    """Of this rank in a group, from 0."""
-    return group.ranks.index(group.rank)
+def _place(process_group: ProcessGroup) -> int:
+    """Of this rank in a process group, from 0."""
+    return process_group.ranks.index(process_group.rank)
 
 
 def _describe(engine: ShardedModel[Decoder], tokenizer: Tokenizer) -> dict[str, bytes]:

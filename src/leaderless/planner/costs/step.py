@@ -9,11 +9,11 @@ import numpy as np
 
 from leaderless.config import Recipe
 from leaderless.planner import Layout, Plan
-from leaderless.simulation.cluster import GIB, OURS, ClusterConfig
-from leaderless.simulation.events import Event, Loaded, Moved, Synced, Worked, events_of
-from leaderless.simulation.moves import Controller, Cost, peer_cost, put_cost, weights_cost
-from leaderless.simulation.network import Network
-from leaderless.simulation.rows import Int, Workload
+from leaderless.planner.costs.cluster import GIB, OURS, ClusterConfig
+from leaderless.planner.costs.events import Event, Loaded, Moved, Synced, Worked, events_of
+from leaderless.planner.costs.moves import Controller, Cost, peer_cost, put_cost, weights_cost
+from leaderless.planner.costs.network import Network
+from leaderless.planner.costs.rows import Int, Workload
 
 
 @dataclass(frozen=True)

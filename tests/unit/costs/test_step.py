@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.unit.costs.clusters import cluster, network, plan_for, pools_recipe, step_of
 from tests.unit.recipes import make_recipe, write_model
-from tests.unit.simulation.clusters import cluster, network, plan_for, pools_recipe, step_of
 
 from leaderless.config import RecipeError, all_keys
 from leaderless.planner import Layout, Load, Reshard
-from leaderless.simulation.cluster import ClusterConfig, ControllerConfig
-from leaderless.simulation.events import Loaded, Moved, Worked, events_of
-from leaderless.simulation.parcels import parcels_of
-from leaderless.simulation.placement import Placement
-from leaderless.simulation.rows import sample_workload
+from leaderless.planner.costs.cluster import ClusterConfig, ControllerConfig
+from leaderless.planner.costs.events import Loaded, Moved, Worked, events_of
+from leaderless.planner.costs.parcels import parcels_of
+from leaderless.planner.costs.placement import Placement
+from leaderless.planner.costs.rows import sample_workload
 
 CHANGES = {
     "controllers.one.pads_rows": False,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from leaderless.planner import Reshard
-from leaderless.simulation.cluster import OURS, ClusterConfig
-from leaderless.simulation.moves import Controller, Cost, controller_cost, peer_cost
-from leaderless.simulation.network import Network
-from leaderless.simulation.placement import Routes, owners_of
-from leaderless.simulation.rows import Int, Rows
+from leaderless.planner.costs.cluster import OURS, ClusterConfig
+from leaderless.planner.costs.moves import Controller, Cost, controller_cost, peer_cost
+from leaderless.planner.costs.network import Network
+from leaderless.planner.costs.placement import Routes, owners_of
+from leaderless.planner.costs.rows import Int, Rows
 
 
 @dataclass(frozen=True)

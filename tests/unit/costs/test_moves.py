@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.simulation.clusters import cluster, equal_rows, network, pools
+from tests.unit.costs.clusters import cluster, equal_rows, network, pools
 
 from leaderless.data import transfer, transport
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.reshard import agree_on_routes, schemas_to_json
-from leaderless.data.transport import Group
+from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard, SyncWeights
-from leaderless.simulation.moves import (
+from leaderless.planner.costs.moves import (
     FACT_BYTES,
     PIECE_BYTES,
     PLANNING_BYTES_PER_ROW,
@@ -32,10 +32,10 @@ from leaderless.simulation.moves import (
     put_cost,
     weights_cost,
 )
-from leaderless.simulation.parcels import parcels_of
-from leaderless.simulation.placement import Routes, owners_of, speakers
-from leaderless.simulation.prediction import errors_of, predict
-from leaderless.simulation.rows import Rows
+from leaderless.planner.costs.parcels import parcels_of
+from leaderless.planner.costs.placement import Routes, owners_of, speakers
+from leaderless.planner.costs.prediction import errors_of, predict
+from leaderless.planner.costs.rows import Rows
 
 ONE_A_HOST = {"host__devices": 1}
 ROW_BYTES = 100 * 8
@@ -273,7 +273,7 @@ def test_pieces_and_rounds_are_those_of_the_databuffer():
     assert ROUNDS_AHEAD == transport.ROUNDS_AHEAD
 
 
-class Deaf(Group):
+class Deaf(ProcessGroup):
     """A rank that hears nothing new: what all ranks would say is known before."""
 
     def gather(self, rows, _what):
