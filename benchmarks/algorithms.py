@@ -114,7 +114,9 @@ def train(workflow: str, seed: int, steps: int, folder: Path) -> Curve:
         leaderless("train", str(ROOT / f"recipes/quickstart/{recipe}.yaml"), *overrides, "--workers", "1"), folder, name
     )
     records = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    measured = [(int(record["step"]), record["eval/mean@1"]) for record in records if "eval/mean@1" in record]
+    measured = [
+        (int(record["step"]), record["evaluation/mean@1"]) for record in records if "evaluation/mean@1" in record
+    ]
     seconds = sum(record.get("time/step", 0.0) for record in records)
     print(f"{name}: {measured[-1][1]:.3f} after {seconds:.0f} s", file=sys.stderr)
     return Curve(workflow, seed, [step for step, _ in measured], [value for _, value in measured], round(seconds, 1))

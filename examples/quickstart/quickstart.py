@@ -67,7 +67,7 @@ def run(*arguments: str) -> None:
 def accuracies() -> list[float]:
     """Held-out accuracy of the reinforcement learning, each time it was measured."""
     records = RunDirectory(RUNS / "quickstart").read_metrics()
-    return [record["eval/mean@1"] for record in records if "eval/mean@1" in record]
+    return [record["evaluation/mean@1"] for record in records if "evaluation/mean@1" in record]
 
 
 def held_out() -> int:

@@ -45,9 +45,11 @@ def test_eval_gives_the_scores_of_training_from_recipe_run_and_checkpoint(
     ranks: RankPool, tmp_path: Path, recipe: Path
 ) -> None:
     succeed(ranks, tmp_path, "train", recipe, "evaluation.every_steps=1")
-    logged = [{k: v for k, v in line.items() if k.startswith("eval/")} for line in metrics(tmp_path / "runs/tiny")]
-    assert logged[0].keys() == {"eval/mean@4", "eval/pass@2", "eval/pass@4", "eval/failed"}
-    assert 0 < logged[0]["eval/mean@4"] < logged[0]["eval/pass@2"] < logged[0]["eval/pass@4"] < 1
+    logged = [
+        {k: v for k, v in line.items() if k.startswith("evaluation/")} for line in metrics(tmp_path / "runs/tiny")
+    ]
+    assert logged[0].keys() == {"evaluation/mean@4", "evaluation/pass@2", "evaluation/pass@4", "evaluation/failed"}
+    assert 0 < logged[0]["evaluation/mean@4"] < logged[0]["evaluation/pass@2"] < logged[0]["evaluation/pass@4"] < 1
     run_folder = tmp_path / "runs/tiny"
     for where, expected in (
         ((recipe,), logged[0]),
@@ -58,7 +60,7 @@ def test_eval_gives_the_scores_of_training_from_recipe_run_and_checkpoint(
         assert scores(succeed(ranks, tmp_path, "eval", *where, "--json")) == pytest.approx(expected)
     assert len({tuple(line.values()) for line in logged}) == 3, "training changes the scores"
     table = succeed(ranks, tmp_path, "eval", recipe)
-    assert f"mean@4 │ {logged[0]['eval/mean@4']:.4f}" in " ".join(table.split())
+    assert f"mean@4 │ {logged[0]['evaluation/mean@4']:.4f}" in " ".join(table.split())
 
 
 def test_eval_does_not_depend_on_the_number_of_workers(ranks: RankPool, tmp_path: Path, recipe: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_run_leaves_all_that_it_promises(ranks: RankPool, tmp_path: Path, num_
     lines = metrics(folder, with_times=True)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all("reward/mean" in line for line in lines[1:])
-    assert ["eval/mean@1" in line for line in lines] == [True, False, True, True]
+    assert ["evaluation/mean@1" in line for line in lines] == [True, False, True, True]
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-000002", "step-000003"]
     assert any(path.stat().st_size > 100 for path in (folder / "tensorboard").glob("events.*"))
     samples = [json.loads(line) for line in (folder / "samples/step-000003.rank-0.jsonl").read_text().splitlines()]

@@ -74,7 +74,7 @@ def test_own_reward_trains_on_what_its_functions_say(ranks: RankPool, tmp_path: 
         weighted += 0.1 * numbers["reward/examples.own_reward.rewards:is_short"]
         assert numbers["reward/mean"] == pytest.approx(weighted)
         assert numbers["reward/failed"] == 0
-    assert "eval/mean@1" in steps[-1]
+    assert "evaluation/mean@1" in steps[-1]
 
 
 def test_own_stage_takes_its_penalty_from_the_reward(ranks: RankPool, tmp_path: Path) -> None:

@@ -93,8 +93,8 @@ def test_the_gsm8k_recipe_trains_a_qwen_model_on_the_published_format(
     succeed(ranks, tmp_path, "train", ROOT / "recipes/gsm8k/grpo.yaml", *overrides, num_ranks=num_ranks)
     lines = metrics(tmp_path / "runs/gsm8k-grpo")
     assert [line["step"] for line in lines] == [0, 1, 2]
-    assert lines[0]["eval/mean@1"] == lines[2]["eval/mean@1"] == 0
-    assert lines[0]["eval/failed"] == 0, "every expected answer could be read"
+    assert lines[0]["evaluation/mean@1"] == lines[2]["evaluation/mean@1"] == 0
+    assert lines[0]["evaluation/failed"] == 0, "every expected answer could be read"
     for line in lines[1:]:
         assert (line["reward/failed"], line["reward/math"]) == (0, 0)
         assert line["policy/grad_norm"] > 0

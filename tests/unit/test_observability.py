@@ -19,7 +19,7 @@ from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.worker.place import Place
 
-NUMBERS = {"reward/mean": 0.5, "policy/loss": 1.25, "eval/mean@4": 0.75, "time/step": 3.0}
+NUMBERS = {"reward/mean": 0.5, "policy/loss": 1.25, "evaluation/mean@4": 0.75, "time/step": 3.0}
 
 
 def display(*, is_terminal: bool = False, is_shown: bool = True) -> tuple[Display, io.StringIO]:

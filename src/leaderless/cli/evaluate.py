@@ -93,5 +93,5 @@ def _print(scores: Mapping[str, float], planned: Planned, *, as_json: bool) -> N
     table.add_column("measure")
     table.add_column("score", justify="right")
     for name, value in scores.items():
-        table.add_row(name.removeprefix("eval/"), f"{value:.0f}" if name.endswith("failed") else f"{value:.4f}")
+        table.add_row(name.removeprefix("evaluation/"), f"{value:.0f}" if name.endswith("failed") else f"{value:.4f}")
     console.print(table)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 HEADLINES = (
-    ("eval/mean@", "accuracy", "{:.3f}"),
+    ("evaluation/mean@", "accuracy", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("policy/loss", "loss", "{:.4f}"),
     ("policy/entropy", "entropy", "{:.3f}"),

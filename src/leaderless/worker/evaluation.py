@@ -63,8 +63,8 @@ class Evaluator:
             progress: Told a fraction between 0 and 1.
 
         Returns:
-            `eval/mean@k`, and for several responses to a prompt `eval/pass@k` and `eval/maj@k`; `eval/failed` counts
-            the responses that could not be graded and are left out; see `Scores`.
+            `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;
+            `evaluation/failed` counts the responses that could not be graded and are left out; see `Scores`.
         """
         config, process_group = self.recipe.evaluation, self.model.train_engine.process_group
         rows = self.dataset.rows[: config.max_prompts].tolist()

@@ -64,14 +64,14 @@ class Scores:
             reduced: The metrics over all ranks.
 
         Returns:
-            By name as `eval/mean@4`; no majority where no response has an answer or there is one response only.
+            By name as `evaluation/mean@4`; no majority where no response has an answer or there is one response only.
         """
         hidden = {"answered"}
         if not reduced["answered"] or self.k == 1:
             hidden.add(f"maj@{self.k}")
         if not reduced["not_applicable"]:
             hidden.add("not_applicable")
-        return {f"eval/{name}": value for name, value in reduced.items() if name not in hidden}
+        return {f"evaluation/{name}": value for name, value in reduced.items() if name not in hidden}
 
     def _metric_of(self, graded: Graded) -> str | None:
         """The reward that decides about a response; None where a named one does not apply."""

@@ -84,8 +84,8 @@ def metrics_row(step: int, num_steps: int, rng: random.Random) -> dict[str, obje
 
     row: dict[str, object] = {"step": step, "time_s": 21.5 * step + 4}
     if step % 10 == 0 or step == num_steps:
-        row |= {"eval/mean@4": 0.41 + 0.3 * progress, "eval/pass@4": 0.62 + 0.2 * progress}
-        row |= {"eval/maj@4": 0.47 + 0.28 * progress, "time/evaluate": noisy(6.5)}
+        row |= {"evaluation/mean@4": 0.41 + 0.3 * progress, "evaluation/pass@4": 0.62 + 0.2 * progress}
+        row |= {"evaluation/maj@4": 0.47 + 0.28 * progress, "time/evaluate": noisy(6.5)}
     if step == 0:
         return row
     math_reward, format_reward = noisy(0.3 + 0.45 * progress), min(1.0, noisy(0.5 + 0.48 * progress, 0.02))

@@ -44,8 +44,8 @@ def test_page_of_a_healthy_run_has_all_its_parts(run):
 
 
 def test_headline_gives_the_last_value_and_the_change_since_the_first(run):
-    rows = [{"step": 0, "eval/mean@4": 0.25}, {"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.3}]
-    write_lines(run / "metrics.jsonl", [*rows, {"step": 3, "reward/mean": 0.75, "eval/mean@4": 0.75}])
+    rows = [{"step": 0, "evaluation/mean@4": 0.25}, {"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.3}]
+    write_lines(run / "metrics.jsonl", [*rows, {"step": 3, "reward/mean": 0.75, "evaluation/mean@4": 0.75}])
     text = Page(render_report(run)).text
     assert "Held-out mean@4 75.0% +50.0 points since step 0 (25.0%)" in text
     assert "Reward 0.75 +0.25 since step 1 (0.5)" in text
@@ -56,7 +56,7 @@ def test_curves_carry_the_logged_numbers_by_step(run):
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [trace["name"] for trace in chart["traces"]] == ["mean@4", "pass@4", "maj@4"]
     assert chart["traces"][0]["steps"] == [0, 10, 20, 30, 40]
-    expected = [row["eval/mean@4"] for row in logged if "eval/mean@4" in row]
+    expected = [row["evaluation/mean@4"] for row in logged if "evaluation/mean@4" in row]
     assert chart["traces"][0]["values"] == pytest.approx(expected, rel=1e-5)
 
 

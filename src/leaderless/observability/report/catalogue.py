@@ -58,7 +58,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         Topic(
             "Held-out accuracy",
             "Correct responses (mean@k); prompts solved once (pass@k) or by majority (maj@k).",
-            ("eval/mean@*", "eval/pass@*", "eval/maj@*"),
+            ("evaluation/mean@*", "evaluation/pass@*", "evaluation/maj@*"),
             unit="share",
         ),
         Topic(
@@ -167,7 +167,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         Topic(
             "Failed rewards",
             "Responses whose reward could not be computed, in training and on held-out prompts.",
-            ("reward/failed", "eval/failed"),
+            ("reward/failed", "evaluation/failed"),
         ),
     ),
     "How fast it is": (

@@ -106,9 +106,9 @@ def _finding(finding: Finding) -> Html:
 
 
 def _figures(run: RunFiles) -> Iterator[Html]:
-    accuracies = run.matching("eval/mean@*", "eval/pass@*", "eval/maj@*")
+    accuracies = run.matching("evaluation/mean@*", "evaluation/pass@*", "evaluation/maj@*")
     for name in list(accuracies)[:1]:
-        yield from _change(f"Held-out {name.removeprefix('eval/')}", accuracies[name], "share")
+        yield from _change(f"Held-out {name.removeprefix('evaluation/')}", accuracies[name], "share")
     yield from _change("Reward", run.series.get("reward/mean"), "number")
     if not {"reward/mean"} & run.series.keys():
         yield from _change("Loss", run.series.get("policy/loss"), "number")
