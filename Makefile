@@ -5,7 +5,7 @@ BIN := .venv/bin
 TEST_WORKERS ?= 2
 KILLS ?= 200
 
-.PHONY: quickstart test test-vllm chaos lint format docs clean
+.PHONY: quickstart test test-thorough test-vllm chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -13,6 +13,10 @@ quickstart: .venv/.installed
 
 test: .venv/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+# All tests, the long forms too: more examples, more kills, real sizes. Hours.
+test-thorough: .venv/.installed-test
+	$(BIN)/python -m pytest --thorough --timeout 7200 --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The engines' contract and whole runs with the real vLLM, on the CPU, in an environment of its own; about ten minutes.
 # Its extensions for images and sound are left out: they are built for another torch, and language models need none.

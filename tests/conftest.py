@@ -26,15 +26,38 @@ from tests.distributed.ranks import RankPool
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A gate that fails must fail again: the examples follow from the code of a test. The thorough form looks for others;
+# what it finds is kept as an `@example`.
 settings.register_profile(
     "quick",
     settings(),
+    derandomize=True,
     max_examples=50,
     deadline=None,  # other processes may use the same cores: how long an example takes says nothing about it
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000)
+settings.register_profile("thorough", settings.get_profile("quick"), derandomize=False, max_examples=1000)
 settings.load_profile("quick")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that `make test-thorough` sets."""
+    parser.addoption("--thorough", action="store_true", help="run the long forms too, with 1,000 random examples each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Explore in the thorough form, unless another profile of hypothesis is asked for."""
+    if config.getoption("thorough") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("thorough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked `thorough`, unless they are asked for."""
+    if not config.getoption("thorough"):
+        long_forms = [item for item in items if item.get_closest_marker("thorough")]
+        if long_forms:
+            config.hook.pytest_deselected(items=long_forms)
+            items[:] = [item for item in items if item not in set(long_forms)]
 
 
 @pytest.fixture(scope="session")
