@@ -112,7 +112,7 @@ def test_a_finished_run_says_so_and_changes_nothing(ranks: RankPool, tmp_path: P
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "runs").rglob("*"))}
     output = succeed(ranks, tmp_path, "train", recipe, num_ranks=num_ranks)
     assert "nothing to do" in output
-    assert "Raise `steps` to go on, or pass --fresh" in " ".join(output.split())
+    assert "Raise `steps` to continue, or pass --fresh" in " ".join(output.split())
     assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "runs").rglob("*"))} == before
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
-from leaderless.cli.common import errors
 from leaderless.cli.evaluate import evaluate
 from leaderless.cli.export import export
 from leaderless.cli.plan import plan
@@ -20,8 +18,9 @@ from leaderless.cli.schema import schema
 from leaderless.cli.serve import serve
 from leaderless.cli.simulate import simulate
 from leaderless.cli.train import train
-from leaderless.supervision.failure import FOLDER_VARIABLE, Failure, WorkersFailed
-from leaderless.supervision.stop import Interrupted, follow_launcher
+from leaderless.observability.console import errors
+from leaderless.supervision.failure import Failure, WorkersFailed
+from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
 
 OTHERS_SPEAK_S = 5.0
@@ -50,8 +49,6 @@ def main() -> None:
     and 1 any other failure.
     """
     sys.path.insert(0, str(Path.cwd()))
-    if FOLDER_VARIABLE in os.environ:
-        follow_launcher()
     try:
         app()
     except Interrupted as error:

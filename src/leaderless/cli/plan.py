@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from leaderless.cli.common import console, plan_recipe, print_json, print_path, recipe_path
+from leaderless.cli.common import plan_recipe, print_json, recipe_path
+from leaderless.observability.console import console, print_path
 from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.supervision.limits import read_limits
 

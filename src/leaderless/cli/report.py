@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leaderless.cli.common import print_path
+from leaderless.observability.console import print_path
 from leaderless.observability.report import write_report
 
 

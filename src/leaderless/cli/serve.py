@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from leaderless.cli.common import print_line
 from leaderless.config import RecipeError
+from leaderless.observability.console import print_line
 from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
 

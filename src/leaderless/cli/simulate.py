@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from leaderless.cli.common import console, errors, plan_recipe, print_path, recipe_path
+from leaderless.cli.common import plan_recipe, recipe_path
 from leaderless.config import LoadedRecipe, Recipe, RecipeError
+from leaderless.observability.console import console, errors, print_path
 from leaderless.planner import Plan
 from leaderless.workflow import load_recipe
 

@@ -59,21 +59,22 @@ def no_defaults(workflow: str) -> Mapping[str, Setting]:  # noqa: ARG001
 
 
 def load_recipe(
-    path: str | Path,
+    recipe: str | Path | RecipeSource,
     overrides: Sequence[str] = (),
     defaults_of: Callable[[str], Mapping[str, Setting]] = no_defaults,
 ) -> LoadedRecipe:
     """Read and check a recipe.
 
     Args:
-        path: The YAML file.
-        overrides: `section.key=value` each, applied on top of the file in order.
+        recipe: YAML file, or settings that have been read already.
+        overrides: `section.key=value` each, applied on top of it in order.
         defaults_of: Settings of the workflow of a name, which hold where the recipe has none.
 
     Raises:
         RecipeError: Something in it is wrong; all problems are named, each with its place.
     """
-    source = apply_overrides(read_yaml(Path(path)), overrides)
+    written = recipe if isinstance(recipe, RecipeSource) else read_yaml(Path(recipe))
+    source = apply_overrides(written, overrides)
     workflow = source.settings.get("workflow")
     try:
         defaults = defaults_of(workflow) if isinstance(workflow, str) else {}

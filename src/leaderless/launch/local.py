@@ -46,7 +46,7 @@ class Launch:
     """What is to be started.
 
     Attributes:
-        arguments: Of the command line `leaderless ARGUMENTS`.
+        arguments: Arguments of the Python interpreter that runs a worker.
         num_workers: On this machine.
         logs: A folder; the first worker's output goes to the terminal, that of the others there.
         grace_s: Time for workers to finish their step when they are asked to stop.
@@ -136,7 +136,7 @@ def _spec(launch: Launch, meeting: RendezvousHandler) -> WorkerSpec:
         local_world_size=launch.num_workers,
         rdzv_handler=meeting,
         entrypoint=sys.executable,
-        args=("-m", "leaderless", *launch.arguments),
+        args=tuple(launch.arguments),
         max_restarts=MANY_RESTARTS,
         local_addr="127.0.0.1" if launch.nodes is None or launch.nodes.is_loopback else None,
     )

@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
+
+console = Console(emoji=False)
+"""What a person asked for, on standard output. A name such as `:key:` stays what it is."""
+errors = Console(stderr=True, emoji=False)
+"""What a person should know besides, on standard error."""
 
 HEADLINES = (
     ("evaluation/mean@", "accuracy", "{:.3f}"),
@@ -23,6 +29,25 @@ HEADLINES = (
 """Metrics that are shown while a run goes on: their name, or what comes before its number, a label, and the format."""
 LINE_EVERY_S = 10.0
 """Without a terminal, a line is printed at most this often."""
+
+
+def print_line(text: str) -> None:
+    """Print a line for people.
+
+    Args:
+        text: Any text; shown as it is.
+    """
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_path(label: str, path: Path) -> None:
+    """Print where something is, on one line that can be copied.
+
+    Args:
+        label: What it is.
+        path: Where it is.
+    """
+    console.print(f"{label}: [bold]{escape(str(path))}", highlight=False, soft_wrap=True)
 
 
 class Display:

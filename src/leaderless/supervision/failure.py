@@ -32,7 +32,7 @@ Kind = Literal["recipe", "storage", "out_of_memory", "guard", "lost_peers", "int
 FINAL: frozenset[Kind] = frozenset({"recipe", "guard", "interrupt"})
 """Failures that another start would only repeat, or that somebody has asked for."""
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-_COMMANDS = ("leaderless.cli.train", "leaderless.cli.evaluate", "leaderless.cli.export", "leaderless.cli.plan")
+_MACHINERY = ("leaderless.__main__", "leaderless.cli.main")
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,13 @@ def _message(error: BaseException) -> str:
 def _own_trace(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the machinery that called the command."""
     own = trace
-    while own is not None and not own.tb_frame.f_globals.get("__name__", "").startswith(_COMMANDS):
+    while own is not None and not _is_own(own.tb_frame.f_globals.get("__name__", "")):
         own = own.tb_next
     return own or trace
+
+
+def _is_own(module: str) -> bool:
+    return module.startswith("leaderless.") and module not in _MACHINERY
 
 
 def first_failure(folder: Path) -> Failure | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from leaderless.data.activity import Activity
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import setup_device
 from leaderless.planner import Plan, Reshard, flat, format_ranks
-from leaderless.worker.place import STORE_VARIABLE, Place
+from leaderless.worker.place import Place
 
 SHARED_FOLDER_S = 5.0
 """Longest time that a new file may take to appear on other machines."""
@@ -47,8 +46,7 @@ def join_workers(
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(setup.backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        meeting_file = os.environ.get(STORE_VARIABLE)
-        method = f"file://{meeting_file}" if meeting_file else "env://"
+        method = f"file://{place.store}" if place.store else "env://"
         dist.init_process_group(
             setup.backend, init_method=method, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
@@ -61,8 +59,18 @@ def join_workers(
     for action in plan.stream.body if plan.stream else ():
         if isinstance(action, Reshard):
             transport.add_background_process_group(action.ranks)
-    yield transport, setup.device
-    # After an error the peers may be gone, and taking leave could wait for them: the process just ends.
+    try:
+        yield transport, setup.device
+    except BaseException:
+        # The peers may be gone, and taking leave could wait for them: the process just ends. A single worker may be
+        # part of a program that continues.
+        if place.world_size == 1:
+            _leave()
+        raise
+    _leave()
+
+
+def _leave() -> None:
     if dist.is_initialized():  # an engine that was in this process takes it down when it ends
         dist.destroy_process_group()
 

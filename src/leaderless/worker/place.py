@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 STORE_VARIABLE = "LEADERLESS_STORE"
 """A file that the workers of one machine meet at; without it they meet as torch elastic has arranged."""
@@ -14,23 +15,31 @@ class Place:
     """Which worker this process is.
 
     Attributes:
-        rank: Among all.
-        world_size: Number of all.
-        local_rank: Among those on this machine.
-        local_world_size: Number of those on this machine.
+        rank: Rank among all workers.
+        world_size: Number of all workers.
+        local_rank: Rank among the workers of this machine.
+        local_world_size: Number of workers of this machine.
+        store: File at which the workers of one machine meet; None where torch elastic has arranged it otherwise.
     """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+    store: Path | None = None
+
+    @classmethod
+    def alone(cls) -> Place:
+        """The only worker."""
+        return cls(0, 1, 0, 1)
 
     @classmethod
     def from_environment(cls) -> Place:
-        """As torch elastic says; the only worker when it says nothing."""
+        """The place that torch elastic has given to this process; the only worker where it has given none."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         rank, world_size, local_rank, local_world_size = (int(os.environ.get(name, "0")) for name in names)
-        return cls(rank, world_size or 1, local_rank, local_world_size or 1)
+        store = os.environ.get(STORE_VARIABLE)
+        return cls(rank, world_size or 1, local_rank, local_world_size or 1, Path(store) if store else None)
 
     @staticmethod
     def is_given() -> bool:

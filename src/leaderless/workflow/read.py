@@ -144,17 +144,17 @@ def _node_problems(key: str, node: object) -> Iterable[Problem]:
         yield Problem(f"{key}.after", "must name a node or list nodes")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(recipe: str | Path | RecipeSource, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Read and check a recipe; where it has no setting of the algorithm, that of its workflow holds.
 
     Args:
-        path: The YAML file.
-        overrides: `section.key=value` each, applied on top of the file in order.
+        recipe: YAML file, or settings that have been read already.
+        overrides: `section.key=value` each, applied on top of it in order.
 
     Raises:
         RecipeError: Something in it is wrong; all problems are named, each with its place.
     """
-    return config_load.load_recipe(path, overrides, _settings_of)
+    return config_load.load_recipe(recipe, overrides, _settings_of)
 
 
 def _settings_of(workflow: str) -> Mapping[str, Setting]:

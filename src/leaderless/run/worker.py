@@ -1,0 +1,136 @@
+"""A process of its own for one worker: `python -m leaderless.run.worker JOB`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from leaderless.config import Json
+from leaderless.config.source import RecipeSource
+from leaderless.observability.console import Display, console, errors
+from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.run.folder import check_inputs, open_run, reporting
+from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
+from leaderless.supervision.failure import STOPPED, reported_failures, tell_launcher
+from leaderless.supervision.stop import follow_launcher
+from leaderless.worker.place import Place
+from leaderless.workflow import load_recipe
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers of one machine are started for; their launcher writes it into a file.
+
+    Attributes:
+        task: Training, or the evaluation of one role.
+        source: The recipe.
+        folder: Folder for the job and for the scores of an evaluation.
+        has_prepared: The launcher has prepared the run's folder and will write the report. With several machines no
+            launcher does so, but the first worker.
+        role: Role that answers in an evaluation.
+        checkpoint: Checkpoint whose weights answer; None for those that the recipe names.
+    """
+
+    task: Literal["train", "evaluate"]
+    source: RecipeSource
+    folder: str
+    has_prepared: bool = True
+    role: str = "policy"
+    checkpoint: str | None = None
+
+    @property
+    def scores(self) -> Path:
+        """File for the scores of an evaluation."""
+        return Path(self.folder) / "scores.json"
+
+    def write(self) -> Path:
+        """Write the job where its workers find it; `sys.path` travels with it, as their recipe may name functions."""
+        places: list[Json] = [[list(path), place] for path, place in self.source.places.items()]
+        values = asdict(self) | {"source": {"settings": self.source.settings, "places": places}, "path": sys.path}
+        path = Path(self.folder) / "job.json"
+        write_atomically(path, json.dumps(values))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a job, and find modules where its launcher finds them.
+
+        Args:
+            path: File that `write` has written.
+        """
+        values = json.loads(path.read_text(encoding="utf-8"))
+        sys.path[:] = values.pop("path")
+        source = values.pop("source")
+        places = {tuple(key): place for key, place in source["places"]}
+        return cls(source=RecipeSource(source["settings"], places), **values)
+
+
+def train_as_worker(planned: Planned, place: Place) -> int | None:
+    """Be one worker of a training run.
+
+    Args:
+        planned: The run.
+        place: Place of this worker.
+
+    Returns:
+        The signal that stopped the run before the last step, if one did.
+    """
+    from leaderless.worker.process import train
+
+    display = Display(console, is_shown=place.rank == 0)
+    with located(planned.loaded):
+        stopped_by = train(planned.recipe, planned.plan, place, display)
+    display.summary(f"{planned.recipe.name}: what has changed")
+    return stopped_by
+
+
+def evaluate_as_worker(planned: Planned, place: Place, checkpoint: Path | None) -> dict[str, float]:
+    """Be one worker of an evaluation.
+
+    Args:
+        planned: The evaluation.
+        place: Place of this worker.
+        checkpoint: Checkpoint whose weights answer; None for those that the recipe names.
+
+    Returns:
+        The scores, on every rank.
+    """
+    from leaderless.worker.process import evaluate
+
+    with located(planned.loaded):
+        return evaluate(planned.recipe, planned.plan, place, Display(errors, is_shown=place.rank == 0), checkpoint)
+
+
+def _work(job: Job, place: Place) -> None:
+    loaded = load_recipe(job.source)
+    if job.task == "evaluate":
+        checkpoint = Path(job.checkpoint) if job.checkpoint else None
+        scores = evaluate_as_worker(plan_evaluation(loaded, job.role, place.world_size), place, checkpoint)
+        if place.rank == 0:
+            write_atomically(job.scores, json.dumps(scores))
+        return
+    planned = plan_training(loaded, place.world_size)
+    with ExitStack() as stack:
+        if place.rank == 0 and not job.has_prepared:
+            check_inputs(planned)
+            stack.enter_context(open_run(planned, is_restart=True, is_held=False))
+            stack.enter_context(reporting(RunDirectory.of(planned.recipe)))
+        stopped_by = train_as_worker(planned, place)
+    if stopped_by is not None:
+        tell_launcher(STOPPED)
+
+
+def main() -> None:
+    """Do the job that the command line names."""
+    follow_launcher()
+    place = Place.from_environment()
+    with reported_failures(place.rank):
+        _work(Job.read(Path(sys.argv[1])), place)
+
+
+if __name__ == "__main__":
+    main()
