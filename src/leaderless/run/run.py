@@ -126,7 +126,7 @@ class Run:
             workers: Workers on this machine. One worker is this process itself.
 
         Returns:
-            mean@k, and for several responses to a prompt pass@k and maj@k, by name as `eval/mean@1`.
+            mean@k, and for several responses to a prompt pass@k and maj@k, by name as `evaluation/mean@1`.
 
         Raises:
             RecipeError: There are no held-out prompts, no reward, or no such checkpoint.
