@@ -28,13 +28,14 @@ Lengths = Mapping[int, float]
 """The probability of each length, the end token included: 2 to `LONGEST`."""
 
 
-def remaining(token: int) -> int:
+def remaining(token: int, longest: int = LONGEST) -> int:
     """How many tokens follow a counter.
 
     Args:
-        token: At least `FIRST_COUNTER`.
+        token: Counter, at least `FIRST_COUNTER`.
+        longest: Length of the longest response.
     """
-    return 1 + (token - FIRST_COUNTER) % (LONGEST - 1)
+    return 1 + (token - FIRST_COUNTER) % (longest - 1)
 
 
 def heavy_tailed(median: float, sigma: float) -> Lengths:
@@ -52,18 +53,21 @@ def heavy_tailed(median: float, sigma: float) -> Lengths:
     return lengths | {LONGEST: 1 - below(LONGEST - 0.5)}
 
 
-def write_counting_model(folder: Path, lengths: Lengths, hidden_size: int, num_layers: int, vocabulary: int) -> int:
-    """Write it with its tokenizer, as a Hugging Face folder.
+def write_counting_model(
+    folder: Path, lengths: Lengths, hidden_size: int, num_layers: int, vocabulary: int, longest: int = LONGEST
+) -> int:
+    """Write the model with its tokenizer as a Hugging Face folder.
 
     Args:
-        folder: To write.
-        lengths: Of its responses.
-        hidden_size: Of the model; three times as much between the matrices of a layer.
-        num_layers: Of the model.
-        vocabulary: Tokens, of which a few are for prompts and all others count.
+        folder: Folder to write.
+        lengths: Probability of each length of a response.
+        hidden_size: Width of the model; the feed-forward layers are three times as wide.
+        num_layers: Number of layers.
+        vocabulary: Number of tokens; a few are for prompts, all others count.
+        longest: Length of the longest response.
 
     Returns:
-        Its parameters.
+        Number of parameters.
     """
     names = ["<|endoftext|>", *CHARACTERS.replace(" ", "Ġ"), *(f"t{i}" for i in range(FIRST_COUNTER, vocabulary))]
     tokenizer = Qwen2Tokenizer(
@@ -93,32 +97,32 @@ def write_counting_model(folder: Path, lengths: Lengths, hidden_size: int, num_l
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        embeddings, head = _countdown(lengths, hidden_size, vocabulary)
+        embeddings, head = _countdown(lengths, hidden_size, vocabulary, longest)
         model.model.embed_tokens.weight.copy_(embeddings)
         model.lm_head.weight.copy_(head)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _countdown(lengths: Lengths, hidden_size: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _countdown(lengths: Lengths, hidden_size: int, vocabulary: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[vocabulary, hidden_size] embeddings and head.
 
     A token's embedding names its count, in nearly orthogonal directions, and that of a prompt's tokens is orthogonal to
     all of them; the head of a token points to what it may follow.
     """
     # Directions of unit length, which the final norm makes as long as the square root of the hidden size.
-    directions = torch.randn(LONGEST, hidden_size)
+    directions = torch.randn(longest, hidden_size)
     directions[:, 0] = 0
     directions = torch.nn.functional.normalize(directions, dim=1)
     directions[0] = torch.nn.functional.one_hot(torch.tensor(0), hidden_size)  # of prompts
     scale = math.sqrt(hidden_size)
-    counts = torch.tensor([0 if token < FIRST_COUNTER else remaining(token) for token in range(vocabulary)])
+    counts = torch.tensor([0 if token < FIRST_COUNTER else remaining(token, longest) for token in range(vocabulary)])
     embeddings = scale * directions[counts]
-    sharing = torch.bincount(counts, minlength=LONGEST)
+    sharing = torch.bincount(counts, minlength=longest)
     head = torch.zeros(vocabulary, hidden_size)
     for token in range(FIRST_COUNTER, vocabulary):
         count = int(counts[token])
-        if count + 1 < LONGEST:
+        if count + 1 < longest:
             head[token] += CONFIDENCE / scale * directions[count + 1]
         if lengths.get(count + 1, 0.0) > 0:
             head[token] += (CONFIDENCE + math.log(lengths[count + 1] / sharing[count])) / scale * directions[0]

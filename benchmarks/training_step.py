@@ -2,8 +2,8 @@
 
     python benchmarks/training_step.py --trl-python VENV/bin/python
 
-Both train a Qwen2 of ten million parameters on 16 prompts with 8 responses each, with a KL penalty, so that a step is
-generation, the log-probabilities of the reference and one update. The model ends its responses at lengths that are
+Both train a Qwen2 of five to ten million parameters on 16 prompts with 8 responses each. A step is generation, with a
+KL penalty the log-probabilities of the reference, and one update. The model ends its responses at lengths that are
 drawn with their first tokens (see `counting_model`); TRL may choose among those first tokens only that give a response
 the length that it has with us. Ours is the real command, `leaderless train`, and its own metrics are reported.
 
@@ -33,14 +33,14 @@ import leaderless
 from counting_model import FIRST_COUNTER, LONGEST, Lengths, heavy_tailed, write_counting_model, write_prompts
 from training_step_report import PICTURE, PROMPTS, RESPONSES, RESULTS, Results, Run, draw, load, table
 
-KL, LEARNING_RATE = 0.04, 1e-7
+LEARNING_RATE = 1e-7
 """The rate is so low that the weights keep the lengths that were written into them."""
 PATTERN = r"t\d*[13579](t.*)?"
 """What is rewarded: an odd first token, which is every second one."""
 OURS = {"step": "time/step", "generation": "time/rollout", "log_probs": "time/reference", "update": "time/policy"}
 WARM_UP = 1
-HIDDEN, LAYERS, VOCABULARY = 256, 6, 10_000
-"""Of the model."""
+HIDDEN, LAYERS = 256, 6
+"""Width and layers of the model."""
 LARGE = 2048
 """Rows and columns of the matrices whose product says what the cores can do."""
 
@@ -49,17 +49,24 @@ class Workload(NamedTuple):
     """What is trained on.
 
     Attributes:
-        prompt_tokens: Of each prompt.
-        max_response_tokens: Of the longest response.
-        lengths: Of the responses.
+        prompt_tokens: Tokens of each prompt.
+        max_response_tokens: Most tokens of a response.
+        lengths: Probability of each length of a response.
+        kl: Weight of the KL penalty; without one there is no reference model.
+        vocabulary: Number of tokens.
+        longest: Length up to which the tokens can count.
     """
 
     prompt_tokens: int
     max_response_tokens: int
     lengths: Lengths
+    kl: float = 0.04
+    vocabulary: int = 10_000
+    longest: int = LONGEST
 
 
 WORKLOADS = {
+    "plain": Workload(32, 64, {64: 1.0}, kl=0.0, vocabulary=512, longest=64),
     "even": Workload(32, 64, {64: 1.0}),
     "heavy": Workload(32, 512, heavy_tailed(64, 1.1)),
     "prompts": Workload(1024, 64, {64: 1.0}),
@@ -91,20 +98,20 @@ def main() -> None:
     print(table(results))
 
 
-def prepare(folder: Path) -> int:
-    """Write the models and prompts of all workloads; the parameters of a model."""
-    parameters = 0
+def prepare(folder: Path) -> dict[str, int]:
+    """Write the models and prompts of all workloads; returns the number of parameters of each model."""
+    parameters: dict[str, int] = {}
     for name, workload in WORKLOADS.items():
         home = folder / name
         home.mkdir()
-        parameters = write_counting_model(
-            home / "model", workload.lengths, hidden_size=HIDDEN, num_layers=LAYERS, vocabulary=VOCABULARY
+        parameters[name] = write_counting_model(
+            home / "model", workload.lengths, HIDDEN, LAYERS, workload.vocabulary, workload.longest
         )
         write_prompts(home / "rows.jsonl", workload.prompt_tokens, count=4096)
     return parameters
 
 
-def resume(options: argparse.Namespace, parameters: int) -> Results:
+def resume(options: argparse.Namespace, parameters: dict[str, int]) -> Results:
     """What was measured before, if it was measured alike."""
     fresh = Results(
         cores=len(os.sched_getaffinity(0)),
@@ -137,7 +144,7 @@ def measure(folder: Path, workload: str, repeat: int, options: argparse.Namespac
         else:
             versions, steps = train_with_trl(home, settings, lengths, options)
         for step, of_step in zip(steps, lengths, strict=True):
-            step["forward_flop"] = forward_flop(results["parameters"], settings, of_step)
+            step["forward_flop"] = forward_flop(results["parameters"][workload], settings, of_step)
         results["runs"].append(
             Run(
                 workload=workload,
@@ -174,7 +181,7 @@ def forward_flop(parameters: int, workload: Workload, lengths: Sequence[int]) ->
     for each number of a query that meets a key. Nothing is predicted from the last token of a response.
     """
     inputs, prompt = [length - 1 for length in lengths], workload.prompt_tokens
-    head = VOCABULARY * HIDDEN
+    head = workload.vocabulary * HIDDEN
     tokens = PROMPTS * prompt + sum(inputs)
     pairs = PROMPTS * prompt * (prompt + 1) / 2 + sum(count * prompt + count * (count + 1) / 2 for count in inputs)
     return 2 * (parameters - 2 * head) * tokens + 2 * head * sum(lengths) + 4 * LAYERS * HIDDEN * pairs
@@ -204,7 +211,7 @@ def train(
         "reward": {"format": {"pattern": PATTERN}},
         "batch": {"prompts_per_step": PROMPTS, "responses_per_prompt": RESPONSES},
         "rollout": {"max_response_tokens": workload.max_response_tokens, "max_sequences": PROMPTS * RESPONSES},
-        "algorithm": {"kl": {"coefficient": KL}},
+        "algorithm": {"kl": {"coefficient": workload.kl}},
         "optimizer": {"learning_rate": LEARNING_RATE},
         "run": {"recorded_prompts": recorded_prompts, "tensorboard": False},
         "steps": num_steps,
@@ -216,7 +223,7 @@ def train(
     run(command, home, os.environ | {"OMP_NUM_THREADS": str(threads)})
     lines = [json.loads(line) for line in (home / "runs/run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [
-        {phase: line[metric] for phase, metric in OURS.items()}
+        {phase: line.get(metric, 0.0) for phase, metric in OURS.items()}  # no reference without a penalty
         | {"response_tokens": line["rollout/response_tokens"] * PROMPTS * RESPONSES}
         for line in lines
         if line["step"] > 0
@@ -262,8 +269,8 @@ def train_with_trl(
         "max_response_tokens": workload.max_response_tokens,
         "lengths": lengths,
         "first_counter": FIRST_COUNTER,
-        "longest": LONGEST,
-        "kl": KL,
+        "longest": workload.longest,
+        "kl": workload.kl,
         "learning_rate": LEARNING_RATE,
         "pattern": PATTERN,
         "steps": len(lengths),

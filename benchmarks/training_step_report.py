@@ -13,11 +13,12 @@ PICTURE = ROOT / "docs/images/training-step.png"
 PROMPTS, RESPONSES = 16, 8
 PHASES = {"step": "whole step", "generation": "generation", "log_probs": "log-probs", "update": "update"}
 TITLES = {
+    "plain": "no KL penalty, vocabulary of 512, prompts of 32, responses of 64 tokens",
     "even": "prompts of 32, responses of 64 tokens",
     "heavy": "prompts of 32, lognormal responses of up to 512 tokens",
     "prompts": "prompts of 1,024, responses of 64 tokens",
 }
-"""Of the workloads."""
+"""What the tables call each workload; but for the first, with a KL penalty and a vocabulary of 10,000."""
 
 
 class Run(TypedDict):
@@ -39,7 +40,7 @@ class Results(TypedDict):
     """All runs, and what they ran on."""
 
     cores: int
-    parameters: int
+    parameters: dict[str, int]
     workers: int
     trl_batch: int
     runs: list[Run]
@@ -78,7 +79,8 @@ def table(results: Results) -> str:
     for name, title in TITLES.items():
         for phase, phase_title in PHASES.items():
             ours, theirs = (seconds_of(results, name, side, phase) for side in ("leaderless", "trl"))
-            ratios = [theirs[repeat] / ours[repeat] for repeat in sorted(ours.keys() & theirs.keys())]
+            both = sorted(ours.keys() & theirs.keys())
+            ratios = [theirs[repeat] / ours[repeat] for repeat in both if ours[repeat]]
             if not ratios:
                 continue
             mine = median(ours.values())
@@ -95,7 +97,11 @@ def operations(results: Results) -> str:
         runs = [run for run in results["runs"] if (run["workload"], run["side"]) == (name, "leaderless")]
         # A backward pass costs two forward passes.
         for phase, passes in (("log_probs", 1), ("update", 3)):
-            speeds = [median(passes * step["forward_flop"] / step[phase] for step in run["steps"]) for run in runs]
+            speeds = [
+                median(passes * step["forward_flop"] / step[phase] for step in run["steps"])
+                for run in runs
+                if all(step[phase] for step in run["steps"])
+            ]
             if speeds:
                 shares = [speed / run["product_flops"] for speed, run in zip(speeds, runs, strict=True)]
                 share = f"{median(shares):.0%}"
@@ -107,7 +113,7 @@ def draw(results: Results, path: Path) -> None:
     """Seconds of the phases of a step, one above the other, of both sides of each workload."""
     from matplotlib import pyplot as plt
 
-    figure, all_axes = plt.subplots(1, len(TITLES), figsize=(10, 3.6), layout="constrained")
+    figure, all_axes = plt.subplots(1, len(TITLES), figsize=(13, 3.8), layout="constrained")
     parts = ("generation", "log_probs", "update")
     for axes, (name, title) in zip(all_axes, TITLES.items(), strict=True):
         for place, side in enumerate(("leaderless", "trl")):

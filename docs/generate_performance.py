@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MARKS = "<!-- training step: begin -->", "<!-- training step: end -->"
-ALT = "Seconds of generation, log-probs and update of a step, ours beside TRL's, for three workloads"
+ALT = "Seconds of generation, log-probs and update of a step, ours beside TRL's, for four workloads"
 
 
 def with_training_step(page: str) -> str:
@@ -23,9 +23,11 @@ def measured() -> str:
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     repeats = 1 + max(run["repeat"] for run in results["runs"])
     workers = "one worker" if results["workers"] == 1 else f"{results['workers']} workers"
+    sizes = " or ".join(f"{size:,}" for size in sorted(set(results["parameters"].values())))
     on = (
-        f"{results['cores']} cores, a Qwen2 of {results['parameters']:,} parameters, {PROMPTS} prompts with "
-        f"{RESPONSES} responses each; ours with {workers}, TRL with passes of {results['trl_batch']} sequences; "
+        f"{results['cores']} cores, a Qwen2 of {sizes} parameters, "
+        f"{PROMPTS} prompts with {RESPONSES} responses each; ours with {workers}, TRL with passes of "
+        f"{results['trl_batch']} sequences; "
         f"{told}; repeats: {repeats}."
     )
     at_work = "Operations that our passes have to do, in the seconds they took:"

@@ -54,7 +54,8 @@ def run(side: str, repeat: int, seconds: list[float]) -> Run:
 
 def test_ratios_are_of_the_runs_of_a_repeat(tmp_path: Path) -> None:
     runs = [run("leaderless", 0, [1, 2, 9]), run("trl", 0, [6]), run("trl", 1, [4]), run("leaderless", 1, [4])]
-    results = Results(cores=2, parameters=10, workers=1, trl_batch=16, runs=[*runs, run("leaderless", 2, [3])])
+    runs.append(run("leaderless", 2, [3]))
+    results = Results(cores=2, parameters={"even": 10}, workers=1, trl_batch=16, runs=runs)
     first, second, *_ = table(results).splitlines()[2:]
     assert first.endswith("| whole step | 3.00 | 5.00 | 42.7 | 2.00 (1.00 to 3.00) |")
     assert "| generation | 1.50 | 2.50 |" in second
