@@ -42,7 +42,7 @@ def make_engine(model: str, transport: Transport, compute_dtype: str = "float32"
         transport.world,
         torch.device("cpu"),
         64,
-        optimizer=OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, warmup_steps=3, schedule="linear"),
+        optimizer=OptimizerConfig(learning_rate=1e-2, epsilon=1e-3, warmup_updates=3, schedule="linear"),
         num_updates=9,
     )
 

@@ -57,7 +57,7 @@ def train_critic(model: str, micro_batch_tokens: int, settings: dict[str, object
         transport.world,
         torch.device("cpu"),
         micro_batch_tokens,
-        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5),
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, warmup_updates=2, max_grad_norm=0.5),
         num_updates=num_updates,
     )
     numbers: Numbers = {}

@@ -35,7 +35,7 @@ def train_one_update(model: str, micro_batch_tokens: int, settings: dict[str, ob
         transport.world,
         torch.device("cpu"),
         micro_batch_tokens,
-        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, warmup_steps=2),
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, warmup_updates=2),
         num_updates=num_updates,
     )
     numbers: Numbers = {}

@@ -71,7 +71,7 @@ def gsm8k(tmp_path: Path) -> dict[str, Path]:
 SMALL = (
     *("data.max_prompt_tokens=400", "rollout.max_response_tokens=8", "rollout.max_sequences=16"),
     *("batch.prompts_per_step=4", "batch.responses_per_prompt=4", "batch.micro_batch_tokens=1024"),
-    *("steps=2", "evaluation.every_steps=2", "optimizer.learning_rate=1e-3", "optimizer.warmup_steps=0"),
+    *("steps=2", "evaluation.every_steps=2", "optimizer.learning_rate=1e-3", "optimizer.warmup_updates=0"),
 )
 
 

@@ -25,9 +25,9 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients with a larger global L2 norm are scaled down to it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from its peak, after the warm-up, to the last optimiser step."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimiser steps over which the learning rate rises linearly from zero."""
+    """How the learning rate falls from its peak, after the warm-up, to the last optimizer update."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Optimizer updates over which the learning rate rises linearly from zero."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak that `linear` and `cosine` end at."""
 

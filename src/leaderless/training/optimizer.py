@@ -15,8 +15,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weight decay on matrices only.
 
     Args:
-        parameters: Of one role.
-        config: Its settings.
+        parameters: Parameters of one role.
+        config: Settings of the optimizer.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
@@ -33,17 +33,18 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 
 
 def learning_rate_at(config: OptimizerConfig, update: int, num_updates: int) -> float:
-    """The learning rate of one optimiser step.
+    """The learning rate of one optimizer update.
 
     Args:
         config: Peak, warm-up and schedule.
-        update: The step, from 0.
-        num_updates: Of the whole run.
+        update: Index of the update, from 0.
+        num_updates: Number of updates in the whole run; a schedule ends at the last of them.
     """
-    if update < config.warmup_steps:
-        return config.learning_rate * (update + 1) / (config.warmup_steps + 1)
+    if update < config.warmup_updates:
+        return config.learning_rate * (update + 1) / (config.warmup_updates + 1)
     if config.schedule == "constant":
         return config.learning_rate
-    progress = min(1.0, (update - config.warmup_steps) / max(1, num_updates - config.warmup_steps))
+    last = max(num_updates - 1, config.warmup_updates + 1)
+    progress = min(1.0, (update - config.warmup_updates) / (last - config.warmup_updates))
     share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * share)
