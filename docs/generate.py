@@ -26,7 +26,6 @@ from leaderless.cli.main import app
 from leaderless.config import Recipe
 from leaderless.config.base import ShorthandSection
 from leaderless.config.rewards import RewardOptions
-from leaderless.observability.report.catalogue import CATALOGUE
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.picture import draw_plan
@@ -41,6 +40,7 @@ from leaderless.workflow import (
     load_recipe,
     resolve_workflow,
 )
+from leaderless.workflow.metrics import METRICS
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -310,7 +310,7 @@ def stages_page() -> str:
         ),
     ]
     for name, spec in BUILTIN_STAGES.items():
-        parts += [f"## `{name}`", f"{spec.summary[0].upper()}{spec.summary[1:]}."]
+        parts += [f"## `{name}`", _sentence(spec.summary)]
         parts += [table_of(("", ""), list(_stage_rows(name, spec)))]
     return "\n\n".join(parts)
 
@@ -402,45 +402,36 @@ def columns_page() -> str:
     )
 
 
-MORE_METRICS = {
-    "step": "The step, from 0 for what is measured before the first.",
-    "time_s": "Seconds since the run began, earlier starts of the same run included.",
-    "time/step": "Seconds of the whole step, evaluation and checkpoints left out.",
-    "time/<entry>": "Seconds of one entry of the chain, on the rank that took longest: a node by its name, `load`, "
-    "`reshard(a->0-3)`, `weights(policy->0-3)`.",
-    "time/waiting": "Seconds that the rank which waited longest has waited for windows of a step; only where "
-    "`batch.windows_per_step` divides one.",
-    "time/evaluate": "Seconds of an evaluation.",
-    "reward/<name>": "Mean of one reward before weighting, over the responses that it could be computed for.",
-    "<role>/...": "Where the tables above say `policy/`, the name of the trained role stands.",
-}
-
-
 def metrics_page() -> str:
     """What a run logs."""
     parts = [
         "# Metrics",
         (
-            "What a run writes into `metrics.jsonl` and TensorBoard, one record a step, in the order of its report. "
-            "All are over the samples of all ranks; none depends on how many ranks there are, except "
-            "times and speeds. `*` stands for a number or a name."
+            "What a run writes into `metrics.jsonl` and TensorBoard, one record per step. Values are taken over the "
+            "samples of all ranks; apart from times and speeds, none depends on the number of ranks. Parts in angle "
+            "brackets stand for a name or a number of the recipe: `<role>/loss` is `policy/loss` and, with a critic, "
+            "`critic/loss`. `checkpoint.best_metric` may name any of them that the recipe reports."
+        ),
+        (
+            "Each record also has `step`, which is 0 for what is measured before the first step, and `time_s`, the "
+            "seconds since the run began, earlier starts of the same run included."
         ),
     ]
-    for title, topics in CATALOGUE.items():
-        rows = []
-        for topic in topics:
-            names = [*topic.metrics, *([topic.band] if topic.band else [])]
-            rows.append((", ".join(f"`{name}`" for name in names), topic.title, cell(topic.explanation)))
-        parts += [f"## {title}", table_of(("metric", "chart", "meaning"), rows)]
-    rows = [(f"`{name}`", cell(text)) for name, text in MORE_METRICS.items()]
-    parts += ["## Beside these", table_of(("metric", "meaning"), rows)]
-    parts += [
-        (
-            "A stage of one's own adds metrics through its [context](../guides/stage.md#metrics); the report draws "
-            "them below the others."
-        )
-    ]
+    prefixes = dict.fromkeys(name.partition("/")[0] for name in METRICS)
+    for prefix in prefixes:
+        metrics = {name: metric for name, metric in METRICS.items() if name.startswith(f"{prefix}/")}
+        header = ("metric", "meaning", "reported with")
+        rows = [(f"`{name}`", cell(_sentence(metric.meaning)), metric.needs) for name, metric in metrics.items()]
+        if not any(metric.needs for metric in metrics.values()):
+            header, rows = header[:2], [row[:2] for row in rows]
+        parts += [f"## `{prefix}/`", table_of(header, rows)]
+    context = "[context](../guides/stage.md#metrics)"
+    parts.append(f"A custom stage reports metrics through its {context}; the report draws them below the others.")
     return "\n\n".join(parts)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _names(columns: tuple[str, ...]) -> str:

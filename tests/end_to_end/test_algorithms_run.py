@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,9 @@ from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.tiny import tiny_model, write_recipe
 
 from leaderless.config.algorithm import AlgorithmConfig
+from leaderless.planner.flow import make_flow
+from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.workflow.metrics import metrics_of
 
 CASES: dict[str, dict[str, object]] = {
     **{
@@ -75,7 +79,21 @@ def run(ranks: RankPool, folder: Path, world_size: int, case: str, *, micro_batc
     if case == "distillation":
         changes = {**changes, "models.reference": tiny_model("qwen3")}
     recipe = write_recipe(folder, tiny_model(), changes)
-    return ranks.run(world_size, walk_steps, str(recipe), f"on-{world_size}", 2, init_group=False)
+    steps = ranks.run(world_size, walk_steps, str(recipe), f"on-{world_size}", 2, init_group=False)
+    assert names_in(merged(steps, 1)["numbers"]) == reported_by(recipe)
+    return steps
+
+
+def names_in(numbers: Mapping[str, float]) -> set[str]:
+    """Metrics that do not depend on what happened."""
+    return {name for name in numbers if not name.startswith(("guard/", "time/"))}
+
+
+def reported_by(path: Path) -> set[str]:
+    """Metrics that the contracts of its stages promise of a recipe."""
+    recipe = load_recipe(path).recipe
+    workflow = resolve_workflow(recipe.workflow)
+    return names_in(dict.fromkeys(metrics_of(recipe, make_flow(recipe, workflow).order, workflow), 0.0))
 
 
 def test_decoupled_ppo_runs_as_its_recipe_says_on_samples_of_older_weights(ranks: RankPool, tmp_path: Path) -> None:
@@ -85,6 +103,7 @@ def test_decoupled_ppo_runs_as_its_recipe_says_on_samples_of_older_weights(ranks
     recipe = write_recipe(tmp_path, tiny_model(), {**settings, **digits, "rollout.max_response_tokens": 8})
     (steps,) = ranks.run(1, walk_steps, str(recipe), "decoupled", 2, init_group=False)
     first, second = (step["numbers"] for step in steps)
+    assert names_in(second) == reported_by(recipe)  # type: ignore[arg-type]
     assert first["rollout/staleness"] == 0  # type: ignore[index]
     assert first["correction/weight"] == pytest.approx(1, abs=1e-4)  # type: ignore[index]
     assert second["rollout/staleness"] > 0  # type: ignore[index]

@@ -85,7 +85,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
             "evaluation": {"every_steps": 1, "responses_per_prompt": 2, "temperature": 1.0, "top_p": 0.9},
             "layout": {"rollout": {"ranks": "0", "dp": 1}},
             "optimizer": {"schedule": "cosine", "final_fraction": 0.1},
-            "checkpoint.best_metric": "evaluation/accuracy",
+            "checkpoint.best_metric": "policy/loss",
             "steps": 1,
         },
     )

@@ -244,6 +244,8 @@ def test_a_declared_function_is_still_that_function():
         ({"writes": "x"}, "@stage(writes='x'): must be a list of columns: write writes=['x']"),
         ({"writes": ["a", "b", "a"]}, "@stage(writes=['a', 'b', 'a']): names 'a' twice; keep one"),
         ({"reads": [3]}, "@stage(reads=[3]): 3 is no name of a column: use text"),
+        ({"metrics": "a/b"}, "@stage(metrics='a/b'): must be a list of metrics: write metrics=['a/b']"),
+        ({"metrics": [3]}, "@stage(metrics=[3]): 3 is no name of a metric: use text"),
         ({"reads": [""]}, "@stage(reads=['']): '' is no name of a column: use text"),
         ({"rows": "filters"}, "@stage(rows='filters'): must be one of same, expand, filter, regroup"),
     ],

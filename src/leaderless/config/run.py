@@ -23,7 +23,8 @@ class CheckpointConfig(Section):
     keep_every_steps: int = Field(default=0, ge=0)
     """Checkpoints of steps that this number divides are kept as well; 0 keeps none for that reason."""
     best_metric: str | None = None
-    """The checkpoint of the step with the best value of this metric is kept as well, such as `evaluation/accuracy`."""
+    """The checkpoint whose step has the best value of this metric is kept as well, such as `evaluation/mean@1`; see
+    [Metrics](metrics.md)."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of `best_metric` is the best."""
 

@@ -17,6 +17,7 @@ from leaderless.workflow import (
     Workflow,
     spec_of,
 )
+from leaderless.workflow.metrics import check_best_metric
 
 DATA = "data"
 """The source of the columns that the dataloader provides."""
@@ -67,7 +68,8 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
 
     Raises:
         RecipeError: A contract is broken: unknown stage, column that nobody before writes, writers or row changes
-            without an order, settings that a stage refuses, a loop whose groups cannot be counted.
+            without an order, settings that a stage refuses, a best metric that nothing reports, a loop whose groups
+            cannot be counted.
     """
     order = workflow.order()
     specs = {node.name: spec_of(node) for node in order}
@@ -92,6 +94,7 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
         )
     for node in kept:
         tracer.check_old_log_probs(node)
+    check_best_metric(recipe, kept, workflow)
     return Flow(
         order=tuple(kept),
         pruned=tuple(node.name for node in order if node not in kept),

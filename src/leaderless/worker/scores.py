@@ -9,6 +9,7 @@ from leaderless.config import Recipe
 from leaderless.observability.metrics import Metrics
 from leaderless.rewards.pool import Graded
 from leaderless.stages.reward import reward_value
+from leaderless.workflow.metrics import pass_at_sizes
 
 
 class Scores:
@@ -27,7 +28,7 @@ class Scores:
             recipe: Its rewards, and its section `evaluation`.
         """
         self.recipe, self.k = recipe, recipe.evaluation.responses_per_prompt
-        self.powers = sorted({*(2**e for e in range(1, self.k.bit_length()) if 2**e <= self.k), self.k} - {1})
+        self.powers = pass_at_sizes(self.k)
         self.metrics = Metrics()
         # All ranks report the same names, those without prompts too.
         for name in (f"mean@{self.k}", *(f"pass@{j}" for j in self.powers), f"maj@{self.k}"):

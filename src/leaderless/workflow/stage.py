@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 Rows = Literal["same", "expand", "filter", "regroup"]
 """What a stage does to rows: keeps them, makes samples of prompts, drops some, or forms new groups."""
 
-Columns = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
-"""Names of columns, or a function of the recipe and the node that gives them."""
+Names = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
+"""Names of columns or metrics, or a function of the recipe and the node that gives them."""
 
 WrittenColumns = Sequence[str] | Callable[["Recipe", "Node", "Workflow"], Sequence[str]]
 """Names of columns, or a function of the recipe, the node and its workflow that gives them."""
@@ -42,12 +42,13 @@ class StageSpec:
         idle_steps: Steps at the begin of a run in which it does not train its role, given the recipe.
         has_effect: It matters beyond the columns that it writes (an update, a recording), so it is not pruned when
             nobody reads them. A function of the recipe where that depends on settings.
+        metrics: Names of the metrics that it reports.
         check: Raises `RecipeError` for settings under which the stage cannot be right.
         summary: One line for the reader.
     """
 
     implementation: str
-    reads: Columns = ()
+    reads: Names = ()
     writes: WrittenColumns = ()
     reads_if_carried: tuple[str, ...] = ()
     rows: Rows = "same"
@@ -57,6 +58,7 @@ class StageSpec:
     is_critic: bool = False
     idle_steps: Callable[[Recipe], int] = field(default=lambda recipe: 0)  # noqa: ARG005
     has_effect: bool | Callable[[Recipe], bool] = False
+    metrics: Names = ()
     check: Callable[[Recipe, Node], None] | None = None
     summary: str = ""
 
@@ -67,6 +69,10 @@ class StageSpec:
     def writes_of(self, recipe: Recipe, node: Node, workflow: Workflow) -> tuple[str, ...]:
         """Columns that a node of this stage writes in a workflow under a recipe."""
         return tuple(self.writes(recipe, node, workflow) if callable(self.writes) else self.writes)
+
+    def metrics_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
+        """Metrics that a node of this stage reports under a recipe."""
+        return tuple(self.metrics(recipe, node) if callable(self.metrics) else self.metrics)
 
     def num_updates(self, recipe: Recipe) -> int:
         """Optimiser steps that a stage which trains makes in the whole run."""
@@ -85,6 +91,7 @@ def stage(
     needs_whole_groups: bool = False,
     streams: bool = False,
     has_effect: bool = False,
+    metrics: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
     """Declare a function of one's own as a stage, to be named in a workflow as `package.module:function`.
 
@@ -98,12 +105,13 @@ def stage(
         streams: It may be called several times in a step, each time with some groups; what it writes about a group
             depends on no other group.
         has_effect: Run it even when nobody reads what it writes.
+        metrics: Names of metrics that it reports and that `checkpoint.best_metric` may name.
 
     Raises:
         ValueError: A declaration that the planner could not keep.
     """
-    _check_columns("reads", reads)
-    _check_columns("writes", writes)
+    for argument, names in (("reads", reads), ("writes", writes), ("metrics", metrics)):
+        _check_names(argument, names)
     if rows not in get_args(Rows):
         raise ValueError(f"@stage(rows={rows!r}): must be one of {', '.join(get_args(Rows))}")
 
@@ -117,6 +125,7 @@ def stage(
             needs_whole_groups=needs_whole_groups,
             streams=streams,
             has_effect=has_effect,
+            metrics=tuple(metrics),
             summary=summary,
         )
         setattr(function, STAGE_ATTRIBUTE, spec)
@@ -125,13 +134,13 @@ def stage(
     return declare
 
 
-def _check_columns(argument: str, columns: Sequence[str]) -> None:
-    written = f"@stage({argument}={columns!r})"
-    if isinstance(columns, str):
-        raise ValueError(f"{written}: must be a list of columns: write {argument}=[{columns!r}]")
-    for column in columns:
-        if not isinstance(column, str) or not column:
-            raise ValueError(f"{written}: {column!r} is no name of a column: use text")
-    twice = next((column for place, column in enumerate(columns) if column in columns[:place]), None)
+def _check_names(argument: str, names: Sequence[str]) -> None:
+    written, kind = f"@stage({argument}={names!r})", argument if argument == "metrics" else "columns"
+    if isinstance(names, str):
+        raise ValueError(f"{written}: must be a list of {kind}: write {argument}=[{names!r}]")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{written}: {name!r} is no name of a {kind[:-1]}: use text")
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
         raise ValueError(f"{written}: names {twice!r} twice; keep one")

@@ -33,6 +33,8 @@ ROLLOUT_WRITES = (
     "rollout_log_probs",
 )
 """What every rollout writes."""
+ROLLOUT_METRICS = ("rollout/response_tokens", "rollout/truncated", "rollout/tokens_per_s")
+"""What every rollout reports."""
 GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "gpg", "cpgd", "pass_at_k")
 """Advantages that compare the responses of a group."""
 
@@ -83,6 +85,50 @@ def _advantage_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[st
 
 def _log_probs_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     return [log_probs_column(node.role, workflow)]
+
+
+def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    return [f"reward/{name}" for name in ("mean", "std", "failed", *recipe.reward.options())]
+
+
+def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    algorithm, names = recipe.algorithm, ["group/no_signal"]
+    if algorithm.overlong.buffer_tokens:
+        names.append("reward/overlong_penalty")
+    if algorithm.uses_reference and algorithm.kl.place == "reward":
+        names += ["reward/kl", *_adapted(recipe)]
+    if algorithm.advantage.type == "distillation":
+        names.append("distillation/divergence")
+    return names
+
+
+def _update_metrics(recipe: Recipe, node: Node) -> list[str]:
+    algorithm = recipe.algorithm
+    names = [*_sft_metrics(recipe, node), f"{node.role}/clip_fraction", "rollout/staleness"]
+    names += [f"mismatch/{name}" for name in ("abs_mean", "abs_max", "kl")]
+    if algorithm.uses_reference and algorithm.kl.place == "loss":
+        names += [f"{node.role}/kl", *_adapted(recipe)]
+    if algorithm.correction.type != "none":
+        names += ["correction/weight", "correction/dropped"]
+    return names
+
+
+def _adapted(recipe: Recipe) -> list[str]:
+    return [] if recipe.algorithm.kl.target is None else ["policy/kl_coefficient"]
+
+
+def _sft_metrics(recipe: Recipe, node: Node) -> list[str]:
+    return [*_training_metrics(recipe, node), f"{node.role}/entropy", "throughput/tokens_per_s"]
+
+
+def _critic_metrics(recipe: Recipe, node: Node) -> list[str]:
+    own = ("clip_fraction", "value_mean", "explained_variance")
+    return [*_training_metrics(recipe, node), *(f"{node.role}/{name}" for name in own)]
+
+
+def _training_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    own = (f"{node.role}/{name}" for name in ("loss", "grad_norm", "learning_rate"))
+    return [*own, f"guard/skipped/{node.role}", "guard/roll_backs"]
 
 
 def _check_rollout(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
@@ -220,6 +266,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         rows="expand",
         role_use="generate",
         streams=True,
+        metrics=ROLLOUT_METRICS,
         check=_check_rollout,
         summary="sample responses to each prompt",
     ),
@@ -228,6 +275,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         reads=("rows", "tokens", "truncated"),
         writes=("rewards", "reward_valid", "reward_details"),
         streams=True,
+        metrics=_reward_metrics,
         check=_check_reward,
         summary="compute what each response is worth",
     ),
@@ -247,6 +295,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         rows="expand",
         role_use="generate",
         streams=True,
+        metrics=ROLLOUT_METRICS,
         check=_check_rollout,
         summary="sample responses to each prompt, and decode one greedily",
     ),
@@ -255,6 +304,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         reads=_advantage_reads,
         writes=_advantage_writes,
         needs_whole_groups=True,
+        metrics=_advantage_metrics,
         check=_check_advantage,
         summary="how much better a response was than could be expected",
     ),
@@ -264,6 +314,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         writes=("advantages",),
         rows="filter",
         needs_whole_groups=True,
+        metrics=_advantage_metrics,
         check=_check_remax,
         summary="rewards less that of the greedy response, which then leaves",
     ),
@@ -272,6 +323,9 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         reads=("rewards", "reward_valid"),
         rows="filter",
         needs_whole_groups=True,
+        metrics=tuple(
+            f"sampling/{name}" for name in ("kept", "dropped_all_right", "dropped_all_wrong", "dropped_failed")
+        ),
         check=_check_dynamic_sampling,
         summary="keep the groups whose rewards differ",
     ),
@@ -299,6 +353,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         role_use="train",
         idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,
         has_effect=True,
+        metrics=_update_metrics,
         check=_check_update,
         summary="clipped policy-gradient steps",
     ),
@@ -308,6 +363,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         role_use="train",
         is_critic=True,
         has_effect=True,
+        metrics=_critic_metrics,
         check=_check_update_critic,
         summary="clipped squared-error steps towards the returns",
     ),
@@ -316,6 +372,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         reads=SEQUENCE,
         role_use="train",
         has_effect=True,
+        metrics=_sft_metrics,
         check=_check_sft,
         summary="next-token steps on given responses",
     ),

@@ -1,0 +1,210 @@
+"""The metrics of a run: their names and meanings, and which of them a recipe reports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from leaderless.config import RecipeError, nearest
+from leaderless.workflow.stages import spec_of
+
+if TYPE_CHECKING:
+    from leaderless.config import Recipe
+    from leaderless.workflow.node import Node
+    from leaderless.workflow.workflow import Workflow
+
+
+class Metric(NamedTuple):
+    """A number that a run writes into `metrics.jsonl`.
+
+    Attributes:
+        meaning: One line for the reader.
+        needs: Settings without which it is not reported; empty if every run whose workflow has its stage reports it.
+    """
+
+    meaning: str
+    needs: str = ""
+
+
+_LOOP = "a workflow with a loop, such as `dapo`"
+_CRITIC = "a workflow with a critic, such as `ppo`"
+_EVALUATION = "`evaluation.every_steps` above 0"
+
+METRICS: dict[str, Metric] = {
+    "evaluation/mean@<k>": Metric("share of correct responses on held-out prompts", _EVALUATION),
+    "evaluation/pass@<j>": Metric(
+        "chance that one of j responses to a held-out prompt is correct",
+        f"{_EVALUATION}, and `evaluation.responses_per_prompt` above 1",
+    ),
+    "evaluation/maj@<k>": Metric(
+        "share of held-out prompts whose most frequent answer is correct",
+        f"{_EVALUATION}, `evaluation.responses_per_prompt` above 1, and a reward that finds answers",
+    ),
+    "evaluation/failed": Metric("responses to held-out prompts that could not be graded", _EVALUATION),
+    "evaluation/not_applicable": Metric(
+        "responses to held-out prompts that `evaluation.metric` does not apply to; left out if there are none",
+        f"{_EVALUATION}, and `evaluation.metric`",
+    ),
+    "reward/mean": Metric("mean reward of a response"),
+    "reward/std": Metric("standard deviation of the rewards"),
+    "reward/<name>": Metric("mean of one reward before weighting, over the responses that it could grade"),
+    "reward/failed": Metric("responses whose reward could not be computed"),
+    "reward/failed_share": Metric("their share of all responses of the step"),
+    "reward/overlong_penalty": Metric(
+        "mean of what is added to the reward of a long response, at most 0",
+        "`algorithm.overlong.buffer_tokens` above 0",
+    ),
+    "reward/kl": Metric(
+        "divergence from the reference that is subtracted from the rewards, in nats per token",
+        "`algorithm.kl.coefficient` above 0 and `algorithm.kl.place` set to `reward`",
+    ),
+    "rollout/response_tokens": Metric("mean number of sampled tokens per response"),
+    "rollout/truncated": Metric("share of responses that were cut at `rollout.max_response_tokens`"),
+    "rollout/tokens_per_s": Metric("sampled tokens per second of rollout, over all ranks"),
+    "rollout/staleness": Metric("mean number of optimizer updates between sampling a response and training on it"),
+    "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
+    "distillation/divergence": Metric(
+        "divergence of the student from the teacher, in nats per token",
+        "`algorithm.advantage.type` set to `distillation`",
+    ),
+    "sampling/kept": Metric("groups that dynamic sampling kept", _LOOP),
+    "sampling/dropped_all_right": Metric("groups that it dropped because all rewards were equal and above 0", _LOOP),
+    "sampling/dropped_all_wrong": Metric("groups that it dropped because all rewards were equal and at most 0", _LOOP),
+    "sampling/dropped_failed": Metric("groups that it dropped because fewer than two rewards were computed", _LOOP),
+    "sampling/rounds": Metric("rounds of new prompts that filled the step", _LOOP),
+    "sampling/carried": Metric("surplus: groups that wait for the next step", _LOOP),
+    "sampling/missing": Metric("groups that the last round did not find", _LOOP),
+    "<role>/loss": Metric("loss that the optimizer lowers, the mean over the updates of the step"),
+    "<role>/grad_norm": Metric("largest global L2 norm of a gradient before clipping"),
+    "<role>/learning_rate": Metric("largest learning rate of the step's updates"),
+    "<role>/entropy": Metric("entropy of the next token, in nats, averaged over tokens"),
+    "<role>/clip_fraction": Metric("share of tokens whose gradient the loss clips"),
+    "<role>/kl": Metric(
+        "divergence from the reference in the loss, in nats per token",
+        "`algorithm.kl.coefficient` above 0 and `algorithm.kl.place` set to `loss`",
+    ),
+    "<role>/value_mean": Metric("mean of the critic's values over all tokens", _CRITIC),
+    "<role>/explained_variance": Metric("share of the returns' variance that the critic foresaw", _CRITIC),
+    "policy/kl_coefficient": Metric("weight of the KL penalty", "`algorithm.kl.target`"),
+    "mismatch/abs_mean": Metric("mean of |rollout_log_probs - old_log_probs| over tokens"),
+    "mismatch/abs_max": Metric("largest |rollout_log_probs - old_log_probs| of a token"),
+    "mismatch/kl": Metric("the same disagreement as a divergence, in nats per token"),
+    "correction/weight": Metric("mean weight of a token", "`algorithm.correction.type` other than `none`"),
+    "correction/dropped": Metric("share of tokens of weight 0", "`algorithm.correction.type` other than `none`"),
+    "guard/skipped/<role>": Metric(
+        "updates that guards have skipped since the run began; left out while there are none"
+    ),
+    "guard/roll_backs": Metric("times that guards have rolled the run back; left out while there are none"),
+    "throughput/tokens_per_s": Metric("tokens of all samples, prompts included, per second of the whole step"),
+    "data/epoch": Metric("passes over the training data; of a mixture, over the dataset that is furthest behind"),
+    "data/epoch/<name>": Metric("passes over one dataset of a mixture", "a mixture as `data.train`"),
+    "time/step": Metric("seconds of the whole step, without evaluation and checkpoints"),
+    "time/<entry>": Metric(
+        "seconds of one entry of the schedule on the slowest rank: a node by its name, `load`, "
+        "`reshard(a->0-3)`, `weights(policy->0-3)`"
+    ),
+    "time/waiting": Metric(
+        "seconds that the slowest rank waited for windows of the step", "`batch.windows_per_step` above 1"
+    ),
+    "time/evaluate": Metric("seconds of the evaluation", _EVALUATION),
+}
+"""Built-in metrics by name; a part in angle brackets stands for a name or number of the recipe."""
+
+
+def known_metric(name: str) -> Metric | None:
+    """The built-in metric of a name; None if there is none.
+
+    Args:
+        name: Full name, such as `evaluation/mean@4`.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    patterns = {
+        metric: re.sub("<[jk]>", r"\\d+", re.sub("<[a-z]{2,}>", "[^/]+", key)) for key, metric in METRICS.items()
+    }
+    return next((metric for metric, pattern in patterns.items() if re.fullmatch(pattern, name)), None)
+
+
+def metrics_of(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> list[str]:
+    """Names of the metrics that a run reports.
+
+    Args:
+        recipe: Settings of the run.
+        nodes: Nodes of the workflow that run.
+        workflow: Workflow of the recipe.
+    """
+    names = ["time/step", "data/epoch", *(f"time/{node.name}" for node in nodes)]
+    if isinstance(recipe.data.train, Mapping):
+        names += [f"data/epoch/{name}" for name in recipe.data.train]
+    for node in nodes:
+        spec = spec_of(node)
+        names += spec.metrics_of(recipe, node)
+        if "reward_valid" in spec.writes_of(recipe, node, workflow):
+            names.append("reward/failed_share")
+    if workflow.loop:
+        names += ["sampling/rounds", "sampling/carried", "sampling/missing"]
+    return [*dict.fromkeys([*names, *_evaluation_metrics(recipe)])]
+
+
+def check_best_metric(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> None:
+    """Refuse a `checkpoint.best_metric` by which the best checkpoint could be lost.
+
+    Args:
+        recipe: Settings of the run.
+        nodes: Nodes of the workflow that run.
+        workflow: Workflow of the recipe.
+
+    Raises:
+        RecipeError: No metric has this name, this recipe does not report it, or some of the steps that report it write
+            no checkpoint.
+    """
+    name = recipe.checkpoint.best_metric
+    reported = metrics_of(recipe, nodes, workflow)
+    if name is None:
+        return
+    if name in reported:
+        _check_evaluated_steps(recipe, name)
+        return
+    known = known_metric(name)
+    related = [other for other in reported if other.partition("/")[0] == name.partition("/")[0]]
+    hint = f"; it reports {', '.join(related)}" if related else ("" if known else nearest(name, reported))
+    if known:
+        needs = f": needs {known.needs}" if known.needs else ": no node of its workflow does"
+        raise RecipeError.at("checkpoint.best_metric", f"'{name}' is not reported by this recipe{needs}{hint}")
+    raise RecipeError.at(
+        "checkpoint.best_metric",
+        f"no metric is called '{name}'{hint}; a stage of your own declares what it reports with @stage(metrics=[...])",
+    )
+
+
+def _check_evaluated_steps(recipe: Recipe, name: str) -> None:
+    """The step with the best evaluation needs a checkpoint, and so does every step that is evaluated."""
+    evaluated, written = recipe.evaluation.every_steps, recipe.checkpoint.every_steps
+    if name in _evaluation_metrics(recipe) and (written == 0 or evaluated % written):
+        raise RecipeError.at(
+            "checkpoint.every_steps",
+            f"is {written}, so that not every step that reports '{name}' (evaluation.every_steps={evaluated}) writes a "
+            f"checkpoint, and the best could be lost: set it to {evaluated}, or to a number that divides {evaluated}",
+        )
+
+
+def _evaluation_metrics(recipe: Recipe) -> list[str]:
+    config, k = recipe.evaluation, recipe.evaluation.responses_per_prompt
+    if not config.every_steps:
+        return []
+    names = [f"evaluation/mean@{k}", "evaluation/failed", "time/evaluate"]
+    names += [f"evaluation/pass@{j}" for j in pass_at_sizes(k)]
+    decides = [config.metric] if config.metric else list(recipe.reward.options())
+    if k > 1 and not {"code", "format"}.issuperset(decides):
+        names.append(f"evaluation/maj@{k}")
+    return [*names, *(["evaluation/not_applicable"] if config.metric else [])]
+
+
+def pass_at_sizes(k: int) -> list[int]:
+    """The j for which pass@j is reported: powers of 2 and k itself, without 1.
+
+    Args:
+        k: Responses to a held-out prompt.
+    """
+    return sorted({*(2**e for e in range(1, k.bit_length()) if 2**e <= k), k} - {1})
