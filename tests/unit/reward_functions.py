@@ -78,6 +78,13 @@ def crash_once(sample: RewardInput) -> float:
     return 1.0
 
 
+def mark_and_do(sample: RewardInput) -> object:
+    """Write a line into the file that the answer names, then do what the response says."""
+    with Path(str(sample.answer)).open("a") as file:
+        file.write("graded\n")
+    return ACTIONS[sample.response]()
+
+
 def two_arguments(sample: RewardInput, other: object) -> float:
     return 0.0
 
@@ -123,7 +130,14 @@ def _ignore_the_end() -> None:
     _hang()
 
 
+def _fork() -> float:
+    """Leave a copy of the process behind that returns as well, as a careless `os.fork` does."""
+    os.fork()
+    return 1.0
+
+
 ACTIONS = {
+    "fork": _fork,
     "one": lambda: 1.0,
     "error": lambda: {}["missing"],
     "error in a library": lambda: re.compile("("),

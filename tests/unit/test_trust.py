@@ -20,12 +20,12 @@ from leaderless.data.cache import DataCache
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.secrets import without_secrets
-from leaderless.rewards.child import describe
+from leaderless.rewards.grading import describe
 from leaderless.supervision.failure import Failure
 from leaderless.workflow import Workflow, read_workflow, resolve_workflow
 
 SOURCE = Path(__file__).parents[2] / "src/leaderless"
-MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle", "pebble"}
+MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"}
 MODULES |= {"multiprocessing", "runpy", "code"}
 NAMES = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {"yaml.load", "yaml.full_load", "yaml.unsafe_load", "torch.load", "torch.save", "os.system", "os.popen"}
@@ -41,10 +41,10 @@ ALLOWED = {
     ("rewards/sandbox/remote.py", "compile"),
     # The tests of datasets import modules of the standard library by name, inside the sandbox.
     ("rewards/sandbox/remote.py", "__import__"),
-    # A worker and its own reward processes pickle on a private pipe: parent and children of one user, running the same
-    # code. What a policy wrote reaches them as text, and leaves the sandbox as JSON.
-    ("rewards/dispatch.py", "pebble"),
-    ("rewards/spawn.py", "multiprocessing"),
+    # A worker sends pickled rows to its own reward processes on a private pipe: children of one user, running the same
+    # code. What a policy wrote reaches them as text, and their outcomes come back as JSON.
+    ("rewards/dispatch.py", "multiprocessing"),
+    ("rewards/process.py", "multiprocessing"),
     # SGLang's interface takes weights pickled. A rank writes them for its own server, and reads nothing of the kind.
     ("rollout/sglang.py", "pickle"),
     ("rollout/sglang.py", "multiprocessing"),

@@ -44,8 +44,9 @@ class RunConfig(Section):
     max_restarts: int = Field(default=3, ge=0)
     """Times that workers started by `leaderless train` are started again after a failure; a new checkpoint gives the
     count back."""
-    reward_processes: int = Field(default=1, ge=1)
-    """Processes beside each worker that compute rewards."""
+    reward_processes: int = Field(default=1, ge=0)
+    """Processes next to each worker that compute rewards. With 0, the worker computes them itself, for debuggers and
+    notebooks: then time limits are not enforced, and a reward that crashes ends the worker."""
     recorded_prompts: int = Field(default=4, ge=0)
     """Prompts per step and recording rank whose samples are kept for the report; 0 prunes the recording node."""
     tensorboard: bool = True

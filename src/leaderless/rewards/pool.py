@@ -1,4 +1,4 @@
-"""Rewards of many responses, computed in processes beside the worker. Imports no torch."""
+"""Rewards of many responses, computed in processes next to the worker. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import Self
 
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
-from leaderless.rewards.child import Outcome
-from leaderless.rewards.dispatch import MAX_CHUNK_SIZE, Chunk, Dispatcher
+from leaderless.rewards.dispatch import Dispatcher
+from leaderless.rewards.grading import Graders, InProcess, Outcome
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rewards.registry import applies_to
-
-_CHUNKS_PER_PROCESS = 4
-"""Enough that one process can take over what another has no time for."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +33,18 @@ class Graded:
 
 
 class RewardPool:
-    """Processes that compute the rewards of a recipe; a reward that hangs or crashes takes none but its own response.
+    """Computes the rewards of a recipe in processes; a reward that hangs or crashes fails its own response alone.
 
     Not for several threads at a time. Results do not depend on the number of processes.
 
     Args:
         config: The recipe's `reward` section; without any reward, no process is started.
-        num_processes: At least 1.
+        num_processes: Number of processes. With 0, rewards are computed in this process: for debuggers and notebooks.
+            Then no time limit is enforced, and a reward that crashes ends this process.
         on_news: Called whenever some responses have been graded.
 
     Raises:
-        ValueError: `num_processes` is less than 1.
+        ValueError: `num_processes` is negative.
     """
 
     def __init__(
@@ -55,11 +53,12 @@ class RewardPool:
         num_processes: int,
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
-        if num_processes < 1:
-            raise ValueError(f"num_processes={num_processes}: must be at least 1")
+        if num_processes < 0:
+            raise ValueError(f"num_processes={num_processes}: must be at least 0")
         self._options = config.options()
-        self._num_processes = num_processes
-        self._dispatcher = Dispatcher(config, num_processes, on_news)
+        self._graders: Graders = (
+            Dispatcher(config, num_processes, on_news) if num_processes else InProcess(config, on_news)
+        )
         self._is_closed = False
 
     def start(self) -> None:
@@ -73,7 +72,7 @@ class RewardPool:
         """
         self._check_open()
         if self._options:
-            self._dispatcher.start()
+            self._graders.start()
 
     def grade(self, samples: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
         """Compute what responses are worth, by all rewards that apply to their source.
@@ -95,12 +94,8 @@ class RewardPool:
         applying = [
             [name for name, options in self._options.items() if applies_to(options, source)] for source in sources
         ]
-        chunks = [
-            chunk
-            for name in self._options
-            for chunk in self._split(name, [index for index, names in enumerate(applying) if name in names])
-        ]
-        outcomes = self._dispatcher.run(samples, chunks)
+        work = {name: [i for i, names in enumerate(applying) if name in names] for name in self._options}
+        outcomes = self._graders.run(samples, work)
         return [
             self._sum({name: outcomes[name, index] for name in names}) if names else _no_reward(source)
             for index, (names, source) in enumerate(zip(applying, sources, strict=True))
@@ -109,7 +104,7 @@ class RewardPool:
     def close(self) -> None:
         """End the processes. Closing twice is the same as once."""
         self._is_closed = True
-        self._dispatcher.stop()
+        self._graders.stop()
 
     def __enter__(self) -> Self:
         """Start the processes."""
@@ -125,11 +120,6 @@ class RewardPool:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the reward pool is closed; make a new one")
-
-    def _split(self, name: str, indices: Sequence[int]) -> list[Chunk]:
-        size = math.ceil(len(indices) / (_CHUNKS_PER_PROCESS * self._num_processes))
-        size = max(1, min(size, MAX_CHUNK_SIZE))
-        return [Chunk(name, tuple(indices[start : start + size])) for start in range(0, len(indices), size)]
 
     def _sum(self, outcomes: Mapping[str, Outcome]) -> Graded:
         details: dict[str, Json] = {name: _detail(outcome) for name, outcome in outcomes.items()}

@@ -38,11 +38,12 @@ class LoadedReward:
     sources: tuple[str, ...]
 
 
-def make_rewards(config: RewardsConfig) -> dict[str, LoadedReward]:
+def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str, LoadedReward]:
     """Load the rewards of a recipe, importing what the user's own need.
 
     Args:
         config: The recipe's `reward` section.
+        in_worker: They are called in the process that runs the main script, which may define them.
 
     Returns:
         The rewards by name, in the order of `config.options()`.
@@ -51,16 +52,17 @@ def make_rewards(config: RewardsConfig) -> dict[str, LoadedReward]:
         RecipeError: A function of the user's cannot be imported or does not take one argument.
     """
     return {
-        name: LoadedReward(_load(name, options), options.weight, options.timeout_s, options.sources)
+        name: LoadedReward(_load(name, options, in_worker), options.weight, options.timeout_s, options.sources)
         for name, options in config.options().items()
     }
 
 
-def check_rewards(config: RewardsConfig) -> None:
+def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
     """Refuse rewards that cannot be computed, before any process starts.
 
     Args:
         config: The recipe's `reward` section.
+        in_worker: They are called in the process that runs the main script, which may define them.
 
     Raises:
         RecipeError: Functions of the user's cannot be imported, do not take one argument, or could not be called from
@@ -75,7 +77,7 @@ def check_rewards(config: RewardsConfig) -> None:
     for name in config.options():
         if ":" in name:
             try:
-                _load_function(name)
+                _load_function(name, in_worker)
             except RecipeError as error:
                 problems += error.problems
     if problems:
@@ -92,7 +94,7 @@ def applies_to(options: RewardOptions, source: str | None) -> bool:
     return not options.sources or source in options.sources
 
 
-def _load(name: str, options: RewardOptions) -> Reward:
+def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
     if isinstance(options, MathOptions):
         # Its library takes a while to import, and only recipes that use it should wait.
         from leaderless.rewards.math import MathReward
@@ -106,13 +108,17 @@ def _load(name: str, options: RewardOptions) -> Reward:
         from leaderless.rewards.code import CodeReward
 
         return CodeReward(options)
-    return _load_function(name)
+    return _load_function(name, in_worker)
 
 
-def _load_function(name: str) -> Reward:
+def _load_function(name: str, in_worker: bool) -> Reward:
     key = f"reward.{name}"
-    if name.startswith("__main__:"):
-        raise RecipeError.at(key, "must be in a module that can be imported: reward processes do not run the script")
+    if name.startswith("__main__:") and not in_worker:
+        raise RecipeError.at(
+            key,
+            "must be in a module that can be imported: reward processes do not run the script; "
+            "or set run.reward_processes=0",
+        )
     function = load_function(name, key=key, num_arguments=1)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise RecipeError.at(key, "must be a plain function that returns the reward, not a coroutine or generator")

@@ -100,7 +100,7 @@ def check_inputs(planned: Planned) -> None:
     with located(planned.loaded):
         if problems:
             raise RecipeError(problems)
-        check_rewards(recipe.reward)
+        check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
 
 
 @contextmanager

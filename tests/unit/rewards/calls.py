@@ -9,14 +9,14 @@ from pathlib import Path
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.pool import Graded, RewardPool
+from leaderless.rewards.process import RewardProcess
 from leaderless.rewards.protocol import RewardInput
-from leaderless.rewards.spawn import RewardProcess
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 1.0
 FUNCTIONS = (
     *("length", "one", "large", "echo", "what_is_said", "hash_order", "process_id", "loaded_modules", "chatter"),
-    *("leave_thread", "sleep_as_told", "crash_once"),
+    *("leave_thread", "sleep_as_told", "crash_once", "mark_and_do"),
 )
 
 

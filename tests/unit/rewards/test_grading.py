@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from pebble.common import CONSTS
 from tests.unit.rewards.calls import (
     EVERYTHING,
     TIMEOUT_S,
@@ -22,7 +22,7 @@ from tests.unit.rewards.calls import (
 )
 
 from leaderless.config import Json, RecipeError
-from leaderless.rewards import pool
+from leaderless.rewards import dispatch
 from leaderless.rewards.pool import RewardPool
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rewards.registry import check_rewards, make_rewards
@@ -163,10 +163,9 @@ def test_a_sample_that_cannot_be_sent_fails_alone(rewards: RewardPool) -> None:
     assert "pickle" in error_of(graded[5], own("length"))
 
 
-@pytest.mark.parametrize("response", ["hang in c", "quiet exit"])
-def test_a_hung_reward_fails_alone_and_in_time(rewards: RewardPool, response: str) -> None:
+def test_a_hung_reward_fails_alone_and_in_time(rewards: RewardPool) -> None:
     responses = ["one"] * 40
-    responses[7] = responses[8] = response
+    responses[7] = responses[8] = "hang in c"
     start = time.monotonic()
     graded = grade(rewards, "what_is_said", responses)
     assert time.monotonic() - start < 60 * TIMEOUT_S
@@ -175,7 +174,9 @@ def test_a_hung_reward_fails_alone_and_in_time(rewards: RewardPool, response: st
     assert sum(g.value for g in graded) == 38
 
 
-@pytest.mark.parametrize(("response", "how"), [("exit", "exit code 3"), ("segfault", "SIGSEGV")])
+@pytest.mark.parametrize(
+    ("response", "how"), [("exit", "exit code 3"), ("quiet exit", "exit code 0"), ("segfault", "SIGSEGV")]
+)
 def test_a_crashed_reward_fails_alone(rewards: RewardPool, response: str, how: str) -> None:
     responses = ["one"] * 40
     responses[7] = responses[39] = response
@@ -185,12 +186,29 @@ def test_a_crashed_reward_fails_alone(rewards: RewardPool, response: str, how: s
     assert sum(g.value for g in graded) == 38
 
 
+@pytest.mark.parametrize("response", ["hang in c", "exit"])
+def test_neighbors_of_responses_that_take_their_process_with_them_are_graded_once(
+    rewards: RewardPool, tmp_path: Path, response: str
+) -> None:
+    bad = range(3, 40, 8)
+    samples = [make_sample(response if i in bad else "one", str(tmp_path / str(i))) for i in range(40)]
+    graded = rewards.grade(samples, ["mark_and_do"] * 40)
+    assert [i for i, g in enumerate(graded) if not g.is_valid] == list(bad)
+    gradings = [len((tmp_path / str(i)).read_text().splitlines()) for i in range(40)]
+    # What ends its process is tried once more in a new one, for an earlier response may have done it.
+    assert gradings == [2 if i in bad and response == "exit" else 1 for i in range(40)]
+
+
+def test_a_copy_of_the_process_that_a_reward_makes_does_not_answer(rewards: RewardPool) -> None:
+    graded = grade(rewards, "what_is_said", ["fork", "one", "nan"] * 5)
+    assert [g.value for g in graded] == [1.0, 1.0, 0.0] * 5
+
+
 def test_a_reward_whose_process_ended_by_another_s_doing_is_computed_again(rewards: RewardPool, tmp_path: Path) -> None:
     assert grade(rewards, "crash_once", [""], answer=str(tmp_path / "mark"))[0].value == 1.0
 
 
-def test_a_reward_that_refuses_to_end_is_ended(rewards: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CONSTS, "term_timeout", 0.2)
+def test_a_reward_that_refuses_to_end_is_ended(rewards: RewardPool) -> None:
     bad, good = grade(rewards, "what_is_said", ["ignore the end", "one"])
     assert "TimeoutError" in error_of(bad, own("what_is_said"))
     assert good.value == 1.0
@@ -199,7 +217,7 @@ def test_a_reward_that_refuses_to_end_is_ended(rewards: RewardPool, monkeypatch:
 def test_the_limit_is_for_each_response_and_not_for_its_chunk(
     rewards: RewardPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_CHUNKS_PER_PROCESS", 0.5)
+    monkeypatch.setattr(dispatch, "_CHUNKS_PER_PROCESS", 0.5)
     graded = grade(rewards, "sleep_as_told", ["0.12"] * 7)
     assert [g.value for g in graded] == [1.0] * 7
     # This one ends before its chunk must, and yet too late.
@@ -218,9 +236,11 @@ def test_results_do_not_depend_on_the_number_of_processes(rewards: RewardPool) -
 
 
 def test_cheap_rewards_go_to_their_processes_many_at_a_time(rewards: RewardPool) -> None:
+    graders = rewards._graders
+    assert isinstance(graders, dispatch.Dispatcher)
+    assert len(graders._split("exact_match", range(1024))) <= 16
     graded = rewards.grade([make_sample("Paris", "Paris")] * 1024, ["exact_match"] * 1024)
     assert sum(g.value for g in graded) == 2048
-    assert len(rewards._split("exact_match", range(1024))) <= 16
 
 
 def test_no_samples_need_no_processes() -> None:
@@ -239,8 +259,8 @@ def test_a_recipe_without_rewards_starts_no_process() -> None:
 
 
 def test_wrong_use_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_processes=0: must be at least 1"):
-        RewardPool(make_config({"exact_match": 1.0}), 0)
+    with pytest.raises(ValueError, match="num_processes=-1: must be at least 0"):
+        RewardPool(make_config({"exact_match": 1.0}), -1)
     rewards = RewardPool(make_config({"exact_match": 1.0}), 1)
     with pytest.raises(ValueError, match="2 samples but 1 sources"):
         rewards.grade([make_sample("a")] * 2, [None])
@@ -250,3 +270,38 @@ def test_wrong_use_is_refused() -> None:
         rewards.grade([make_sample("a")], [None])
     with pytest.raises(RuntimeError, match="closed"):
         rewards.start()
+
+
+# In the worker's own process.
+
+
+def test_without_processes_rewards_are_computed_in_this_one() -> None:
+    news: list[int] = []
+    before = reward_pids()
+    config = make_config({own("process_id"): 1.0, own("sleep_as_told"): {"weight": 0.0, "timeout_s": 0.01}})
+    with RewardPool(config, 0, lambda: news.append(1)) as rewards:
+        graded = rewards.grade([make_sample("0.05")] * 3, [None] * 3)
+    assert {g.value for g in graded} == {float(os.getpid())}, "and time limits are not enforced"
+    assert reward_pids() == before
+    assert len(news) == 6
+
+
+def test_results_without_processes_are_those_with_them(rewards: RewardPool) -> None:
+    responses = ["one", "error", "system exit", "nan", "surrogate", "huge error"]
+    samples = [make_sample(responses[i % 6], "<5>") for i in range(24)]
+    sources = [("what_is_said", "length", "both", "elsewhere")[i // 6] for i in range(24)]
+    with RewardPool(make_config(EVERYTHING), 0) as alone:
+        assert alone.grade(samples, sources) == rewards.grade(samples, sources)
+
+
+def test_ctrl_c_in_a_reward_stops_the_worker_that_computes_it() -> None:
+    with RewardPool(make_config(EVERYTHING), 0) as alone, pytest.raises(KeyboardInterrupt):
+        grade(alone, "what_is_said", ["interrupt"])
+
+
+def test_the_main_script_may_define_a_reward_that_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "my_reward", lambda _: 3.0, raising=False)
+    config = make_config({"__main__:my_reward": 1.0})
+    check_rewards(config, in_worker=True)
+    with RewardPool(config, 0) as alone:
+        assert alone.grade([make_sample("a")], [None])[0].value == 3.0
