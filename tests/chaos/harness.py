@@ -73,7 +73,7 @@ def run(folder: Path, placement: str, kills: Sequence[Kill], steps: int = STEPS)
     begin, num_starts = time.monotonic(), 0
     while num_starts <= len(kills):
         num_starts += 1
-        process = start(folder, "-m", "leaderless", "train", recipe, "--workers", num_workers, *settings)
+        process = start(folder, "leaderless", "train", recipe, "--workers", num_workers, *settings)
         output, errors = process.communicate(timeout=TIMEOUT_S * (1 + len(kills)))
         if process.returncode == 0:
             break

@@ -1,6 +1,6 @@
 """Runs functions of test modules on several ranks.
 
-The processes are started when they are first needed, import torch once, and stay for the whole test session; only the
+The processes are forked when they are first needed (see `tests.forking`), and stay for the whole test session; only the
 process group is made anew for each call. A test asks for the fixture `ranks` and calls
 
     results = ranks.run(4, check_something, argument)
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import random
+import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -31,9 +32,10 @@ from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from tests.forking import NUM_NURSERIES, Forked
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -157,7 +159,8 @@ class RankPool:
     def _start(self, world_size: int) -> None:
         """Start processes as long as there are too few."""
         port = self._store.port
-        new = [_Worker.start(self._folder / f"{rank}.txt", port) for rank in range(len(self._workers), world_size)]
+        missing = range(len(self._workers), world_size)
+        new = [_Worker.start(rank, self._folder / f"{rank}.txt", port) for rank in missing]
         self._workers += new
         for worker in new:
             if not worker.connection.poll(START_S):
@@ -202,24 +205,22 @@ class _Worker:
     """One process, seen from outside.
 
     Attributes:
-        process: Leads a process group of its own, so that what it starts ends with it, and Ctrl-C reaches only the
-            test session.
+        process: Leader of a session, so that what it starts ends with it, and Ctrl-C reaches only the test session.
         connection: To send tasks and get answers.
         stack_file: Where it writes its threads' stacks when asked to.
     """
 
-    process: SpawnProcess
+    process: Forked
     connection: Connection
     stack_file: Path
 
     @classmethod
-    def start(cls, stack_file: Path, port: int) -> _Worker:
-        context = multiprocessing.get_context("spawn")
-        connection, inner = context.Pipe()
-        process = context.Process(target=_serve, args=(inner, str(stack_file), port))
-        process.start()
-        inner.close()
-        return cls(process, connection, stack_file)
+    def start(cls, rank: int, stack_file: Path, port: int) -> _Worker:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "tests.distributed.ranks", str(stack_file), str(port)]
+        with theirs:
+            process = Forked(command, nursery=rank % NUM_NURSERIES, stdin=theirs.fileno(), start_new_session=True)
+        return cls(process, Connection(ours.detach()), stack_file)
 
     def send(self, task: _Task | None) -> None:
         self.connection.send_bytes(pickle.dumps(task))
@@ -228,23 +229,21 @@ class _Worker:
         try:
             answer = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
-            self.process.join(START_S)
-            return _Answer(None, f"the process ended with exit code {self.process.exitcode}", 0.0)
+            code = self.process.wait(START_S)
+            return _Answer(None, f"the process ended with exit code {code}", 0.0)
         assert isinstance(answer, _Answer)
         return answer
 
     def stacks(self) -> str:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR1)
         time.sleep(GRACE_S)
         return self.stack_file.read_text()
 
     def kill(self) -> None:
-        assert self.process.pid is not None
-        with suppress(ProcessLookupError, PermissionError):  # it may have ended, or not lead its group yet
+        with suppress(ProcessLookupError, PermissionError):  # it may have ended, or not lead its session yet
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
-        self.process.join()
+        self.process.wait()
         self.connection.close()
 
 
@@ -274,11 +273,12 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _serve(connection: Connection, stack_file: str, port: int) -> None:
-    """The life of one process."""
-    os.setpgid(0, 0)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    with Path(stack_file).open("w") as stacks:
+def serve(stack_file: str, port: int) -> None:
+    """The life of one process, whose standard input is the connection to the test session."""
+    connection = Connection(os.dup(0))
+    threading.Thread(target=_end_with_session, args=(connection.fileno(),), daemon=True).start()
+    with Path(stack_file).open("w") as stacks, Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         from torch.distributed import TCPStore
 
@@ -294,11 +294,11 @@ def _serve(connection: Connection, stack_file: str, port: int) -> None:
                     _leave_group()
 
 
-def _end_with_parent() -> None:
+def _end_with_session(connection: int) -> None:
     """Even when the test session is killed, nothing stays behind."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
+    hangup = select.poll()
+    hangup.register(connection, 0)
+    hangup.poll()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -345,3 +345,9 @@ def _leave_group() -> None:
     debug._clear_sharding_prop_cache()
     for name in _environment(0, 1, 0):
         os.environ.pop(name, None)
+
+
+if __name__ == "__main__":
+    from tests.distributed import ranks  # whose classes are those of the test session
+
+    ranks.serve(sys.argv[1], int(sys.argv[2]))

@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.distributed.ranks import RankPool
+from tests.forking import Forked
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
@@ -75,10 +76,10 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}
 
 
-def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
-    """Begin `python ARGUMENTS` as a person does."""
-    return subprocess.Popen(
-        [sys.executable, *(str(argument) for argument in arguments)],
+def start(folder: Path, *arguments: object, is_forked: bool = True) -> subprocess.Popen[str]:
+    """Begin `python -m ARGUMENTS`: in a forked process, which takes no time to import, or as a person does."""
+    return (Forked if is_forked else subprocess.Popen)(
+        [sys.executable, "-m", *(str(argument) for argument in arguments)],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -169,7 +169,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, 
 
 
 def test_torchrun_says_once_what_is_wrong(tmp_path: Path, recipe: Path) -> None:
-    process = start(tmp_path, "-m", *TORCHRUN, "-m", "leaderless", "train", recipe, "batch.promts_per_step=3")
-    outcome = finish(process)
+    command = (*TORCHRUN, "-m", "leaderless", "train", recipe, "batch.promts_per_step=3")
+    outcome = finish(start(tmp_path, *command, is_forked=False))
     assert outcome.code != 0
     assert outcome.errors.count("unknown key (did you mean 'prompts_per_step'?)") == 1

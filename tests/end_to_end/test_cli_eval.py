@@ -69,7 +69,7 @@ def test_eval_does_not_depend_on_the_number_of_workers(ranks: RankPool, tmp_path
     changes = ("batch.prompts_per_step=1", "layout={rollout: {ranks: 0-1}, policy: {ranks: 2-3}}")
     several = succeed(ranks, tmp_path, "eval", recipe, *changes, "--json", num_ranks=2)
     assert scores(several) == pytest.approx(single)
-    outcome = finish(start(tmp_path, "-m", "leaderless", "eval", recipe, "--workers", 2, "--json"))
+    outcome = finish(start(tmp_path, "leaderless", "eval", recipe, "--workers", 2, "--json"))
     assert outcome.code == 0, outcome.errors
     assert json.loads(outcome.output) == pytest.approx(single), "nothing but JSON is printed"
 

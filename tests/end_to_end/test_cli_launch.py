@@ -16,12 +16,12 @@ ELASTIC = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint",
 
 def test_our_launcher_and_torchrun_give_the_run_of_one_worker(ranks: RankPool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
-    own = start(tmp_path, "-m", "leaderless", "train", recipe, "name=own", "--workers", 2)
+    own = start(tmp_path, "leaderless", "train", recipe, "name=own", "--workers", 2, is_forked=False)
     outcome = finish(own)
     assert outcome.code == 0, outcome.errors
     assert "own: what has changed" in outcome.output
     assert f"report: {tmp_path}/runs/own/report.html" in outcome.output
-    elastic = start(tmp_path, "-m", *ELASTIC, "-m", "leaderless", "train", recipe, "name=elastic")
+    elastic = start(tmp_path, *ELASTIC, "-m", "leaderless", "train", recipe, "name=elastic")
     outcome = finish(elastic)
     assert outcome.code == 0, outcome.errors
     assert outcome.output.count("what has changed") == 1, "one worker speaks"
@@ -64,7 +64,7 @@ def test_the_traceback_of_the_worker_that_failed_is_what_the_user_reads(tmp_path
     recipe = write_recipe(
         tmp_path, tiny_model(), SETTINGS | {"workflow": "own.yaml", "steps": 50, "run.max_restarts": 0}
     )
-    outcome = finish(start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", 2))
+    outcome = finish(start(tmp_path, "leaderless", "train", recipe, "--workers", 2))
     seconds = time.time() - (tmp_path / "failed.txt").stat().st_mtime
     assert outcome.code == 1
     assert outcome.errors.count("Traceback (most recent call last)") == 1

@@ -32,9 +32,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_recipe(tmp_path, tiny_model(), SETTINGS)
 
 
-def train(folder: Path, recipe: Path, *arguments: object) -> subprocess.Popen[str]:
-    """Two workers, started as from a terminal; in a session of their own, as they may get a signal all together."""
-    return start(folder, "-m", "leaderless", "train", recipe, "--workers", 2, *arguments)
+def train(folder: Path, recipe: Path, *arguments: object, is_forked: bool = True) -> subprocess.Popen[str]:
+    """Start two workers."""
+    return start(folder, "leaderless", "train", recipe, "--workers", 2, *arguments, is_forked=is_forked)
 
 
 def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
@@ -116,7 +116,7 @@ def test_a_run_is_stopped_goes_on_is_terminated_and_outlives_no_launcher(
 
 
 def test_ctrl_c_while_workers_start_ends_them_without_a_word_too_many(tmp_path: Path, recipe: Path) -> None:
-    process = train(tmp_path, recipe)
+    process = train(tmp_path, recipe, is_forked=False)
     wait_until(lambda: len(psutil.Process(process.pid).children()) == 2, process)
     started = descendants(process)
     process.send_signal(signal.SIGINT)

@@ -208,7 +208,7 @@ def connections(process: psutil.Process) -> tuple[set[int], set[int]]:
 
 def test_workers_talk_to_workers_and_nothing_else_runs_but_their_rewards(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_model(), {"steps": 100_000, "run.reward_processes": REWARD_PROCESSES})
-    process = start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", NUM_WORKERS)
+    process = start(tmp_path, "leaderless", "train", recipe, "--workers", NUM_WORKERS, is_forked=False)
     launcher = psutil.Process(process.pid)
     try:
         wait_for_steps(tmp_path / "runs/tiny/metrics.jsonl", 2, process)

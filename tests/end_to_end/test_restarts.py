@@ -88,7 +88,7 @@ def test_a_run_whose_ranks_are_killed_and_hang_is_the_undisturbed_run(
     disturb(tmp_path, monkeypatch, "killed@0@2 killed@1@3 hang@1@4")
     # Waited for, as a kill might come before a checkpoint that is still being written.
     settings = ("checkpoint.asynchronous=false", "run.stall_timeout_s=8")
-    process = start(tmp_path, "-m", "leaderless", "train", recipe, "--workers", 2, *settings)
+    process = start(tmp_path, "leaderless", "train", recipe, "--workers", 2, *settings)
     family = Family(process)
     family.wait_until(lambda: process.poll() is not None)
     outcome = finish(process)
@@ -123,7 +123,7 @@ def test_a_step_that_is_not_finished_in_time_is_abandoned(
     tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disturb(tmp_path, monkeypatch, "hang@0@2")
-    process = start(tmp_path, "-m", "leaderless", "train", recipe, "run.grace_s=1", "reward={exact_match: 1.0}")
+    process = start(tmp_path, "leaderless", "train", recipe, "run.grace_s=1", "reward={exact_match: 1.0}")
     family = Family(process)
     family.wait_until((tmp_path / "once/hang@0@2").exists)
     process.send_signal(signal.SIGUSR1)
@@ -157,7 +157,7 @@ def test_machines_that_are_lost_and_come_back(tmp_path: Path, recipe: Path, monk
     """Two launchers of one worker each stand for two machines."""
     disturb(tmp_path, monkeypatch, "")
     port = free_port()
-    command = ["-m", "leaderless", "train", recipe, "--workers", 1, "--nodes", "1:2", "steps=100000"]
+    command = ["leaderless", "train", recipe, "--workers", 1, "--nodes", "1:2", "steps=100000"]
     command += ["--rendezvous", f"127.0.0.1:{port}", "run.grace_s=30"]
     run = tmp_path / "runs/tiny"
 
