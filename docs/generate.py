@@ -241,6 +241,8 @@ def _annotation_name(annotation: object) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.default
+    if field.default_factory is not None:
+        return "see there"
     if value is PydanticUndefined:
         return "must be given"
     if value is None:

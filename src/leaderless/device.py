@@ -1,22 +1,40 @@
-"""The one place that knows devices: what a rank computes on, and how ranks talk."""
+"""The one place that knows devices: what a rank computes on, and how ranks exchange tensors.
+
+Importing it does not import torch, so that recipes can be read without.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+
+AcceleratorKind = Literal["cuda", "npu"]
+BACKENDS: dict[AcceleratorKind, str] = {"cuda": "nccl", "npu": "hccl"}
+"""Library by which accelerators of a kind exchange tensors."""
+VISIBLE_DEVICES: dict[AcceleratorKind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""Environment variable that selects a process's devices of a kind."""
+DEVICE_FILES: dict[AcceleratorKind, str] = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}
+"""Files of devices in `DEVICE_FOLDER`, as a pattern."""
+DEVICE_FOLDER = Path("/dev")
 
 
 @dataclass(frozen=True)
 class DeviceSetup:
-    """What one rank computes on.
+    """Device of one rank.
 
     Attributes:
-        device: For weights and activations.
-        backend: Of the process groups: gloo for host memory, and the accelerator's own beside it.
-        payload_device: Where bytes that travel between ranks have to be.
+        device: Device of weights and activations.
+        backend: Backend of the process groups: gloo for host memory, next to the accelerator's own.
+        payload_device: Device from which bytes are sent to other ranks.
     """
 
     device: torch.device
@@ -24,20 +42,43 @@ class DeviceSetup:
     payload_device: torch.device
 
 
+def find_accelerator() -> AcceleratorKind | None:
+    """Find out which kind of accelerator this process is to use, without loading torch.
+
+    There has to be a device that the environment does not hide, and a package for it: Ascend's `torch_npu`, or a build
+    of torch that is not for the CPU only.
+    """
+    for kind, pattern in DEVICE_FILES.items():
+        is_hidden = os.environ.get(VISIBLE_DEVICES[kind], "0") in {"", "-1"}
+        if not is_hidden and _is_supported(kind) and any(DEVICE_FOLDER.glob(pattern)):
+            return kind
+    return None
+
+
+def _is_supported(kind: AcceleratorKind) -> bool:
+    if kind == "npu":
+        return find_spec("torch_npu") is not None
+    try:
+        return not version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
+
+
 def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
     """Choose and prepare this rank's device: CUDA, Ascend where `torch_npu` is installed, else the CPU.
 
-    On the CPU the ranks of a machine share its cores, unless `OMP_NUM_THREADS` gives each a number of threads.
+    On the CPU the ranks of a machine share its cores, unless `OMP_NUM_THREADS` sets the number of threads.
 
     Args:
-        local_rank: Which of the machine's ranks this is.
-        local_world_size: How many ranks share the machine.
+        local_rank: Number of the rank among those of its machine.
+        local_world_size: Number of ranks of the machine.
 
     Raises:
-        RuntimeError: There are more ranks on the machine than accelerators.
+        RuntimeError: There are more ranks on the machine than accelerators, or a CUDA device that torch cannot use.
     """
-    host = torch.device("cpu")
-    for kind, backend in (("cuda", "nccl"), ("npu", "hccl")):
+    import torch
+
+    for kind, backend in BACKENDS.items():
         if kind == "npu" and find_spec("torch_npu") is None:
             continue
         if kind == "npu":
@@ -45,37 +86,77 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
         module = torch.get_device_module(kind)
         if not module.is_available():
             continue
-        if local_world_size > module.device_count():
-            raise RuntimeError(
-                f"{local_world_size} workers on a machine with {module.device_count()} {kind} devices: "
-                "start at most one worker for each"
-            )
-        module.set_device(local_rank)
-        device = torch.device(kind, local_rank)
+        device = torch.device(kind, _device_index(kind, module.device_count(), local_rank, local_world_size))
+        module.set_device(device.index)
         return DeviceSetup(device, f"cpu:gloo,{kind}:{backend}", device)
-    if "OMP_NUM_THREADS" not in os.environ:  # torch has taken what it says
+    if find_accelerator() == "cuda" and torch.version.cuda is not None:
+        raise RuntimeError(
+            f"this machine has a CUDA device that torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use: "
+            f"{_why_unavailable(torch.cuda)}; install a build of torch for this driver, or set CUDA_VISIBLE_DEVICES to "
+            "nothing to train on the CPU"
+        )
+    if "OMP_NUM_THREADS" not in os.environ:  # torch has read it already
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    host = torch.device("cpu")
     return DeviceSetup(host, "gloo", host)
 
 
-def release_memory(device: torch.device) -> None:
-    """Give back what the allocator of an accelerator keeps for later, so that pieces of other sizes find room.
+def _device_index(kind: AcceleratorKind, count: int, local_rank: int, local_world_size: int) -> int:
+    """Index of this rank's device among those that it sees."""
+    if local_world_size <= count:
+        return local_rank
+    variable = VISIBLE_DEVICES[kind]
+    if count == 1 and os.environ.get(variable):  # the launcher has given each rank a device, under the same index
+        return 0
+    raise RuntimeError(
+        f"{local_world_size} workers on a machine with {count} {kind} devices: start at most one worker for each, or "
+        f"let {variable} select a device for each worker"
+    )
+
+
+def _why_unavailable(module: ModuleType) -> str:
+    try:
+        module.init()
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is the reason)
+        return str(error).splitlines()[0]
+    return "it is not available"
+
+
+def own_device_environment(device: torch.device) -> dict[str, str]:
+    """Give environment variables by which another process sees only this rank's device.
 
     Args:
-        device: Of the rank.
+        device: Device of the rank.
+    """
+    for kind, variable in VISIBLE_DEVICES.items():
+        if device.type == kind:
+            visible = os.environ.get(variable)
+            return {variable: visible.split(",")[device.index] if visible else str(device.index)}
+    return {}
+
+
+def release_memory(device: torch.device) -> None:
+    """Release memory that an accelerator's allocator keeps for later, so that blocks of other sizes can be allocated.
+
+    Args:
+        device: Device of the rank.
     """
     if device.type != "cpu":
+        import torch
+
         torch.get_device_module(device).empty_cache()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has used: the accelerator's, or the process's resident set.
+    """Measure the most memory this rank has used: on its accelerator, or as the resident set of its process.
 
     Args:
-        device: Of the rank.
+        device: Device of the rank.
     """
     if device.type == "cpu":
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    import torch
+
     return int(torch.get_device_module(device).max_memory_allocated())

@@ -1,14 +1,19 @@
-"""What a rank computes on where there is no accelerator."""
+"""What a rank computes on, on machines with and without accelerators that torch can use."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from leaderless.device import setup_device
+from leaderless import device
+from leaderless.config.models import ModelConfig
+from leaderless.device import find_accelerator, own_device_environment, setup_device
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 
@@ -19,6 +24,17 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def device_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder of device files, on a machine with a build of torch for CUDA."""
+    monkeypatch.setattr(device, "DEVICE_FOLDER", tmp_path)
+    monkeypatch.setattr(device, "version", Mock(return_value="2.13.0"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for variable in device.VISIBLE_DEVICES.values():
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path
 
 
 @pytest.mark.parametrize(("num_cores", "num_ranks", "expected"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (2, 4, 1)])
@@ -37,3 +53,61 @@ def test_the_number_of_threads_is_the_users_where_the_environment_says_it(monkey
     torch.set_num_threads(3)  # as torch does when it is loaded
     setup_device(0, 1)
     assert torch.get_num_threads() == 3
+
+
+def test_models_compute_in_bfloat16_where_there_is_an_accelerator(
+    device_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_accelerator() is None
+    assert ModelConfig(path="m").compute_dtype == "float32"
+    (device_files / "nvidia0").touch()
+    assert find_accelerator() == "cuda"
+    assert ModelConfig(path="m").compute_dtype == "bfloat16"
+    assert ModelConfig(path="m", compute_dtype="float32").compute_dtype == "float32"
+    monkeypatch.setattr(device, "version", Mock(return_value="2.13.0+cpu"))
+    assert ModelConfig(path="m").compute_dtype == "float32", "a build of torch for the CPU"
+
+
+def test_a_cuda_device_that_torch_cannot_use_ends_the_run(device_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert setup_device(0, 1).device.type == "cpu"
+    (device_files / "nvidia0").touch()
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError("the driver is too old (found 12040)\nhelp")))
+    with pytest.raises(RuntimeError, match=r"CUDA 13.0\) cannot use: the driver is too old \(found 12040\); install"):
+        setup_device(0, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert setup_device(0, 1).device.type == "cpu", "the user wants it"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert setup_device(0, 1).device.type == "cpu", "this torch is built without CUDA"
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "visible", "local_rank", "index"),
+    [(8, None, 5, 5), (1, "3", 5, 0), (1, None, 0, None), (2, "0,1", 5, None)],
+)
+def test_each_rank_gets_a_device(
+    monkeypatch: pytest.MonkeyPatch, num_devices: int, visible: str | None, local_rank: int, index: int | None
+) -> None:
+    chosen = Mock()
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: num_devices, set_device=chosen)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if index is None:
+        with pytest.raises(RuntimeError, match=rf"8 workers on a machine with {num_devices} cuda devices"):
+            setup_device(local_rank, 8)
+    else:
+        assert setup_device(local_rank, 8).device == torch.device("cuda", index)
+        chosen.assert_called_once_with(index)
+
+
+@pytest.mark.parametrize(("kind", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")])
+def test_an_engine_sees_the_device_of_its_rank_alone(monkeypatch: pytest.MonkeyPatch, kind: str, variable: str) -> None:
+    rank_device: torch.device = SimpleNamespace(type=kind, index=1)  # type: ignore[assignment]
+    monkeypatch.delenv(variable, raising=False)
+    assert own_device_environment(rank_device) == {variable: "1"}
+    monkeypatch.setenv(variable, "4,6")
+    assert own_device_environment(rank_device) == {variable: "6"}
+    assert own_device_environment(torch.device("cpu")) == {}

@@ -73,7 +73,7 @@ def test_the_plan_counts_the_weights_of_an_engine_of_its_own(tmp_path: Path) -> 
 
 def test_auto_is_vllm_where_it_is_and_a_cuda_device_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for has_cuda in (False, True):
-        monkeypatch.setattr(choose, "_has_cuda", Mock(return_value=has_cuda))
+        monkeypatch.setattr(choose, "find_accelerator", Mock(return_value="cuda" if has_cuda else None))
         for has_module in (False, True):
             monkeypatch.setattr(choose, "find_spec", Mock(return_value=object() if has_module else None))
             expected = "vllm" if has_cuda and has_module else "native"

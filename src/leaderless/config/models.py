@@ -7,6 +7,14 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from leaderless.config.base import Section, ShorthandSection
+from leaderless.device import find_accelerator
+
+ComputeType = Literal["float32", "bfloat16"]
+
+
+def default_compute_dtype() -> ComputeType:
+    """Choose the type in which models compute unless the recipe says it: accelerators are slow in float32."""
+    return "float32" if find_accelerator() is None else "bfloat16"
 
 
 class OptimizerConfig(Section):
@@ -42,8 +50,9 @@ class ModelConfig(ShorthandSection):
     """A local folder in Hugging Face format, or the name of a model on the hub."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and of the weights while they compute; master weights and optimiser are float32."""
+    compute_dtype: ComputeType = Field(default_factory=default_compute_dtype)
+    """Type of activations and of the weights while they compute; master weights and optimizer are float32. The default
+    is bfloat16 on a machine with an accelerator, float32 elsewhere."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     trust_remote_code: bool = False

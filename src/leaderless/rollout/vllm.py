@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Json
+from leaderless.device import own_device_environment
 from leaderless.rollout import apart
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.apart.vllm_worker import VllmWorker
@@ -110,7 +110,8 @@ class VllmServer:
         self._server.prepare()
         greeting = {"port": self._server.port, "token": self._server.token, "settings": asdict(self._settings)}
         command = bound_command(self._python, START, str(FOLDER))
-        self._server.start(command, _environment(self._device), json.dumps(greeting), "/health")
+        environment = worker_free_environment() | own_device_environment(self._device)
+        self._server.start(command, environment, json.dumps(greeting), "/health")
 
     def wake(self) -> None:
         """See `Driver`."""
@@ -153,12 +154,3 @@ class VllmServer:
     def close(self) -> None:
         """See `Driver`."""
         self._server.close()
-
-
-def _environment(device: torch.device) -> dict[str, str]:
-    """This process's environment, without its place among workers, and with its device alone."""
-    environment = worker_free_environment()
-    if device.type == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device.index] if visible else str(device.index)
-    return environment

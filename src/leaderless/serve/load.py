@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, Self, cast
+from typing import Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
 
 from leaderless.checkpoint.reader import STATE_FILE, find_damage, load_checkpoint, read_role_state
 from leaderless.config import RecipeError, load_recipe, nearest
-from leaderless.config.models import ModelConfig
+from leaderless.config.models import ComputeType, ModelConfig
 from leaderless.config.rollout import EngineName, RolloutConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
@@ -30,7 +30,6 @@ from leaderless.training.engine import TrainEngine
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.worker.roles import check_vocabulary
 
-ComputeType = Literal["float32", "bfloat16"]
 ALONE = ProcessGroup((0,), 0)
 """The ranks of a server."""
 
