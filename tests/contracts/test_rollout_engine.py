@@ -35,7 +35,7 @@ from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.run_attention import DecodeAttention, PrefillAttention
+from leaderless.rollout.segment_attention import DecodeAttention, PrefillAttention
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
 

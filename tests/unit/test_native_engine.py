@@ -15,13 +15,13 @@ from leaderless.models.attention import ATTENTION_NAME, PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.support import check_supported
 from leaderless.models.tokenizer import load_tokenizer
-from leaderless.rollout import kv_cache, lean_forward, native, run_attention
+from leaderless.rollout import kv_cache, lean_forward, native, segment_attention
 from leaderless.rollout.cuda_graphs import EAGER_PASSES, DecodeGraphs
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
-from leaderless.rollout.kv_cache import RunStore
+from leaderless.rollout.kv_cache import SegmentStore
 from leaderless.rollout.lean_forward import LeanForward, forward_of
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.run_attention import Rounding
+from leaderless.rollout.segment_attention import Rounding
 
 SIZES = {
     "vocab_size": 83,
@@ -67,7 +67,7 @@ def tiny_engine(max_sequences: int = 64, rounding: Rounding | None = None) -> Na
 
 
 def requests(num_siblings: int = 3) -> list[Request]:
-    """Every other prompt has one response only, which goes on in the run of its prompt."""
+    """Every other prompt has one response only, which goes on in the segment of its prompt."""
     counts = [num_siblings if i % 2 == 0 else 1 for i in range(len(PROMPTS))]
     return [Request(p, [100 * i + j for j in range(counts[i])]) for i, p in enumerate(PROMPTS)]
 
@@ -124,25 +124,27 @@ def test_an_unknown_family_goes_through_its_own_modules(monkeypatch: pytest.Monk
     assert_same(sample(engine), expected)
 
 
-def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = sample(tiny_engine())
     sizes: list[int] = []
-    plan = run_attention.PrefillAttention.__init__
+    plan = segment_attention.PrefillAttention.__init__
 
-    def watched(self: run_attention.PrefillAttention, pieces: list[run_attention.Piece], device: torch.device) -> None:
-        sizes.append(sum(piece.count for piece in pieces))
-        plan(self, pieces, device)
+    def watched(
+        self: segment_attention.PrefillAttention, parts: list[segment_attention.PromptPart], device: torch.device
+    ) -> None:
+        sizes.append(sum(part.count for part in parts))
+        plan(self, parts, device)
 
-    monkeypatch.setattr(run_attention.PrefillAttention, "__init__", watched)
+    monkeypatch.setattr(segment_attention.PrefillAttention, "__init__", watched)
     monkeypatch.setattr(native, "PREFILL_TOKENS", 16)
-    monkeypatch.setattr(run_attention, "QUERY_BLOCK", 7)
+    monkeypatch.setattr(segment_attention, "QUERY_BLOCK", 7)
     assert_same(sample(tiny_engine()), expected)
     assert max(sizes) == 16
     assert sum(sizes) == sum(LENGTHS)
 
 
 @pytest.mark.parametrize("max_sequences", [2, 64])
-def test_runs_that_outgrow_their_slots_move_on(monkeypatch: pytest.MonkeyPatch, max_sequences: int) -> None:
+def test_segments_that_outgrow_their_slots_move_on(monkeypatch: pytest.MonkeyPatch, max_sequences: int) -> None:
     expected = sample(tiny_engine(max_sequences))
     monkeypatch.setattr(kv_cache, "SMALLEST_SLOT", 2)
     assert_same(sample(tiny_engine(max_sequences)), expected)
@@ -159,14 +161,15 @@ def test_a_prompt_is_held_once_for_its_group_and_memory_is_let_go() -> None:
     engine.step()
     engine.step()
     shared, own = (
-        sorted(run.length for s in store for run in s.runs) for store in (engine._prompts, engine._responses)
+        sorted(segment.length for s in store for segment in s.segments)
+        for store in (engine._prompts, engine._responses)
     )
     assert shared == [1, 5, 9], "the prompts with eight responses"
     assert set(own) <= {1, 22, 71}, "one token that was sampled, behind the prompt where there is no group"
     assert bytes_of(engine._prompts) > 0
     engine.abort(numbers[1])
     engine.abort(numbers[0])
-    assert sorted(run.length for slots in engine._prompts for run in slots.runs) == [1, 9]
+    assert sorted(segment.length for slots in engine._prompts for segment in slots.segments) == [1, 9]
     while engine.step():
         pass
     assert bytes_of(engine._prompts) == bytes_of(engine._responses) == 0
@@ -178,7 +181,7 @@ def test_requests_that_ask_the_same_share_the_prompt() -> None:
     (expected,) = generate(engine, [whole], params)
     numbers = [engine.submit(request, params) for request in single]
     engine.step()
-    assert [run.length for slots in engine._prompts for run in slots.runs] == [len(PROMPTS[1])]
+    assert [segment.length for slots in engine._prompts for segment in slots.segments] == [len(PROMPTS[1])]
     for number in numbers:
         engine.abort(number)
     engine.step()
@@ -189,7 +192,7 @@ def test_requests_that_ask_the_same_share_the_prompt() -> None:
     assert [delta.finish_reason for delta in engine.step()] == ["aborted", None], "the other goes on"
 
 
-@pytest.mark.parametrize("place", ["_read_pieces", "_decode"])
+@pytest.mark.parametrize("place", ["_read_parts", "_decode"])
 def test_an_engine_whose_pass_fails_is_as_good_as_new(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     engine, expected = tiny_engine(), sample(tiny_engine())
 
@@ -217,7 +220,7 @@ def test_logits_of_prompts_are_not_kept_behind_their_first_tokens() -> None:
     assert {prompt.logits.ndim for prompt in engine._read} <= {1}
 
 
-def bytes_of(store: RunStore) -> int:
+def bytes_of(store: SegmentStore) -> int:
     tensors = [t for slots in store._sizes.values() for layer in slots._layers.values() for t in layer]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 

@@ -1,7 +1,7 @@
 """Attention over packed sequences, for any decoder of `transformers`.
 
-Models are loaded with an attention function of ours, which hands queries, keys and values of each layer to the
-`Attention` object that came along with the forward pass. Training, prefill and decoding differ in that object alone.
+Models are loaded with this package's attention function, which passes the queries, keys and values of each layer to the
+`Attention` object of the forward pass. Training, prefill and decoding differ only in that object.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from transformers import AttentionInterface
 
 ATTENTION_NAME = "leaderless"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""What some models ask of their attention besides queries, keys and values."""
+"""Arguments that some models pass to their attention besides queries, keys and values."""
 BUCKET_FILL = 0.75
-"""Sequences share one padded attention call when the shortest is at least this fraction of the longest."""
+"""Smallest ratio of the shortest to the longest sequence in one padded attention call."""
 
 
 class Attention(Protocol):
-    """How the tokens of one forward pass attend."""
+    """Attention of the tokens of one forward pass."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """The attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
-            layer: Its number, from 0.
+            layer: Number of the layer, from 0.
             query: [T, query_heads, head_dim], all tokens of the pass.
             key: [T, kv_heads, head_dim].
             value: [T, kv_heads, head_dim].
-            scale: Of the dot products.
+            scale: Factor of the dot products.
 
         Returns:
             [T, query_heads, head_dim].
@@ -56,7 +56,7 @@ def _attention_function(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls in each layer, with [1, heads, T, head_dim] tensors."""
+    """Attend on behalf of `transformers`, which calls this in each layer with [1, heads, T, head_dim] tensors."""
     if sliding_window is not None and attention.longest > sliding_window:
         raise RuntimeError(
             f"a sequence of {attention.longest} tokens is longer than the model's sliding window of {sliding_window}, "
@@ -75,14 +75,14 @@ AttentionInterface.register(ATTENTION_NAME, _attention_function)
 
 
 @dataclass(frozen=True)
-class Bucket:
+class LengthBucket:
     """Sequences of similar length that are computed together, padded to the longest.
 
     Attributes:
-        count: Sequences.
-        longest: Their common length.
-        tokens: [count * longest] int64; the last token of a sequence is repeated to the common length.
-        padding: [p] int64, which of them are such repetitions.
+        count: Number of sequences.
+        longest: Length to which they are padded.
+        tokens: [count * longest] int64, tokens of the pass; padding repeats the last token of a sequence.
+        padding: [p] int64, places of the padding in `tokens`.
     """
 
     count: int
@@ -95,7 +95,7 @@ class Bucket:
 
         Args:
             values: [T, heads, ...].
-            padding: Value of what is padded; without it, that of the last token.
+            padding: Value of the padding; the value of the last token if None.
 
         Returns:
             [count, heads, longest, ...].
@@ -106,17 +106,17 @@ class Bucket:
         return taken.view(self.count, self.longest, *values.shape[1:]).transpose(1, 2)
 
 
-class Buckets:
-    """Sequences, each some tokens of a pass, sorted into buckets."""
+class LengthBuckets:
+    """The sequences of a pass, sorted into buckets."""
 
-    def __init__(self, sequences: Sequence[Tensor], num_tokens: int, device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         """Plan the calls.
 
         Args:
-            sequences: [length] int64 each, at least one token. Every token of the pass is in one of them or in several.
-            num_tokens: Of the pass.
-            device: Where it runs.
+            lengths: Tokens of each sequence, at least 1; the sequences lie one after the other.
+            device: Device of the pass.
         """
+        sequences = torch.split(torch.arange(sum(lengths)), list(lengths))
         order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
         grouped: list[list[Tensor]] = []
         for sequence in (sequences[i] for i in order):
@@ -124,30 +124,30 @@ class Buckets:
                 grouped[-1].append(sequence)
             else:
                 grouped.append([sequence])
-        self._buckets: list[Bucket] = []
-        place = torch.empty(num_tokens, dtype=torch.int64)
+        self._buckets: list[LengthBucket] = []
+        place = torch.empty(sum(lengths), dtype=torch.int64)
         offset = 0
-        for group in grouped:
-            lengths = torch.tensor([len(sequence) for sequence in group])[:, None]
-            ends = lengths.cumsum(0)
-            step = torch.arange(len(group[0]))[None, :]
-            tokens = torch.cat(group)[torch.minimum(ends - lengths + step, ends - 1)].flatten()
-            is_real = (step < lengths).flatten()
+        for members in grouped:
+            counts = torch.tensor([len(sequence) for sequence in members])[:, None]
+            ends = counts.cumsum(0)
+            step = torch.arange(len(members[0]))[None, :]
+            tokens = torch.cat(members)[torch.minimum(ends - counts + step, ends - 1)].flatten()
+            is_real = (step < counts).flatten()
             place[tokens[is_real]] = offset + is_real.nonzero().squeeze(1)
             padding = (~is_real).nonzero().squeeze(1)
-            self._buckets.append(Bucket(len(group), len(group[0]), tokens.to(device), padding.to(device)))
+            self._buckets.append(LengthBucket(len(members), len(members[0]), tokens.to(device), padding.to(device)))
             offset += len(tokens)
         self._place = place.to(device)
 
-    def __iter__(self) -> Iterator[Bucket]:
-        """The longest sequences first."""
+    def __iter__(self) -> Iterator[LengthBucket]:
+        """Iterate over buckets, the longest sequences first."""
         return iter(self._buckets)
 
     def join(self, outputs: Sequence[Tensor]) -> Tensor:
-        """What came out for each token; of a token in several sequences, what came out in one of them.
+        """Put the results of all buckets into the order of the tokens.
 
         Args:
-            outputs: Of each bucket, [count, heads, longest, ...].
+            outputs: [count, heads, longest, ...] for each bucket.
 
         Returns:
             [T, heads, ...].
@@ -157,42 +157,50 @@ class Buckets:
 
 
 class PackedAttention:
-    """Causal attention within each of several sequences that lie one behind the other.
+    """Causal attention within each of several sequences that lie one after the other.
 
-    Sequences of similar length are padded to a common one, for the attention only, and computed together.
+    Sequences of similar length are padded to a common one, for the attention only, and computed together. Padding lies
+    behind the real tokens, which never attend to it.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         """Plan the calls.
 
         Args:
-            lengths: Of the sequences, each at least 1.
-            device: Where the pass runs.
+            lengths: Tokens of each sequence, at least 1.
+            device: Device of the pass.
         """
         self.longest = max(lengths)
-        self._buckets = Buckets(torch.split(torch.arange(sum(lengths)), list(lengths)), sum(lengths), device)
+        self._buckets = LengthBuckets(lengths, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         """See `Attention`."""
-        return attend_in_buckets(self._buckets, query, key, value, scale)
+        outputs: list[Tensor] = []
+        for bucket in self._buckets:
+            q, k, v = (bucket.take(values) for values in (query, key, value))
+            outputs.append(attend_padded(q, k, v, None, scale))
+        return self._buckets.join(outputs)
 
 
-def attend_in_buckets(buckets: Buckets, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention within sequences. Padding lies behind the real tokens, which never look at it.
+def attend_padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Compute attention with heads in front, by a kernel that does not hold all scores at once.
 
     Args:
-        buckets: The sequences; a token in several of them attends to the same tokens in each.
-        query: [T, query_heads, head_dim].
-        key: [T, kv_heads, head_dim].
-        value: [T, kv_heads, head_dim].
-        scale: Of the dot products.
+        query: [n, query_heads, queries, head_dim].
+        key: [n, kv_heads, keys, head_dim].
+        value: [n, kv_heads, keys, head_dim].
+        mask: [queries, keys] bool, which keys each query attends to; causal if None.
+        scale: Factor of the dot products.
 
     Returns:
-        [T, query_heads, head_dim].
+        [n, query_heads, queries, head_dim].
     """
     is_grouped = query.shape[1] != key.shape[1]
-    outputs: list[Tensor] = []
-    for bucket in buckets:
-        q, k, v = (bucket.take(values) for values in (query, key, value))
-        outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped))
-    return buckets.join(outputs)
+    # Of an accelerator's fused kernels only flash attention knows groups of heads, and it takes neither float32 nor a
+    # mask. Without a fused kernel all scores would be held, up to the backward pass.
+    if is_grouped and query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+        is_grouped = False
+    return scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+    )

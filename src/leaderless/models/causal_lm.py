@@ -11,17 +11,18 @@ from transformers import AutoModelForCausalLM
 from leaderless.config.models import ModelConfig
 from leaderless.models.attention import Attention
 from leaderless.models.decoder import Decoder, load_decoder
-from leaderless.models.scoring import Entropy, logits_of, score_tokens
+from leaderless.models.products import linear_in_float32
+from leaderless.models.scoring import Entropy, score_tokens
 
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the model says of the tokens that were sampled.
+    """Scores of the tokens that were sampled.
 
     Attributes:
         log_probs: [R] float32, with gradient.
-        entropies: [R] float32, of the distribution that each token was drawn from, with gradient where asked for; [0]
-            where not asked for.
+        entropies: [R] float32, entropies of the distributions the tokens were drawn from, with gradient on request; [0]
+            without a request.
     """
 
     log_probs: Tensor
@@ -29,7 +30,7 @@ class TokenOutputs:
 
 
 class CausalLM(Decoder):
-    """A language model of `transformers` over packed sequences."""
+    """A language model of `transformers` for packed sequences."""
 
     def forward(
         self,
@@ -41,24 +42,24 @@ class CausalLM(Decoder):
         temperature: float = 1.0,
         entropy: Entropy = "value",
     ) -> Tensor | TokenOutputs:
-        """Logits at some tokens, or the log-probabilities of what follows them.
+        """Compute logits at selected tokens, or log-probabilities of the tokens that follow them.
 
         Args:
-            tokens: [T] int64, sequences one behind the other.
+            tokens: [T] int64, sequences one after the other.
             positions: [T] int64, place of each token in its sequence.
-            attention: How they attend.
-            select: [R] int64, tokens at which logits are wanted.
+            attention: Attention of the pass.
+            select: [R] int64, indices of the selected tokens.
             targets: [R] int64, the token that follows each of them.
-            temperature: Logits are divided by it before probabilities are taken.
-            entropy: Whether entropies are wanted too, and with a gradient.
+            temperature: Divisor of the logits.
+            entropy: Whether entropies are computed too, and with a gradient.
 
         Returns:
-            `TokenOutputs` where there are targets, else [R, vocabulary] float32 logits.
+            `TokenOutputs` if there are targets, else [R, vocabulary] float32 logits.
         """
         hidden = self.hidden_states(tokens, positions, attention, select)
         head = cast("nn.Linear", self.model.get_output_embeddings())
         if targets is None:
-            return logits_of(hidden, head.weight, head.bias)
+            return linear_in_float32(hidden, head.weight, head.bias)
         return TokenOutputs(*score_tokens(hidden, head, targets, temperature, entropy))
 
 
@@ -66,11 +67,11 @@ def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
     """Load a model's weights in float32 into host memory.
 
     Args:
-        config: Where it is.
-        role: That it plays, for errors.
+        config: Model to load.
+        role: Role of the model, for errors.
 
     Raises:
-        RecipeError: It cannot be found or read, weights are missing, or it does something in its attention or logits
-            that this package does not do.
+        RecipeError: The model cannot be found or read, weights are missing, or its attention or logits need something
+            that this package does not support.
     """
     return CausalLM(load_decoder(AutoModelForCausalLM, config, role))

@@ -1,8 +1,8 @@
-"""Exact attention of continuations to shared prompts, in pieces that need no mask.
+"""Exact attention of continuations to shared prompts, in parts that need no mask.
 
-Softmax over a prompt's keys and a continuation's own is the two softmaxes, weighted by their normalisers. The backward
-pass of flash attention (Dao et al., arXiv 2205.14135) makes the probabilities of a piece from the output and the
-normaliser that it is given; given those of the whole, it gives the gradients of the whole.
+The softmax over the keys of a prompt and of a continuation is the sum of the two softmaxes, weighted by their
+normalizers. The backward pass of flash attention (Dao et al., arXiv 2205.14135) computes the probabilities of a part
+from a given output and normalizer; given those of the whole, it returns the gradients of the whole.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from leaderless.models.attention import Buckets
+from leaderless.models.attention import LengthBuckets
 
 Crossing = tuple[slice, slice]
-"""The tokens of a prompt, and those of all of its continuations, which attend to it."""
+"""The tokens of a prompt, and those of all continuations, which attend to it."""
 
 flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-"""Output and normaliser of queries, keys and values, [batch, heads, n, head_dim]; `torch` has no public name for it."""
+"""Output and normalizer for queries, keys and values [batch, heads, n, head_dim]; `torch` has no public name for it."""
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
 def attend_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, buckets: Buckets, crossings: Sequence[Crossing], scale: float
+    query: Tensor, key: Tensor, value: Tensor, buckets: LengthBuckets, crossings: Sequence[Crossing], scale: float
 ) -> Tensor:
-    """Causal attention within sequences, and of some tokens to a prompt besides.
+    """Compute causal attention within sequences, and attention of some tokens to a prompt too.
 
     Args:
         query: [T, query_heads, head_dim].
         key: [T, kv_heads, head_dim].
         value: [T, kv_heads, head_dim].
         buckets: The sequences; every token is in one of them.
-        crossings: Which tokens attend to which others besides.
-        scale: Of the dot products.
+        crossings: Tokens that attend to other tokens too, and those other tokens.
+        scale: Factor of the dot products.
 
     Returns:
         [T, query_heads, head_dim].
@@ -44,10 +44,10 @@ def attend_on_cpu(
 
 
 class _Context(FunctionCtx):
-    """What the forward pass leaves for the backward pass."""
+    """Everything the backward pass needs from the forward pass."""
 
     saved_tensors: tuple[Tensor, ...]
-    buckets: Buckets
+    buckets: LengthBuckets
     crossings: Sequence[Crossing]
     scale: float
 
@@ -61,7 +61,7 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        buckets: Buckets,
+        buckets: LengthBuckets,
         crossings: Sequence[Crossing],
         scale: float,
     ) -> Tensor:
@@ -97,8 +97,8 @@ class _Attention(torch.autograd.Function):
         grads = tuple(ctx.buckets.join([result[kind] for result in results]) for kind in range(3))
         for prompt, rest in ctx.crossings:
             places = (rest, rest, prompt, prompt, rest, rest)
-            pieces = (grad_output, query, key, value, output, normalizer)
-            taken = (_heads_first(values[place]) for values, place in zip(pieces, places, strict=True))
+            whole = (grad_output, query, key, value, output, normalizer)
+            taken = (_heads_first(values[place]) for values, place in zip(whole, places, strict=True))
             result = _backward(*taken, 0.0, False, scale=ctx.scale)
             for grad, place, part in zip(grads, (rest, prompt, prompt), result, strict=True):
                 grad[place] += _tokens_first(part)
@@ -106,10 +106,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _heads_first(values: Tensor) -> Tensor:
-    """[n, heads, ...] as [1, heads, n, ...]."""
+    """Turn [n, heads, ...] into [1, heads, n, ...]."""
     return values.unsqueeze(0).transpose(1, 2)
 
 
 def _tokens_first(values: Tensor) -> Tensor:
-    """[1, heads, n, ...] as [n, heads, ...]."""
+    """Turn [1, heads, n, ...] into [n, heads, ...]."""
     return values.transpose(1, 2).squeeze(0)

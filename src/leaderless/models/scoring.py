@@ -1,9 +1,8 @@
-"""What a language model says of given tokens, without the logits of many tokens at a time.
+"""Log-probabilities and entropies of given tokens, without holding the logits of many tokens at a time.
 
-Between forward and backward pass a token leaves one number behind, the normaliser of its logits. From it and from the
-hidden state the backward pass makes the probabilities again, chunk by chunk: one more product with the head, and
-nothing else, is the price of not holding them. As many of the first chunks as fit into a fixed amount of memory are
-held all the same.
+Between the forward and the backward pass each token keeps one number, the normalizer of its logits. From it and from
+the hidden state the backward pass recomputes the probabilities, chunk by chunk, for the price of one more product with
+the head. As many of the first chunks as fit into a fixed amount of memory are kept and not recomputed.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from leaderless.models.few_rows import linear_for_few
+from leaderless.models.products import linear_in_float32
 
 Entropy = Literal["none", "value", "gradient"]
-"""Whether entropies are wanted, and whether the loss depends on them."""
+"""Whether entropies are computed, and whether the loss depends on them."""
 CHUNK_ELEMENTS = 1 << 25
-"""Most logits of one chunk, and most probabilities that are held for the backward pass."""
+"""Most logits of one chunk, and most probabilities that are kept for the backward pass."""
 CPU_CHUNK_ELEMENTS = 1 << 21
-"""Most logits of one chunk on a CPU, so that it stays in the cache."""
+"""Most logits of one chunk in float32 on a CPU, so that it stays in the cache."""
 
 
 class _Settings(NamedTuple):
     """How tokens are scored.
 
     Attributes:
-        temperature: Logits are divided by it.
+        temperature: Divisor of the logits.
         entropy: See `Entropy`.
-        is_training: A backward pass may follow.
+        is_training: Whether a backward pass may follow.
         rows: Tokens of one chunk.
-        num_kept: Chunks that are held for the backward pass.
+        num_kept: Chunks that are kept for the backward pass.
     """
 
     temperature: float
@@ -43,7 +42,7 @@ class _Settings(NamedTuple):
     num_kept: int
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """The tokens of each chunk."""
+        """Give the tokens of each chunk."""
         for first in range(0, count, self.rows):
             yield slice(first, min(first + self.rows, count))
 
@@ -51,20 +50,22 @@ class _Settings(NamedTuple):
 def score_tokens(
     hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float, entropy: Entropy
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of tokens, and the entropies of what they were drawn from.
+    """Compute log-probabilities of tokens, and entropies of the distributions they were drawn from.
 
     Args:
-        hidden: [R, hidden_size], the states at which they are predicted.
-        head: Makes logits of them.
+        hidden: [R, hidden_size], states at which the tokens are predicted.
+        head: Layer from states to logits.
         targets: [R] int64, the tokens.
-        temperature: Logits are divided by it.
-        entropy: Whether entropies are wanted, and with a gradient.
+        temperature: Divisor of the logits.
+        entropy: Whether entropies are computed, and with a gradient.
 
     Returns:
         [R] log-probabilities and [R] entropies, of at least float32. Without entropies the latter is [0].
     """
     vocabulary = head.weight.shape[0]
-    rows = max(1, (CPU_CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ELEMENTS) // vocabulary)
+    # Where weights are converted to float32 for each chunk, large chunks are the faster ones.
+    is_small = hidden.device.type == "cpu" and hidden.dtype.itemsize >= 4
+    rows = max(1, (CPU_CHUNK_ELEMENTS if is_small else CHUNK_ELEMENTS) // vocabulary)
     is_training = torch.is_grad_enabled()
     num_kept = CHUNK_ELEMENTS // (rows * vocabulary) if is_training and entropy != "gradient" else 0
     settings = _Settings(temperature, entropy, is_training, rows, num_kept)
@@ -72,23 +73,8 @@ def score_tokens(
     return log_probs, entropies
 
 
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits at some tokens, in at least float32.
-
-    Args:
-        hidden: [R, hidden_size].
-        weight: [vocabulary, hidden_size], of the head.
-        bias: [vocabulary], of the head, if it has one.
-
-    Returns:
-        [R, vocabulary].
-    """
-    logits = linear_for_few(hidden, weight, bias)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 class _Context(FunctionCtx):
-    """What the forward pass leaves for the backward pass."""
+    """Everything the backward pass needs from the forward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -100,7 +86,7 @@ class _Scores(torch.autograd.Function):
     """Log-probabilities and entropies by chunks.
 
     With z = logits / temperature, p = softmax(z) and H the entropy, d log p_t / dz = 1_t - p and
-    dH / dz = -p (log p + H). What is called `slope` below is p - 1_t, the negative of the former.
+    dH / dz = -p (log p + H). In the code, `slope` is p - 1_t, the negative of the former.
     """
 
     @staticmethod
@@ -114,7 +100,7 @@ class _Scores(torch.autograd.Function):
         for chunk in settings.chunks(len(hidden)):
             logits, target = _scaled_logits(hidden[chunk], weight, bias, settings), targets[chunk].unsqueeze(1)
             probabilities = logits.softmax(dim=-1)
-            # The likeliest token is the one whose probability is surely not rounded to nothing.
+            # The probability of the likeliest token is never rounded to 0.
             normalizers[chunk] = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
             log_probs[chunk] = logits.gather(1, target).squeeze(1) - normalizers[chunk]
             if settings.entropy != "none":
@@ -170,7 +156,7 @@ class _Scores(torch.autograd.Function):
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:
-    logits = logits_of(hidden, weight, bias)
+    logits = linear_in_float32(hidden, weight, bias)
     return logits if settings.temperature == 1 else logits.div_(settings.temperature)
 
 
@@ -180,7 +166,7 @@ def _slope(probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to what is there."""
+    """Add a matrix product to a total."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

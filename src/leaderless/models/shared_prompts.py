@@ -1,29 +1,32 @@
-"""Attention over prompts that stand once in front of all of their continuations."""
+"""Attention to prompts that are computed once for all of their continuations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn.attention.varlen import varlen_attn
 
-from leaderless.models.attention import Attention, Buckets, attend_in_buckets
+from leaderless.models.attention import Attention, LengthBuckets, PackedAttention
 from leaderless.models.cpu_attention import attend_on_cpu
 
 
 @dataclass(frozen=True)
 class Family:
-    """A prompt and what follows it, as numbers of tokens.
+    """Numbers of tokens of a prompt and of its continuations.
 
-    Its tokens lie one behind the other: the prompt, then each continuation. A continuation attends to the prompt and to
+    The tokens lie one after the other: the prompt, then each continuation. A continuation attends to the prompt and to
     itself, never to its siblings.
 
     Attributes:
-        prompt: At least 1.
-        continuations: Each at least 1; there may be none.
+        prompt: Tokens of the prompt, at least 1.
+        continuations: Tokens of each continuation, at least 1; there may be no continuation.
     """
 
     prompt: int
@@ -31,22 +34,22 @@ class Family:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt, once, and of all continuations."""
+        """Number of tokens of the prompt, counted once, and of all continuations."""
         return self.prompt + sum(self.continuations)
 
     @property
     def longest(self) -> int:
-        """Tokens of the prompt with its longest continuation."""
+        """Number of tokens of the prompt with its longest continuation."""
         return self.prompt + max(self.continuations, default=0)
 
 
 def attention_over(families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:
-    """The fastest attention there is for a pass.
+    """Choose the fastest attention for a pass.
 
     Args:
-        families: One behind the other.
-        device: Where the pass runs.
-        compute_dtype: Of queries, keys and values.
+        families: Families of the pass, one after the other.
+        device: Device of the pass.
+        compute_dtype: Type of queries, keys and values.
     """
     if device.type == "cpu":
         return CpuAttention(families)
@@ -56,47 +59,40 @@ def attention_over(families: Sequence[Family], device: torch.device, compute_dty
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Tokens that lie one behind the other, and those of the prompt before them."""
+class _Block:
+    """Consecutive tokens that attend to themselves, causally, and to a prompt before them."""
 
     before: range
     own: range
 
-    def keys(self) -> Tensor:
-        """[n] int64: all tokens that the last one attends to."""
-        return torch.tensor([*self.before, *self.own])
 
-
-def _runs(families: Sequence[Family]) -> Iterator[_Run]:
-    """Every token once, in order; a single continuation is one run with its prompt."""
+def _blocks(families: Sequence[Family]) -> Iterator[_Block]:
+    """Cut a pass into blocks, each token in one of them; a single continuation is one block with its prompt."""
     end = 0
     for family in families:
         begin, end = end, end + family.prompt
         if len(family.continuations) == 1:
             end += family.continuations[0]
-            yield _Run(range(0), range(begin, end))
+            yield _Block(range(0), range(begin, end))
             continue
         prompt = range(begin, end)
-        yield _Run(range(0), prompt)
+        yield _Block(range(0), prompt)
         for length in family.continuations:
-            yield _Run(prompt, range(end, end + length))
+            yield _Block(prompt, range(end, end + length))
             end += length
 
 
 class CpuAttention:
-    """Each token attends to its own run, each continuation to its whole prompt besides, and the two are joined."""
+    """Attention of tokens to their own blocks, and of continuations to their prompts, joined into one result."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         """Plan the calls.
 
         Args:
-            families: One behind the other.
+            families: Families of the pass, one after the other.
         """
         self.longest = max(family.longest for family in families)
-        device = torch.device("cpu")
-        runs = list(_runs(families))
-        sequences = [torch.arange(run.own.start, run.own.stop) for run in runs]
-        self._buckets = Buckets(sequences, sum(family.num_tokens for family in families), device)
+        self._buckets = LengthBuckets([len(block.own) for block in _blocks(families)], torch.device("cpu"))
         self._crossings: list[tuple[slice, slice]] = []
         begin = 0
         for family in families:
@@ -110,29 +106,80 @@ class CpuAttention:
         return attend_on_cpu(query, key, value, self._buckets, self._crossings, scale)
 
 
+class _Copies:
+    """The tokens of a pass, laid out with each prompt once before each of its continuations."""
+
+    def __init__(self, blocks: Sequence[_Block], device: torch.device) -> None:
+        rows = torch.cat([torch.arange(r.start, r.stop) for block in blocks for r in (block.before, block.own)])
+        counts, order = rows.bincount(), rows.argsort(stable=True)
+        begins = counts.cumsum(0) - counts
+        self.num_tokens = len(counts)
+        self.rows = rows.to(device)
+        # By number of copies: tokens, and [tokens, copies] places of their copies.
+        self.places: list[tuple[Tensor, Tensor]] = []
+        for count in sorted(set(counts.tolist())):
+            tokens = (counts == count).nonzero().squeeze(1)
+            places = order[begins[tokens][:, None] + torch.arange(count)]
+            self.places.append((tokens.to(device), places.to(device)))
+
+    def lay_out(self, values: Tensor) -> Tensor:
+        """Turn [T, ...] into [copies, ...]."""
+        result: Tensor = _LayOut.apply(values, self)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Context(FunctionCtx):
+    copies: _Copies
+
+
+class _LayOut(torch.autograd.Function):
+    """Copies of tokens. Their gradients are added up in float32 and in a fixed order.
+
+    The backward pass of `index_select` adds them up one by one, in bfloat16 and in the order in which threads arrive: a
+    prompt's gradient would lose digits with each sibling, and no pass could be repeated bit for bit.
+    """
+
+    @staticmethod
+    def forward(ctx: _Context, values: Tensor, copies: _Copies) -> Tensor:
+        ctx.copies = copies
+        return values.index_select(0, copies.rows)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.new_empty(ctx.copies.num_tokens, *grad.shape[1:])
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        for tokens, places in ctx.copies.places:
+            parts = grad.index_select(0, places.flatten()).view(*places.shape, *grad.shape[1:])
+            total.index_copy_(0, tokens, parts.sum(1, dtype=dtype).to(grad.dtype))
+        return total, None
+
+
 class VarlenAttention:
-    """FlashAttention over runs of any length; the keys of a prompt are laid before those of each continuation."""
+    """FlashAttention over blocks of any length; the keys of a prompt are copied before those of each continuation."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         """Plan the call.
 
         Args:
-            families: One behind the other.
-            device: Where the pass runs.
+            families: Families of the pass, one after the other.
+            device: Device of the pass.
         """
         self.longest = max(family.longest for family in families)
-        runs = list(_runs(families))
-        lengths = torch.tensor([[0, 0], *([len(run.own), len(run.before) + len(run.own)] for run in runs)])
+        blocks = list(_blocks(families))
+        lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
         self._query_ends, self._key_ends = lengths.cumsum(0).int().t().contiguous().to(device)
         self._longest_query, self._longest_key = lengths.amax(0).tolist()
-        is_shared = any(run.before for run in runs)
-        self._keys = torch.cat([run.keys() for run in runs]).to(device) if is_shared else None
+        self._copies = _Copies(blocks, device) if any(block.before for block in blocks) else None
+        # torch 2.11 takes groups of heads without being told, and does not know the argument.
+        self._attend = (
+            partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
+        )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """See `Attention`. Where there are more keys than queries, the last query meets the last key."""
-        if self._keys is not None:
-            key, value = key.index_select(0, self._keys), value.index_select(0, self._keys)
-        output = varlen_attn(
+        """See `Attention`. Where there are more keys than queries, the last query is aligned with the last key."""
+        if self._copies is not None:
+            key, value = self._copies.lay_out(key), self._copies.lay_out(value)
+        output = self._attend(
             query,
             key,
             value,
@@ -142,25 +189,28 @@ class VarlenAttention:
             self._longest_key,
             scale=scale,
             window_size=(-1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
         )
         return cast("Tensor", output)
 
 
 class ExpandedAttention:
-    """Each continuation with its prompt is a sequence of its own, as if the prompt were there as often."""
+    """Attention of continuations that each have a copy of their prompt."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         """Plan the calls.
 
         Args:
-            families: One behind the other.
-            device: Where the pass runs.
+            families: Families of the pass, one after the other.
+            device: Device of the pass.
         """
-        self.longest = max(family.longest for family in families)
-        sequences = [run.keys() for run in _runs(families)]
-        self._buckets = Buckets(sequences, sum(family.num_tokens for family in families), device)
+        blocks = list(_blocks(families))
+        self._copies = _Copies(blocks, device)
+        self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)
+        self.longest = self._packed.longest
+        is_own = [is_own for block in blocks for is_own in [False] * len(block.before) + [True] * len(block.own)]
+        self._own = torch.tensor(is_own).nonzero().squeeze(1).to(device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Attention`."""
-        return attend_in_buckets(self._buckets, query, key, value, scale)
+        query, key, value = (self._copies.lay_out(values) for values in (query, key, value))
+        return self._packed.attend(layer, query, key, value, scale).index_select(0, self._own)

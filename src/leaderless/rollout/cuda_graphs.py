@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leaderless.data.errors import is_out_of_memory
 from leaderless.rollout.lean_forward import Forward
-from leaderless.rollout.run_attention import DecodeAttention
+from leaderless.rollout.segment_attention import DecodeAttention
 
 EAGER_PASSES = 2
 """Passes of the same shapes before one is recorded; they let compilers and libraries make ready what they need."""

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that are being decoded: runs of tokens in slots, and slots sorted by size."""
+"""The key-value cache: segments of tokens in slots, and slots sorted by size."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from itertools import count
 from torch import Tensor
 
 SMALLEST_SLOT = 64
-"""Tokens of the smallest slots; each size is twice the one before it."""
+"""Tokens of the smallest slots; each size is twice the previous one."""
 
 MOST_SPARE_SLOTS = 64
-"""Where slots of a size run out, their number doubles, but grows by no more than this beyond what is needed."""
+"""Most slots that are added beyond the needed ones. When slots of a size run out, their number at most doubles."""
 
 LayerKeysValues = tuple[Tensor, Tensor]
 _allocations = count(1)
 
 
 @dataclass(eq=False)
-class Run:
-    """Tokens one behind the other, whose keys and values lie in a slot.
+class Segment:
+    """Consecutive tokens of a sequence, whose keys and values lie in a slot.
 
     Attributes:
-        length: Tokens, with those that the pass under way writes.
-        home: The slots of its size.
-        slot: Which of them.
+        length: Number of tokens, including those that the current pass writes.
+        home: Slots of its size.
+        slot: Index of its slot.
     """
 
     length: int
@@ -34,41 +34,41 @@ class Run:
 
 
 class Slots:
-    """Slots of one size; the first ones are taken, without a gap.
+    """Slots of one size; the first ones are in use, without a gap.
 
-    Keys and values are [kv_heads, slots, tokens, head_dim], so that what one head reads of a run lies side by side.
-    They are 0 where nothing was written: what is masked is multiplied by 0 all the same, which only numbers survive.
+    Keys and values are [kv_heads, slots, tokens, head_dim], so that everything one head reads of a segment is
+    contiguous. They are 0 where nothing was written: masked values are multiplied by 0, and 0 times NaN is NaN.
     """
 
     def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues], multiple: int) -> None:
-        """Describe them; memory is taken with the first runs, and `allocation` tells it from other memory.
+        """Describe slots; memory is allocated with the first segments, and `allocation` identifies it.
 
         Args:
-            capacity: Tokens that fit into a slot.
-            shapes: By layer, empty tensors with the heads and the type of keys and values, once they are known.
-            multiple: Of which the number of slots is one.
+            capacity: Most tokens of a slot.
+            shapes: Empty tensors by layer, with the heads and the type of keys and values, once they are known.
+            multiple: Divisor of the number of slots.
         """
-        self.capacity, self.runs = capacity, list[Run]()
+        self.capacity, self.segments = capacity, list[Segment]()
         self._shapes, self._multiple = shapes, multiple
         self._layers: dict[int, LayerKeysValues] = {}
         self._num_slots = 0
         self.allocation = 0
 
     def layer(self, layer: int) -> LayerKeysValues:
-        """Keys and values of a layer.
+        """Give the keys and values of a layer.
 
         Args:
-            layer: Its number.
+            layer: Number of the layer.
         """
-        if layer not in self._layers:  # of the first pass, which makes the shapes known
+        if layer not in self._layers:  # the first pass makes the shapes known
             self._layers[layer] = self._room(layer)
         return self._layers[layer]
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put keys and values of tokens where they belong.
+        """Store keys and values of tokens.
 
         Args:
-            layer: Its number.
+            layer: Number of the layer.
             places: [n] int64, slot times capacity plus the place in the slot.
             key: [n, kv_heads, head_dim].
             value: [n, kv_heads, head_dim].
@@ -78,56 +78,56 @@ class Slots:
         for tensor, new in zip(self.layer(layer), (key, value), strict=True):
             tensor.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
 
-    def add(self, length: int) -> Run:
-        """Take a slot.
+    def add(self, length: int) -> Segment:
+        """Start a segment in a free slot.
 
         Args:
-            length: Of the run that begins in it.
+            length: Number of tokens of the segment.
         """
-        run = Run(length, self, len(self.runs))
-        self.reserve(len(self.runs) + 1)
-        self.runs.append(run)
-        return run
+        segment = Segment(length, self, len(self.segments))
+        self.reserve(len(self.segments) + 1)
+        self.segments.append(segment)
+        return segment
 
-    def adopt(self, run: Run) -> None:
-        """Take over a run from smaller slots.
+    def adopt(self, segment: Segment) -> None:
+        """Move a segment here from smaller slots.
 
         Args:
-            run: With its keys and values.
+            segment: Segment to move, with its keys and values.
         """
-        slot = len(self.runs)
+        slot = len(self.segments)
         self.reserve(slot + 1)
         for layer in self._shapes:
-            for mine, other in zip(self.layer(layer), run.home.layer(layer), strict=True):
-                mine[:, slot, : run.length] = other[:, run.slot, : run.length]
-        run.home.remove(run)
-        run.home, run.slot = self, slot
-        self.runs.append(run)
+            for mine, other in zip(self.layer(layer), segment.home.layer(layer), strict=True):
+                mine[:, slot, : segment.length] = other[:, segment.slot, : segment.length]
+        segment.home.remove(segment)
+        segment.home, segment.slot = self, slot
+        self.segments.append(segment)
 
-    def remove(self, run: Run) -> None:
-        """Free a slot; the last run moves into it. Without runs, memory is let go.
+    def remove(self, segment: Segment) -> None:
+        """Free a slot and move the last segment into it. Without segments, memory is released.
 
         Args:
-            run: Whose slot it is.
+            segment: Segment to remove.
         """
-        last = self.runs.pop()
-        if last is not run:
+        last = self.segments.pop()
+        if last is not segment:
             for keys_values in self._layers.values():
                 for tensor in keys_values:
-                    tensor[:, run.slot, : last.length] = tensor[:, last.slot, : last.length]
-            self.runs[run.slot], last.slot = last, run.slot
-        if not self.runs:
+                    tensor[:, segment.slot, : last.length] = tensor[:, last.slot, : last.length]
+            self.segments[segment.slot], last.slot = last, segment.slot
+        if not self.segments:
             self._layers, self._num_slots = {}, 0
 
-    def reserve(self, num_runs: int) -> None:
-        """Have slots for so many runs.
+    def reserve(self, num_segments: int) -> None:
+        """Allocate slots for a number of segments.
 
         Args:
-            num_runs: At least 1.
+            num_segments: Number of segments, at least 1.
         """
-        if num_runs <= self._num_slots:
+        if num_segments <= self._num_slots:
             return
-        wanted = max(num_runs, min(2 * self._num_slots, self._num_slots + MOST_SPARE_SLOTS))
+        wanted = max(num_segments, min(2 * self._num_slots, self._num_slots + MOST_SPARE_SLOTS))
         self._num_slots = -(-wanted // self._multiple) * self._multiple
         self.allocation = next(_allocations)
         for layer in self._shapes:
@@ -143,46 +143,46 @@ class Slots:
         return keys.new_zeros(*size, width), values.new_zeros(*size, value_width)
 
 
-class RunStore:
-    """Runs of any length, each in a slot less than twice as long, or of the smallest size."""
+class SegmentStore:
+    """Segments of any length, each in a slot of the smallest size or less than twice as long as the segment."""
 
     def __init__(self, multiple: int = 1) -> None:
-        """Begin without a run.
+        """Start without segments.
 
         Args:
-            multiple: Of which the number of slots of a size is one.
+            multiple: Divisor of the number of slots of each size.
         """
         self._shapes: dict[int, LayerKeysValues] = {}
         self._sizes: dict[int, Slots] = {}
         self._multiple = multiple
 
     def __iter__(self) -> Iterator[Slots]:
-        """Slots that have runs, the smallest first."""
-        return (self._sizes[capacity] for capacity in sorted(self._sizes) if self._sizes[capacity].runs)
+        """Iterate over slots that have segments, the smallest first."""
+        return (self._sizes[capacity] for capacity in sorted(self._sizes) if self._sizes[capacity].segments)
 
-    def add(self, length: int, room: int = 0) -> Run:
-        """Begin a run.
+    def add(self, length: int, room: int = 0) -> Segment:
+        """Start a segment.
 
         Args:
-            length: Tokens that it has from the beginning.
-            room: Tokens that it shall be able to get without moving.
+            length: Number of tokens at the start.
+            room: Number of tokens that can be added before the segment has to move.
         """
         return self._slots(length + room).add(length)
 
     def grow(self) -> bool:
-        """Move runs that fill their slots into larger ones.
+        """Move segments that fill their slots into larger ones.
 
         Returns:
-            Whether there were any.
+            Whether any segment was moved.
         """
         moved = False
         for slots in list(self):
-            full = [run for run in slots.runs if run.length == slots.capacity]
+            full = [segment for segment in slots.segments if segment.length == slots.capacity]
             if full:
                 moved, larger = True, self._slots(2 * slots.capacity)
-                larger.reserve(len(larger.runs) + len(full))
-                for run in reversed(full):
-                    larger.adopt(run)
+                larger.reserve(len(larger.segments) + len(full))
+                for segment in reversed(full):
+                    larger.adopt(segment)
         return moved
 
     def _slots(self, length: int) -> Slots:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from leaderless.data.errors import is_out_of_memory
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
-from leaderless.models.few_rows import linear_for_few
+from leaderless.models.products import linear_for_few, linear_in_float32
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -83,7 +83,8 @@ class LeanForward:
             attended = attention.attend(number, query, key, value, layer.self_attn.scaling)
             hidden = self._finish(layer, hidden, attended)
         hidden = normalize(base.norm, hidden.index_select(0, select))
-        return multiply(cast("nn.Module", self._model.model.get_output_embeddings()), hidden).float()
+        head = cast("nn.Linear", self._model.model.get_output_embeddings())
+        return linear_in_float32(hidden, head.weight, head.bias)
 
 
 def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Projected:

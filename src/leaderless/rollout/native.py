@@ -16,22 +16,22 @@ from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams
-from leaderless.rollout.kv_cache import Run, RunStore
+from leaderless.rollout.kv_cache import Segment, SegmentStore
 from leaderless.rollout.lean_forward import forward_of
-from leaderless.rollout.run_attention import (
+from leaderless.rollout.sampling import sample_tokens, uniform_noise
+from leaderless.rollout.segment_attention import (
     DecodeAttention,
-    Piece,
     PrefillAttention,
+    PromptPart,
     Rounding,
     SharedPrompts,
     round_up,
 )
-from leaderless.rollout.sampling import sample_tokens, uniform_noise
 from leaderless.rollout.stop_texts import has_stopped
 from leaderless.training.engine import TrainEngine
 
 PREFILL_TOKENS = 8192
-"""Prompts are read in passes of at most so many tokens, a longer one in pieces."""
+"""Prompts are read in passes of at most so many tokens, a longer one in parts."""
 EXACT = Rounding(rows=1, tokens=1)
 COARSE = Rounding(rows=16, tokens=64)
 """On accelerators passes are cheaper to begin than to compute, where their shapes have been met before."""
@@ -45,8 +45,8 @@ class _Prompt:
         tokens: Of a prompt; behind it what a resumed response began with.
         waiting: Responses that are not decoded yet.
         num_left: Responses that have not ended.
-        is_shared: Several responses attend to its run; a single one goes on in it.
-        run: Its keys and values; None until it has been read.
+        is_shared: Several responses attend to its segment; a single one goes on in it.
+        segment: Its keys and values; None until it has been read.
         logits: [vocabulary] float32, of the first token.
     """
 
@@ -54,7 +54,7 @@ class _Prompt:
     waiting: deque[_Sequence] = field(default_factory=deque)
     num_left: int = 0
     is_shared: bool = False
-    run: Run | None = None
+    segment: Segment | None = None
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -69,7 +69,7 @@ class _Sequence:
         completion: Has what a resumed response began with, too.
         params: How it is sampled.
         prompt: That it goes on from.
-        run: Keys and values of its own tokens; None while it waits.
+        segment: Keys and values of its own tokens; None while it waits.
         num_tokens: Of the prompt and the response.
     """
 
@@ -79,7 +79,7 @@ class _Sequence:
     completion: Completion
     params: SamplingParams
     prompt: _Prompt
-    run: Run | None = None
+    segment: Segment | None = None
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,9 +108,9 @@ class _Rows:
     """What is the same from pass to pass, until responses come, go or move.
 
     Attributes:
-        sequences: Of each row, in the order of their runs; None for rows that only fill up a shape.
+        sequences: Of each row, in the order of their segments; None for rows that only fill up a shape.
         real: [n] int64, rows that are responses.
-        shared: Their prompts; None where all are in their own runs.
+        shared: Their prompts; None where all are in their own segments.
         draws: How they are sampled.
     """
 
@@ -157,9 +157,9 @@ class NativeEngine:
         self._forget()
 
     def _forget(self) -> None:
-        self._prompts, self._responses = (RunStore(self._rounding.rows) for _ in range(2))
+        self._prompts, self._responses = (SegmentStore(self._rounding.rows) for _ in range(2))
         self._graphs = DecodeGraphs(self._pass) if self.device.type == "cuda" else None
-        self._active: dict[Run, _Sequence] = {}
+        self._active: dict[Segment, _Sequence] = {}
         self._rows: _Rows | None = None
 
     @contextmanager
@@ -207,14 +207,14 @@ class NativeEngine:
 
     def _release(self, sequence: _Sequence) -> None:
         """Let go of the keys and values that nobody needs any more."""
-        if sequence.run is not None:
-            sequence.run.home.remove(sequence.run)
-            del self._active[sequence.run]
+        if sequence.segment is not None:
+            sequence.segment.home.remove(sequence.segment)
+            del self._active[sequence.segment]
             self._rows = None
         prompt = sequence.prompt
         prompt.num_left -= 1
-        if prompt.num_left == 0 and prompt.is_shared and prompt.run is not None:
-            prompt.run.home.remove(prompt.run)
+        if prompt.num_left == 0 and prompt.is_shared and prompt.segment is not None:
+            prompt.segment.home.remove(prompt.segment)
 
     def close(self) -> None:
         """See `RolloutEngine`."""
@@ -245,9 +245,9 @@ class NativeEngine:
             while self._read and len(self._active) < self.max_sequences:
                 prompt = self._read[0]
                 sequence = prompt.waiting.popleft()
-                sequence.run = self._responses.add(0) if prompt.is_shared else prompt.run
-                assert sequence.run is not None
-                self._active[sequence.run] = sequence
+                sequence.segment = self._responses.add(0) if prompt.is_shared else prompt.segment
+                assert sequence.segment is not None
+                self._active[sequence.segment] = sequence
                 admitted.append(sequence)
                 if not prompt.waiting:
                     self._read.popleft()
@@ -273,24 +273,24 @@ class NativeEngine:
         for prompt in taken:
             prompt.is_shared = prompt.num_left > 1
             store, room = (self._prompts, 0) if prompt.is_shared else (self._responses, 1)
-            prompt.run = store.add(len(prompt.tokens), room)
+            prompt.segment = store.add(len(prompt.tokens), room)
         begin = 0
         longest = max(len(prompt.tokens) for prompt in taken)
         while begin < longest:
-            logits = self._read_pieces(taken, begin)
+            logits = self._read_parts(taken, begin)
             begin += PREFILL_TOKENS
         for prompt, row in zip(taken, logits, strict=True):
             prompt.logits = row
         self._read += taken
 
-    def _read_pieces(self, prompts: Sequence[_Prompt], begin: int) -> Tensor:
+    def _read_parts(self, prompts: Sequence[_Prompt], begin: int) -> Tensor:
         """One pass over prompts, from some token on; logits of the last tokens, [n, vocabulary] float32."""
-        parts = [prompt.tokens[begin : begin + PREFILL_TOKENS] for prompt in prompts]
-        pieces = [Piece(_run(prompt), begin, len(part)) for prompt, part in zip(prompts, parts, strict=True)]
-        tokens = torch.tensor([token for part in parts for token in part])
-        positions = torch.cat([torch.arange(begin, begin + len(part)) for part in parts])
-        last = torch.tensor([len(part) for part in parts]).cumsum(0) - 1
-        return self._forward(tokens, positions, PrefillAttention(pieces, self.device), last)
+        read = [prompt.tokens[begin : begin + PREFILL_TOKENS] for prompt in prompts]
+        parts = [PromptPart(_segment(prompt), begin, len(tokens)) for prompt, tokens in zip(prompts, read, strict=True)]
+        positions = torch.cat([torch.arange(begin, begin + part.count) for part in parts])
+        last = torch.tensor([part.count for part in parts]).cumsum(0) - 1
+        flat = torch.tensor([token for tokens in read for token in tokens])
+        return self._forward(flat, positions, PrefillAttention(parts, self.device), last)
 
     def _decode(self) -> None:
         """One more token for each active response."""
@@ -301,18 +301,18 @@ class NativeEngine:
         tokens = [0 if sequence is None else sequence.completion.tokens[-1] for sequence in rows.sequences]
         attention = DecodeAttention(self._responses, rows.shared, max(places) + 1, self._rounding, self.device)
         logits = self._forward(torch.tensor(tokens), torch.tensor(places), attention, rows.real)
-        for run in self._active:
-            run.length += 1
+        for segment in self._active:
+            segment.length += 1
         self._extend([s for s in rows.sequences if s is not None], logits, rows.draws)
 
     def _arrange(self) -> _Rows:
-        """Rows in the order of their runs, and what follows from it."""
+        """Rows in the order of their segments, and what follows from it."""
         sequences: list[_Sequence | None] = []
         for slots in self._responses:
-            sequences += [self._active[run] for run in slots.runs]
-            sequences += [None] * (round_up(len(slots.runs), self._rounding.rows) - len(slots.runs))
+            sequences += [self._active[segment] for segment in slots.segments]
+            sequences += [None] * (round_up(len(slots.segments), self._rounding.rows) - len(slots.segments))
         real = [row for row, sequence in enumerate(sequences) if sequence is not None]
-        prompts = [s.prompt.run if s is not None and s.prompt.is_shared else None for s in sequences]
+        prompts = [s.prompt.segment if s is not None and s.prompt.is_shared else None for s in sequences]
         is_any_shared = any(prompt is not None for prompt in prompts)
         return _Rows(
             sequences,
@@ -364,9 +364,9 @@ class NativeEngine:
         return "length" if len(tokens) >= params.max_tokens else None
 
 
-def _run(prompt: _Prompt) -> Run:
-    assert prompt.run is not None
-    return prompt.run
+def _segment(prompt: _Prompt) -> Segment:
+    assert prompt.segment is not None
+    return prompt.segment
 
 
 def _ended(sequence: _Sequence, reason: FinishReason) -> Delta:

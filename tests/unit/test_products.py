@@ -1,4 +1,4 @@
-"""Products with a large matrix by blocks, against the product as a whole."""
+"""Products by blocks, and products that are not rounded to bfloat16, against plain ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from leaderless.models import few_rows
-from leaderless.models.few_rows import BLOCK, FEW, LARGE, linear_for_few
+from leaderless.models import products
+from leaderless.models.products import BLOCK, FEW, LARGE, bmm_in_float32, linear_for_few, linear_in_float32
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, FEW, FEW + 1])
@@ -23,14 +23,14 @@ def test_blocks_give_the_product(num_rows: int, outputs: int, has_bias: bool) ->
     assert result.is_contiguous()
 
 
-def test_only_few_rows_and_large_matrices_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_products_and_large_matrices_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: list[tuple[int, int]] = []
 
     def watched(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         whole.append((len(rows), len(weight)))
         return linear(rows, weight, bias)
 
-    monkeypatch.setattr(few_rows, "linear", watched)
+    monkeypatch.setattr(products, "linear", watched)
 
     def multiply(num_rows: int, outputs: int, inputs: int = 256, dtype: torch.dtype = torch.float32) -> None:
         linear_for_few(torch.ones(num_rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype))
@@ -44,6 +44,22 @@ def test_only_few_rows_and_large_matrices_are_cut(monkeypatch: pytest.MonkeyPatc
     multiply(3, large + 1)
     multiply(4, large, dtype=torch.bfloat16)
     assert whole == [(FEW + 1, large), (2, large - 1), (3, 1), (4, large)], "of the third only what is over"
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_of_bfloat16_are_not_rounded_to_it(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
+    """Logits of 16 to 32 would be multiples of 0.125, and their log-probabilities off by some hundredths."""
+    monkeypatch.setattr(products, "WIDENED", 5 * 64)
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(n, 64, generator=generator).mul(3).to(torch.bfloat16) for n in (7, 23))
+    bias = torch.randn(23, generator=generator).to(torch.bfloat16) if has_bias else None
+    expected = linear(rows.double(), weight.double(), None if bias is None else bias.double())
+    result = linear_in_float32(rows, weight, bias)
+    assert result.dtype == torch.float32
+    assert float((result - expected).abs().max()) < 1e-4
+    assert float((linear(rows, weight, bias) - expected).abs().max()) > 0.1, "what rounding would cost"
+    batches = bmm_in_float32(rows[None], weight.t()[None])
+    torch.testing.assert_close(batches[0].double(), rows.double() @ weight.double().t(), atol=1e-4, rtol=0)
 
 
 def test_blocks_pass_gradients() -> None:

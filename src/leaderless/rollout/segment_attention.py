@@ -1,0 +1,341 @@
+"""Attention of passes that fill the key-value cache: prompts in prefill, and one new token per response in decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from leaderless.models.attention import PackedAttention, attend_padded
+from leaderless.models.cpu_attention import flash_on_cpu
+from leaderless.models.products import bmm_in_float32
+from leaderless.rollout.kv_cache import Segment, SegmentStore, Slots
+
+QUERY_BLOCK = 1024
+"""Most queries that attend at a time in later parts of a long prompt."""
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """The tokens of a prompt that one pass reads.
+
+    Attributes:
+        segment: Segment of the prompt.
+        begin: Number of tokens that earlier passes have read.
+        count: Number of tokens that this pass reads.
+    """
+
+    segment: Segment
+    begin: int
+    count: int
+
+
+class PrefillAttention(PackedAttention):
+    """Causal attention over prompts, which writes keys and values into their segments."""
+
+    def __init__(self, parts: Sequence[PromptPart], device: torch.device) -> None:
+        """Plan a pass.
+
+        Args:
+            parts: Whole prompts, or a single later part of one prompt.
+            device: Device of the pass.
+        """
+        super().__init__([part.count for part in parts], device)
+        self._late = parts[0] if parts[0].begin else None
+        self.longest = max(part.begin + part.count for part in parts)
+        counts = [part.count for part in parts]
+        tokens = torch.split(torch.arange(sum(counts)), counts)
+        self._writes: list[tuple[Slots, Tensor, Tensor]] = []
+        for home in dict.fromkeys(part.segment.home for part in parts):
+            mine = [(own, part) for own, part in zip(tokens, parts, strict=True) if part.segment.home is home]
+            begins = [part.segment.slot * home.capacity + part.begin - int(own[0]) for own, part in mine]
+            source = torch.cat([own for own, _ in mine])
+            places = torch.cat([own + begin for (own, _), begin in zip(mine, begins, strict=True)])
+            self._writes.append((home, source.to(device), places.to(device)))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Attention`."""
+        for home, source, places in self._writes:
+            home.write(layer, places, key.index_select(0, source), value.index_select(0, source))
+        if self._late is None:
+            return super().attend(layer, query, key, value, scale)
+        return self._attend_late(self._late, layer, query, scale)
+
+    def _attend_late(self, part: PromptPart, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Attend to earlier parts too, in blocks of queries, so that masks stay small."""
+        outputs: list[Tensor] = []
+        for begin in range(0, part.count, QUERY_BLOCK):
+            block = query[begin : begin + QUERY_BLOCK].transpose(0, 1).unsqueeze(0)
+            longest = part.begin + begin + block.shape[2]
+            cached = part.segment.home.layer(layer)
+            keys, values = (tensor[:, part.segment.slot, :longest].unsqueeze(0) for tensor in cached)
+            is_seen = torch.ones(block.shape[2], longest, dtype=torch.bool, device=query.device)
+            is_seen = is_seen.tril(longest - block.shape[2])
+            outputs.append(attend_padded(block, keys, values, is_seen, scale).squeeze(0).transpose(0, 1))
+        return torch.cat(outputs)
+
+
+class Rounding(NamedTuple):
+    """Multiples to which sizes are rounded up, so that passes of the same shapes recur.
+
+    Attributes:
+        rows: Multiple for numbers of responses and prompts; above 1, numbers of siblings become powers of two.
+        tokens: Multiple for the length of the longest segment.
+    """
+
+    rows: int
+    tokens: int
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Round up to the next multiple.
+
+    Args:
+        value: Number to round, at least 0.
+        multiple: Divisor of the result, at least 1.
+    """
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class _Tier:
+    """Segments in slots of one size, which are attended to in one call.
+
+    Attributes:
+        slots: Slots of the segments, from the first on.
+        count: Number of slots; the last ones may be empty, and their results are not used.
+        longest: Tokens of the longest segment.
+        indices: Responses: [count] int64, places where the new tokens are written. Prompts: [count * width] int64, rows
+            that attend to each prompt.
+        mask: [1, count, 1, longest], minus infinity behind the end of a segment; None if all are of one length.
+    """
+
+    slots: Slots
+    count: int
+    longest: int
+    indices: Tensor
+    mask: Tensor | None
+
+    def signature(self) -> tuple[int, ...]:
+        """List everything that a recorded pass depends on besides the values of its tensors."""
+        sizes = (self.slots.capacity, self.slots.allocation, self.count, self.longest, len(self.indices))
+        return (*sizes, self.mask is None)
+
+    def tensors(self) -> list[Tensor]:
+        """List the tensors that are copied into a recorded pass."""
+        return [self.indices] if self.mask is None else [self.indices, self.mask]
+
+    def attend(self, layer: int, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attend to each segment with some queries.
+
+        Args:
+            layer: Number of the layer.
+            query: [count, queries, query_heads, head_dim].
+            scale: Factor of the dot products.
+
+        Returns:
+            [count * queries, query_heads, head_dim] results, and [count * queries, query_heads] normalizers: logarithms
+            of the sums by which the softmax divides.
+        """
+        keys, values = (tensor[:, : self.count, : self.longest] for tensor in self.slots.layer(layer))
+        count, queries, heads, width = query.shape
+        # Query heads that share a key head are computed as several queries of that head.
+        kv_heads, repeat = len(keys), heads // len(keys)
+        together = query.reshape(count, queries, kv_heads, repeat, width).permute(2, 0, 1, 3, 4).flatten(2, 3)
+        output, normalizer = _attend(together, keys, values, self.mask, scale)
+        output = output.reshape(kv_heads, count, queries, repeat, width).permute(1, 2, 0, 3, 4)
+        normalizer = normalizer.reshape(kv_heads, count, queries, repeat).permute(1, 2, 0, 3)
+        return output.reshape(-1, heads, width), normalizer.reshape(-1, heads)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Results [heads, n, queries, head_dim], and normalizers [heads, n, queries]."""
+    if query.device.type == "cpu":
+        mask = None if mask is None else mask.to(query.dtype)
+        return cast("tuple[Tensor, Tensor]", flash_on_cpu(query, key, value, attn_mask=mask, scale=scale))
+    return attend_in_float32(query, key, value, mask, scale)
+
+
+def attend_in_float32(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with scores in at least float32, as fused kernels do.
+
+    Some models have biases of keys that make scores large. Rounded to bfloat16, these scores would be off by more than
+    the differences between tokens.
+
+    Args:
+        query: [heads, n, queries, head_dim].
+        key: [heads, n, keys, head_dim].
+        value: [heads, n, keys, head_dim].
+        mask: [1, n, 1, keys], added to the scores.
+        scale: Factor of the dot products.
+
+    Returns:
+        [heads, n, queries, head_dim] results, and [heads, n, queries] normalizers.
+    """
+    scores = bmm_in_float32(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)) * scale
+    scores = scores.view(*query.shape[:3], -1)
+    scores = scores if mask is None else scores + mask
+    normalizer = scores.logsumexp(dim=-1)
+    return (scores - normalizer.unsqueeze(-1)).exp().to(value.dtype) @ value, normalizer
+
+
+def _mask(lengths: Sequence[int], longest: int, device: torch.device) -> Tensor:
+    """0 within a segment, minus infinity behind it; an empty segment counts as one token, whose result is not used."""
+    ends = torch.tensor(lengths, device=device).clamp(min=1)
+    is_behind = torch.arange(longest, device=device)[None, :] >= ends[:, None]
+    return torch.zeros(is_behind.shape, device=device).masked_fill_(is_behind, -torch.inf)[None, :, None, :]
+
+
+class SharedPrompts:
+    """Attention of responses to prompts that they share with siblings."""
+
+    def __init__(
+        self, store: SegmentStore, prompts: Sequence[Segment | None], rounding: Rounding, device: torch.device
+    ) -> None:
+        """Plan the calls, which stay the same until responses come or go.
+
+        Args:
+            store: Segments of the prompts.
+            prompts: Prompt of each row of the pass; None if the prompt is in the row's own segment.
+            rounding: Rounding of shapes.
+            device: Device of the pass.
+        """
+        readers: dict[Segment, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            if prompt is not None:
+                readers.setdefault(prompt, []).append(row)
+        self.tiers: list[_Tier] = []
+        self.place, offset = torch.zeros(len(prompts), dtype=torch.int64), 0
+        for slots in store:
+            groups = [readers.get(segment, []) for segment in slots.segments]
+            count, width = round_up(len(groups), rounding.rows), max(1, *map(len, groups))
+            width = width if rounding.rows == 1 else 1 << (width - 1).bit_length()
+            rows = torch.zeros(count, width, dtype=torch.int64)
+            for number, group in enumerate(groups):
+                rows[number, : len(group)] = torch.tensor(group, dtype=torch.int64)
+                self.place[group] = offset + number * width + torch.arange(len(group))
+            lengths = [segment.length for segment in slots.segments] + [0] * (count - len(groups))
+            longest = min(round_up(max(lengths), rounding.tokens), slots.capacity)
+            mask = None if rounding.rows == 1 and min(lengths) == longest else _mask(lengths, longest, device)
+            self.tiers.append(_Tier(slots, count, longest, rows.flatten().to(device), mask))
+            offset += count * width
+        in_order = torch.arange(len(prompts))
+        # Until a response ends, it lies next to its siblings, and no row has to be moved.
+        self._is_in_order = (
+            rounding.rows == 1
+            and len(self.tiers) == 1
+            and all(
+                len(order) == len(prompts) and torch.equal(order.cpu(), in_order)
+                for order in (self.place, self.tiers[0].indices)
+            )
+        )
+        self.place = self.place.to(device)
+        is_read = torch.tensor([prompt is not None for prompt in prompts])
+        self.is_read = None if bool(is_read.all()) else is_read.float()[:, None].to(device)
+
+    def signature(self) -> tuple[int, ...]:
+        """List everything that a recorded pass depends on besides the values of its tensors."""
+        return (
+            self.is_read is None,
+            self._is_in_order,
+            *(number for tier in self.tiers for number in tier.signature()),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """List the tensors that are copied into a recorded pass."""
+        others = [self.place] if self.is_read is None else [self.place, self.is_read]
+        return [*others, *(tensor for tier in self.tiers for tensor in tier.tensors())]
+
+    def merge(self, layer: int, query: Tensor, output: Tensor, normalizer: Tensor, scale: float) -> Tensor:
+        """Combine attention to own tokens with attention to prompts, each weighted by its share of the exponentials.
+
+        Args:
+            layer: Number of the layer.
+            query: [n, query_heads, head_dim].
+            output: [n, query_heads, head_dim], result of the attention to own tokens.
+            normalizer: [n, query_heads], its normalizers.
+            scale: Factor of the dot products.
+
+        Returns:
+            [n, query_heads, head_dim].
+        """
+        results: list[tuple[Tensor, Tensor]] = []
+        for tier in self.tiers:
+            readers = query if self._is_in_order else query.index_select(0, tier.indices)
+            results.append(tier.attend(layer, readers.reshape(tier.count, -1, *query.shape[1:]), scale))
+        other, other_normalizer = _joined(results)
+        if not self._is_in_order:
+            other, other_normalizer = (t.index_select(0, self.place) for t in (other, other_normalizer))
+        share = (other_normalizer - normalizer).sigmoid_().unsqueeze(2)
+        if self.is_read is not None:
+            share *= self.is_read.unsqueeze(2)
+        return output.to(share.dtype).lerp(other.to(share.dtype), share).to(output.dtype)
+
+
+def _joined(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(results) == 1:
+        return results[0]
+    outputs, normalizers = zip(*results, strict=True)
+    return torch.cat(outputs), torch.cat(normalizers)
+
+
+class DecodeAttention:
+    """Attention of one new token per response to its prompt and to all earlier tokens of the response.
+
+    The rows of the pass are the segments of the responses, in the order of their sizes and slots.
+    """
+
+    def __init__(
+        self, store: SegmentStore, shared: SharedPrompts | None, longest: int, rounding: Rounding, device: torch.device
+    ) -> None:
+        """Prepare a pass.
+
+        Args:
+            store: Segments of the responses; each has room for one more token.
+            shared: Prompts that are not in these segments; None if all of them are.
+            longest: Tokens of the longest sequence, including its prompt.
+            rounding: Rounding of shapes.
+            device: Device of the pass.
+        """
+        self.shared, self.longest = shared, longest
+        self._tiers: list[_Tier] = []
+        for slots in store:
+            count = round_up(len(slots.segments), rounding.rows)
+            lengths = [segment.length for segment in slots.segments] + [0] * (count - len(slots.segments))
+            most = min(round_up(max(lengths) + 1, rounding.tokens), slots.capacity)
+            ends = [length + 1 for length in lengths]
+            mask = None if rounding.rows == 1 and min(ends) == most else _mask(ends, most, device)
+            places = torch.tensor([slot * slots.capacity + length for slot, length in enumerate(lengths)])
+            self._tiers.append(_Tier(slots, count, most, places.to(device), mask))
+
+    def signature(self) -> tuple[int, ...]:
+        """List everything that a recorded pass depends on besides the values of its tensors."""
+        shared = () if self.shared is None else self.shared.signature()
+        return (len(self._tiers), *(number for tier in self._tiers for number in tier.signature()), *shared)
+
+    def allocations(self) -> frozenset[int]:
+        """List the memory of keys and values that a recorded pass continues to read and write."""
+        tiers = self._tiers if self.shared is None else [*self._tiers, *self.shared.tiers]
+        return frozenset(tier.slots.allocation for tier in tiers)
+
+    def tensors(self) -> list[Tensor]:
+        """List the tensors that are copied into a recorded pass."""
+        shared = [] if self.shared is None else self.shared.tensors()
+        return [*(tensor for tier in self._tiers for tensor in tier.tensors()), *shared]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Attention`."""
+        counts = [tier.count for tier in self._tiers]
+        results: list[tuple[Tensor, Tensor]] = []
+        for tier, q, k, v in zip(
+            self._tiers, *(torch.split(tensor, counts) for tensor in (query, key, value)), strict=True
+        ):
+            tier.slots.write(layer, tier.indices, k, v)
+            results.append(tier.attend(layer, q.unsqueeze(1), scale))
+        output, normalizer = _joined(results)
+        return output if self.shared is None else self.shared.merge(layer, query, output, normalizer, scale)
