@@ -67,16 +67,21 @@ class CopyDriver:
         self._called("start", needs_memory=False)
         self._model = load_causal_lm(ModelConfig(path=self.path), "policy").model
         self._model.set_attn_implementation("eager")
-        with torch.no_grad():
-            for parameter in self._model.parameters():
-                parameter.fill_(0.01)
+        self._forget_weights()
+
+    @torch.no_grad()
+    def _forget_weights(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.fill_(0.01)
 
     def wake(self) -> None:
         self._called("wake", needs_memory=False)
         self.is_awake = True
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool) -> None:
         self._called("sleep")
+        if not keep_weights:
+            self._forget_weights()
         self.is_awake = False
         self._open.clear()
         self._grown.clear()
@@ -86,9 +91,9 @@ class CopyDriver:
         for bucket in make_buckets(weights, torch.float32, LocalStaging(torch.device("cpu")), BUCKET_BYTES):
             self._called("load")
             with torch.no_grad():
-                for piece in bucket.pieces:
-                    if piece.name != self.loses:
-                        own[piece.name].copy_(piece.view(bucket.data))
+                for weight in bucket.weights:
+                    if weight.name != self.loses:
+                        own[weight.name].copy_(weight.view(bucket.data))
         self._version = policy_version
 
     @torch.no_grad()

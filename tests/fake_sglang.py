@@ -69,7 +69,7 @@ class Server:
                 return None
             case "/release_memory_occupation":
                 assert not self.running, "release_memory_occupation with requests under way"
-                self.driver.sleep()
+                self.driver.sleep(keep_weights=True)
                 return None
             case "/resume_memory_occupation":
                 assert set(body["tags"]) <= {"weights", "kv_cache"}

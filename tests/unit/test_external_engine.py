@@ -12,7 +12,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import Transport
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.external import derive_seed, make_probe
+from leaderless.rollout.external import PROBE_TOLERANCE, derive_seed, make_probe
 
 REQUESTS = [Request([5, 6, 7], [1, 2]), Request([9, 8], [3])]
 PARAMS = SamplingParams(SamplingConfig(), 6)
@@ -38,11 +38,36 @@ def test_weights_are_loaded_once_for_each_policy_version() -> None:
             assert completion.log_probs == pytest.approx(expected, abs=1e-4)
 
 
+def test_weights_are_kept_only_where_no_update_comes_next() -> None:
+    driver, trainer = CopyDriver(tiny_model()), make_trainer(tiny_model())
+    engine, kept = make_external(driver), list[bool]()
+    for num_servings in (2, 2, 1, 2):
+        for _ in range(num_servings):
+            with engine.serving(trainer):
+                results = generate(engine, REQUESTS, PARAMS)
+            kept.append(float(next(driver._model.parameters()).detach().std()) > 1e-6)
+            expected = expected_log_probs(trainer, REQUESTS[0], results[0][0])
+            assert results[0][0].log_probs == pytest.approx(expected, abs=1e-4)
+        change_weights(trainer)
+    assert kept == [True, True, True, False, True, False, False]
+    assert driver.calls["prompt_log_probs"] == 5, "loaded for each version, and once more where an update did not come"
+
+
+def test_a_single_token_may_differ_by_more_than_all_do_on_average() -> None:
+    engine, trainer = make_external(CopyDriver(tiny_model())), make_trainer(tiny_model())
+    found = torch.zeros(31)
+    found[3] = 14.0
+    engine._tolerance = PROBE_TOLERANCE["bfloat16"]
+    engine._check(found, torch.zeros(31), trainer)
+    with pytest.raises(RuntimeError, match=r"by 0\.517 on average"):
+        engine._check(found + 0.065, torch.zeros(31), trainer)
+
+
 def test_weights_that_do_not_arrive_are_noticed_by_the_probe() -> None:
     driver = CopyDriver(tiny_model(), loses="model.layers.1.mlp.up_proj.weight")
     engine, trainer = make_external(driver), make_trainer(tiny_model())
     trainer.policy_version = 7
-    message = r"rank 0: the engine does not use the weights of policy version 7 .* by up to [\d.]+, .* explains 0.001"
+    message = r"rank 0: the engine does not use the weights of policy version 7 .* on average, .* explains 0.001"
     with pytest.raises(RuntimeError, match=message), engine.serving(trainer):
         pass
 
@@ -51,7 +76,7 @@ def test_weights_that_are_no_numbers_do_not_pass_the_probe() -> None:
     engine, trainer = make_external(CopyDriver(tiny_model())), make_trainer(tiny_model())
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="by up to inf"), engine.serving(trainer):
+    with pytest.raises(RuntimeError, match="by inf on average"), engine.serving(trainer):
         pass
 
 
@@ -124,7 +149,7 @@ def test_tokens_of_other_weights_are_refused() -> None:
     driver = CopyDriver(tiny_model())
     engine = make_external(driver)
     with (  # noqa: PT012
-        pytest.raises(RuntimeError, match="version 5 where version 0 was loaded"),
+        pytest.raises(RuntimeError, match="version 5, but version 0 was loaded"),
         engine.serving(make_trainer(tiny_model())),
     ):
         driver._version = 5

@@ -31,9 +31,9 @@ def test_every_weight_arrives_whole_whatever_the_size_of_buckets(dtype: torch.dt
     sizes: list[int] = []
     for bucket in make_buckets(weights().items(), dtype, LocalStaging(torch.device("cpu")), max_bytes):
         sizes.append(len(bucket.data))
-        assert len(bucket.pieces) == 1 or len(bucket.data) <= max_bytes
+        assert len(bucket.weights) == 1 or len(bucket.data) <= max_bytes
         assert checksum(bucket.data) == bucket.checksum
-        arrived |= {piece.name: piece.view(bucket.data).clone() for piece in bucket.pieces}
+        arrived |= {weight.name: weight.view(bucket.data).clone() for weight in bucket.weights}
     assert (len(sizes) == 1) == (max_bytes == 1 << 20)
     assert list(arrived) == list(SHAPES)
     for name, weight in weights().items():

@@ -1,4 +1,4 @@
-"""What generates, and what it is asked for."""
+"""The protocol of rollout engines, and their requests and responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.training.engine import TrainEngine
 
 FinishReason = Literal["stop", "length", "aborted"]
-"""A response ended with an end token or a stop text, was cut at its longest allowed length, or was given up."""
+"""`stop` for an end token or a stop text, `length` for a response that was cut, `aborted` for one that was given up."""
 
 
 @dataclass
@@ -19,9 +19,10 @@ class Completion:
     """A response as it was sampled.
 
     Attributes:
-        tokens: Token ids, the one that ended it included.
-        log_probs: Of each token, under the distribution that it was drawn from; for greedy decoding, under the model.
-        finish_reason: Why it ended; None while it has not.
+        tokens: Token ids, including an end token.
+        log_probs: Log-probability of each token under the distribution it was drawn from; for greedy decoding, under
+            the model.
+        finish_reason: Reason for its end; None before the end.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -30,18 +31,18 @@ class Completion:
 
     @property
     def is_truncated(self) -> bool:
-        """It was cut at its longest allowed length."""
+        """Whether it was cut at the greatest allowed length."""
         return self.finish_reason == "length"
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and the responses that are wanted for it.
+    """A prompt with the responses to sample.
 
     Attributes:
         prompt: Token ids, at least one.
-        sample_ids: One for each response; together with the seed they fix what the native engine samples.
-        begun: What each response has already, where aborted ones are resumed; empty where all are to begin.
+        sample_ids: One number for each response; with the seed they determine what the native engine samples.
+        begun: Earlier parts of the responses, if aborted ones are resumed; empty if all are new.
     """
 
     prompt: Sequence[int]
@@ -52,13 +53,13 @@ class Request:
         if not self.prompt or not self.sample_ids:
             raise ValueError("a request needs a prompt of at least one token, and at least one sample id")
         if self.begun and len(self.begun) != len(self.sample_ids):
-            raise ValueError(f"a request for {len(self.sample_ids)} responses brings {len(self.begun)} that have begun")
+            raise ValueError(f"a request for {len(self.sample_ids)} responses resumes {len(self.begun)}")
         for completion in self.begun:
             if completion.finish_reason in {"stop", "length"}:
                 raise ValueError(f"a response that ended with '{completion.finish_reason}' cannot be resumed")
 
     def begin(self) -> list[Completion]:
-        """The responses as they are before anything is sampled."""
+        """Make the responses as they are before anything is sampled."""
         if not self.begun:
             return [Completion() for _ in self.sample_ids]
         return [Completion(list(begun.tokens), list(begun.log_probs)) for begun in self.begun]
@@ -66,13 +67,13 @@ class Request:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are sampled.
+    """Sampling parameters of responses.
 
     Attributes:
         distribution: Temperature, and which tokens may be drawn.
-        max_tokens: A response that reaches this length is cut.
-        stop: Texts behind which a response ends.
-        seed: Of the noise.
+        max_tokens: Length at which a response is cut.
+        stop: Texts that end a response.
+        seed: Seed of the noise.
     """
 
     distribution: SamplingConfig
@@ -82,14 +83,14 @@ class SamplingParams:
 
 
 class Delta(NamedTuple):
-    """What a step has added to one response.
+    """The part that a step has added to one response.
 
     Attributes:
-        request: What `submit` returned for it.
-        sibling: Which of the request's responses.
+        request: Number that `submit` returned.
+        sibling: Index of the response in the request.
         tokens: New token ids.
-        log_probs: Of each of them; see `Completion`.
-        finish_reason: Why the response has ended with them; None where it goes on.
+        log_probs: Log-probability of each new token; see `Completion`.
+        finish_reason: Reason for the end of the response; None if it continues.
     """
 
     request: int
@@ -103,38 +104,38 @@ class RolloutEngine(Protocol):
     """Generates responses, step by step, with the weights of one policy version."""
 
     def serving(self, trainer: TrainEngine) -> AbstractContextManager[None]:
-        """Have the trainer's present weights, as long as the context lasts. All ranks of the trainer call it together.
+        """Generate with the trainer's current weights within a context. All ranks of the trainer call it together.
 
         Args:
-            trainer: Whose weights generate.
+            trainer: Trainer of the weights.
 
         Raises:
-            RuntimeError: The engine does not have these weights after they were loaded.
+            RuntimeError: The engine does not use these weights after they were loaded.
         """
 
     def submit(self, request: Request, params: SamplingParams) -> int:
         """Ask for responses.
 
         Args:
-            request: A prompt with at least one response.
-            params: How to sample.
+            request: Prompt with at least one response.
+            params: Sampling parameters.
 
         Returns:
-            A number by which the request is known.
+            The number of the request.
         """
 
     def step(self) -> list[Delta]:
-        """Go on until some responses have got tokens or have ended; nothing when none is under way."""
+        """Continue until some responses have new tokens or have ended; return nothing if none is in progress."""
 
     def abort(self, request: int) -> None:
-        """Give up the responses of a request that have not ended; a step will say so. Without effect if all have.
+        """Abort the responses of a request that have not ended; a later step reports them.
 
         Args:
-            request: What `submit` returned.
+            request: Number that `submit` returned.
         """
 
     def close(self) -> None:
-        """Let go of memory and helpers."""
+        """Release memory and stop helper processes."""
 
 
 def generate(
@@ -143,17 +144,17 @@ def generate(
     params: SamplingParams,
     progress: Callable[[int], None] | None = None,
 ) -> list[list[Completion]]:
-    """Sample responses to the end.
+    """Sample responses to their ends.
 
     Args:
-        engine: With the weights that are meant.
+        engine: Engine within `serving`.
         requests: Prompts, each with at least one response.
-        params: How to sample.
-        progress: Told the number of responses that have ended since the last time; often, also when none have, as a
-            sign that the engine is at work.
+        params: Sampling parameters.
+        progress: Function that gets the number of responses that ended since the last call. It is called after every
+            step, also with 0, as a sign of life.
 
     Returns:
-        For each request its responses, in the order of its sample ids.
+        The responses of each request, in the order of its sample ids.
     """
     results = {engine.submit(request, params): request.begin() for request in requests}
     num_left = sum(map(len, results.values()))

@@ -1,4 +1,4 @@
-"""The engine of a role on this rank."""
+"""Makes the engine of a role on this rank."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
 
 LEAST_TOKENS = 8
-"""Engines refuse contexts that are too short for any use."""
+"""Shortest context; engines refuse shorter ones."""
 CPU_BLOCK_TOKENS = 128
-"""The KV cache of vLLM on the CPU is divided among sequences in pieces of this size."""
+"""Tokens of a block of vLLM's KV cache on the CPU."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where an engine is made.
+    """The rank on which an engine is made.
 
     Attributes:
-        rank: Among all.
+        rank: Number of the rank.
         world_size: Number of ranks.
-        device: Of this rank.
-        logs: Folder for what engines print.
-        tell: Told what a person should know.
-        beat: Called when something has been done.
+        device: Device of the rank.
+        logs: Folder for the output of engines.
+        report: Function that reports something to the user.
+        beat: Function to call after each piece of work, as a sign of life.
     """
 
     rank: int
     world_size: int
     device: torch.device
     logs: Path
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
     beat: Callable[[], None]
 
 
@@ -63,20 +63,20 @@ def make_engine(
     tokenizer: Tokenizer,
     around: Surroundings,
 ) -> RolloutEngine:
-    """Make an engine; one of another process is started when it is first needed.
+    """Make an engine; an engine in another process is started when it is first needed.
 
     Args:
-        name: Which.
-        rollout: How it is set.
-        config: Of the model.
-        role: Whose model generates.
-        max_tokens: Longest prompt and response together.
-        model: The trainer's.
-        tokenizer: Of the policy.
-        around: Where it is made.
+        name: Name of the engine.
+        rollout: Rollout section of the recipe.
+        config: Settings of the model.
+        role: Role of the model.
+        max_tokens: Most tokens of a prompt with its response.
+        model: Module of the trainer.
+        tokenizer: Tokenizer of the policy.
+        around: Rank on which the engine is made.
 
     Raises:
-        RecipeError: There is no such engine here.
+        RecipeError: The engine is not installed here.
     """
     ends = end_tokens(config, tokenizer)
     if name == "native":
@@ -87,7 +87,7 @@ def make_engine(
     driver = _driver(name, rollout, settings, role, around)
     probe = make_probe(len(tokenizer), max_tokens)
     tolerance = PROBE_TOLERANCE[config.compute_dtype]
-    return ExternalEngine(title, driver, tokenizer, ends, probe, tolerance, around.device, around.tell)
+    return ExternalEngine(title, driver, tokenizer, ends, probe, tolerance, around.device, around.report)
 
 
 def _settings(rollout: RolloutConfig, config: ModelConfig, max_tokens: int, around: Surroundings) -> Settings:
@@ -107,12 +107,12 @@ def _settings(rollout: RolloutConfig, config: ModelConfig, max_tokens: int, arou
 
 
 def _host_cache_bytes(rollout: RolloutConfig, config: ModelConfig, max_tokens: int) -> int:
-    """In host memory, which others share: what the longest sequences need, up to the recipe's fraction of it."""
+    """Compute the memory that the longest sequences need, up to the recipe's share of the host's memory."""
     most = int(rollout.external.memory_fraction * psutil.virtual_memory().total)
     size = read_model_size(config)
     if size is None:
         return most
-    # A piece for each sequence, and one that vLLM keeps for itself.
+    # vLLM keeps one block for itself.
     num_blocks = rollout.max_sequences * -(-max_tokens // CPU_BLOCK_TOKENS) + 1
     width = 2 if config.compute_dtype == "bfloat16" else 4
     return min(most, num_blocks * CPU_BLOCK_TOKENS * size.kv_values_per_token * width)

@@ -18,33 +18,33 @@ from torch import Tensor
 from leaderless.config import Json
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.child_server import ChildServer, EngineError, bound_command, worker_free_environment
-from leaderless.rollout.weights import Bucket, LocalStaging, make_buckets
+from leaderless.rollout.weights import LocalStaging, WeightBucket, make_buckets
 
 START = (
     "import runpy\n"
     "sys.argv += ['--api-key', sys.stdin.readline().strip()]\n"
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)\n"
 )
-"""What SGLang's interpreter runs. All users of a machine can read its command line, and so not find the token there."""
+"""Program for SGLang's interpreter. The token is not on its command line, which all users of the machine can read."""
 JOIN_S = 10.0
-"""Time for a stream to end behind responses that have been given up."""
+"""Longest wait for the end of a stream of aborted responses."""
 
 
 class SglangServer:
-    """See `Driver`. One SGLang server for this rank alone.
+    """See `Driver`. One SGLang server, which serves only this rank.
 
-    Nothing of this package runs inside SGLang, so there is no checksum at its end; every token comes with the policy
-    version of the weights that sampled it, and the probe shows that they are the trainer's.
+    Nothing of this package runs inside SGLang, so no checksum is compared there. Every token comes with the policy
+    version of the weights that sampled it, and the probe shows that these are the trainer's.
     """
 
     def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
         """Start nothing yet.
 
         Args:
-            python: The interpreter that has SGLang.
-            settings: Of the engine.
-            device: Of this rank.
-            server: That runs it.
+            python: Interpreter of an environment with SGLang.
+            settings: Settings of the engine.
+            device: Device of this rank.
+            server: Server process.
         """
         self._python, self._settings, self._device, self._server = python, settings, device, server
         self._waiting: list[Ask] = []
@@ -56,7 +56,7 @@ class SglangServer:
         self._server.prepare()
         command = bound_command(self._python, START, *self._arguments())
         self._server.start(command, worker_free_environment(), self._server.token, "/health")
-        self.sleep()
+        self.sleep(keep_weights=False)
 
     def _arguments(self) -> list[str]:
         settings = self._settings
@@ -85,8 +85,8 @@ class SglangServer:
         """See `Driver`."""
         self._server.call("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
 
-    def sleep(self) -> None:
-        """See `Driver`."""
+    def sleep(self, *, keep_weights: bool) -> None:  # noqa: ARG002
+        """See `Driver`. SGLang always keeps a copy of the weights in host memory."""
         self._waiting.clear()
         self._server.call("/abort_request", {"rid": "", "abort_all": True})
         for stream in self._streams:
@@ -96,13 +96,13 @@ class SglangServer:
         self._server.call("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
 
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
-        """See `Driver`. Buckets stay where they are: SGLang gets their CUDA IPC handles; on the CPU, their bytes."""
+        """See `Driver`. SGLang gets CUDA IPC handles of the buckets; on the CPU, their bytes."""
         for bucket in make_buckets(weights, self._settings.torch_dtype, LocalStaging(self._device)):
             self._update(bucket, policy_version)
         self._server.call("/flush_cache", {})
 
-    def _update(self, bucket: Bucket, policy_version: int) -> None:
-        tensors = [(piece.name, piece.view(bucket.data)) for piece in bucket.pieces]
+    def _update(self, bucket: WeightBucket, policy_version: int) -> None:
+        tensors = [(weight.name, weight.view(bucket.data)) for weight in bucket.weights]
         answer = self._server.call(
             "/update_weights_from_tensor",
             {
@@ -112,7 +112,7 @@ class SglangServer:
             },
         )
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
-            raise EngineError(f"SGLang has not taken {len(tensors)} weights, as {tensors[0][0]}: {answer}")
+            raise EngineError(f"SGLang has refused {len(tensors)} weights, such as {tensors[0][0]}: {answer}")
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
         """See `Driver`."""
@@ -125,11 +125,11 @@ class SglangServer:
         answer = cast("Mapping[str, Mapping[str, Sequence[Sequence[float]]]]", self._server.call("/generate", body))
         scored = answer["meta_info"]["input_token_logprobs"][1:]
         if [entry[1] for entry in scored] != list(tokens[1:]):
-            raise EngineError(f"SGLang was asked about {len(tokens)} tokens and answered about others: {scored}")
+            raise EngineError(f"SGLang was asked about {len(tokens)} tokens, but answered about others: {scored}")
         return [entry[0] for entry in scored]
 
     def submit(self, asks: Sequence[Ask]) -> None:
-        """See `Driver`. They are sent with the next step, all in one call."""
+        """See `Driver`. Requests are sent with the next step, all in one call."""
         self._waiting += asks
 
     def abort(self, ids: Sequence[int]) -> None:
@@ -159,7 +159,7 @@ class SglangServer:
         return gains
 
     def _read(self, asks: Sequence[Ask], news: queue.SimpleQueue[Gain | EngineError]) -> None:
-        """Follow the responses of one call to their end; runs in a thread."""
+        """Read the responses of one call to their end; runs in a thread."""
         known = dict.fromkeys((ask.id for ask in asks), 0)
         try:
             for line in self._server.stream("/generate", _generate_body(asks)):
@@ -168,12 +168,12 @@ class SglangServer:
                     news.put(gain)
                     if gain.finish_reason is not None:
                         del known[gain.id]
-            if known:  # the end of a connection is no error by itself
+            if known:  # the end of a connection is not an error by itself
                 news.put(self._server.broke_off("/generate"))
         except EngineError as error:
             news.put(error)
         except (ValueError, KeyError, TypeError) as error:
-            news.put(EngineError(f"SGLang has answered /generate with what cannot be read: {error!r}"))
+            news.put(EngineError(f"the answer of SGLang to /generate cannot be read: {error!r}"))
 
     def close(self) -> None:
         """See `Driver`."""
@@ -184,7 +184,7 @@ class SglangServer:
 
 
 def _name(number: int) -> str:
-    """A response's name, which no other one begins with: SGLang aborts all whose names begin with what it is given."""
+    """Name a response so that no other name begins with it: SGLang aborts all names that begin with the given one."""
     return f"{number:020d}"
 
 
@@ -200,7 +200,7 @@ def _generate_body(asks: Sequence[Ask]) -> Json:
                 "min_p": ask.min_p,
                 "max_new_tokens": ask.max_tokens,
                 "stop_token_ids": list(ask.end_tokens),
-                "ignore_eos": True,  # the end tokens are given
+                "ignore_eos": True,  # end tokens are given above
                 "sampling_seed": ask.seed,
             }
             for ask in asks
@@ -211,9 +211,9 @@ def _generate_body(asks: Sequence[Ask]) -> Json:
 
 
 def _read_gain(answer: Mapping[str, Json], known: dict[int, int]) -> Gain:
-    """What is new in an event, which repeats all that came before; `known` counts it."""
+    """Read the new tokens of an event, which repeats all earlier ones; `known` counts those."""
     if "error" in answer:
-        raise EngineError(f"SGLang has answered /generate with an error: {answer['error']}")
+        raise EngineError(f"SGLang answered /generate with an error: {answer['error']}")
     info = cast("Mapping[str, Json]", answer["meta_info"])
     number = int(str(info["id"]))
     entries = cast("Sequence[Sequence[float]]", info["output_token_logprobs"])[known[number] :]
@@ -229,10 +229,10 @@ def _read_gain(answer: Mapping[str, Json], known: dict[int, int]) -> Gain:
 
 
 def _serialize(tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> str:
-    """Tensors as SGLang's interface wants them: pickled, as handles of shared device memory, or by value on the CPU."""
+    """Pickle tensors, as SGLang's interface wants them: as handles of device memory, or by value on the CPU."""
     buffer = io.BytesIO()
     if device.type == "cpu":
-        # A view would be pickled with all of its bucket.
+        # A view would be pickled with its whole bucket.
         pickle.Pickler(buffer).dump([(name, tensor.clone()) for name, tensor in tensors])
     else:
         ForkingPickler(buffer).dump(list(tensors))

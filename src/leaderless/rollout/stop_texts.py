@@ -1,4 +1,4 @@
-"""Texts behind which a response ends."""
+"""Texts that end a response."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from leaderless.data.encode import Tokenizer
 
 
 def has_stopped(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> bool:
-    """Whether the last token of a response has completed a stop text, which begins at most one token a byte before.
+    """Check whether the last token of a response completes a stop text.
+
+    A stop text begins at most as many tokens earlier as it has bytes.
 
     Args:
-        tokens: Of the response, which had not stopped before its last one.
-        stop: The texts.
-        tokenizer: Of the model.
+        tokens: Tokens of the response, which had not stopped before the last one.
+        stop: Texts that end a response.
+        tokenizer: Tokenizer of the model.
     """
     if not stop:
         return False

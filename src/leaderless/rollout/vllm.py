@@ -27,26 +27,26 @@ START = (
     "from apart.server import main\n"
     "main()\n"
 )
-"""What the engine's interpreter runs. It gets one folder of this package, under a name of its own, and not the folder
-around it: that has all of this process's packages, other versions of the engine's own among them."""
+"""Program for the engine's interpreter. It imports one folder of this package, under another name, and not the folder
+around it, which has all packages of this process, including other versions of the engine's."""
 
 
 class InProcessVllm:
-    """See `Driver`. When vLLM fails, so does this process."""
+    """See `Driver`. If vLLM fails, this process fails too."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         """Start nothing yet.
 
         Args:
-            settings: Of vLLM.
-            device: Of this rank.
+            settings: Settings of vLLM.
+            device: Device of this rank.
         """
         self._settings, self._device = settings, device
         self._worker: VllmWorker | None = None
 
     @property
     def _engine(self) -> VllmWorker:
-        assert self._worker is not None, "started before"
+        assert self._worker is not None, "it has been started"
         return self._worker
 
     def start(self) -> None:
@@ -57,15 +57,15 @@ class InProcessVllm:
         """See `Driver`."""
         self._engine.wake()
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool) -> None:
         """See `Driver`."""
-        self._engine.sleep()
+        self._engine.sleep(keep_weights=keep_weights)
 
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
-        """See `Driver`. Weights are copied once, from the trainer's memory into vLLM's, through a bucket."""
+        """See `Driver`. Weights go through a bucket from the trainer's memory into vLLM's."""
         staging = LocalStaging(self._device)
         for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
-            self._engine.load(bucket.pieces, bucket.data, bucket.checksum)
+            self._engine.load(bucket.weights, bucket.data, bucket.checksum)
         self._engine.finish_load(policy_version)
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
@@ -92,16 +92,16 @@ class InProcessVllm:
 
 
 class VllmServer:
-    """See `Driver`. vLLM is in a process of another interpreter, which this rank alone talks to."""
+    """See `Driver`. vLLM runs in a process of another interpreter, which serves only this rank."""
 
     def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
         """Start nothing yet.
 
         Args:
-            python: The interpreter that has vLLM.
-            settings: Of vLLM.
-            device: Of this rank.
-            server: That runs it.
+            python: Interpreter of an environment with vLLM.
+            settings: Settings of vLLM.
+            device: Device of this rank.
+            server: Server process.
         """
         self._python, self._settings, self._device, self._server = python, settings, device, server
 
@@ -117,18 +117,18 @@ class VllmServer:
         """See `Driver`."""
         self._server.call("/wake", {})
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_weights: bool) -> None:
         """See `Driver`."""
-        self._server.call("/sleep", {})
+        self._server.call("/sleep", {"keep_weights": keep_weights})
 
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
-        """See `Driver`. Weights are packed where both processes see them: device memory, or host memory."""
+        """See `Driver`. Weights are packed in memory that both processes see: of the device, or of the host."""
         is_cuda = self._device.type == "cuda"
         staging: SharedStaging = CudaStaging(self._device) if is_cuda else HostStaging()
         try:
             for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
-                pieces: Json = [asdict(piece) for piece in bucket.pieces]
-                body = {"place": staging.place(), "pieces": pieces, "bytes": len(bucket.data)}
+                packed: Json = [asdict(weight) for weight in bucket.weights]
+                body = {"place": staging.place(), "weights": packed, "bytes": len(bucket.data)}
                 self._server.call("/load", body | {"checksum": bucket.checksum})
             self._server.call("/finish_load", {"policy_version": policy_version})
         finally:

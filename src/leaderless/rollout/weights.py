@@ -1,4 +1,4 @@
-"""The stream of weights from a trainer to an engine: in buckets, each with a checksum."""
+"""Sends weights from a trainer to an engine, in buckets that each have a checksum."""
 
 from __future__ import annotations
 
@@ -11,87 +11,87 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Json
-from leaderless.rollout.apart.messages import Piece, checksum
+from leaderless.rollout.apart.messages import PackedWeight, checksum
 
 BUCKET_BYTES = 1 << 28
-"""Weights travel in buckets of about this many bytes; a larger weight has one of its own."""
+"""Most bytes of a bucket; a larger weight has a bucket of its own."""
 ALIGNMENT = 16
-"""Each weight begins at a multiple of this many bytes."""
+"""Divisor of the offset at which each weight begins, in bytes."""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Some weights, one behind the other.
+class WeightBucket:
+    """Weights that are sent together, one after the other.
 
     Attributes:
-        pieces: What is where.
+        weights: Names, shapes and offsets of the weights.
         data: [bytes] uint8; overwritten by the next bucket.
-        checksum: Of the data.
+        checksum: Checksum of the data.
     """
 
-    pieces: tuple[Piece, ...]
+    weights: tuple[PackedWeight, ...]
     data: Tensor
     checksum: int
 
 
 class Staging(Protocol):
-    """Memory in which buckets are packed, and from which the engine takes them."""
+    """Memory in which buckets are packed and from which the engine reads them."""
 
     def room(self, num_bytes: int) -> Tensor:
-        """At least so many bytes, the same ones as before where these are enough.
+        """Give at least a number of bytes, the same memory as before if it is large enough.
 
         Args:
-            num_bytes: That are needed.
+            num_bytes: Number of bytes that are needed.
 
         Returns:
             [bytes] uint8.
         """
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
 
 
 def make_buckets(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, staging: Staging, max_bytes: int = BUCKET_BYTES
-) -> Iterator[Bucket]:
-    """Pack weights; each bucket has to be taken before the next is asked for.
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, staging: Staging, max_bytes: int = BUCKET_BYTES
+) -> Iterator[WeightBucket]:
+    """Pack weights. The caller has to use each bucket before it asks for the next.
 
     Args:
-        weights: By name, whole.
-        dtype: That the engine computes in.
-        staging: Where they are packed.
-        max_bytes: Of a bucket with more than one weight.
+        named: Names and whole weights.
+        dtype: Type in which the engine computes.
+        staging: Memory for the buckets.
+        max_bytes: Most bytes of a bucket with more than one weight.
     """
-    pieces: list[Piece] = []
+    weights: list[PackedWeight] = []
     end = 0
-    for name, weight in weights:
-        size = -(-weight.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        if pieces and end + size > max_bytes:
-            yield _bucket(pieces, staging.room(max_bytes)[:end])
-            pieces, end = [], 0
-        piece = Piece(name, str(dtype).removeprefix("torch."), tuple(weight.shape), end)
+    for name, tensor in named:
+        size = -(-tensor.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if weights and end + size > max_bytes:
+            yield _bucket(weights, staging.room(max_bytes)[:end])
+            weights, end = [], 0
+        weight = PackedWeight(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), end)
         data = staging.room(max(max_bytes, size))
-        data[end : end + size].zero_()  # what lies between two weights is part of the checksum
-        piece.view(data).copy_(weight)
-        pieces.append(piece)
+        data[end : end + size].zero_()  # the gap between two weights is part of the checksum
+        weight.view(data).copy_(tensor)
+        weights.append(weight)
         end += size
-    if pieces:
-        yield _bucket(pieces, staging.room(max_bytes)[:end])
+    if weights:
+        yield _bucket(weights, staging.room(max_bytes)[:end])
 
 
-def _bucket(pieces: list[Piece], data: Tensor) -> Bucket:
-    # The checksum waits for the copies on an accelerator, so that another process may read them from here on.
-    return Bucket(tuple(pieces), data, checksum(data))
+def _bucket(weights: list[PackedWeight], data: Tensor) -> WeightBucket:
+    # The checksum waits for copies on an accelerator, so that another process may read the bucket from now on.
+    return WeightBucket(tuple(weights), data, checksum(data))
 
 
 class LocalStaging:
     """Memory of this process, on any device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take no memory yet.
+        """Allocate no memory yet.
 
         Args:
-            device: Of the weights.
+            device: Device of the memory.
         """
         self._device = device
         self._data = torch.empty(0, dtype=torch.uint8)
@@ -111,17 +111,17 @@ class SharedStaging(Staging, Protocol):
     """Memory that an engine in another process of this machine can map."""
 
     def place(self) -> Json:
-        """How it finds the memory."""
+        """Give what the engine needs to find the memory."""
 
 
 class CudaStaging(LocalStaging):
-    """Memory of a CUDA device, which other processes map by its IPC handle."""
+    """Memory of a CUDA device that other processes map by its IPC handle."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take no memory yet.
+        """Allocate no memory yet.
 
         Args:
-            device: Of the weights.
+            device: Device of the memory.
         """
         super().__init__(device)
         self._place: Json = None
@@ -130,7 +130,7 @@ class CudaStaging(LocalStaging):
         """See `Staging`."""
         before, data = self._data, super().room(num_bytes)
         if data is not before:
-            # Each handle counts as a use until it is opened, so there is one for all buckets.
+            # Each handle counts as a use until it is opened, so all buckets share one.
             _, handle, size, offset, counter, place, event, has_event = data.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
             self._place = {
                 "handle": handle.hex(),
@@ -151,11 +151,11 @@ class CudaStaging(LocalStaging):
 class HostStaging:
     """Host memory that other processes of the same user can map.
 
-    It has no name in any folder: no mount's size bounds it, and it is given back even if this process is killed.
+    It has no name in any folder: no mount limits its size, and it is released even if this process is killed.
     """
 
     def __init__(self) -> None:
-        """Take no memory yet."""
+        """Allocate no memory yet."""
         self._file: int | None = None
         self._data = torch.empty(0, dtype=torch.uint8)
 
@@ -164,7 +164,7 @@ class HostStaging:
         if len(self._data) < num_bytes:
             self.close()
             self._file = os.memfd_create("leaderless-weights")
-            os.posix_fallocate(self._file, 0, num_bytes)  # what is missing is said here, and not by a signal later
+            os.posix_fallocate(self._file, 0, num_bytes)  # lack of memory is an error here, not a signal later
             self._data = torch.from_file(self._path, shared=True, size=num_bytes, dtype=torch.uint8)
         return self._data
 
@@ -180,6 +180,6 @@ class HostStaging:
             self._file = None
 
     def place(self) -> Json:
-        """See `SharedStaging`. The number tells it from memory that had the same path before."""
+        """See `SharedStaging`. The inode number distinguishes it from earlier memory under the same path."""
         assert self._file is not None
         return {"file": self._path, "number": os.fstat(self._file).st_ino, "bytes": len(self._data)}

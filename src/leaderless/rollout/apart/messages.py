@@ -1,4 +1,4 @@
-"""What a rank and its engine say to each other."""
+"""Messages between a rank and its engine."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 CHECKSUM_WORDS = 1 << 22
-"""Words of eight bytes that are added up at a time."""
+"""Most words of eight bytes that are added up at a time."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What vLLM is started with.
+    """Settings of an engine.
 
     Attributes:
-        model: Folder or hub name; only its shapes are read, weights come later.
-        revision: Of a model of the hub.
+        model: Folder or hub name; only shapes are read from it, weights come later.
+        revision: Revision on the hub.
         trust_remote_code: Whether code that comes with the model may run.
-        dtype: Of weights and of what is computed.
-        max_tokens: Longest sequence, prompt and response.
-        max_sequences: Decoded at the same time.
-        memory_fraction: Of an accelerator's memory, for weights and KV cache.
-        kv_cache_bytes: Of the KV cache; None takes what the fraction leaves.
-        enable_graphs: Compile the model, and capture its passes.
-        is_one_of_many: It shares its process group with engines of other ranks, which are made at the same time.
+        dtype: Type of weights and activations.
+        max_tokens: Most tokens of a prompt with its response.
+        max_sequences: Most responses that are decoded at the same time.
+        memory_fraction: Share of an accelerator's memory for weights and KV cache.
+        kv_cache_bytes: Size of the KV cache; None for everything that the fraction leaves.
+        enable_graphs: Whether to compile the model and capture its passes.
+        is_one_of_many: Whether engines of other ranks share the process group and are made at the same time.
     """
 
     model: str
@@ -44,24 +44,24 @@ class Settings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Type of the weights."""
         return torch_dtype(self.dtype)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One response that is wanted.
+    """A request for one response.
 
     Attributes:
-        id: By which it is known.
+        id: Number of the response.
         prompt: Token ids.
-        max_tokens: A response that reaches this length is cut.
-        temperature: Logits are divided by it; 0 takes the likeliest token.
-        top_p: Keep the smallest set of tokens that reaches this probability.
-        top_k: Keep this many tokens; 0 keeps all.
-        min_p: Keep tokens at least this fraction as likely as the likeliest.
-        seed: Of the noise of this response.
-        end_tokens: Each of them ends it.
+        max_tokens: Length at which the response is cut.
+        temperature: Divisor of the logits; 0 for the likeliest token.
+        top_p: Probability that the smallest set of kept tokens reaches.
+        top_k: Number of tokens to keep; 0 for all.
+        min_p: Smallest probability to keep, relative to the likeliest token.
+        seed: Seed of the noise of this response.
+        end_tokens: Tokens that end the response.
     """
 
     id: int
@@ -77,14 +77,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a response has got.
+    """New tokens of a response.
 
     Attributes:
-        id: Of the response.
+        id: Number of the response.
         tokens: New token ids.
-        log_probs: Of each of them, under the distribution that it was drawn from.
-        finish_reason: `stop` or `length`; None where it goes on.
-        policy_version: Of the weights that sampled them.
+        log_probs: Log-probability of each token under the distribution it was drawn from.
+        finish_reason: `stop` or `length`; None while the response continues.
+        policy_version: Version of the weights that sampled the tokens.
     """
 
     id: int
@@ -95,14 +95,14 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedWeight:
     """A weight in a bucket.
 
     Attributes:
-        name: In `transformers`.
-        dtype: As torch calls it.
-        shape: Of the whole weight.
-        offset: Of its first byte in the bucket.
+        name: Name in `transformers`.
+        dtype: Name of its type in torch.
+        shape: Shape of the whole weight.
+        offset: Index of its first byte in the bucket.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Piece:
     offset: int
 
     def view(self, data: Tensor) -> Tensor:
-        """The weight as a view of its bucket.
+        """View the weight in its bucket.
 
         Args:
             data: [bytes] uint8.
@@ -122,22 +122,22 @@ class Piece:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """A type of torch.
+    """Look up a type of torch.
 
     Args:
-        name: As `float32`.
+        name: Name such as `float32`.
     """
     return cast("torch.dtype", getattr(torch, name))
 
 
 def checksum(data: Tensor) -> int:
-    """A number that tells bytes from any others, as good as surely; computed where the bytes are.
+    """Compute a checksum on the device that holds the bytes.
 
     Words of eight bytes are multiplied by consecutive odd numbers and added up modulo 2^64. A single changed word
     always changes the sum.
 
     Args:
-        data: [bytes] uint8, a multiple of eight of them.
+        data: [bytes] uint8; the number of bytes is a multiple of eight.
     """
     words = data.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=data.device)

@@ -1,4 +1,4 @@
-"""An engine behind HTTP, for the rank that has started it and nobody else."""
+"""Serves an engine over HTTP to the rank that has started it, and to nobody else."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-from .messages import Ask, Piece, Settings
+from .messages import Ask, PackedWeight, Settings
 from .shared_memory import SharedMemory
 from .vllm_worker import VllmWorker
 
 
 class _Calls:
-    """What a rank may ask of the server, by name; everything is JSON."""
+    """The calls of a rank, by name; arguments and results are JSON."""
 
     def __init__(self, worker: VllmWorker) -> None:
         self._worker, self._memory = worker, SharedMemory()
 
     def answer(self, name: str, body: Mapping[str, Any]) -> object:
-        """Do what is asked.
+        """Carry out a call.
 
         Args:
-            name: Of the call.
-            body: Its arguments.
+            name: Name of the call.
+            body: Arguments of the call.
 
         Returns:
             JSON-able values.
@@ -45,7 +45,7 @@ class _Calls:
                 worker.abort(body["ids"])
             case "load":
                 data = self._memory.open(body["place"])[: body["bytes"]]
-                worker.load([Piece(**piece) for piece in body["pieces"]], data, body["checksum"])
+                worker.load([PackedWeight(**weight) for weight in body["weights"]], data, body["checksum"])
             case "finish_load":
                 self._memory.close()
                 worker.finish_load(body["policy_version"])
@@ -54,7 +54,7 @@ class _Calls:
             case "wake":
                 worker.wake()
             case "sleep":
-                worker.sleep()
+                worker.sleep(keep_weights=body["keep_weights"])
             case "health":
                 pass
             case _:
@@ -63,7 +63,7 @@ class _Calls:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One call by HTTP, with the token that the rank and this server share."""
+    """One HTTP call, with the token that the rank and this server share."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # an answer is two packets, and the second must not wait
@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
     token: str
 
     def do_GET(self) -> None:
-        """Answer whether the engine is there."""
+        """Answer a health check."""
         self.do_POST()
 
     def do_POST(self) -> None:
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             self._send(200, self.calls.answer(self.path.removeprefix("/"), json.loads(body or b"{}")))
-        except Exception as error:  # noqa: BLE001  (the rank is told)
+        except Exception as error:  # noqa: BLE001  (it is sent to the rank)
             traceback.print_exc()
             self._send(500, {"error": f"{type(error).__name__}: {error}"})
 
@@ -99,11 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Serve one rank on the loopback interface, until it ends; what to serve is read from standard input."""
+    """Serve one rank on the loopback interface until it ends; the settings are read from standard input."""
     start = json.loads(sys.stdin.readline())
     server = HTTPServer(("127.0.0.1", start["port"]), _Handler, bind_and_activate=False)
     server.server_bind()
     _Handler.token = start["token"]
     _Handler.calls = _Calls(VllmWorker(Settings(**start["settings"])))
-    server.server_activate()  # from here on it can be connected to: the engine is there
+    server.server_activate()  # connections are accepted from now on: the engine is ready
     server.serve_forever()

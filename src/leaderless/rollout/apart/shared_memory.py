@@ -1,4 +1,4 @@
-"""Memory of another process of this machine, in which weights arrive."""
+"""Memory of another process of this machine, through which weights arrive."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class SharedMemory:
-    """The bytes of one bucket after the other."""
+    """Memory that holds one bucket of weights at a time."""
 
     def __init__(self) -> None:
         self._place: Mapping[str, object] = {}
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def open(self, place: Mapping[str, object]) -> Tensor:
-        """The memory as bytes; opened anew only when it is another one.
+        """Map the memory, unless it is mapped already, and return it as bytes.
 
         Args:
-            place: A `file` with its `bytes`, or the fields of a CUDA IPC handle.
+            place: Path `file` and size `bytes`, or the fields of a CUDA IPC handle.
         """
         if place != self._place:
             self.close()
@@ -28,7 +28,7 @@ class SharedMemory:
         return self._data
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmap the memory."""
         self._place, self._data = {}, torch.empty(0, dtype=torch.uint8)
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ def _open_file(place: Mapping[str, object]) -> Tensor:
 
 
 def _open_cuda(place: Mapping[str, object]) -> Tensor:
-    """This process may see the device under another number, so its own is taken."""
+    """Map CUDA memory. This process may see the device under another index, so the current device is used."""
     storage = torch.UntypedStorage._new_shared_cuda(  # noqa: SLF001
         torch.cuda.current_device(),
         bytes.fromhex(str(place["handle"])),

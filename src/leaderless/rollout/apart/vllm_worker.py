@@ -1,41 +1,51 @@
-"""vLLM for one rank: weights come from outside, and it sleeps while nothing is generated."""
+"""vLLM for one rank."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from .messages import Ask, Gain, Piece, Settings, checksum
+from .messages import Ask, Gain, PackedWeight, Settings, checksum
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 Result = TypeVar("Result")
 MOST_TEMPERATURE = 2.0
-"""That vLLM's interface takes."""
+"""Highest temperature that vLLM's interface takes."""
+OLDEST_VERSION = (0, 32)
+"""First version of vLLM that has everything used here, some of it private."""
 
 
 class VllmWorker:
-    """An engine whose weights come from outside, and which sleeps while nothing is generated."""
+    """An engine that gets its weights from the rank, and sleeps while nothing is generated."""
 
     def __init__(self, settings: Settings) -> None:
-        """Start vLLM with weights that mean nothing.
+        """Start vLLM with meaningless weights.
 
         Args:
-            settings: Of the engine.
+            settings: Settings of the engine.
+
+        Raises:
+            RuntimeError: This version of vLLM is not supported.
         """
-        # All of it lives in this process, so that weights are handed over without a copy through another one.
+        self._is_on_accelerator = torch.accelerator.is_available()
+        if self._is_on_accelerator:
+            # Each response has a seed. The first model runner loops over seeds on the host, in each step.
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+        # Everything runs in this process, so that weights need no copy through another one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        check_version()
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self._is_on_accelerator = torch.accelerator.is_available()
         arguments = EngineArgs(
             model=settings.model,
             revision=settings.revision,
@@ -59,13 +69,13 @@ class VllmWorker:
         self._arrived: set[str] | None = None
         self._cache_bytes: list[int] = []
         self._policy_version = -1
-        self.sleep()
+        self.sleep(keep_weights=False)
 
     def submit(self, asks: Iterable[Ask]) -> None:
         """Ask for responses.
 
         Args:
-            asks: Each with an id of its own.
+            asks: Requests with different ids.
         """
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -79,19 +89,19 @@ class VllmWorker:
                 seed=ask.seed,
                 max_tokens=ask.max_tokens,
                 stop_token_ids=list(ask.end_tokens),
-                ignore_eos=True,  # the end tokens are given
+                ignore_eos=True,  # end tokens are given above
                 logprobs=0,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
-                skip_clone=True,  # a deep copy is checked again
+                skip_clone=True,  # a deep copy would be validated again
             )
-            # Those are the bounds of its interface, which refuses what is above and raises what is below.
+            # The interface refuses higher temperatures and raises very low ones.
             params.temperature = ask.temperature
             self._engine.add_request(str(ask.id), TokensPrompt(prompt_token_ids=list(ask.prompt)), params)
             self._open.add(str(ask.id))
 
     def step(self) -> list[Gain]:
-        """Go on until some responses have got tokens; nothing when none is under way."""
+        """Continue until some responses have new tokens; return nothing if no response is in progress."""
         gains: list[Gain] = []
         while not gains and self._engine.has_unfinished_requests():
             for output in self._engine.step():
@@ -105,23 +115,23 @@ class VllmWorker:
         return gains
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Give responses up.
+        """Abort responses.
 
         Args:
-            ids: Of those that are not wanted any more.
+            ids: Numbers of the responses.
         """
         names = [str(number) for number in ids]
         self._engine.abort_request(names)
         self._open.difference_update(names)
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
-        """What the model says of a text.
+        """Compute log-probabilities of a text.
 
         Args:
             tokens: Token ids, at least two.
 
         Returns:
-            The log-probability of each of them but the first.
+            The log-probability of each token except the first.
         """
         from vllm import SamplingParams, TokensPrompt
 
@@ -136,24 +146,24 @@ class VllmWorker:
         return log_probs
 
     def wake(self) -> None:
-        """Take memory for weights and KV cache; the weights are those of before."""
+        """Allocate memory for weights and KV cache; weights that were kept are there again."""
         if self._is_on_accelerator:
             self._engine.wake_up()
         else:
             self._on_worker(_take_memory, self._cache_bytes)
 
-    def load(self, pieces: Sequence[Piece], data: Tensor, expected: int) -> None:
-        """Take some weights; the first call begins a new set of them.
+    def load(self, weights: Sequence[PackedWeight], data: Tensor, expected: int) -> None:
+        """Load some weights; the first call begins a new set.
 
         Args:
-            pieces: What is where.
+            weights: Names, shapes and offsets of the weights.
             data: [bytes] uint8, on this engine's device.
-            expected: Their checksum.
+            expected: Checksum of the data.
 
         Raises:
-            RuntimeError: What is here is not what was sent.
+            RuntimeError: The data has another checksum.
         """
-        # vLLM keeps what it is given until a layer is complete, and the next bucket comes in the same memory.
+        # vLLM keeps references until a layer is complete, and the next bucket overwrites this memory.
         own = data.clone()
         found = checksum(own)
         if found != expected:
@@ -161,16 +171,16 @@ class VllmWorker:
         if self._arrived is None:
             self._on_worker(_begin_loading)
             self._arrived = set()
-        self._arrived |= self._on_worker(_load, [(piece.name, piece.view(own)) for piece in pieces])
+        self._arrived |= self._on_worker(_load, [(weight.name, weight.view(own)) for weight in weights])
 
     def finish_load(self, policy_version: int) -> None:
-        """Use the weights that have been loaded, and nothing that was computed with those before.
+        """Use the weights that have been loaded, and drop everything computed with earlier ones.
 
         Args:
-            policy_version: Of the weights.
+            policy_version: Version of the weights.
 
         Raises:
-            RuntimeError: Some weights have not come.
+            RuntimeError: Some weights are missing.
         """
         arrived, self._arrived = self._arrived or set(), None
         lacking = sorted(self._on_worker(_finish_loading) - arrived)
@@ -179,28 +189,59 @@ class VllmWorker:
         self._engine.reset_prefix_cache()
         self._policy_version = policy_version
 
-    def sleep(self) -> None:
-        """Give up all responses that are under way, and give memory back."""
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Abort all responses and release memory.
+
+        Args:
+            keep_weights: Whether the weights are needed again; an accelerator copies them to host memory then.
+        """
         self._engine.abort_request(list(self._open))
         self._open.clear()
         if self._is_on_accelerator:
-            self._engine.sleep(level=1)
+            self._engine.sleep(level=1 if keep_weights else 2)
         else:
             self._engine.reset_prefix_cache()
             self._cache_bytes = self._on_worker(_give_memory)
 
     def close(self) -> None:
-        """End the engine, and give all of its memory back."""
+        """Stop the engine and release all of its memory."""
         self._engine.engine_core.shutdown()
 
     def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Call a function with vLLM's worker, which holds the model."""
+        """Call a function with vLLM's worker, which owns the model."""
         result: Result = self._engine.collective_rpc(function, args=arguments)[0]
         return result
 
 
+def check_version() -> None:
+    """Refuse a version of vLLM that lacks something used here, before the engine starts.
+
+    Raises:
+        RuntimeError: The version is too old, or too new.
+    """
+    import vllm
+
+    remedy = (
+        "install a version that is known to work into an environment of its own, and name its interpreter in "
+        "rollout.external.python"
+    )
+    number = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    oldest = ".".join(map(str, OLDEST_VERSION))
+    if number and (int(number[1]), int(number[2])) < OLDEST_VERSION:
+        raise RuntimeError(f"vLLM {vllm.__version__} is older than {oldest}, the oldest supported version: {remedy}")
+    try:
+        from vllm.model_executor.model_loader.reload import (  # noqa: F401
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+    except ImportError as error:
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} cannot load weights the way vLLM {oldest} does ({error}): {remedy}"
+        ) from error
+
+
 def _begin_loading(worker: Worker) -> None:
-    """Weights are loaded layer by layer as at the start, with all that is made of them: packed, padded, transposed."""
+    """Prepare to load weights layer by layer, with all packing, padding and transposing that is done at the start."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -209,7 +250,7 @@ def _begin_loading(worker: Worker) -> None:
 
 
 def _load(worker: Worker, weights: Sequence[tuple[str, Tensor]]) -> set[str]:
-    """The names of vLLM's weights that they went into."""
+    """Load weights, and name the weights of vLLM that they went into."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
@@ -217,28 +258,28 @@ def _load(worker: Worker, weights: Sequence[tuple[str, Tensor]]) -> set[str]:
 
 
 def _finish_loading(worker: Worker) -> set[str]:
-    """The names of all of vLLM's weights."""
+    """Finish loading, and name all weights of vLLM."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     with set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
         finalize_layerwise_reload(worker.get_model(), worker.model_config)
         for module in worker.get_model().modules():
-            # On the CPU vLLM multiplies with a packed copy. That of an output head which shares its weight with the
-            # embedding is of before: nothing is loaded by the head's own name.
+            # On the CPU vLLM multiplies with packed copies. The copy of an output head that shares its weight with the
+            # embedding is still the old one: nothing is loaded under the head's own name.
             if hasattr(module, "cpu_linear") and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
     return {name for name, _ in worker.get_model().named_parameters()}
 
 
 def _caches(worker: Worker) -> list[torch.UntypedStorage]:
-    """The memory of the KV cache; layers may share some."""
+    """List the memory of the KV cache; layers may share some."""
     storages = [cache.untyped_storage() for cache in worker.model_runner.kv_caches]
     return list({storage._cdata: storage for storage in storages}.values())  # noqa: SLF001
 
 
 def _give_memory(worker: Worker) -> list[int]:
-    """Where vLLM itself has no sleep: give the KV cache's memory back, and keep the tensors. Says how much it was."""
+    """Release the memory of the KV cache where vLLM cannot sleep, but keep the tensors; return the sizes."""
     sizes = [storage.nbytes() for storage in _caches(worker)]
     for storage in _caches(worker):
         storage.resize_(0)
@@ -249,4 +290,4 @@ def _take_memory(worker: Worker, sizes: Sequence[int]) -> None:
     for storage, size in zip(_caches(worker), sizes, strict=True):
         storage.resize_(size)
     for cache in worker.model_runner.kv_caches:
-        cache.zero_()  # as vLLM has it at the start: what is not attended to must still be a number
+        cache.zero_()  # as at the start: values that are masked must still be numbers
