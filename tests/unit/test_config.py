@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.unit.recipes import make_recipe, only_problem, write_recipe
 
-from leaderless.config import Problem, Recipe, RecipeError, dump_recipe, load_recipe, nearest
+from leaderless.config import Problem, Recipe, RecipeError, all_keys, dump_recipe, load_recipe, nearest
 from leaderless.config.layout import LayoutConfig
+from leaderless.config.models import ModelConfig
+from leaderless.config.other_names import _NAMES, own_name
 from leaderless.config.source import apply_overrides, read_yaml
 
 
@@ -122,6 +126,18 @@ def test_an_unknown_key_is_placed_and_the_nearest_is_named(tmp_path):
     [
         ("stepz: 3", "stepz", "did you mean 'steps'?"),
         ("prompts_per_step: 3", "prompts_per_step", "did you mean 'batch.prompts_per_step'?"),
+        ("response_per_prompt: 4", "response_per_prompt", "did you mean 'batch.responses_per_prompt'?"),
+        ("batc: {prompts_per_step: 4}", "batc", "did you mean 'batch'?"),
+        ("kl: {coefficient: 0.1}", "kl.coefficient", "did you mean 'algorithm.kl.coefficient'?"),
+        ("optimizer: {warmup_steps: 1}", "optimizer.warmup_steps", "did you mean 'optimizer.warmup_updates'?"),
+        ("critic: {warmup_steps: 1}", "critic.warmup_steps", "did you mean 'algorithm.critic.warmup_steps'?"),
+        ("rollout: {n: 8}", "rollout.n", "did you mean 'batch.responses_per_prompt'?"),
+        ("num_generations: 8", "num_generations", "did you mean 'batch.responses_per_prompt'?"),
+        ("actor: {lr: 1.0e-6}", "actor.lr", "did you mean 'optimizer.learning_rate'?"),
+        ("critic: {optim: {lr: 1}}", "critic.optim.lr", "did you mean 'models.critic.optimizer.learning_rate'?"),
+        ("kl_coef: 0.1", "kl_coef", "did you mean 'algorithm.kl.coefficient'?"),
+        ("max_completion_length: 9", "max_completion_length", "did you mean 'rollout.max_response_tokens'?"),
+        ("wholly: {unknown: 1}", "wholly", "unknown key"),
         ("checkpoint: {zzz: 1}", "checkpoint.zzz", "known: asynchronous, best_is, best_metric, every_minutes"),
         ("layout: {policy: {ragns: 0}}", "layout.policy.ragns", "did you mean 'ranks'?"),
         ("evaluation: {temperatur_: 1}", "evaluation.temperatur_", "did you mean 'temperature'?"),
@@ -130,6 +146,32 @@ def test_an_unknown_key_is_placed_and_the_nearest_is_named(tmp_path):
 def test_an_unknown_key_gets_a_hint(tmp_path, more, key, hint):
     problem = problem_of(write_recipe(tmp_path, more=more))
     assert (problem.key, hint in problem.message) == (key, True), problem
+
+
+def test_each_key_of_another_framework_s_section_gets_its_hint(tmp_path):
+    path = write_recipe(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, ["actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.rollout.n=5"])
+    assert [(p.key, p.message, p.place) for p in caught.value.problems] == [
+        (key, f"unknown key (did you mean '{meant}'?)", f"override {override}")
+        for key, meant, override in (
+            ("actor_rollout_ref.actor.optim.lr", "optimizer.learning_rate", "actor_rollout_ref.actor.optim.lr=1e-6"),
+            ("actor_rollout_ref.rollout.n", "batch.responses_per_prompt", "actor_rollout_ref.rollout.n=5"),
+        )
+    ]
+
+
+def test_other_frameworks_names_lead_to_settings_that_exist():
+    names = {key: key for key in all_keys()} | {key.partition(".")[0]: key for key in all_keys()}
+    for key in _NAMES:
+        fixed = re.sub(r"^models\.\w+\.optimizer\.", "optimizer.", key)
+        section, _, rest = fixed.partition(".")
+        if section in {"models", "layout"}:
+            model = ModelConfig if section == "models" else LayoutConfig
+            assert rest.partition(".")[2] in {"", *model.model_fields}, key
+        else:
+            assert fixed in names, key
+    assert all(own_name(name.split(".")) == key for key, others in _NAMES.items() for name in others.split())
 
 
 def test_an_unknown_option_of_a_model_or_reward_gets_a_hint(tmp_path):
@@ -395,6 +437,7 @@ def test_an_error_reads_place_key_and_rule():
 
 
 def test_the_nearest_name_is_found_or_all_are_listed():
+    assert nearest("gpro", ["gspo", "grpo", "ppo"]) == " (did you mean 'grpo'?)"
     assert nearest("stpes", ["steps", "seed"]) == " (did you mean 'steps'?)"
     assert nearest("x", ["b", "a"]) == " (known: a, b)"
     assert nearest("x", []) == " (known: none)"

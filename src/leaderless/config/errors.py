@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,24 @@ class RecipeError(ValueError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """The hint ` (did you mean 'x'?)`, or the list of what is known, for a misspelt name."""
     known = sorted(known)
-    close = get_close_matches(word, known, n=1, cutoff=0.6)
-    if close:
-        return f" (did you mean '{close[0]}'?)"
+    close = closest(word, known)
+    if close is not None:
+        return f" (did you mean '{close}'?)"
     if len(known) <= 12:
         return f" (known: {', '.join(known) or 'none'})"
     return ""
+
+
+def closest(word: str, known: Sequence[str], similarity: float = 0.55) -> str | None:
+    """The known name that a misspelled one is most similar to; swapping two neighboring letters is one mistake.
+
+    Args:
+        word: Name as written.
+        known: Names that there are; the first counts where several are equally similar.
+        similarity: Least share of letters that have to agree.
+    """
+    from rapidfuzz import process
+    from rapidfuzz.distance import OSA
+
+    found = process.extractOne(word, known, scorer=OSA.normalized_similarity, score_cutoff=similarity)
+    return found[0] if found else None

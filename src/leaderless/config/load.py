@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from leaderless.config.base import Section
 from leaderless.config.errors import Problem, RecipeError, nearest
 from leaderless.config.recipe import Recipe
-from leaderless.config.shape import nearest_key, written_path
+from leaderless.config.shape import hints_for, written_path
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, read_yaml
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -103,7 +103,8 @@ def _validate(section: type[AnySection], settings: Mapping[str, Setting], source
     try:
         return section.model_validate(settings)
     except ValidationError as error:
-        raise RecipeError([_problem(details, source, section) for details in error.errors()]) from error
+        problems = [problem for details in error.errors() for problem in _problems(details, source, section)]
+        raise RecipeError(problems) from error
 
 
 def merge_settings(defaults: Mapping[str, Setting], settings: Mapping[str, Setting]) -> dict[str, Setting]:
@@ -144,18 +145,19 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def _problem(details: ErrorDetails, source: RecipeSource, root: type[Section]) -> Problem:
+def _problems(details: ErrorDetails, source: RecipeSource, root: type[Section]) -> list[Problem]:
     """What one pydantic error means to the user."""
-    path = written_path(details["loc"], root)
     kind, value = details["type"], details["input"]
+    if kind == "extra_forbidden":
+        hints = hints_for(details["loc"], value, root)
+        return [Problem(".".join(path), f"unknown key{hint}", source.place_of(path)) for path, hint in hints.items()]
+    path = written_path(details["loc"], root)
     if kind == "invalid_key":
         path = (*path[:-1], str(value))  # pydantic calls the key `true` 1
     key = ".".join(path)
     rule = re.sub(r"^\w+ should ", "must ", details["msg"].removeprefix("Value error, "))
     message = _RULES.get(kind, rule)
-    if kind == "extra_forbidden":
-        message = "unknown key" + nearest_key(details["loc"], root)
-    elif kind == "union_tag_invalid":
+    if kind == "union_tag_invalid":
         wrong, known = details["ctx"]["tag"], re.findall(r"'([^']+)'", details["ctx"]["expected_tags"])
         path, key, message = (*path, "type"), f"{key}.type={wrong!r}", f"unknown type{nearest(wrong, known)}"
     elif kind == "value_error" and (not path or isinstance(value, Mapping)):
@@ -164,4 +166,4 @@ def _problem(details: ErrorDetails, source: RecipeSource, root: type[Section]) -
             path, key = tuple(mentioned.split(".")), ""
     elif kind != "missing" and isinstance(value, str | int | float | bool | None):
         key = f"{key}={value!r}"
-    return Problem(key, message, source.place_of(path))
+    return [Problem(key, message, source.place_of(path))]

@@ -8,7 +8,8 @@ from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import BaseModel, Tag
 
-from leaderless.config.errors import nearest
+from leaderless.config.errors import closest, nearest
+from leaderless.config.other_names import own_name
 from leaderless.config.recipe import Recipe
 from leaderless.config.rewards import RewardOptions, RewardsConfig
 
@@ -23,19 +24,44 @@ def written_path(location: Sequence[int | str], root: type[BaseModel] = Recipe) 
     return _follow(location, root)[0]
 
 
-def nearest_key(location: Sequence[int | str], root: type[BaseModel] = Recipe) -> str:
-    """A hint for an unknown key: a sibling that is spelt alike, else a key of that name in another section.
+def hints_for(
+    location: Sequence[int | str], value: object, root: type[BaseModel] = Recipe
+) -> dict[tuple[str, ...], str]:
+    """What an unknown key may have been meant to be: a sibling, a key of another section, or of another framework.
 
     Args:
-        location: As pydantic gives it.
-        root: What the file holds.
+        location: Location as pydantic gives it.
+        value: Value of the key; the keys of an unknown section are looked up one by one.
+        root: Model of the whole file.
+
+    Returns:
+        A hint for each key in question, by its path.
     """
     path, sections = _follow(location, root)
     hint = nearest(path[-1], {name for section in sections for name in section.model_fields})
-    if "did you mean" in hint:
-        return hint
-    elsewhere = [key for key in all_keys(root) if key.rpartition(".")[2] == path[-1]]
-    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else hint
+    has_sibling, is_section = "did you mean" in hint, isinstance(value, Mapping)
+    if root is not Recipe or (has_sibling and is_section):
+        return {path: hint}
+    keys = all_keys()
+    meant = {leaf: _meant(leaf, keys, is_like_sibling=has_sibling) for leaf in _leaves(path, value)}
+    return {leaf: f" (did you mean '{key}'?)" for leaf, key in meant.items() if key} or {path: hint}
+
+
+def _meant(path: tuple[str, ...], keys: Sequence[str], *, is_like_sibling: bool) -> str | None:
+    """The setting of the same ending, of that name in another framework, or with a similar last part."""
+    ending = "." + ".".join(path[-2:])
+    exact = next((key for key in keys if len(path) > 1 and key.endswith(ending)), None) or own_name(path)
+    if exact or is_like_sibling:
+        return exact
+    by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    similar = closest(path[-1], [*by_name][::-1], similarity=0.8)
+    return by_name[similar] if similar else None
+
+
+def _leaves(path: tuple[str, ...], value: object) -> list[tuple[str, ...]]:
+    if not isinstance(value, Mapping) or not value:
+        return [path]
+    return [leaf for key, inner in value.items() for leaf in _leaves((*path, str(key)), inner)]
 
 
 def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
