@@ -44,8 +44,8 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """What a nursery imports: nothing that starts a thread, or reads variables that tests set."""
-WORKER = "leaderless"
-LAUNCHERS = (WORKER, "torch.distributed.run")
+PACKAGE = "leaderless"
+LAUNCHERS = (PACKAGE, "torch.distributed.run")
 """Programs that start workers."""
 NUM_NURSERIES = 2
 """Ranks come from them in turn: what depends on the order of a set shall differ between ranks, as it does in use."""
@@ -193,7 +193,7 @@ def _with_a_nursery_of_its_own(request: _Request, descriptors: Sequence[int]) ->
 
     def execute_worker(self, args, *options) -> None:
         words = [word for word in args if word != "-u"]
-        if words[:3] == [sys.executable, "-m", WORKER]:
+        if words[:2] == [sys.executable, "-m"] and words[2].partition(".")[0] == PACKAGE:
             _execute_forked(self, words, *options)
         else:
             execute(self, args, *options)

@@ -74,6 +74,7 @@ def test_a_run_is_stopped_goes_on_is_terminated_and_outlives_no_launcher(
     process = train(tmp_path, recipe)
     wait_until(lambda: num_steps(tmp_path) >= 2, process)
     started = descendants(process)
+    assert sum("tests.forking" in child.cmdline() for child in started) == 2 + 1, "workers are forked, and the nursery"
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)  # as tools do that send it to the process and to its group

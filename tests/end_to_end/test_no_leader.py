@@ -221,7 +221,7 @@ def test_workers_talk_to_workers_and_nothing_else_runs_but_their_rewards(tmp_pat
     finally:
         process.send_signal(signal.SIGINT)
         finish(process)
-    assert [f"-m leaderless train {recipe}" in lines[worker.pid] for worker in workers] == [True] * NUM_WORKERS
+    assert ["-m leaderless.run.worker" in lines[worker.pid] for worker in workers] == [True] * NUM_WORKERS
     for worker in workers:
         told = sorted(lines[helper.pid].rpartition(" -c ")[2].split()[1] for helper in helpers[worker.pid])
         # The tracker is the standard library's, and knows names only.

@@ -126,10 +126,11 @@ def _work(job: Job, place: Place) -> None:
 
 def main() -> None:
     """Do the job that the command line names."""
-    follow_launcher()
+    path = Path(sys.argv[1])
+    follow_launcher(path.parent)
     place = Place.from_environment()
     with reported_failures(place.rank):
-        _work(Job.read(Path(sys.argv[1])), place)
+        _work(Job.read(path), place)
 
 
 if __name__ == "__main__":

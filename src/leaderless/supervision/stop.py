@@ -145,11 +145,15 @@ class StopRequest:
         os._exit(128 + number)
 
 
-def follow_launcher() -> None:
-    """Let a worker that has nothing to save yet end at once on Ctrl-C, and stop when its launcher is killed."""
+def follow_launcher(folder: Path) -> None:
+    """Let a worker that has nothing to save yet end at once on Ctrl-C, and stop when its launcher is killed.
+
+    Args:
+        folder: Folder of the launcher, which is removed with the one in which workers meet when it is killed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, _leave)
-    atexit.register(_clear_up_after_launcher)
+    atexit.register(_clear_up_after_launcher, folder)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if _is_launcher_gone():
@@ -164,10 +168,11 @@ def _is_launcher_gone() -> bool:
     return os.environ.get(LAUNCHER_VARIABLE) != str(os.getppid())
 
 
-def _clear_up_after_launcher() -> None:
-    """A launcher that was killed has not removed the folder in which its workers met."""
+def _clear_up_after_launcher(folder: Path) -> None:
+    """A launcher that was killed has not removed its folder, nor that in which its workers met."""
     if _is_launcher_gone():
-        shutil.rmtree(Path(os.environ[FOLDER_VARIABLE]).parent, ignore_errors=True)
+        for path in (folder, Path(os.environ[FOLDER_VARIABLE]).parent):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _have_others_failed() -> bool:
