@@ -36,6 +36,11 @@ class Metrics:
     """What one rank has to report of a step. All ranks of a pool report the same names in the same order."""
 
     _measures: dict[str, _Measure] = field(default_factory=dict)
+    _is_replica: bool = False
+
+    def of_replica(self) -> Metrics:
+        """The same numbers for a node whose rows another rank reports: names are kept, and values count for nothing."""
+        return Metrics(self._measures, _is_replica=True)
 
     def mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         """Add to a mean over the values of all ranks.
@@ -46,8 +51,9 @@ class Metrics:
             count: How many they are.
         """
         measure = self._measures.setdefault(name, _Measure("mean"))
-        measure.total = measure.total + total
-        measure.count = measure.count + count
+        if not self._is_replica:
+            measure.total = measure.total + total
+            measure.count = measure.count + count
 
     def total(self, name: str, value: float | Tensor) -> None:
         """Add to a sum over all ranks.
@@ -57,7 +63,8 @@ class Metrics:
             value: This rank's share.
         """
         measure = self._measures.setdefault(name, _Measure("total"))
-        measure.total = measure.total + value
+        if not self._is_replica:
+            measure.total = measure.total + value
 
     def spread(self, name: str, values: Tensor) -> None:
         """Report the mean and the standard deviation over the values of all ranks, as `name/mean` and `name/std`.
@@ -67,7 +74,7 @@ class Metrics:
             values: This rank's, of any shape.
         """
         measure = self._measures.setdefault(name, _Measure("spread"))
-        values = values.double()
+        values = values.double().flatten()[: 0 if self._is_replica else None]
         measure.count = measure.count + values.numel()
         measure.total = measure.total + values.sum()
         measure.square = measure.square + values.square().sum()

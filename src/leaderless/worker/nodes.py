@@ -38,6 +38,5 @@ def _count_failures(stage: StageFunction, batch: Batch, context: StageContext) -
     """Run a stage that says whose reward is valid, and report how many are not."""
     made = stage(batch, context)
     is_valid = made.dense("reward_valid")
-    counted = is_valid if context.node.layout.is_first_of_shard(context.process_group.rank) else is_valid[:0]
-    context.metrics.mean(FAILED_REWARDS, (~counted).sum(), len(counted))
+    context.metrics.mean(FAILED_REWARDS, (~is_valid).sum(), len(is_valid))
     return made

@@ -292,12 +292,13 @@ class Worker:
 
     def _context(self, name: str) -> StageContext:
         node = self.plan[name]
+        metrics = self.metrics[node.layout.ranks]
         return StageContext(
             recipe=self.recipe,
             node=node,
             step=self.step,
             process_group=self.transport.process_group(node.layout.ranks),
-            metrics=self.metrics[node.layout.ranks],
+            metrics=metrics if node.layout.is_first_of_shard(self.rank) else metrics.of_replica(),
             run_directory=self.directory,
             tokenizer=self.tokenizer,
             model=self.roles.of(node.node.role, node.layout) if node.node.role else None,

@@ -1,0 +1,44 @@
+"""Nodes whose rows several ranks hold: what they report counts each row once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+from tests.distributed.ranks import RankPool
+from tests.tiny import tiny_model, write_recipe
+
+from leaderless.observability.console import Display
+from leaderless.planner import Cluster, make_plan
+from leaderless.rewards.pool import Graded
+from leaderless.rewards.protocol import RewardInput
+from leaderless.worker.place import Place
+from leaderless.worker.process import open_worker
+from leaderless.workflow import load_recipe, resolve_workflow
+
+
+def fail_for_even_answers(inputs: Sequence[RewardInput], _sources: Sequence[str | None]) -> list[Graded]:
+    """Grade all responses but those to half of the prompts."""
+    valid = [int(str(sample.answer)) % 2 == 1 for sample in inputs]
+    return [Graded(float(len(sample.response)) * ok, ok, {}) for sample, ok in zip(inputs, valid, strict=True)]
+
+
+def numbers_of_a_step(recipe_file: str, overrides: list[str]) -> dict[str, float]:
+    recipe, place = load_recipe(recipe_file, overrides).recipe, Place.from_environment()
+    plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
+    with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        worker.grade = fail_for_even_answers
+        return worker.run_step()
+
+
+def test_a_row_that_several_ranks_hold_is_counted_once(tmp_path, ranks: RankPool) -> None:
+    recipe = str(write_recipe(tmp_path, tiny_model()))
+    (alone,) = ranks.run(1, numbers_of_a_step, recipe, ["name=alone"], timeout_s=120, init_group=False)
+    layouts = {"reward": "tp", "advantage": "cp"}
+    overrides = ["layout.policy.dp=2", *(f"layout.{node}.{kind}=2" for node, kind in layouts.items())]
+    divided, _ = ranks.run(2, numbers_of_a_step, recipe, ["name=divided", *overrides], timeout_s=120, init_group=False)
+    assert alone["reward/failed"] > 0
+    counted = [name for name in alone if name.startswith(("reward", "group", "rollout/response"))]
+    assert {"reward/failed", "reward/failed_share", "reward/mean", "group/no_signal"} <= set(counted)
+    assert {name: divided[name] for name in counted} == pytest.approx({name: alone[name] for name in counted})
