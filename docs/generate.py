@@ -17,7 +17,7 @@ from generate_algorithms import formulas_page, results_page, with_combinations
 from generate_generation import with_generation
 from generate_hosts import with_hosts
 from generate_markup import cell, sections_of, table_of
-from generate_performance import with_training_step
+from generate_performance import with_real_size, with_training_step
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -95,7 +95,7 @@ def render() -> dict[Path, str]:
     scaling = DOCS / "scaling.md"
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
     performance = DOCS / "performance.md"
-    files[performance] = with_generation(with_training_step(performance.read_text(encoding="utf-8")))
+    files[performance] = with_real_size(with_generation(with_training_step(performance.read_text(encoding="utf-8"))))
     return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
 
 

@@ -1,9 +1,34 @@
-"""What has been measured of whole training steps, for the page about performance."""
+"""What has been measured of whole training steps and of memory, for the page about performance."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 MARKS = "<!-- training step: begin -->", "<!-- training step: end -->"
 ALT = "Seconds of generation, log-probs and update of a step, ours beside TRL's, for four workloads"
+MEMORY_MARKS = "<!-- real size: begin -->", "<!-- real size: end -->"
+MEMORY = Path(__file__).parent / "performance/real_size.json"
+
+
+def with_real_size(page: str) -> str:
+    """A page with what `benchmarks/real_size.py` has measured last between its two marks."""
+    before, _, rest = page.partition(MEMORY_MARKS[0])
+    table = _memory_table() if MEMORY.exists() else "There is nothing here yet: the script has not been run."
+    return f"{before}{MEMORY_MARKS[0]}\n\n{table}\n\n{MEMORY_MARKS[1]}{rest.partition(MEMORY_MARKS[1])[2]}"
+
+
+def _memory_table() -> str:
+    """Bytes measured and planned in each phase, by the number of workers."""
+    lines = [
+        "| workers | phase | measured, GiB | planned, GiB | measured / planned |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for workers, phases in json.loads(MEMORY.read_text(encoding="utf-8")).items():
+        for phase, sizes in phases.items():
+            measured, planned = (sizes[kind] / 2**30 for kind in ("measured", "planned"))
+            lines.append(f"| {workers} | {phase} | {measured:.2f} | {planned:.2f} | {measured / planned:.2f} |")
+    return "\n".join(lines)
 
 
 def with_training_step(page: str) -> str:

@@ -64,11 +64,11 @@ def test_the_plan_says_what_generates(tmp_path: Path) -> None:
 
 def test_the_plan_counts_the_weights_of_an_engine_of_its_own(tmp_path: Path) -> None:
     memories = [plan_of(tmp_path, PYTHON, engine=engine).memory for engine in ("native", "vllm")]
-    native, vllm = [memory.phases["policy generates"] for memory in memories if memory is not None]
+    native, vllm = [memory.cpu.phases["policy generates"] for memory in memories if memory is not None]
     assert native["unsharded weights"] == 0
     num_weights = sum(p.numel() for p in load_causal_lm(ModelConfig(path=tiny_model()), "policy").parameters())
     assert vllm["engine's weights"] == 4 * num_weights
-    assert vllm["kv cache"] == native["kv cache"]
+    assert 0 < vllm["kv cache"] < native["kv cache"], "only the native engine has slots of powers of two"
 
 
 def test_auto_is_vllm_where_it_is_and_a_cuda_device_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

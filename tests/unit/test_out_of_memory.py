@@ -163,7 +163,7 @@ def test_the_plan_shows_what_auto_came_to(capsys: pytest.CaptureFixture[str]) ->
     plan = plan_of("grpo", batch={"micro_batch_tokens": "auto"})
     print_plan(plan, Console(width=200), {"policy": 512})
     shown = capsys.readouterr().out
-    assert "at most 16,384 tokens a rank to begin with (auto), lowered where memory runs out" in shown
+    assert "at most 16,384 tokens a rank to begin with (auto), lowered where memory is short" in shown
     assert "a pass of policy" in shown
     assert "512 tokens: more did not fit" in shown
     print_plan(plan_of("grpo"), Console(width=200))

@@ -79,8 +79,9 @@ def test_a_critic_has_a_head_of_one_output_and_no_logits(tmp_path):
     assert language is not None
     assert critic is not None
     assert language.num_parameters - critic.num_parameters == 1000 * 64 - (64 + 1)
-    memory = ppo(2, models={"policy": path}).memory
-    assert memory is not None
+    estimate = ppo(2, models={"policy": path}, batch={"prompts_per_step": 512}).memory
+    assert estimate is not None
+    memory = estimate.accelerator
     assert memory.resident["critic optimizer"] == 2 * -(-critic.num_parameters * 4 // 2)
     assert memory.phases["critic trains"]["logits"] == 0
     assert memory.phases["policy trains"]["logits"] > 0

@@ -11,7 +11,7 @@ from leaderless.config.base import Section
 MAX_RESPONSES = 1 << 16
 """Siblings that the id of a sample has room for."""
 FIRST_MICRO_BATCH_TOKENS = 16384
-"""What `micro_batch_tokens: auto` begins with, on every kind of device, unless a sample may be longer."""
+"""What `micro_batch_tokens: auto` begins with where memory is large, unless a sample may be longer."""
 
 
 class BatchConfig(Section):
@@ -30,7 +30,8 @@ class BatchConfig(Section):
     micro_batch_tokens: int | Literal["auto"] = 16384
     """Most tokens in one forward and backward pass of a rank, at least 1: a memory bound that changes no number. A
     prompt counts once for all of its responses in the pass. `auto` begins with 16,384, or with the longest sample if
-    that is longer, and halves it whenever memory runs out."""
+    that is longer, halved until the plan's estimate fits into the memory there is, and halves it again whenever memory
+    runs out."""
 
     @field_validator("micro_batch_tokens", mode="before")
     @classmethod

@@ -44,6 +44,10 @@ class RunConfig(Section):
     max_restarts: int = Field(default=3, ge=0)
     """Times that workers started by `leaderless train` are started again after a failure; a new checkpoint gives the
     count back."""
+    memory_check: Literal["refuse", "warn"] = "refuse"
+    """What happens, before anything is loaded, to a run that by the plan's estimate does not fit into the memory of a
+    rank even with passes of one sample: it is refused, or starts with a warning. One that may only just fit starts with
+    a warning in any case."""
     reward_processes: int = Field(default=1, ge=0)
     """Processes next to each worker that compute rewards. With 0, the worker computes them itself, for debuggers and
     notebooks: then time limits are not enforced, and a reward that crashes ends the worker."""

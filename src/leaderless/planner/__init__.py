@@ -2,6 +2,7 @@
 
 from leaderless.planner.layout import Cluster, Layout, format_ranks
 from leaderless.planner.make_plan import make_plan
+from leaderless.planner.memory import format_bytes
 from leaderless.planner.plan import (
     Action,
     Edge,
@@ -32,6 +33,7 @@ __all__ = [
     "SyncWeights",
     "Windowed",
     "flat",
+    "format_bytes",
     "format_ranks",
     "make_plan",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import EngineName
-from leaderless.planner.flow import DATA, Flow, make_flow
+from leaderless.planner.flow import DATA, make_flow
 from leaderless.planner.layout import Cluster, make_layouts
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
@@ -54,8 +54,8 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_evaluation(recipe, workflow, instances)
     engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine
     _check_engine(recipe, engine, instances, cluster)
-    sizes = _model_sizes(recipe, instances)
-    longest = _longest_sequence(recipe, flow)
+    sizes = model_sizes(recipe, instances)
+    longest = longest_sequence(recipe, instances)
     _check_models(recipe, sizes, longest)
     return Plan(
         recipe_name=recipe.name,
@@ -217,7 +217,13 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
     return tuple(instances)
 
 
-def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str, ModelSize | None]:
+def model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str, ModelSize | None]:
+    """The size of each role's model; None where it is not known.
+
+    Args:
+        recipe: Names the models.
+        instances: The models that are used.
+    """
     sizes: dict[str, ModelSize | None] = {}
     for instance in instances:
         model = recipe.model_of(instance.role)
@@ -229,9 +235,14 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
     return sizes
 
 
-def _longest_sequence(recipe: Recipe, flow: Flow) -> int:
-    """Tokens of the longest sample: a generated one, or one of the dataset."""
-    is_generated = any(flow.specs[node.name].role_use == "generate" for node in flow.order)
+def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
+    """Tokens of the longest sample: a generated one, or one of the dataset.
+
+    Args:
+        recipe: Its limits.
+        instances: The models that are used.
+    """
+    is_generated = any(instance.generates for instance in instances)
     response = recipe.rollout.max_response_tokens if is_generated else recipe.data.max_response_tokens
     return recipe.data.max_prompt_tokens + response
 

@@ -35,23 +35,34 @@ class ModelSize:
 
     Attributes:
         num_parameters: All weights, tied ones once.
+        num_layer_parameters: Weights of all decoder layers; the others are embeddings, head and last norm.
         num_layers: Decoder layers.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width of the feed-forward layer.
+        intermediate_size: Width of the feed-forward layer that a token goes through, over all of its experts.
         vocab_size: Rows of the embedding.
+        num_heads: Query heads of a layer.
         num_kv_heads: Key-value heads of a layer.
         head_dim: Width of a head.
+        has_head_norms: Whether queries and keys are normalized.
         max_positions: Longest sequence, in tokens.
     """
 
     num_parameters: int
+    num_layer_parameters: int
     num_layers: int
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_head_norms: bool
     max_positions: int
+
+    @property
+    def num_root_parameters(self) -> int:
+        """Weights that belong to no layer: embeddings, head and last norm."""
+        return self.num_parameters - self.num_layer_parameters
 
     @property
     def kv_values_per_token(self) -> int:
@@ -118,14 +129,18 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
     head = hidden + 1 if is_critic else 0
     embeddings = vocab * hidden * (1 if is_tied else 2) + head
     feed_forward = sum(_feed_forward(config, layer) for layer in range(layers))
+    in_layers = layers * (attention + 2 * hidden) + feed_forward
     return ModelSize(
-        num_parameters=layers * (attention + 2 * hidden) + feed_forward + embeddings + hidden,
+        num_parameters=in_layers + embeddings + hidden,
+        num_layer_parameters=in_layers,
         num_layers=layers,
         hidden_size=hidden,
-        intermediate_size=config["intermediate_size"],
+        intermediate_size=max(_active_width(config, layer) for layer in range(layers)),
         vocab_size=vocab,
+        num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
+        has_head_norms=family.startswith("qwen3"),
         max_positions=config["max_position_embeddings"],
     )
 
@@ -140,6 +155,14 @@ def _feed_forward(config: dict[str, int], layer: int) -> int:
     width = config.get("moe_intermediate_size") or intermediate
     shared = config.get("shared_expert_intermediate_size") or 0
     return experts * 3 * hidden * width + hidden * experts + 3 * hidden * shared + (hidden if shared else 0)
+
+
+def _active_width(config: dict[str, int], layer: int) -> int:
+    """Width of the feed-forward part that one token goes through."""
+    if not (config.get("num_experts") or config.get("num_local_experts")) or not _is_mixture(config, layer):
+        return config["intermediate_size"]
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return config.get("num_experts_per_tok", 1) * width + (config.get("shared_expert_intermediate_size") or 0)
 
 
 def _is_mixture(config: Mapping[str, int | list[int]], layer: int) -> bool:

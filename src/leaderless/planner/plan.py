@@ -10,7 +10,7 @@ from typing import Literal
 
 from leaderless.config.rollout import EngineName
 from leaderless.planner.layout import Layout, format_ranks
-from leaderless.planner.memory import Memory
+from leaderless.planner.memory import MemoryEstimate
 from leaderless.workflow import Node, StageSpec
 
 
@@ -302,7 +302,7 @@ class Plan:
     instances: tuple[RoleInstance, ...]
     engine: EngineName
     batch: BatchSizes
-    memory: Memory | None
+    memory: MemoryEstimate | None
     recipe_hash: str
 
     def __getitem__(self, name: str) -> PlannedNode:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from leaderless.config.rollout import EngineName
 from leaderless.planner.layout import format_ranks
-from leaderless.planner.memory import Memory, format_bytes
+from leaderless.planner.memory import COMMANDS, MemoryEstimate, format_bytes
 from leaderless.planner.plan import Action, Loop, Plan, PlannedNode, Reshard, RoleInstance, SyncWeights, Windowed
 
 UNKNOWN_MEMORY = (
@@ -74,7 +74,7 @@ def _batch(plan: Plan, lowered: Mapping[str, int]) -> Table:
     samples = f", {batch.samples_per_step:,} samples" if is_sampled else ""
     per_update = f", {batch.samples_per_update:,} samples" if is_sampled else ""
     per_rank = _count(batch.max_prompts_per_rank, "prompt")
-    auto = " to begin with (auto), lowered where memory runs out"
+    auto = " to begin with (auto), lowered where memory is short"
     rows = [
         ("a step", f"{_count(batch.prompts_per_step, 'prompt')}{samples}; at most {per_rank} a rank"),
         ("an update", f"at most {_count(batch.prompts_per_update, 'prompt')}{per_update}"),
@@ -174,20 +174,32 @@ def _use(instance: RoleInstance, engine: EngineName) -> str:
     return ", ".join(use for use, is_so in uses.items() if is_so)
 
 
-def _memory(memory: Memory) -> Table:
-    """Every part of every phase, and the peak that follows."""
-    resident = sum(memory.resident.values())
-    rows: list[tuple[Text | str, str]] = [(Text("all the time", "bold"), format_bytes(resident))]
-    rows += _parts(memory.resident)
-    for phase, parts in memory.phases.items():
-        rows.append((Text(f"while {phase}", "bold"), format_bytes(sum(parts.values()))))
-        rows += _parts(parts)
-    rows.append((Text("peak", "bold"), format_bytes(memory.peak)))
-    return _table("", "", rows=rows, right=(1,))
+def _memory(estimate: MemoryEstimate) -> Table:
+    """Every part of every phase, and the peak that follows, on a CPU and on an accelerator."""
+    kinds = (estimate.cpu, estimate.accelerator)
+    rows: list[tuple[Text | str, ...]] = []
+
+    def add(title: str, parts: Sequence[Mapping[str, int]]) -> None:
+        if any(any(part.values()) for part in parts):
+            rows.append((Text(title, "bold"), *(_bytes(sum(part.values())) for part in parts)))
+            for name in dict.fromkeys(name for part in parts for name in part):
+                sizes = [part.get(name, 0) for part in parts]
+                if any(sizes):
+                    rows.append((f"  {name}", *map(_bytes, sizes)))
+
+    add("all the time", [memory.resident for memory in kinds])
+    for phase in dict.fromkeys(name for memory in kinds for name in memory.phases):
+        add(f"while {phase}" if " " in phase else phase, [memory.phases.get(phase, {}) for memory in kinds])
+    rows.append((Text("peak", "bold"), *(_bytes(memory.peak) for memory in kinds)))
+    add("in the memory of the host", [memory.host for memory in kinds])
+    for phase in dict.fromkeys(name for memory in kinds for name in memory.apart):
+        title = Text(f"to {phase}" if phase in COMMANDS else phase, "bold")
+        rows += [(title, *(_bytes(memory.totals.get(phase, 0)) for memory in kinds))]
+    return _table("", "on a CPU", "on an accelerator", rows=rows, right=(1, 2))
 
 
-def _parts(parts: Mapping[str, int]) -> list[tuple[Text | str, str]]:
-    return [(f"  {name}", format_bytes(size)) for name, size in parts.items() if size]
+def _bytes(size: int) -> str:
+    return format_bytes(size) if size else "-"
 
 
 def _count(number: int, noun: str) -> str:

@@ -32,6 +32,7 @@ from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
 from leaderless.worker.join import check_shared, join_workers
+from leaderless.worker.memory import check_memory
 from leaderless.worker.place import Place
 from leaderless.worker.roles import Roles
 from leaderless.worker.worker import Worker
@@ -74,10 +75,11 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         check_shared(directory.path, transport.world)
         if place.rank == 0:
             write_description(directory, recipe, plan)
+        pass_tokens = check_memory(recipe, plan, place, device, transport.world, display.say)
         parts = _Builder(recipe, plan, transport, device, display, directory.logs)
         stack.callback(parts.roles.close)
         if plan.batch.adapts_to_memory:
-            parts.roles.adapt_to_memory(directory)
+            parts.roles.adapt_to_memory(directory, pass_tokens)
         stack.callback(display.stop)
         worker = Worker(
             recipe=recipe,

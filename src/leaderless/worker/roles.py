@@ -62,15 +62,18 @@ class Roles:
             if transport.rank in instance.layout:
                 self._add(instance)
 
-    def adapt_to_memory(self, directory: RunDirectory) -> None:
+    def adapt_to_memory(self, directory: RunDirectory, pass_tokens: int) -> None:
         """Lower the bound of a pass where memory runs out, as it was lowered in earlier starts of the run.
 
         Args:
             directory: Of the run, which keeps what was lowered.
+            pass_tokens: Bound that the first start begins with; later ones keep it, whatever memory there is then.
         """
         limits = read_limits(directory)
         for (role, _), engine in self.engines.items():
-            engine.micro_batch_tokens = min(engine.micro_batch_tokens, limits.get(role, engine.micro_batch_tokens))
+            engine.micro_batch_tokens = min(engine.micro_batch_tokens, limits.get(role, pass_tokens))
+            if role not in limits and self.transport.rank == engine.process_group.ranks[0]:
+                lower_limit(directory, role, engine.micro_batch_tokens)
             engine.adapt_to_memory(partial(lower_limit, directory, role))
 
     def _add(self, instance: RoleInstance) -> None:

@@ -19,7 +19,7 @@ from leaderless.workflow import resolve_workflow
 ROUND: dict[str, Any] = {
     "name": "round numbers",
     "device": {
-        "memory_gib": 1,
+        "memory_gib": 4,
         "peak_tflops": 1,
         "training_utilization": 0.5,
         "scoring_utilization": 0.25,

@@ -16,7 +16,19 @@ from leaderless.planner.costs.rows import Rows
 from leaderless.planner.model_size import ModelSize
 
 MILLION = 10**6
-SIZE = ModelSize(MILLION, 2, 50, 100, 1000, num_kv_heads=1, head_dim=25, max_positions=4096)
+SIZE = ModelSize(
+    num_parameters=MILLION,
+    num_layer_parameters=MILLION,
+    num_layers=2,
+    hidden_size=50,
+    intermediate_size=100,
+    vocab_size=1000,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=25,
+    has_head_norms=False,
+    max_positions=4096,
+)
 """A million weights; attention costs 200 operations for each token's square; 100 numbers a token in the cache."""
 
 

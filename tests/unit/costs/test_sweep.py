@@ -159,6 +159,6 @@ def test_the_table_fits_a_terminal_and_says_that_it_is_a_model(recipe):
 
 def test_what_does_not_fit_is_named(recipe):
     text = " ".join(printed(sweep_of(recipe, (4,), device__memory_gib=0.001, host__memory_gib=0.002)).split())
-    assert re.search(r"4 ranks: models and activations take \d\S* MiB of a device, which has 0.001 GiB", text)
+    assert re.search(r"4 ranks: models and activations take [\d.]+ GiB of a device, which has 0.001 GiB", text)
     assert re.search(r"4 ranks: rows take \S+ MiB of a host on the way 'one', which has 0.002 GiB", text)
     assert "'ours'" not in text

@@ -37,7 +37,7 @@ def test_page_of_a_healthy_run_has_all_its_parts(run):
     assert "What is missing" not in page.text
     assert "reference log_probs reference rollout ranks 0-3 dp=4" in page.text
     assert "rollout → policy policy_versions, prompt_tokens" in page.text
-    assert "peak on the fullest rank, estimated" in page.text
+    assert "peak on the fullest rank on a cpu, estimated" in page.text
     assert "responses_per_prompt: 8" in page.text
     assert page.count("svg") == 1
     assert len(page.data("sample-data")) == 40

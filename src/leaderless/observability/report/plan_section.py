@@ -69,16 +69,21 @@ def _memory(plan: Mapping[str, object]) -> Html:
     memory = as_mapping(plan.get("memory_bytes"))
     if not memory:
         return element("p", "Not estimated: the size of a model was not known.", class_="note")
+    kinds = ((kind, as_mapping(memory.get(kind))) for kind in ("cpu", "accelerator"))
+    return join(*(_memory_of(f"on a{'n' * (kind == 'accelerator')} {kind}", estimate) for kind, estimate in kinds))
+
+
+def _memory_of(where: str, estimate: Mapping[str, object]) -> Html:
     return join(
-        _terms([("peak on the fullest rank, estimated", _bytes(memory.get("peak")))]),
-        element("h4", "Resident all the time"),
-        _terms((name, _bytes(value)) for name, value in as_mapping(memory.get("resident")).items()),
+        _terms([(f"peak on the fullest rank {where}, estimated", _bytes(estimate.get("peak")))]),
+        element("h4", f"Resident all the time, {where}"),
+        _terms((name, _bytes(value)) for name, value in as_mapping(estimate.get("resident")).items()),
         *(
             join(
-                element("h4", f"While {name}"),
+                element("h4", f"While {name}, {where}"),
                 _terms((part, _bytes(value)) for part, value in as_mapping(parts).items()),
             )
-            for name, parts in as_mapping(memory.get("phases")).items()
+            for name, parts in as_mapping(estimate.get("phases")).items()
         ),
     )
 

@@ -209,7 +209,7 @@ def simulate(points: Sequence[Settings], plan_for: PlanFor, cluster: ClusterConf
             prompts_per_step=recipe.batch.prompts_per_step,
             context_tokens=recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
             plan_seconds=plan_seconds,
-            device_bytes=plan.memory.peak,
-            fits_device=plan.memory.peak <= cluster.device.memory_gib * GIB,
+            device_bytes=plan.memory.accelerator.peak,
+            fits_device=plan.memory.accelerator.peak <= cluster.device.memory_gib * GIB,
             estimates=estimates,
         )

@@ -1,0 +1,294 @@
+"""A model of a real size: the memory of every phase of a run, measured and as `leaderless plan` expects it.
+
+    python benchmarks/real_size.py
+
+A random model of the shape of Qwen2.5-0.5B (494 million parameters, a vocabulary of 151,936, bfloat16 on disk, tied
+embeddings) is trained with GRPO for two steps with a checkpoint after each, killed in the third, resumed, evaluated,
+exported and served. What counts is the memory that the system cannot take back (`RssAnon` and `RssShmem`), sampled in
+each worker all the while; the trace says which phase a worker was in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/performance/real_size.json"
+SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+}
+PAUSE_S = 0.02
+"""Time between two samples of memory."""
+DEADLINE_S = 3600.0
+PORT = 8199
+
+
+@dataclass
+class Watch:
+    """The memory of a command and of all processes that it starts.
+
+    Attributes:
+        process: The command.
+        samples: By process, the time and the bytes that the system cannot take back.
+        ranks: By process, the rank that its environment names.
+    """
+
+    process: subprocess.Popen[bytes]
+    samples: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        children: list[int] = []
+        turn = 0
+        while self.process.poll() is None:
+            if turn % 25 == 0:  # to look for processes costs more than to read their memory
+                children = _tree(self.process.pid)
+            for pid in children:
+                memory = _memory(pid)
+                if memory:
+                    self.samples.setdefault(pid, []).append((time.time(), memory))
+                    self.ranks.setdefault(pid, _rank(pid))
+            turn += 1
+            time.sleep(PAUSE_S)
+
+    def peak(self, rank: int, begin: float = 0.0, end: float = float("inf")) -> int:
+        """The most that the worker of a rank held between two times; the largest process, where none names a rank."""
+        workers = [pid for pid, named in self.ranks.items() if named == rank] or list(self.samples)
+        return max((size for pid in workers for at, size in self.samples[pid] if begin <= at <= end), default=0)
+
+    def wait(self) -> None:
+        """Until the command has ended well."""
+        assert self.process.wait(DEADLINE_S) == 0, self.process.args
+        self._thread.join()
+
+    def kill(self) -> None:
+        """End all of its processes at once, as a machine that fails does."""
+        for pid in _tree(self.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._thread.join()
+
+
+def _tree(pid: int) -> list[int]:
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:
+        return []
+
+
+def _memory(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def _rank(pid: int) -> int:
+    """The rank that a process was given; -1 where it was given none, as helpers and a worker that is alone."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        is_worker = b"reward" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return -1
+    found = [int(item.removeprefix(b"RANK=")) for item in variables if item.startswith(b"RANK=")]
+    return found[0] if found and is_worker else -1
+
+
+def make_model(folder: Path) -> None:
+    """Write the random model, and a tokenizer of single characters."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from leaderless.models.tiny import write_tiny_model
+
+    write_tiny_model(folder, "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz", hidden_size=32, max_positions=32768)
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE)).save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def write_recipe(folder: Path, model: Path, *, is_asynchronous: bool) -> Path:
+    """The recipe; prompts and responses are as long as they may be, so that the estimate is one of what happens."""
+    rows = [{"question": f"{i % 10} + {i // 10 % 10} = ", "answer": str(i % 10 + i // 10 % 10)} for i in range(64)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(folder / "rows.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
+    recipe = {
+        "name": "real",
+        "workflow": "grpo",
+        "models": {"policy": str(model)},
+        "data": {"train": data, "evaluation": data, "max_prompt_tokens": 8},
+        "reward": {"exact_match": 1.0},
+        "batch": {"prompts_per_step": 4, "responses_per_prompt": 8, "updates_per_step": 2, "micro_batch_tokens": 1024},
+        "rollout": {"max_response_tokens": 32, "max_sequences": 32},
+        "evaluation": {"every_steps": 0, "max_prompts": 4},
+        "optimizer": {"learning_rate": 1e-6},
+        "checkpoint": {"every_steps": 1, "asynchronous": is_asynchronous},
+        "run": {"directory": str(folder / "runs"), "tensorboard": False, "recorded_prompts": 1, "timeout_s": 3600},
+        "steps": 3,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+def measure(folder: Path, model: Path, num_workers: int, *, is_asynchronous: bool = True) -> dict[str, dict[str, int]]:
+    """Go through the whole life of a run.
+
+    Args:
+        folder: To write to.
+        model: Folder of the model.
+        num_workers: On this machine.
+        is_asynchronous: Whether checkpoints are written while training goes on.
+
+    Returns:
+        By phase, bytes `measured` in the fullest worker and `planned`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = write_recipe(folder, model, is_asynchronous=is_asynchronous)
+    run, measured = folder / "runs/real", dict[str, int]()
+    planned = json.loads(subprocess.check_output([*COMMAND, "plan", recipe, f"--world-size={num_workers}", "--json"]))
+    train = ["train", str(recipe), f"--workers={num_workers}"]
+    begin = time.time()
+    with _watched(train, folder / "train.log") as watch:
+        _await((run / "checkpoints/step-000002").exists, watch)
+        watch.kill()
+    _by_phase(watch, run, num_workers, begin, "loading", measured)
+    begin = time.time()
+    with _watched(train, folder / "resume.log") as watch:
+        watch.wait()
+    _by_phase(watch, run, num_workers, begin, "resume", measured)
+    with _watched(["eval", str(run), f"--workers={num_workers}"], folder / "eval.log") as watch:
+        watch.wait()
+    if num_workers == 1:
+        with _watched(["export", str(run), str(folder / "exported")], folder / "export.log") as watch:
+            watch.wait()
+        measured["export"] = watch.peak(0)
+        shutil.rmtree(folder / "exported")
+        with _watched(["serve", str(run), f"--port={PORT}", "--max-context=64"], folder / "serve.log") as watch:
+            _ask(watch)
+            watch.process.send_signal(signal.SIGTERM)
+            watch.process.wait(60)
+        measured["serve"] = watch.peak(0)
+    shutil.rmtree(run)
+    totals = planned["memory_bytes"]["cpu"]["totals"]
+    phases = {NAMES.get(name, name): size for name, size in totals.items()}
+    return {name: {"measured": measured[name], "planned": phases[name]} for name in phases if name in measured}
+
+
+COMMAND = [sys.executable, "-m", "leaderless"]
+NAMES = {"policy generates": "rollout", "policy scores": "log-probs", "policy trains": "update"}
+"""Phases of a plan, as they are called here."""
+SPANS = {"rollout": "rollout", "old": "log-probs", "policy": "update", "checkpoint": "checkpoint"}
+"""Phases by the spans of a trace."""
+
+
+@contextmanager
+def _watched(arguments: list[str], log: Path) -> Iterator[Watch]:
+    """A command whose memory is sampled; what it prints goes to a file, which is shown when it fails."""
+    with log.open("wb") as output:
+        watch = Watch(subprocess.Popen([*COMMAND, *arguments], stdout=output, stderr=output, cwd=ROOT))
+        try:
+            yield watch
+        except BaseException:
+            watch.kill()
+            print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+            raise
+
+
+def _await(condition: Callable[[], bool], watch: Watch) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert watch.process.poll() is None, "the command has ended"
+        assert time.monotonic() < end, "the command takes too long"
+        time.sleep(0.2)
+
+
+def _ask(watch: Watch) -> None:
+    """Ask a server for a completion, once it answers."""
+    body = json.dumps({"model": "real", "prompt": "1 + 2 = ", "max_tokens": 16}).encode()
+
+    def is_answered() -> bool:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{PORT}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                return bool(json.loads(answer.read())["choices"])
+        except OSError:
+            return False
+
+    _await(is_answered, watch)
+
+
+def _by_phase(watch: Watch, run: Path, num_workers: int, begin: float, first: str, measured: dict[str, int]) -> None:
+    """Add what was measured in the phases of one start of the run; what comes before its first step is `first`."""
+    for rank in range(num_workers):
+        spans = [span for span in _spans(run / f"trace/rank-{rank}.json") if span[1] >= begin]
+        peaks = [(first, watch.peak(rank, begin, min(since for _, since, _ in spans)))]
+        peaks += [(SPANS[name], watch.peak(rank, since, until)) for name, since, until in spans if name in SPANS]
+        for name, size in peaks:
+            measured[name] = max(measured.get(name, 0), size)
+
+
+def _spans(path: Path) -> list[tuple[str, float, float]]:
+    """Name, begin and end of each span, in seconds."""
+    events = [json.loads(line.rstrip(",")) for line in path.read_text().splitlines() if line.startswith('{"name"')]
+    spans = [event for event in events if event["ph"] == "X"]
+    return [(span["name"], span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6) for span in spans]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--folder", type=Path, help="kept, with the model and all logs")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="real-size-") as name:
+        folder = options.folder or Path(name)
+        if not (folder / "model").exists():
+            make_model(folder / "model")
+        results = json.loads(options.results.read_text()) if options.results.exists() else {}
+        for workers in options.workers:
+            results[str(workers)] = measure(folder / f"workers-{workers}", folder / "model", workers)
+            options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            for phase, sizes in results[str(workers)].items():
+                print(f"{workers} workers, {phase}: {sizes['measured'] / sizes['planned']:.2f} of what was planned")
+
+
+if __name__ == "__main__":
+    main()

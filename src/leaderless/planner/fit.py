@@ -1,0 +1,96 @@
+"""Whether a plan fits into the memory that a rank has, and what to lower where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from leaderless.config import Recipe
+from leaderless.planner.make_plan import longest_sequence, model_sizes
+from leaderless.planner.memory import COMMANDS, Bounds, Memory, estimate_memory, format_bytes
+from leaderless.planner.plan import Plan
+
+MARGIN = 0.85
+"""Share of a rank's memory that an estimate may fill: it is right to about 15 %."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a plan fits into the memory of a rank.
+
+    Attributes:
+        pass_tokens: Most tokens of one pass to begin with.
+        problem: Why it does not fit, or only just, and what to lower; empty where there is room.
+        is_hopeless: Whether not even passes of one sample and one sequence at a time would fit.
+    """
+
+    pass_tokens: int
+    problem: str = ""
+    is_hopeless: bool = False
+
+
+def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit:
+    """Compare the estimate of a plan with what there is.
+
+    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits.
+
+    Args:
+        recipe: Of the plan.
+        plan: Any plan; where the size of a model is not known, it is taken to fit.
+        available: Bytes that each rank may use.
+        is_cpu: Whether ranks compute on the CPU.
+    """
+    first, longest = plan.batch.micro_batch_tokens, longest_sequence(recipe, plan.instances)
+    sizes = model_sizes(recipe, plan.instances)
+
+    def memory(pass_tokens: int, sequences: int) -> Memory:
+        bounds = Bounds(pass_tokens, sequences)
+        estimate = estimate_memory(recipe, plan.instances, sizes, longest, plan.engine, bounds)
+        assert estimate is not None, "checked before"
+        return estimate.cpu if is_cpu else estimate.accelerator
+
+    if plan.memory is None:
+        return Fit(first)
+    sequences, tokens = recipe.rollout.max_sequences, first
+    while plan.batch.adapts_to_memory and tokens > longest and memory(tokens, sequences).peak > MARGIN * available:
+        tokens = max(tokens // 2, longest)
+    least, expected = memory(longest, 1), memory(tokens, sequences)
+    if least.peak > available:
+        return Fit(tokens, _shortage(least, "at least", available, _remedies(recipe, plan, least, None)), True)
+    if expected.peak > MARGIN * available:
+        remedies = _remedies(recipe, plan, expected, tokens)
+        return Fit(tokens, _shortage(expected, "about", available, remedies))
+    return Fit(tokens)
+
+
+def _shortage(memory: Memory, how: str, available: int, remedies: str) -> str:
+    totals = memory.totals
+    phase = max((name for name in totals if name not in COMMANDS), key=totals.__getitem__)
+    held = {**memory.resident, **memory.phases[phase]} if phase in memory.phases else memory.apart[phase]
+    largest = sorted(held.items(), key=lambda part: -part[1])[:5]
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+    return (
+        f"a rank needs {how} {format_bytes(memory.peak)} in its fullest phase, '{phase}' ({parts}), and there are "
+        f"{format_bytes(available)} for it: {remedies}"
+    )
+
+
+def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) -> str:
+    """What to lower; what changes no number comes first."""
+    remedies: list[str] = []
+    if tokens is not None:
+        totals = memory.totals
+        phase = max(memory.phases, key=totals.__getitem__)
+        remedies.append(
+            f"lower rollout.max_sequences={recipe.rollout.max_sequences}"
+            if phase.endswith(" generates")
+            else f"lower batch.micro_batch_tokens={tokens}"
+        )
+    if "checkpoint copy" in memory.resident:
+        saved = format_bytes(memory.resident["checkpoint copy"])
+        remedies.append(f"set checkpoint.asynchronous=false, which saves {saved}")
+    trained = [instance.role for instance in plan.instances if instance.is_trained]
+    unchecked = [role for role in trained if (m := recipe.model_of(role)) and not m.gradient_checkpointing]
+    if unchecked:
+        remedies.append(f"set models.{unchecked[0]}.gradient_checkpointing")
+    remedies.append("use more ranks (on a CPU, of more machines), or a smaller model")
+    return "; ".join(remedies)

@@ -1,0 +1,92 @@
+"""The memory of this rank, compared with what the plan needs before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import torch
+from rich.markup import escape
+
+from leaderless.config import Recipe, RecipeError
+from leaderless.data.transport import ProcessGroup
+from leaderless.planner import Plan, format_bytes
+from leaderless.planner.fit import fit_plan
+from leaderless.worker.place import Place
+
+
+def check_memory(
+    recipe: Recipe, plan: Plan, place: Place, device: torch.device, world: ProcessGroup, say: Callable[[str], None]
+) -> int:
+    """Refuse a run that cannot fit, and warn of one that may not. All ranks call it together.
+
+    Args:
+        recipe: What the user set.
+        plan: The same on every worker.
+        place: Of this worker.
+        device: Of this rank.
+        world: All ranks; the one with the least memory decides.
+        say: Prints a line for the user.
+
+    Returns:
+        Most tokens of one pass to begin with.
+
+    Raises:
+        RecipeError: Not even passes of one sample would fit, and `run.memory_check` does not allow to try.
+    """
+    mine = [
+        available_memory(device, place.local_world_size),
+        available_memory(torch.device("cpu"), place.local_world_size),
+    ]
+    least = (-world.max(-torch.tensor(mine, dtype=torch.float64), "the memory of each rank")).long().tolist()
+    fit, is_strict = fit_plan(recipe, plan, least[0], is_cpu=device.type == "cpu"), recipe.run.memory_check == "refuse"
+    if fit.is_hopeless and is_strict:
+        raise RecipeError.at("run.memory_check", f"{fit.problem}; or set run.memory_check=warn to try all the same")
+    if fit.problem:
+        say(f"[bold red]memory may run out[/]: {escape(fit.problem)}")
+    host = sum(plan.memory.accelerator.host.values()) if plan.memory and device.type != "cpu" else 0
+    if host > least[1]:
+        needed, there = format_bytes(host), format_bytes(least[1])
+        say(f"[bold red]memory of the host may run out[/]: a rank needs {needed} of it, and there are {there}")
+    return fit.pass_tokens
+
+
+def available_memory(device: torch.device, num_ranks: int, root: Path = Path("/")) -> int:
+    """Bytes that one rank may still use: free memory of its accelerator, or its share of the machine's.
+
+    Args:
+        device: Of the rank.
+        num_ranks: Ranks that share the machine.
+        root: Folder of `proc` and `sys`.
+    """
+    if device.type != "cpu":
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        return int(free)
+    limits = [left for path in _control_groups(root) if (left := _left_in(path)) is not None]
+    return min([psutil.virtual_memory().available, *limits]) // num_ranks
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """The folders whose limits hold for this process, its own control group first, of version 1 or 2."""
+    table = root / "proc/self/cgroup"
+    for line in table.read_text().splitlines() if table.exists() else ():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        own = top / name.lstrip("/")
+        yield from (path for path in (own, *own.parents) if path == top or top in path.parents)
+
+
+def _left_in(path: Path) -> int | None:
+    """Bytes below the limit of a control group, those in its cache of files included; None where it has no limit."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if not (path / limit).exists() or (most := (path / limit).read_text().strip()) == "max":
+            continue
+        stat = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+        return max(0, int(most) - int((path / used).read_text()) + int(stat.get(cache, 0)))
+    return None

@@ -1,0 +1,94 @@
+"""The memory that there is, and what happens to a run that needs more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tests.unit.recipes import make_recipe, plan_of, write_model
+from torch import Tensor
+
+from leaderless.config import RecipeError
+from leaderless.worker import memory
+from leaderless.worker.memory import available_memory, check_memory
+from leaderless.worker.place import Place
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+class Pair:
+    """Two ranks, of which the other has some memory of its own."""
+
+    def __init__(self, others: float) -> None:
+        self.others = torch.tensor([others, others], dtype=torch.float64)
+
+    def max(self, values: Tensor, _what: str) -> Tensor:
+        return torch.maximum(values, -self.others)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    return tmp_path
+
+
+def limit(folder: Path, most: str, names: tuple[str, str], stat: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(most)
+    (folder / names[1]).write_text(str(2 * GIB))
+    (folder / "memory.stat").write_text(stat)
+
+
+def test_ranks_share_what_the_machine_has_left(root: Path) -> None:
+    there = psutil.virtual_memory().available
+    assert available_memory(CPU, 4, root) == pytest.approx(there / 4, rel=0.1)
+
+
+def test_the_limit_of_a_control_group_counts_without_what_it_caches(root: Path) -> None:
+    names = ("memory.max", "memory.current")
+    (root / "proc/self/cgroup").write_text("0::/pod/worker\n")
+    limit(root / "sys/fs/cgroup/pod/worker", "max", names, "")
+    limit(root / "sys/fs/cgroup/pod", str(2 * GIB + 900), names, "anon 7\ninactive_file 100\n")
+    assert available_memory(CPU, 2, root) == 500
+    limit(root / "sys/fs/cgroup/pod", str(GIB), names, "inactive_file 0\n")
+    assert available_memory(CPU, 2, root) == 0, "it is over its limit"
+
+
+def test_control_groups_of_the_first_version_are_read_too(root: Path) -> None:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    (root / "proc/self/cgroup").write_text("5:cpu,cpuacct:/a\n4:memory:/docker/1\n")
+    # Inside a container, its own folder is where all of them would be.
+    limit(root / "sys/fs/cgroup/memory", str(2 * GIB + 300), names, "total_inactive_file 100\n")
+    assert available_memory(CPU, 1, root) == 400
+
+
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: int, others: int, **sections: object) -> list[str]:
+    """What the user is shown, where one of two ranks has less memory than the other."""
+    monkeypatch.setattr(memory, "available_memory", lambda *_: mine)
+    settings = {"models": {"policy": write_model(tmp_path / "model")}, **sections}
+    recipe, shown = make_recipe(**settings), list[str]()
+    check_memory(recipe, plan_of("grpo", 2, **settings), Place(0, 2, 0, 2), CPU, Pair(others), shown.append)  # type: ignore[arg-type]
+    return shown
+
+
+def test_the_rank_with_the_least_memory_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(tmp_path, monkeypatch, 8 * GIB, 8 * GIB) == []
+    for mine, others in ((GIB >> 3, 8 * GIB), (8 * GIB, GIB >> 3)):
+        with pytest.raises(
+            RecipeError, match=r"^run.memory_check: a rank needs at least .* 128 MiB for it: set checkp"
+        ):
+            check(tmp_path, monkeypatch, mine, others)
+
+
+def test_a_run_that_cannot_fit_may_be_tried_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shown,) = check(tmp_path, monkeypatch, GIB >> 3, GIB, run={"memory_check": "warn"})
+    assert "memory may run out" in shown
+
+
+def test_a_run_that_only_just_fits_begins_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shown,) = check(tmp_path, monkeypatch, 900 << 20, GIB, batch={"prompts_per_step": 512})
+    assert "a rank needs about" in shown
+    assert "lower batch.micro_batch_tokens=16384" in shown or "lower rollout.max_sequences=256" in shown
