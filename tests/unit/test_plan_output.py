@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from itertools import combinations
 from xml.etree import ElementTree as ET
 
@@ -11,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.unit.recipes import begin, end, plan_of, write_model
+from tests.unit.recipes import begin, end, make_recipe, plan_of, write_model
 
+from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner.layering import Box, Link, place
 from leaderless.planner.picture import draw_plan
 from leaderless.planner.show import print_plan
 from leaderless.planner.svg import NUM_COLORS, clip, text_width
+from leaderless.worker.process import write_description
 from leaderless.workflow import BUILTIN_STAGES, StageSpec, Workflow, resolve_workflow
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -292,3 +295,16 @@ def test_there_is_colour_in_a_terminal_and_none_in_a_file():
     plan = plan_of("grpo", 4, **TWO_POOLS)
     assert "\x1b[" not in printed(plan)
     assert "\x1b[" in printed(plan, force_terminal=True, color_system="standard")
+
+
+def test_a_run_without_the_drawing_library_says_so_and_goes_on(tmp_path, monkeypatch):
+    for name in ("picture", "layering"):
+        monkeypatch.delitem(sys.modules, f"leaderless.planner.{name}")
+    monkeypatch.setitem(sys.modules, "grandalf.graphs", None)
+    recipe, said = make_recipe(run={"directory": str(tmp_path)}), []
+    directory = RunDirectory.of(recipe)
+    directory.path.mkdir()
+    write_description(directory, recipe, plan_of("grpo"), said.append)
+    assert said == ["the plan is not drawn: grandalf.graphs is not installed"]
+    assert directory.plan.exists()
+    assert not directory.picture.exists()

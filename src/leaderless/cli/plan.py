@@ -25,12 +25,15 @@ def plan(
         raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
     planned = plan_recipe(recipe_path(target), overrides or [], world_size)
     if picture is not None:
-        from leaderless.planner.picture import draw_plan
-
         try:
+            from leaderless.planner.picture import draw_plan
+
             write_atomically(picture, draw_plan(planned.plan))
         except OSError as error:
             message = f"{picture} cannot be written: {error.strerror}"
+            raise typer.BadParameter(message, param_hint="--picture") from error
+        except ModuleNotFoundError as error:
+            message = f"a picture needs {error.name}, which is not installed: pip install {error.name}"
             raise typer.BadParameter(message, param_hint="--picture") from error
     if as_json:
         print_json(planned.plan.to_json())

@@ -180,7 +180,7 @@ def estimate_memory(
     Returns:
         None when the size of a model that is used is not known.
     """
-    if any(sizes.get(instance.role) is None for instance in instances):
+    if not instances or any(sizes.get(instance.role) is None for instance in instances):
         return None
     known = {role: size for role, size in sizes.items() if size is not None}
     batch = recipe.batch

@@ -27,7 +27,6 @@ from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.planner import Plan, RoleInstance
-from leaderless.planner.picture import draw_plan
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
@@ -74,7 +73,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
         check_shared(directory.path, transport.world)
         if place.rank == 0:
-            write_description(directory, recipe, plan)
+            write_description(directory, recipe, plan, display.say)
         pass_tokens = check_memory(recipe, plan, place, device, transport.world, display.say)
         parts = _Builder(recipe, plan, transport, device, display, directory.logs)
         stack.callback(parts.roles.close)
@@ -187,17 +186,23 @@ class _Builder:
         return Evaluator(self.recipe, dataset, model, self.instance.layout, self.tokenizer, grade)
 
 
-def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan) -> None:
+def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> None:
     """Write what a run is made of: the resolved recipe, the plan and its picture.
 
     Args:
         directory: Of the run.
         recipe: What the user set.
         plan: What the planner made of it.
+        say: Prints a line for the user.
     """
     write_atomically(directory.config, dump_recipe(recipe))
     write_atomically(directory.plan, json.dumps(plan.to_json(), indent=1))
-    write_atomically(directory.picture, draw_plan(plan))
+    try:
+        from leaderless.planner.picture import draw_plan
+    except ModuleNotFoundError as error:
+        say(f"the plan is not drawn: {error.name} is not installed")
+    else:
+        write_atomically(directory.picture, draw_plan(plan))
 
 
 def _tell(display: Display, text: str) -> None:
