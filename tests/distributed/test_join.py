@@ -54,19 +54,19 @@ def train_with_stale_samples(recipe_file: str) -> tuple[str, bool]:
     place = Place.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
-        rollout = worker.stages["rollout"]
+        rollout = worker.chain.stages["rollout"]
 
         def stale(batch: Batch, context: StageContext) -> Batch:
             result = rollout(batch, context)
             return result.with_columns(policy_versions=result.dense("policy_versions") - 1)
 
         worker.run_step()
-        before = {name: weight.clone() for name, weight in worker.roles.trained()["policy"].full_weights()}
-        worker.stages = {**worker.stages, "rollout": stale}
+        before = {name: weight.clone() for name, weight in worker.parts.roles.trained()["policy"].full_weights()}
+        worker.chain.stages = {**worker.chain.stages, "rollout": stale}
         try:
             worker.run_step()
         except RuntimeError as error:
-            weights = worker.roles.trained()["policy"].full_weights()
+            weights = worker.parts.roles.trained()["policy"].full_weights()
             notes = "".join(getattr(error, "__notes__", ()))
             return f"{error} {notes}", all(bool((before[name] == weight).all()) for name, weight in weights)
     return "", False

@@ -148,7 +148,7 @@ def test_a_model_that_was_exchanged_is_refused_on_resume(tmp_path: Path) -> None
     assert "runs/tiny/checkpoints/step-000001 does not fit" in errors
     shutil.rmtree(tmp_path / "model")
     shutil.copytree(tiny_model(), tmp_path / "model")
-    assert "going on from step 1" in run_alone(tmp_path, "train", recipe, "steps=2").output
+    assert "continuing from step 1" in run_alone(tmp_path, "train", recipe, "steps=2").output
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, recipe: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, 
     assert outcome.code == 0
     assert "has 1,000 bytes, where" in outcome.output
     assert "set aside as damaged-step-000002" in outcome.output
-    assert "going on from step 1" in outcome.output
+    assert "continuing from step 1" in outcome.output
     assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [1, 2, 3]
 
 

@@ -98,7 +98,7 @@ def test_a_step_that_was_lost_is_logged_once(ranks: RankPool, tmp_path: Path) ->
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "reward/me')
     output = succeed(ranks, tmp_path, "train", recipe, "steps=3")
-    assert "going on from step 1" in output
+    assert "continuing from step 1" in output
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
     assert [path.name for path in sorted((folder / "samples").iterdir())] == [
         f"step-00000{step}.rank-0.jsonl" for step in (1, 2, 3)

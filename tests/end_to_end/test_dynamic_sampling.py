@@ -84,7 +84,7 @@ def train(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int],
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     steps: list[Step] = []
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
-        stages, run_step = worker.stages, worker.run_step
+        stages, run_step = worker.chain.stages, worker.run_step
 
         def rollout(batch: Batch, context: StageContext) -> Batch:
             questions = [str(row["question"]) for row in batch.objects("rows")]
@@ -109,21 +109,21 @@ def train(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int],
         def watched_step() -> dict[str, float]:
             steps.append(Step())
             step, step.numbers = steps[-1], run_step()
-            surplus = worker.buffer.surplus.batch
+            surplus = worker.chain.buffer.surplus.batch
             step.carried = set() if surplus is None else set(surplus.group_ids.tolist())
-            trained = worker.roles.trained().get("policy")
+            trained = worker.parts.roles.trained().get("policy")
             step.weights = {} if trained is None else {name: w.clone() for name, w in trained.full_weights()}
             return step.numbers
 
-        end_round = worker.buffer.end_round
+        end_round = worker.chain.buffer.end_round
 
         def checked_round(loop: Loop) -> None:
             end_round(loop)
-            assert worker.buffer.num_bytes() == 0, "a round leaves nothing behind but what was chosen"
+            assert worker.chain.buffer.num_bytes() == 0, "a round leaves nothing behind but what was chosen"
 
-        worker.buffer.end_round = checked_round
+        worker.chain.buffer.end_round = checked_round
         watched = {"rollout": rollout, "reward": reward, "policy": update}
-        worker.stages = {**stages, **{name: stage for name, stage in watched.items() if name in stages}}
+        worker.chain.stages = {**stages, **{name: stage for name, stage in watched.items() if name in stages}}
         worker.run_step = watched_step
         worker.run()
     return steps

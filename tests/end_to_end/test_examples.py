@@ -36,8 +36,8 @@ def train_example(recipe: str, overrides: list[str], num_steps: int) -> list[Num
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         steps = [worker.run_step() for _ in range(num_steps)]
-        if worker.evaluator is not None:
-            steps.append(worker.evaluator.run(float))
+        if worker.parts.evaluator is not None:
+            steps.append(worker.parts.evaluator.run(float))
     return steps
 
 

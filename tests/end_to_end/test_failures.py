@@ -87,7 +87,9 @@ def test_a_run_is_stopped_goes_on_is_terminated_and_outlives_no_launcher(
     assert none_is_left(started)
     (first,) = checkpoints(tmp_path)
     assert first == f"step-{num_steps(tmp_path):06d}"
-    assert f"the same command goes on from runs/tiny/checkpoints/{first}" in outcome.output.replace(f"{tmp_path}/", "")
+    assert f"the same command continues from runs/tiny/checkpoints/{first}" in outcome.output.replace(
+        f"{tmp_path}/", ""
+    )
     assert (tmp_path / "runs/tiny/report.html").exists()
 
     process = train(tmp_path, recipe)
@@ -96,7 +98,7 @@ def test_a_run_is_stopped_goes_on_is_terminated_and_outlives_no_launcher(
     process.send_signal(signal.SIGTERM)
     outcome = finish(process)
     assert outcome.code == 128 + signal.SIGTERM, outcome
-    assert f"going on from step {before}" in outcome.output
+    assert f"continuing from step {before}" in outcome.output
     assert outcome.errors == ""
     assert len(checkpoints(tmp_path)) == 2
 
@@ -112,7 +114,7 @@ def test_a_run_is_stopped_goes_on_is_terminated_and_outlives_no_launcher(
 
     before = num_steps(tmp_path)
     outcome = run_alone(tmp_path, "train", recipe, f"steps={before + 1}")
-    assert f"going on from step {before}" in outcome.output, "on another number of workers"
+    assert f"continuing from step {before}" in outcome.output, "on another number of workers"
     assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == list(range(1, before + 2))
 
 
@@ -138,7 +140,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, recipe: Path, monke
     assert outcome.code == 1
     assert "error rank 1 was ended by SIGKILL" in outcome.errors
     assert "Traceback" not in outcome.errors
-    assert "saved up to step 1: the same command goes on from there" in outcome.output
+    assert "saved up to step 1: the same command continues from there" in outcome.output
 
 
 def test_the_first_cause_is_shown_and_not_what_peers_see_of_it(
@@ -169,7 +171,7 @@ def test_a_single_worker_is_stopped_with_a_checkpoint_and_goes_on(
     monkeypatch.setenv("FAIL", "")
     outcome = run_alone(tmp_path, "train", recipe, "steps=3")
     assert outcome.code == 0, outcome
-    assert "going on from step 2" in outcome.output
+    assert "continuing from step 2" in outcome.output
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

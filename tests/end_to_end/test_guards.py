@@ -76,7 +76,7 @@ def train(
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     seen = Seen()
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
-        stages, run_step = dict(worker.stages), worker.run_step
+        stages, run_step = dict(worker.chain.stages), worker.run_step
 
         def rollout(batch: Batch, context: StageContext) -> Batch:
             seen.asked[-1] += batch.ids.tolist()
@@ -92,17 +92,17 @@ def train(
 
         def watched_step() -> dict[str, float]:
             seen.asked.append([])
-            for loader in worker.loaders.values():
-                loader.position = (jump or {}).get(worker.step + 1, loader.position)
+            for loader in worker.chain.loaders.values():
+                loader.position = (jump or {}).get(worker.progress.step + 1, loader.position)
             seen.numbers.append(run_step())
-            seen.steps.append(worker.step)
-            trained = worker.roles.trained()
+            seen.steps.append(worker.progress.step)
+            trained = worker.parts.roles.trained()
             seen.weights.append({f"{r}.{n}": w.clone() for r, e in trained.items() for n, w in e.full_weights()})
             seen.versions.append({role: engine.policy_version for role, engine in trained.items()})
             return seen.numbers[-1]
 
         own = {"rollout": rollout, "reward": reward, "policy": update}
-        worker.stages = {**stages, **{name: stage for name, stage in own.items() if name in stages}}
+        worker.chain.stages = {**stages, **{name: stage for name, stage in own.items() if name in stages}}
         worker.run_step = watched_step
         try:
             worker.run()

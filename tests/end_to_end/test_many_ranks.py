@@ -31,7 +31,7 @@ def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
     steps: list[Step] = []
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
-        rollout = worker.stages.get("rollout")
+        rollout = worker.chain.stages.get("rollout")
         sampled: dict[int, list[int]] = {}
 
         def watched(batch: Batch, context: StageContext) -> Batch:
@@ -41,11 +41,11 @@ def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
             sampled.update(zip(result.ids.tolist(), tokens, strict=True))
             return result
 
-        worker.stages = {**worker.stages, **({"rollout": watched} if rollout else {})}
+        worker.chain.stages = {**worker.chain.stages, **({"rollout": watched} if rollout else {})}
         for _ in range(num_steps):
             sampled.clear()
             numbers = worker.run_step()
-            trained = worker.roles.trained().items()
+            trained = worker.parts.roles.trained().items()
             weights = {f"{role}.{name}": w.clone() for role, engine in trained for name, w in engine.full_weights()}
             steps.append({"samples": dict(sampled), "numbers": numbers, "weights": weights})
     return steps
@@ -139,7 +139,7 @@ def traced(recipe_file: str) -> dict[str, list[tuple[int, float, float]]]:
     with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         numbers = [worker.run_step() for _ in range(2)][-1]
         worker.tracer.close()
-        events = json.loads((worker.directory.traces / f"rank-{place.rank}.json").read_text())
+        events = json.loads((worker.parts.directory.traces / f"rank-{place.rank}.json").read_text())
     assert place.rank or numbers["time/waiting"] > 0
     spans: dict[str, list[tuple[int, float, float]]] = {}
     for event in events:

@@ -85,13 +85,13 @@ def run_steps(recipe_file: str, store_port: int) -> Account:
     place, wire = Place.from_environment(), Wire()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
-        worker.transport.world.sum(torch.zeros(1), "the start")
+        worker.parts.transport.world.sum(torch.zeros(1), "the start")
         begin = time.monotonic()
         with wire.counting():
             for _ in range(NUM_STEPS):
                 worker.run_step()
         end = time.monotonic()
-        worker.transport.world.sum(torch.zeros(1), "the end")
+        worker.parts.transport.world.sum(torch.zeros(1), "the end")
     return Account(dict(wire.exchanged), dict(wire.agreed), dict(wire.told), begin, end)
 
 

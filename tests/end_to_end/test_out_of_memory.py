@@ -58,7 +58,7 @@ def train(recipe_file: str, overrides: Sequence[str], bounds: dict[str, int], fa
     numbers: list[dict[str, float]] = []
     try:
         with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
-            trained = worker.roles.trained()
+            trained = worker.parts.roles.trained()
             for role, engine in trained.items():
                 engine.micro_batch_tokens = bounds.get(role, engine.micro_batch_tokens)
                 if role in failing:

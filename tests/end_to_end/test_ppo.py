@@ -121,7 +121,7 @@ def train_until(recipe_file: str, name: str, steps: int) -> dict[str, Tensor]:
     plan = make_plan(loaded.recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
     with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
         worker.run()
-        engines = worker.roles.trained().items()
+        engines = worker.parts.roles.trained().items()
         parts = {f"{role}.{key}": local(value) for role, engine in engines for key, value in engine.state().items()}
         versions = {f"{role}.version": torch.tensor(engine.policy_version) for role, engine in engines}
     return parts | versions

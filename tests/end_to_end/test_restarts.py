@@ -131,7 +131,7 @@ def test_a_step_that_is_not_finished_in_time_is_abandoned(
     outcome = finish(process)
     assert time.monotonic() - begin < END_S
     assert outcome.code == 128 + signal.SIGUSR1, outcome
-    said = "step 2 is abandoned after run.grace_s=1 s; the same command goes on from step 1"
+    said = "step 2 is abandoned after run.grace_s=1 s; the same command continues from step 1"
     assert said in outcome.output
     assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [1]
     assert family.left() == []

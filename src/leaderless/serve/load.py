@@ -28,6 +28,7 @@ from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.make import Surroundings, make_engine
 from leaderless.training.engine import TrainEngine
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.worker.join import join_nobody
 from leaderless.worker.roles import check_vocabulary
 
 ALONE = ProcessGroup((0,), 0)
@@ -207,10 +208,9 @@ def _longest(model: Decoder, wanted: int | None) -> int:
 
 @contextmanager
 def _alone() -> Iterator[torch.device]:
-    """Be the only rank; gives the device. Sharding, which mixed precision goes through, asks for a process group."""
+    """Be the only rank; gives the device."""
     setup = setup_device(0, 1)
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(setup.backend, store=store, rank=0, world_size=1)
+    join_nobody(setup)
     try:
         yield setup.device
     finally:

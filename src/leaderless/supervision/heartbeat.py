@@ -120,7 +120,7 @@ class Watchdog:
         """
         self._activity, self._transport, self._timeout_s = activity, transport, timeout_s
         self._path, self._on_stall = stacks, on_stall
-        self._main = threading.main_thread().ident
+        self._main = threading.get_ident()
         self._ended = threading.Event()
         self._tick_s = timeout_s / TICKS_PER_TIMEOUT
         self._num_calls = 0

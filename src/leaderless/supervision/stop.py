@@ -73,29 +73,36 @@ class StopRequest:
     so a thread hears of the signals as well, and ends a process that does not end by itself.
     """
 
-    def __init__(self, grace_s: float, announce: Callable[[], None], abandon: Callable[[], None]) -> None:
+    def __init__(
+        self, grace_s: float, announce: Callable[[], None], abandon: Callable[[], None], *, is_guest: bool = False
+    ) -> None:
         """Nothing is taken over yet.
 
         Args:
             grace_s: Time to finish the step and to write a checkpoint.
             announce: Tells the person who pressed Ctrl-C what happens now.
             abandon: Says, in another thread, that the step could not be finished in time; then the process ends.
+            is_guest: The process is a program's that continues after the run: only Ctrl-C asks the run to stop, and
+                nothing ends the process.
         """
         self._presses = Presses()
         self._grace_s, self._announce, self._abandon = grace_s, announce, abandon
+        self._is_guest = is_guest
         self._restore = ExitStack()
         self._timers: list[threading.Timer] = []
 
     def __enter__(self) -> Self:
         """Take over the signals of the process."""
-        if threading.current_thread() is threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not self._is_guest:
             receiver, sender = socket.socketpair()
             sender.setblocking(False)
             threading.Thread(target=self._watch, args=(receiver,), daemon=True).start()
             self._restore.callback(sender.close)
             before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
             self._restore.callback(signal.set_wakeup_fd, before)
-            for number in STOP_SIGNALS:
+        if is_main:
+            for number in (signal.SIGINT,) if self._is_guest else STOP_SIGNALS:
                 self._restore.callback(signal.signal, number, signal.signal(number, self._on_signal))
         tell_launcher(STEPS_BEGUN)
         return self

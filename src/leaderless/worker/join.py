@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from leaderless.data.activity import Activity
 from leaderless.data.transport import ProcessGroup, Transport
-from leaderless.device import setup_device
+from leaderless.device import DeviceSetup, setup_device
 from leaderless.planner import Plan, Reshard, flat, format_ranks
 from leaderless.worker.place import Place
 
@@ -43,8 +43,7 @@ def join_workers(
     setup = setup_device(place.local_rank, place.local_world_size)
     timeout = timedelta(seconds=timeout_s)
     if place.world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(setup.backend, store=store, rank=0, world_size=1, timeout=timeout)
+        join_nobody(setup, timeout)
     else:
         method = f"file://{place.store}" if place.store else "env://"
         dist.init_process_group(
@@ -68,6 +67,24 @@ def join_workers(
             _leave()
         raise
     _leave()
+
+
+def join_nobody(setup: DeviceSetup, timeout: timedelta | None = None) -> None:
+    """Be the only rank. Sharding, which mixed precision goes through, asks for a process group all the same.
+
+    Args:
+        setup: Device of this process.
+        timeout: Longest wait.
+
+    Raises:
+        RuntimeError: This process has a default process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this process has a process group of torch.distributed already: destroy it first, or use another process"
+        )
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(setup.backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
 def _leave() -> None:

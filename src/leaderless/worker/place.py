@@ -20,6 +20,7 @@ class Place:
         local_rank: Rank among the workers of this machine.
         local_world_size: Number of workers of this machine.
         store: File at which the workers of one machine meet; None where torch elastic has arranged it otherwise.
+        is_guest: The process belongs to a program that continues after the run, such as a notebook.
     """
 
     rank: int
@@ -27,11 +28,12 @@ class Place:
     local_rank: int
     local_world_size: int
     store: Path | None = None
+    is_guest: bool = False
 
     @classmethod
-    def alone(cls) -> Place:
-        """The only worker."""
-        return cls(0, 1, 0, 1)
+    def alone(cls, *, is_guest: bool = False) -> Place:
+        """The place of the only worker."""
+        return cls(0, 1, 0, 1, is_guest=is_guest)
 
     @classmethod
     def from_environment(cls) -> Place:

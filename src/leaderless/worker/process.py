@@ -32,6 +32,7 @@ from leaderless.stages.context import Grader, ModelRole
 from leaderless.worker.evaluation import Evaluator, evaluated_instance
 from leaderless.worker.join import check_shared, join_workers
 from leaderless.worker.memory import check_memory
+from leaderless.worker.parts import Parts
 from leaderless.worker.place import Place
 from leaderless.worker.roles import Roles
 from leaderless.worker.worker import Worker
@@ -50,7 +51,7 @@ def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> int | N
         The signal that stopped it before the last step, if one did.
     """
     with open_worker(recipe, plan, place, display) as worker:
-        return worker.run()
+        return worker.run(is_guest=place.is_guest)
 
 
 @contextmanager
@@ -75,23 +76,24 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         if place.rank == 0:
             write_description(directory, recipe, plan, display.say)
         pass_tokens = check_memory(recipe, plan, place, device, transport.world, display.say)
-        parts = _Builder(recipe, plan, transport, device, display, directory.logs)
-        stack.callback(parts.roles.close)
+        builder = _Builder(recipe, plan, transport, device, display, directory.logs)
+        stack.callback(builder.roles.close)
         if plan.batch.adapts_to_memory:
-            parts.roles.adapt_to_memory(directory, pass_tokens)
+            builder.roles.adapt_to_memory(directory, pass_tokens)
         stack.callback(display.stop)
-        worker = Worker(
+        parts = Parts(
             recipe=recipe,
             plan=plan,
             transport=transport,
-            roles=parts.roles,
-            sets=parts.training_sets(directory.data),
-            evaluator=parts.evaluator(rewards.grade) if recipe.evaluation.every_steps else None,
-            tokenizer=parts.tokenizer,
+            roles=builder.roles,
+            sets=builder.training_sets(directory.data),
+            evaluator=builder.evaluator(rewards.grade) if recipe.evaluation.every_steps else None,
+            tokenizer=builder.tokenizer,
             grade=rewards.grade,
             directory=directory,
             display=display,
         )
+        worker = Worker(parts)
         stack.callback(worker.close)
         yield worker
 

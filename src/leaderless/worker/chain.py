@@ -1,0 +1,168 @@
+"""The part of the plan that one rank executes: the walk through its chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from leaderless.data.databuffer import Databuffer
+from leaderless.data.dataloader import Dataloader
+from leaderless.observability.events import GuardEvent
+from leaderless.observability.trace import Tracer
+from leaderless.planner import Action, Load, Loop, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.stages.context import StageContext
+from leaderless.worker.loop import check_filled, count_groups, report_loop
+from leaderless.worker.nodes import load_stages
+from leaderless.worker.parts import Parts, Progress
+from leaderless.worker.step_metrics import StepMetrics
+
+WAITING = "waiting"
+"""Span in which a rank waits for a window that is on its way."""
+
+
+class Chain:
+    """The entries of the schedule that a rank takes part in, in order, and what passes between them.
+
+    Attributes:
+        stages: Function of each node that the rank runs.
+        buffer: Columns of the step.
+        loaders: Dataloader of each entry that loads.
+        metrics: Metrics of the step.
+        events: What guards have reported in the step.
+        num_roll_backs: Number of roll-backs so far.
+    """
+
+    def __init__(self, parts: Parts, progress: Progress, tracer: Tracer) -> None:
+        """Prepare the entries.
+
+        Args:
+            parts: Parts of the worker.
+            progress: Where the run is.
+            tracer: Times every entry.
+        """
+        self._parts, self._progress, self._tracer = parts, progress, tracer
+        self._rank = parts.transport.rank
+        self._entries = parts.plan.chain(self._rank)
+        self.stages = load_stages(parts.plan, self._rank)
+        progress.nodes = {name: {} for name in self.stages}
+        self.buffer = Databuffer(parts.plan, parts.transport)
+        self.loaders = {
+            action: Dataloader(parts.sets, parts.recipe, action.layout.shard_of(self._rank), action.layout.dp)
+            for action in flat(self._entries)
+            if isinstance(action, Load)
+        }
+        self.metrics = StepMetrics(parts.plan, parts.transport)
+        self.events: list[GuardEvent] = []
+        self.num_roll_backs = 0
+
+    def walk(self) -> None:
+        """Go through the chain once."""
+        self.events.clear()
+        self._walk(self._entries)
+        self.buffer.clear()
+
+    def report(self) -> None:
+        """Add to the metrics how long entries took, and what the dataloaders report."""
+        spent = self._tracer.take_seconds()
+        for action in flat(self._entries):
+            if isinstance(action, Windowed):
+                self.metrics.of(action.ranks).max("time/waiting", spent.get(WAITING, 0.0))
+            elif not isinstance(action, Loop):
+                ranks = self._parts.plan.ranks_of(action)
+                self.metrics.of(ranks).max(f"time/{action}", spent.get(str(action), 0.0))
+            if isinstance(action, Load):
+                for name, value in self.loaders[action].numbers().items():
+                    self.metrics.of(action.layout.ranks).mean(name, value, 1)
+
+    def _walk(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Loop):
+                self._repeat(action)
+            elif isinstance(action, Windowed):
+                self._walk_windows(action)
+            else:
+                self._parts.begin(self._progress.step, str(action), action)
+                with self._span(str(action)), self._placed(str(action)):
+                    self._execute(action)
+                self.buffer.release(action)
+
+    def _execute(self, action: Action) -> None:
+        match action:
+            case Load():
+                self.buffer.load(action, self.loaders[action].next())
+            case RunNode(name):
+                self.buffer.put(name, self.stages[name](self.buffer.get(name), self._context(name)))
+            case Reshard():
+                self.buffer.reshard(action)
+            case SyncWeights():
+                self._parts.roles.sync(action)
+
+    def _walk_windows(self, windowed: Windowed) -> None:
+        """Go through entries window by window, while earlier windows are on their way to other ranks."""
+        self.buffer.open_windows(windowed)
+        for action, window in windowed.turns():
+            label = f"{action} {window + 1}/{windowed.num_windows}"
+            self._parts.begin(self._progress.step, label, action)
+            with self._placed(label):
+                match action:
+                    case RunNode(name):
+                        with self._span(WAITING):
+                            self.buffer.wait(name, window)
+                        with self._span(str(action)):
+                            made = self.stages[name](self.buffer.get(name, window), self._context(name))
+                            self.buffer.put(name, made, window)
+                    case Reshard():
+                        timed = self._tracer.span(str(action), self._progress.step, lane=1)
+                        self.buffer.reshard_window(action, window, timed)
+            self.buffer.release(action, window)
+        with self._span(WAITING), self._placed(str(windowed)):
+            self.buffer.close_windows()
+
+    def _repeat(self, loop: Loop) -> None:
+        """Repeat the entries of a loop until its ranks together have the groups that the step wants."""
+        process_group = self._parts.transport.process_group(loop.ranks)
+        num_rounds = 0
+        while True:
+            with self._span("loop"):
+                num_groups = count_groups(loop, self.buffer, process_group)
+            if num_groups >= loop.num_groups or num_rounds >= loop.max_rounds:
+                break
+            self._walk(loop.body)
+            self.buffer.end_round(loop)
+            num_rounds += 1
+        check_filled(loop, num_groups, self._parts.recipe.algorithm.loop)
+        report_loop(loop, num_groups, num_rounds, self.metrics.of(loop.ranks))
+        if self._rank in loop.layout:
+            self.buffer.leave(loop)
+
+    def _context(self, name: str) -> StageContext:
+        parts, node = self._parts, self._parts.plan[name]
+        metrics = self.metrics.of(node.layout.ranks)
+        return StageContext(
+            recipe=parts.recipe,
+            node=node,
+            step=self._progress.step,
+            process_group=parts.transport.process_group(node.layout.ranks),
+            metrics=metrics if node.layout.is_first_of_shard(self._rank) else metrics.of_replica(),
+            run_directory=parts.directory,
+            tokenizer=parts.tokenizer,
+            model=parts.roles.of(node.node.role, node.layout) if node.node.role else None,
+            grade=parts.grade,
+            state=self._progress.nodes[name],
+            # Each event is reported once, by one of the ranks that know it.
+            events=self.events if self._rank == node.layout.ranks[0] else [],
+            num_roll_backs=self.num_roll_backs,
+            progress=lambda fraction: parts.progress(name, fraction),
+        )
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return self._tracer.span(name, self._progress.step)
+
+    @contextmanager
+    def _placed(self, action: str) -> Iterator[None]:
+        """Errors name the place in the run at which they came up."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"at step {self._progress.step}, in {action}, on rank {self._rank}")
+            raise

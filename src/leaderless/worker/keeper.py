@@ -1,0 +1,140 @@
+"""What a run saves, and how it continues from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rich.markup import escape
+
+from leaderless.checkpoint.reader import RunState, load_checkpoint, newest_good, read_node_state
+from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content
+from leaderless.config import dump_recipe
+from leaderless.data.surplus import Surplus
+from leaderless.observability.trace import Tracer
+from leaderless.supervision.guards import RollBack
+from leaderless.worker.agreement import StepEnd
+from leaderless.worker.chain import Chain
+from leaderless.worker.parts import Parts, Progress
+
+
+class Keeper:
+    """Writes a run's checkpoints, and reads the newest one."""
+
+    def __init__(self, parts: Parts, progress: Progress, chain: Chain, tracer: Tracer) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            parts: Parts of the worker.
+            progress: Where the run is.
+            chain: Chain of this rank, whose surplus is saved.
+            tracer: Times the writing.
+        """
+        self._parts, self._progress, self._chain, self._tracer = parts, progress, chain, tracer
+        recipe, directory = parts.recipe, parts.directory
+        self._writer = CheckpointWriter(
+            directory.checkpoints,
+            parts.roles.trained(),
+            parts.transport.world,
+            parts.tokenizer,
+            recipe.checkpoint,
+            recipe.run.timeout_s,
+            {"recipe.yaml": dump_recipe(recipe), "plan.json": json.dumps(parts.plan.to_json(), indent=1)},
+        )
+
+    def is_due(self) -> bool:
+        """Whether this rank finds that it is time for a checkpoint."""
+        return self._writer.is_due(self._progress.step)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole, one that is being written included. All ranks call it together."""
+        self._writer.wait()
+        return newest_good(self._parts.directory.checkpoints, self._parts.transport.world, self._parts.display.say)
+
+    def resume(self, rolled_back: Callable[[int], RollBack | None]) -> None:
+        """Continue from the newest checkpoint that is whole, if there is one. All ranks call it together.
+
+        Args:
+            rolled_back: Gives the roll-back to the checkpoint of a step, if there was one: then the data do not return.
+        """
+        checkpoint = self.newest()
+        if checkpoint is None:
+            return
+        parts, progress, rank = self._parts, self._progress, self._parts.transport.rank
+        state = load_checkpoint(checkpoint, parts.roles.trained())
+        for name in progress.nodes:
+            progress.nodes[name] = read_node_state(checkpoint, name)
+        parts.roles.sync_all()
+        roll_back = rolled_back(state.step)
+        progress.step, progress.seconds_before = state.step, state.time_s
+        progress.data_position = roll_back.data_position if roll_back else state.data_position
+        for loader in self._chain.loaders.values():
+            loader.position = progress.data_position
+        loop = parts.plan.loop
+        if loop is not None and rank in loop.layout:
+            # What waits in the checkpoint was used by the steps that went wrong, so it is passed over as well.
+            shard = loop.layout.shard_of(rank), loop.layout.dp
+            self._chain.buffer.surplus = Surplus() if roll_back else Surplus.load(checkpoint, *shard)
+        parts.display.say(f"continuing from step {state.step} ([bold]{escape(str(checkpoint))}[/])")
+
+    def save(self, numbers: dict[str, float], end: StepEnd) -> None:
+        """Write a checkpoint where one is due, and always at the end. All ranks call it together.
+
+        Args:
+            numbers: Metrics of the step.
+            end: How the step has ended.
+        """
+        is_last = self._progress.step == self._parts.recipe.steps
+        must_succeed = end.is_stopping or is_last
+        is_wanted = must_succeed or end.is_checkpoint_due
+        if is_wanted:
+            self._writer.wait()  # or nobody would hear that the one before has failed
+        self._report(self._writer.take_error())
+        if not is_wanted:
+            return
+        self._parts.begin(self._progress.step, "checkpoint")
+        with self._tracer.span("checkpoint", self._progress.step):
+            self._writer.begin(self._content(numbers))
+            if not self._parts.recipe.checkpoint.asynchronous or must_succeed:
+                try:
+                    self._writer.settle()
+                except (CheckpointError, OSError) as error:
+                    if must_succeed:
+                        raise
+                    self._report(error)
+        self._tracer.take_seconds()
+        if end.is_stopping and not is_last:
+            self._parts.display.stop()
+            path = escape(str(self._parts.directory.checkpoints / f"step-{self._progress.step:06d}"))
+            self._parts.display.say(
+                f"stopped after step {self._progress.step}; the same command continues from [bold]{path}"
+            )
+
+    def close(self) -> None:
+        """End what is being written."""
+        self._writer.close()
+
+    def _content(self, numbers: dict[str, float]) -> Content:
+        """What a checkpoint of this moment holds besides tensors."""
+        plan, progress, rank = self._parts.plan, self._progress, self._parts.transport.rank
+        loop, save_surplus = plan.loop, None
+        if loop is not None and rank in loop.layout and loop.layout.is_first_of_shard(rank):
+            # Batches are never changed in place: this one stays what it is while it is written.
+            surplus, shard = Surplus(self._chain.buffer.surplus.batch), loop.layout.shard_of(rank)
+            save_surplus = partial(surplus.save, shard=shard, num_shards=loop.layout.dp)
+        return Content(
+            RunState(progress.step, progress.data_position, progress.seconds),
+            metrics=numbers,
+            nodes={name: dict(state) for name, state in progress.nodes.items() if rank == plan[name].layout.ranks[0]},
+            save_surplus=save_surplus,
+        )
+
+    def _report(self, error: BaseException | None) -> None:
+        if error is not None:
+            notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+            self._parts.display.say(
+                f"[bold red]a checkpoint could not be written[/]: {escape(str(error) + notes)}. "
+                "Training continues; earlier checkpoints are as they were, and the next one is tried when it is due"
+            )
