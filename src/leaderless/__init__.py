@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from leaderless.planner import make_plan as make_plan
     from leaderless.rewards.protocol import RewardInput as RewardInput
     from leaderless.rewards.protocol import RewardResult as RewardResult
+    from leaderless.run.run import Run as Run
     from leaderless.stages.context import StageContext as StageContext
     from leaderless.workflow import Workflow as Workflow
     from leaderless.workflow import load_recipe as load_recipe
@@ -31,6 +32,7 @@ _HOME = {
     "Recipe": "leaderless.config",
     "RewardInput": "leaderless.rewards.protocol",
     "RewardResult": "leaderless.rewards.protocol",
+    "Run": "leaderless.run.run",
     "StageContext": "leaderless.stages.context",
     "Workflow": "leaderless.workflow",
     "load_recipe": "leaderless.workflow",
@@ -45,6 +47,7 @@ __all__ = [
     "Recipe",
     "RewardInput",
     "RewardResult",
+    "Run",
     "StageContext",
     "Workflow",
     "load_recipe",

@@ -139,9 +139,22 @@ def test_fresh_sets_the_earlier_run_aside(ranks: RankPool, tmp_path: Path) -> No
     assert rates == {"tiny.1": 0.003, "tiny.2": 0.5, "tiny": 0.25}
 
 
+@pytest.mark.parametrize("arguments", [[], ["--fresh"]])
+def test_a_run_without_a_step_is_not_kept(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> None:
+    recipe = write_recipe(tmp_path, tiny_model(), SIGNAL | held_out(tmp_path) | {"steps": 1})
+    assert run(ranks, tmp_path, "train", recipe, "algorithm.loop.max_rounds=1", "workflow=dapo").code == 1
+    assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [0]
+    (tmp_path / "runs/tiny/events.jsonl").write_text('{"event": "restart"}')
+    assert "the earlier run" not in succeed(ranks, tmp_path, "train", recipe, *arguments)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
+    assert [line["step"] for line in metrics(tmp_path / "runs/tiny")] == [0, 1]
+    assert not (tmp_path / "runs/tiny/events.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ("name=':warning: [bold]'", "name=':warning: [bold]'"),
         ("batch.prompt_per_step=4", "unknown key (did you mean 'prompts_per_step'?)"),
         ("batch.responses_per_prompt=1", "must be at least 2"),
         ("rollout.top_p=0.5", "cannot be combined with a ratio loss"),

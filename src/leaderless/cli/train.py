@@ -30,7 +30,7 @@ def train(
         is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         run.work(Place.from_environment(), fresh=fresh, is_restart=is_restart)
     else:
-        run.train(workers or _num_accelerators(), fresh=fresh, nodes=machines)
+        run.train(workers or _num_accelerators(), fresh=fresh, nodes=machines, apart=True)
 
 
 def _machines(nodes: str | None, rendezvous: str, *, fresh: bool) -> Nodes | None:

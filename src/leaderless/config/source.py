@@ -125,11 +125,9 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
     Raises:
         RecipeError: An override has no `=`, its value is not YAML, or its path runs through a plain value.
     """
-    settings = _copy(source.settings)
-    places = dict(source.places)
     for override in overrides:
         key, equals, text = override.partition("=")
-        path = _path_of(key.strip())
+        path = path_of(key.strip())
         place = f"override {override}"
         if not equals or not all(path):
             raise RecipeError([Problem("", "an override must look like section.key=value", place)])
@@ -142,21 +140,42 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
             raise
         except (yaml.YAMLError, ValueError) as error:
             raise RecipeError([Problem(key, f"the value is not valid YAML: {text!r}", place)]) from error
-        section: dict[str, Setting] = settings
-        for depth, part in enumerate(path[:-1], start=1):
-            inner = section.setdefault(part, {})
-            if not isinstance(inner, dict):
-                inner = _long_form(path[:depth], inner, place)
-                section[part] = inner
-            section = inner
-        section[path[-1]] = value
-        # What the file says below this key is gone, and so are its places.
-        places = {inner: line for inner, line in places.items() if inner[: len(path)] != path} | {path: place}
-    return RecipeSource(settings, places)
+        source = with_setting(source, path, value, place)
+    return source
 
 
-def _path_of(key: str) -> tuple[str, ...]:
-    """The parts of a dotted key; a reward `package.module:function` is one part."""
+def with_setting(source: RecipeSource, path: tuple[str, ...], value: Setting, place: str) -> RecipeSource:
+    """Set a single value on top of a recipe.
+
+    Args:
+        source: The recipe as written.
+        path: Key of the setting, part by part.
+        value: Its value.
+        place: Where the value comes from, for errors.
+
+    Raises:
+        RecipeError: The path runs through a plain value.
+    """
+    settings = _copy(source.settings)
+    section: dict[str, Setting] = settings
+    for depth, part in enumerate(path[:-1], start=1):
+        inner = section.setdefault(part, {})
+        if not isinstance(inner, dict):
+            inner = _long_form(path[:depth], inner, place)
+            section[part] = inner
+        section = inner
+    section[path[-1]] = value
+    # What the file says below this key is gone, and so are its places.
+    places = {inner: line for inner, line in source.places.items() if inner[: len(path)] != path}
+    return RecipeSource(settings, places | {path: place})
+
+
+def path_of(key: str) -> tuple[str, ...]:
+    """The parts of a dotted key; a reward `package.module:function` is one part.
+
+    Args:
+        key: Key of a setting.
+    """
     section, _, rest = key.partition(".")
     function = re.match(r"[\w.]+:\w+", rest)
     if section == "reward" and function:

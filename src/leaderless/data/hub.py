@@ -110,7 +110,7 @@ class HubStream(RowStream):
         except Exception as error:
             raise RuntimeError(
                 f"{self.name} cannot be fetched beyond row {num_rows}: {type(error).__name__}: {error}: see to the "
-                "connection; the same command goes on from the last checkpoint"
+                "connection; the same command continues from the last checkpoint"
             ) from error
 
     @override

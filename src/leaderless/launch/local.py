@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,8 @@ class Launch:
     """What is to be started.
 
     Attributes:
-        arguments: Arguments of the Python interpreter that runs a worker.
+        module: Module that each worker runs, with the name of a file as its argument.
+        job: Text of that file.
         num_workers: On this machine.
         logs: A folder; the first worker's output goes to the terminal, that of the others there.
         grace_s: Time for workers to finish their step when they are asked to stop.
@@ -54,7 +55,8 @@ class Launch:
         nodes: The machines, if there may be several.
     """
 
-    arguments: Sequence[str]
+    module: str
+    job: str
     num_workers: int
     logs: Path
     grace_s: float
@@ -79,10 +81,12 @@ def launch_workers(launch: Launch, restarts: Restarts) -> None:
     launch.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="leaderless-") as name, _environment(_variables(launch)), _reaping():
         folder, nodes = Path(name), launch.nodes
+        job = folder / "job.json"
+        job.write_text(launch.job, encoding="utf-8")
         with _explained(nodes):
             meeting = _meet(launch, folder)
             agent = Agent(
-                _spec(launch, meeting),
+                _spec(launch, meeting, job),
                 DefaultLogsSpecs(str(launch.logs), redirects=dict.fromkeys(range(1, launch.num_workers), Std.ALL)),
                 folder,
                 launch.grace_s,
@@ -130,13 +134,13 @@ def _meet(launch: Launch, folder: Path) -> RendezvousHandler:
     return get_rendezvous_handler(parameters)
 
 
-def _spec(launch: Launch, meeting: RendezvousHandler) -> WorkerSpec:
+def _spec(launch: Launch, meeting: RendezvousHandler, job: Path) -> WorkerSpec:
     return WorkerSpec(
         role="worker",
         local_world_size=launch.num_workers,
         rdzv_handler=meeting,
         entrypoint=sys.executable,
-        args=tuple(launch.arguments),
+        args=("-m", launch.module, str(job)),
         max_restarts=MANY_RESTARTS,
         local_addr="127.0.0.1" if launch.nodes is None or launch.nodes.is_loopback else None,
     )

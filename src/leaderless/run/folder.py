@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -143,10 +144,15 @@ def _prepare(directory: RunDirectory, planned: Planned, *, fresh: bool, is_resta
     has_checkpoint = directory.last_step() > 0
     if has_checkpoint and not fresh:
         _check_same_settings(directory, planned)
-    elif directory.path.exists() and not is_restart and (directory.metrics.exists() or fresh):
+    elif has_checkpoint or (not is_restart and any(record["step"] for record in directory.read_metrics())):
         print_path("the earlier run is now in", directory.set_aside(keep_limits=not fresh))
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
+        if not has_checkpoint and not is_restart:
+            # A run without a step is not kept; what it has noted about itself is not about the new one.
+            shutil.rmtree(directory.traces, ignore_errors=True)
+            for file in (directory.events, *([directory.limits] if fresh else [])):
+                file.unlink(missing_ok=True)
         with tempfile.TemporaryFile(dir=directory.path):
             pass
     except OSError as error:

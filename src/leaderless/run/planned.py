@@ -36,7 +36,7 @@ def located(loaded: LoadedRecipe) -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
-        raise loaded.locate(error) from error
+        raise loaded.locate(error) from None  # the error says all that a user needs
 
 
 def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:

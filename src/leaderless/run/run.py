@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import signal
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from leaderless.config import LoadedRecipe, Recipe, RecipeError
+from leaderless.config import Recipe, RecipeError
+from leaderless.config.source import Setting
 from leaderless.launch.nodes import Nodes
 from leaderless.observability.console import print_line
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan
 from leaderless.run.folder import check_inputs, is_finished, open_run, reporting
-from leaderless.run.planned import Planned, plan_evaluation, plan_training
+from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
+from leaderless.run.settings import check_importable, read_settings
+from leaderless.run.table import MetricsTable
 from leaderless.run.worker import Job, evaluate_as_worker, train_as_worker
 from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
-from leaderless.workflow import load_recipe
+
+if TYPE_CHECKING:
+    from leaderless.run.generation import Prompt
 
 
 class Run:
@@ -28,18 +35,28 @@ class Run:
     The folder belongs to the run's name. Where it holds a checkpoint, training continues from the newest one.
     """
 
-    def __init__(self, recipe: str | Path, *overrides: str) -> None:
+    def __init__(
+        self, recipe: Recipe | Mapping[str, Setting] | str | Path, /, *overrides: str, **settings: Setting
+    ) -> None:
         """Read a recipe; nothing is started.
 
+        Where a YAML file names a function or a file, a program may give the object: a function, a `Workflow`, a dataset
+        as a list of rows or of the library `datasets`, a model as a pair `(model, tokenizer)` of `transformers`.
+
         Args:
-            recipe: YAML file, or the folder of a run.
+            recipe: YAML file, the folder of a run, the name of a built-in workflow, or settings by section.
             overrides: Settings as `section.key=value`.
+            settings: Settings by section, or by dotted key as in `**{"optimizer.learning_rate": 1e-5}`; a section
+                changes the settings that it names.
 
         Raises:
             RecipeError: Something in the recipe is wrong; all problems are named, each with its place.
         """
-        path = Path(recipe)
-        self.loaded: LoadedRecipe = load_recipe(path / "config.yaml" if path.is_dir() else path, overrides)
+        self.loaded = read_settings(recipe, overrides, settings)
+
+    def __repr__(self) -> str:
+        """The run's name, and how far it is."""
+        return f"Run({self.recipe.name!r}: step {self.directory.last_step()} of {self.recipe.steps})"
 
     @property
     def recipe(self) -> Recipe:
@@ -59,40 +76,54 @@ class Run:
         """
         return plan_training(self.loaded, world_size).plan
 
-    def train(self, workers: int = 1, *, fresh: bool = False, nodes: Nodes | None = None) -> None:
+    @property
+    def metrics(self) -> MetricsTable:
+        """What has been logged so far, one row for each step."""
+        return MetricsTable(list(self.directory.read_metrics()))
+
+    def train(
+        self, workers: int = 1, *, fresh: bool = False, nodes: Nodes | None = None, apart: bool = False
+    ) -> MetricsTable:
         """Train to the last step, from the newest checkpoint if there is one.
 
         Args:
             workers: Workers on this machine. One worker is this process itself, where a debugger sees it.
             fresh: An earlier run of this name is set aside.
             nodes: Machines that train together; each makes this call.
+            apart: This process exists for the run alone, so that signals may end it.
+
+        Returns:
+            The metrics of all steps.
 
         Raises:
             RecipeError: Something is wrong that can be seen before the first step.
             Interrupted: A signal has stopped the run, after a checkpoint if there was time for one.
             WorkersFailed: A worker has failed, and restarts did not help.
         """
+        if workers > 1 or nodes is not None:
+            check_importable(self.loaded)
         planned = self._plan_for(workers, nodes)
         check_inputs(planned)
         # Of several machines, the first worker opens the run: no launcher does so for all of them.
         with open_run(planned, fresh=fresh) if nodes is None else nullcontext():
             if is_finished(planned):
-                return
+                return self.metrics
             step_before = self.directory.last_step()
             try:
                 with reporting(self.directory) if nodes is None else nullcontext():
-                    self._start(planned, workers, nodes)
+                    self._start(planned, workers, nodes, apart=apart)
             except (Interrupted, KeyboardInterrupt) as error:
                 if self.directory.last_step() >= self.recipe.steps:
-                    return
+                    return self.metrics
                 if self.directory.last_step() == step_before:
-                    goes_on = f": the same command goes on from step {step_before}" if step_before else ""
+                    goes_on = f": the same command continues from step {step_before}" if step_before else ""
                     print_line(f"stopped before another checkpoint was written{goes_on}")
                 raise error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT) from None
             except Exception:
                 if saved := self.directory.last_step():
-                    print_line(f"saved up to step {saved}: the same command goes on from there")
+                    print_line(f"saved up to step {saved}: the same command continues from there")
                 raise
+        return self.metrics
 
     def work(self, place: Place, *, fresh: bool = False, is_restart: bool = False) -> None:
         """Be one of the workers that torchrun, or something like it, has started.
@@ -136,10 +167,53 @@ class Run:
         if workers == 1:
             return evaluate_as_worker(planned, Place.alone(), path)
         with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
-            job = Job("evaluate", self.loaded.source, folder, role=role, checkpoint=str(path) if path else None)
+            file = Path(folder) / "scores.json"
+            checkpoint = str(path) if path else None
+            job = Job("evaluate", self.loaded.source, role=role, checkpoint=checkpoint, scores=str(file))
             self._launch(job, RunDirectory(Path(folder)), workers)
-            scores: dict[str, float] = json.loads(job.scores.read_text(encoding="utf-8"))
+            scores: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
         return scores
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        checkpoint: str | Path | None = "newest",
+        *,
+        role: str = "policy",
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+    ) -> list[str]:
+        """Have the model answer prompts, which are written as those of the dataset are.
+
+        The model is loaded for each call, so ask all prompts at once.
+
+        Args:
+            prompts: Texts, chats as lists of messages, or rows of a dataset.
+            checkpoint: As for `evaluate`.
+            role: Role that answers.
+            temperature: Temperature of sampling; that of `evaluation` when None.
+            max_tokens: Length at which a response is cut; `rollout.max_response_tokens` when None.
+
+        Returns:
+            One response for each prompt.
+
+        Raises:
+            RecipeError: A prompt cannot be written as the dataset's are, or is too long for the model.
+        """
+        from leaderless.run.generation import answer
+
+        with located(self.loaded):
+            return answer(self.recipe, prompts, self._checkpoint(checkpoint), role, temperature, max_tokens)
+
+    def report(self) -> Path:
+        """Write `report.html`: curves, timing, graph and samples in one file.
+
+        Returns:
+            The file.
+        """
+        from leaderless.observability.report import write_report
+
+        return write_report(self.directory.path)
 
     def export(self, path: str | Path, checkpoint: str | Path = "newest", *, role: str = "policy") -> Path:
         """Write a model as a Hugging Face folder, which transformers and vLLM load.
@@ -169,15 +243,14 @@ class Run:
                 raise RecipeError([replace(one, message=one.message + note) for one in error.problems]) from error
         return planned
 
-    def _start(self, planned: Planned, workers: int, nodes: Nodes | None) -> None:
+    def _start(self, planned: Planned, workers: int, nodes: Nodes | None, *, apart: bool) -> None:
         if workers == 1 and nodes is None:
-            stopped_by = train_as_worker(planned, Place.alone())
+            stopped_by = train_as_worker(planned, Place.alone(is_guest=not apart))
             if stopped_by is not None:
                 raise Interrupted(stopped_by)
             return
-        with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
-            job = Job("train", self.loaded.source, folder, has_prepared=nodes is None)
-            self._launch(job, self.directory, workers, self.recipe.run.max_restarts, nodes)
+        job = Job("train", self.loaded.source, has_prepared=nodes is None)
+        self._launch(job, self.directory, workers, self.recipe.run.max_restarts, nodes)
 
     def _launch(
         self, job: Job, directory: RunDirectory, workers: int, max_restarts: int = 0, nodes: Nodes | None = None
@@ -186,8 +259,8 @@ class Run:
         from leaderless.launch.local import Launch, launch_workers
         from leaderless.launch.restarts import Restarts
 
-        arguments = ["-m", "leaderless.run.worker", str(job.write())]
-        launch = Launch(arguments, workers, directory.logs, self.recipe.run.grace_s, self.recipe.name, nodes)
+        entry, run = "leaderless.run.worker", self.recipe.run
+        launch = Launch(entry, job.to_text(), workers, directory.logs, run.grace_s, self.recipe.name, nodes)
         launch_workers(launch, Restarts(directory, max_restarts, print_line))
 
     def _checkpoint(self, checkpoint: str | Path | None) -> Path | None:

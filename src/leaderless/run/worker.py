@@ -23,46 +23,39 @@ from leaderless.workflow import load_recipe
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of one machine are started for; their launcher writes it into a file.
+    """What the workers of one machine are started for; they find it in a file.
 
     Attributes:
         task: Training, or the evaluation of one role.
         source: The recipe.
-        folder: Folder for the job and for the scores of an evaluation.
         has_prepared: The launcher has prepared the run's folder and will write the report. With several machines no
             launcher does so, but the first worker.
         role: Role that answers in an evaluation.
         checkpoint: Checkpoint whose weights answer; None for those that the recipe names.
+        scores: File for the scores of an evaluation.
     """
 
     task: Literal["train", "evaluate"]
     source: RecipeSource
-    folder: str
     has_prepared: bool = True
     role: str = "policy"
     checkpoint: str | None = None
+    scores: str = ""
 
-    @property
-    def scores(self) -> Path:
-        """File for the scores of an evaluation."""
-        return Path(self.folder) / "scores.json"
-
-    def write(self) -> Path:
-        """Write the job where its workers find it; `sys.path` travels with it, as their recipe may name functions."""
+    def to_text(self) -> str:
+        """The job as JSON; `sys.path` comes with it, as the recipe may name functions."""
         places: list[Json] = [[list(path), place] for path, place in self.source.places.items()]
         values = asdict(self) | {"source": {"settings": self.source.settings, "places": places}, "path": sys.path}
-        path = Path(self.folder) / "job.json"
-        write_atomically(path, json.dumps(values))
-        return path
+        return json.dumps(values)
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a job, and find modules where its launcher finds them.
+    def from_text(cls, text: str) -> Self:
+        """Read a job, and look for modules where its launcher does.
 
         Args:
-            path: File that `write` has written.
+            text: What `to_text` has made.
         """
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(text)
         sys.path[:] = values.pop("path")
         source = values.pop("source")
         places = {tuple(key): place for key, place in source["places"]}
@@ -111,7 +104,7 @@ def _work(job: Job, place: Place) -> None:
         checkpoint = Path(job.checkpoint) if job.checkpoint else None
         scores = evaluate_as_worker(plan_evaluation(loaded, job.role, place.world_size), place, checkpoint)
         if place.rank == 0:
-            write_atomically(job.scores, json.dumps(scores))
+            write_atomically(Path(job.scores), json.dumps(scores))
         return
     planned = plan_training(loaded, place.world_size)
     with ExitStack() as stack:
@@ -130,7 +123,7 @@ def main() -> None:
     follow_launcher(path.parent)
     place = Place.from_environment()
     with reported_failures(place.rank):
-        _work(Job.read(path), place)
+        _work(Job.from_text(path.read_text(encoding="utf-8")), place)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def follow_launcher(folder: Path) -> None:
     """Let a worker that has nothing to save yet end at once on Ctrl-C, and stop when its launcher is killed.
 
     Args:
-        folder: Folder of the launcher, which is removed with the one in which workers meet when it is killed.
+        folder: Folder of the launcher, which is removed when it was killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, _leave)
@@ -176,10 +176,9 @@ def _is_launcher_gone() -> bool:
 
 
 def _clear_up_after_launcher(folder: Path) -> None:
-    """A launcher that was killed has not removed its folder, nor that in which its workers met."""
+    """A launcher that was killed has not removed its folder."""
     if _is_launcher_gone():
-        for path in (folder, Path(os.environ[FOLDER_VARIABLE]).parent):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _have_others_failed() -> bool:

@@ -116,7 +116,7 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
         rewards = _start_rewards(recipe, activity, stack)
         transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaderless-eval-")))
-        parts = _Builder(recipe, plan, transport, device, display, logs)
+        parts = _Builder(recipe, plan, transport, device, display, logs, checkpoint)
         stack.callback(parts.roles.close)
         if checkpoint is not None:
             damage = find_damage(checkpoint, transport.world)
@@ -137,13 +137,20 @@ class _Builder:
     """Makes the parts of a worker from the recipe."""
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, transport: Transport, device: torch.device, display: Display, logs: Path
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        transport: Transport,
+        device: torch.device,
+        display: Display,
+        logs: Path,
+        checkpoint: Path | None = None,
     ) -> None:
         self.recipe, self.plan, self.transport, self.display = recipe, plan, transport, display
         self.instance: RoleInstance = evaluated_instance(plan)
         config = recipe.model_of(self.instance.role)
         assert config is not None
-        display.say(f"loading [bold]{escape(config.path)}[/]")
+        display.say(f"loading [bold]{escape(str(checkpoint or config.path))}[/]")
         self.tokenizer: Tokenizer = load_tokenizer(config, self.instance.role)
         self.roles = Roles(recipe, plan, transport, device, self.tokenizer, logs, partial(_tell, display))
 

@@ -1,0 +1,190 @@
+"""From what a Python program says to a recipe: functions become names, datasets and models become files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from leaderless.config import LoadedRecipe, Recipe, RecipeError
+from leaderless.config.run import RunConfig
+from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
+from leaderless.data.rows import plain_row
+from leaderless.observability.run_directory import write_atomically
+from leaderless.workflow import Workflow, builtin_workflows, load_recipe, write_workflow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MAIN = "__main__"
+"""Module of what a script or notebook defines; other processes cannot import it."""
+_FOLDER = ".inputs"
+"""Folder under `run.directory`."""
+_Leaf = tuple[tuple[str, ...], Setting]
+
+
+def read_settings(
+    recipe: Recipe | Mapping[str, Setting] | str | Path, overrides: Sequence[str], settings: Mapping[str, Setting]
+) -> LoadedRecipe:
+    """Read a recipe, and write files for the objects in it.
+
+    Args:
+        recipe: Recipe, its settings, a YAML file, the folder of a run, or the name of a built-in workflow.
+        overrides: Settings as `section.key=value`.
+        settings: Settings by section or by dotted key, applied last.
+
+    Raises:
+        RecipeError: Something in it is wrong; all problems are named, each with its place.
+    """
+    given = dict(_leaves(settings))
+    if isinstance(recipe, Mapping | Recipe):
+        whole = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
+        source, given = RecipeSource({}, {}), dict(_leaves(whole)) | given
+    elif str(recipe) in builtin_workflows() and not Path(recipe).exists():
+        source = RecipeSource({"workflow": str(recipe)}, {})
+    else:
+        path = Path(recipe)
+        source = read_yaml(path / "config.yaml" if path.is_dir() else path)
+    source = apply_overrides(source, overrides)
+    directory = given.get(("run", "directory")) or _section(source, "run").get("directory")
+    inputs = _Inputs(Path(str(directory or RunConfig.model_fields["directory"].default)) / _FOLDER)
+    for key, value in given.items():
+        source = with_setting(source, key, inputs.plain(value, key), f"argument {'.'.join(key)}")
+    has_local_reward = any(str(name).startswith(f"{MAIN}:") for name in _section(source, "reward"))
+    if has_local_reward and "reward_processes" not in _section(source, "run"):
+        source = with_setting(source, ("run", "reward_processes"), 0, f"default for rewards of {MAIN}")
+    loaded = load_recipe(source)
+    inputs.write()
+    return loaded
+
+
+def check_importable(loaded: LoadedRecipe) -> None:
+    """Refuse functions that processes other than this one cannot import.
+
+    Args:
+        loaded: The recipe.
+
+    Raises:
+        RecipeError: A function is defined in a script or notebook.
+    """
+    for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
+        name = next((part for part in (*path, value) if str(part).startswith(f"{MAIN}:")), None)
+        if name is not None:
+            reason = f"'{name}' is defined in the script or notebook, which other processes cannot import: "
+            remedy = "move it into a module, or train with workers=1"
+            raise loaded.locate(RecipeError.at(".".join(path), reason + remedy))
+
+
+def _section(source: RecipeSource, name: str) -> Mapping[str, Setting]:
+    section = source.settings.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _leaves(settings: Mapping[str, Setting], prefix: tuple[str, ...] = ()) -> Iterator[_Leaf]:
+    """Settings that are no sections, by path; keys may be dotted, and may be functions."""
+    for key, value in settings.items():
+        name = _name_of(key, prefix) if callable(key) else str(key)
+        path = path_of(".".join((*prefix, name)))
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, path)
+        else:
+            yield path, value
+
+
+def _name_of(function: Callable[..., object], path: Sequence[str]) -> str:
+    """The name by which workers find a function."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if getattr(sys.modules.get(module), name or " ", None) is not function:
+        reason = f"{function!r} must be a function defined with `def` at the top level of a module or notebook"
+        raise RecipeError.at(".".join(path), reason)
+    return f"{module}:{name}"
+
+
+class _Inputs:
+    """Files for objects, named after their content: the same object is the same setting in a later start."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._missing: dict[Path, Callable[[Path], object]] = {}
+
+    def plain(self, value: Setting, path: tuple[str, ...]) -> Setting:
+        """A value as a YAML file could hold it.
+
+        Args:
+            value: What the program gave.
+            path: Key of the setting, part by part.
+        """
+        key = ".".join(path)
+        if isinstance(value, Workflow):
+            file = self._text(write_workflow(value), ".yaml")
+            self.write()  # reading the recipe needs it
+            return file
+        if isinstance(value, Path):
+            return str(value)
+        rows = _rows_of(value) if path[0] == "data" else None
+        if rows is not None:
+            file = self._text("".join(_lines(rows, key)), ".jsonl")
+            return file if path[-1] == "path" else {"path": file}
+        if path[0] == "models" and isinstance(value, tuple):
+            return self._model(value, key)
+        if hasattr(value, "save_pretrained"):
+            raise RecipeError.at(key, "must come with its tokenizer: give the pair (model, tokenizer)")
+        if isinstance(value, list | tuple):
+            return [self.plain(inner, path) for inner in value]
+        return _name_of(value, path) if callable(value) else value
+
+    def write(self) -> None:
+        """Write the files that are not there yet."""
+        while self._missing:
+            path, write = self._missing.popitem()
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(path)
+
+    def _text(self, text: str, suffix: str) -> str:
+        path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{suffix}"
+        self._missing[path] = partial(write_atomically, text=text)
+        return str(path)
+
+    def _model(self, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase], key: str) -> str:
+        if len(pair) != 2 or not all(hasattr(part, "save_pretrained") for part in pair):
+            raise RecipeError.at(key, "must be a path, or a pair (model, tokenizer) of transformers")
+        model, tokenizer = pair
+        digest = hashlib.sha256(model.config.to_json_string().encode())
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        digest.update(f"{vocabulary} {tokenizer.chat_template} {tokenizer.eos_token_id}".encode())
+        for name, tensor in sorted(model.state_dict().items()):
+            import torch
+
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        path = self._folder / f"model-{digest.hexdigest()[:16]}"
+        self._missing[path] = partial(_save_model, pair)
+        return str(path)
+
+
+def _rows_of(value: Setting) -> Iterable[Mapping[str, object]] | None:
+    """The rows of a dataset, which is a list of mappings or one of the library `datasets`; None for anything else."""
+    is_list = isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value)
+    return cast("Iterable[Mapping[str, object]]", value) if is_list or hasattr(value, "column_names") else None
+
+
+def _lines(rows: Iterable[Mapping[str, object]], key: str) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        yield json.dumps(plain_row(row, f"{key}[{number}]"), ensure_ascii=False) + "\n"
+
+
+def _save_model(pair: tuple[PreTrainedModel, PreTrainedTokenizerBase], path: Path) -> None:
+    partial_path = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    for part in pair:
+        part.save_pretrained(str(partial_path))
+    if path.exists():
+        shutil.rmtree(partial_path)
+    else:
+        partial_path.rename(path)
