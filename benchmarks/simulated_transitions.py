@@ -19,13 +19,13 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.simulated.controllers import ComparedCluster, load_compared_cluster
+from benchmarks.simulated.prediction import Errors, errors_of, predict
 from benchmarks.transitions.case import RESPONSES, Case
 from benchmarks.transitions.report import RESULTS
 from benchmarks.transitions.transition import Results, Transition
 
-from leaderless.planner.costs.cluster import ClusterConfig, load_cluster
 from leaderless.planner.costs.moves import Cost
-from leaderless.planner.costs.prediction import Errors, errors_of, predict
 from leaderless.planner.costs.rows import Rows
 from leaderless.planner.memory import format_bytes
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--cluster", type=Path, default=ROOT / "recipes/clusters/testbed.yaml")
     options = parser.parse_args()
     results = Results.model_validate_json(options.results.read_text(encoding="utf-8"))
-    cluster = load_cluster(options.cluster)
+    cluster = load_compared_cluster(options.cluster)
     table = Table("kind", "hosts", "prompts", "tokens", "way", "seconds", "interface", "process", "errors")
     found: dict[str, list[Errors]] = {}
     for runs in by_case(results.transitions):
@@ -79,7 +79,7 @@ def median_of(runs: Sequence[Transition]) -> Cost:
     )
 
 
-def prediction(case: Case, way: str, cluster: ClusterConfig) -> Cost:
+def prediction(case: Case, way: str, cluster: ComparedCluster) -> Cost:
     """What the model says."""
     rows = Rows(
         groups=np.repeat(np.arange(case.prompts), RESPONSES),

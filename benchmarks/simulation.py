@@ -9,29 +9,80 @@ Takes a few minutes, most of them for the sweeps up to 16,384 ranks.
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.simulated.charts import draw_png, write_page
+from benchmarks.simulated.controllers import load_compared_cluster
+from benchmarks.simulated.show import print_sweep
+from benchmarks.simulated.sweep import Sweep, settings_of, simulate
+
+from leaderless.cli.common import plan_recipe
+from leaderless.config import Recipe
+from leaderless.planner import Plan
+from leaderless.workflow import load_recipe
+
 ROOT = Path(__file__).resolve().parents[1]
-H100, H200 = ("--cluster", "recipes/clusters/h100.yaml"), ("--cluster", "recipes/clusters/h200.yaml")
-RANKS = "8,64,512,1024,2048,4096,8192,16384"
-SWEEPS: dict[str, tuple[str, ...]] = {
-    "simulated-ranks": (*H100, "--world-size", RANKS, "--prompts-per-rank", "8"),
-    "simulated-ranks-64k": (
-        *H100, "--world-size", RANKS, "--prompts-per-rank", "8", "--context", "65536", "rollout.max_sequences=8"
-    ),
-    "simulated-ranks-32b": (
-        *H200, "--world-size", RANKS.removeprefix("8,"), "--prompts-per-rank", "8",
-        "models.policy.path=recipes/scaling/qwen2.5-32b", "rollout.max_sequences=16",
-    ),
-    "simulated-context": (
-        *H100, "--world-size", "1024", "--context", "8192,16384,32768,65536", "rollout.max_sequences=8"
-    ),
-    "simulated-batch": (*H100, "--world-size", "1024", "--prompts", "512,1024,2048,4096,8192,16384,32768,65536"),
-}  # fmt: skip
-"""Arguments of `leaderless simulate`, by the name of the picture."""
+RECIPE = ROOT / "recipes/scaling/grpo.yaml"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sweep.
+
+    Attributes:
+        cluster: File in `recipes/clusters`, without its suffix.
+        world_sizes: Numbers of ranks.
+        prompts: Prompts of a step; none leaves the recipe's.
+        contexts: Tokens of prompt and response; none leaves the recipe's.
+        prompts_per_rank: Prompts of a step for each rank.
+        overrides: Settings as `section.key=value`.
+    """
+
+    cluster: str
+    world_sizes: Sequence[int]
+    prompts: Sequence[int] = ()
+    contexts: Sequence[int] = ()
+    prompts_per_rank: int | None = None
+    overrides: tuple[str, ...] = ()
+
+
+RANKS = (8, 64, 512, 1024, 2048, 4096, 8192, 16384)
+LARGE = ("models.policy.path=recipes/scaling/qwen2.5-32b", "rollout.max_sequences=16")
+FEW = ("rollout.max_sequences=8",)
+SWEEPS = {
+    "simulated-ranks": Case("h100", RANKS, prompts_per_rank=8),
+    "simulated-ranks-64k": Case("h100", RANKS, contexts=(65536,), prompts_per_rank=8, overrides=FEW),
+    "simulated-ranks-32b": Case("h200", RANKS[1:], prompts_per_rank=8, overrides=LARGE),
+    "simulated-context": Case("h100", (1024,), contexts=(8192, 16384, 32768, 65536), overrides=FEW),
+    "simulated-batch": Case("h100", (1024,), prompts=[512 << power for power in range(8)]),
+}
+"""By the name of the picture."""
+
+
+def run(case: Case, recipe: Path = RECIPE, clusters: Path = ROOT / "recipes/clusters") -> Sweep:
+    """Simulate all points of a sweep.
+
+    Args:
+        case: What varies.
+        recipe: Recipe of all points.
+        clusters: Folder of the cluster file.
+    """
+    cluster, loaded = load_compared_cluster(clusters / f"{case.cluster}.yaml"), load_recipe(recipe, case.overrides)
+
+    def plan_for(more: Sequence[str], num_ranks: int) -> tuple[Recipe, Plan]:
+        planned = plan_recipe(recipe, [*case.overrides, *more], num_ranks)
+        return planned.recipe, planned.plan
+
+    axis, settings = settings_of(loaded.recipe, case.world_sizes, case.prompts, case.contexts, case.prompts_per_rank)
+    return Sweep(loaded.recipe.name, cluster, axis, tuple(simulate(settings, plan_for, cluster)))
 
 
 def main() -> None:
@@ -42,10 +93,12 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.sweeps:
         folder: Path = options.folder.resolve() / name
-        command = ("simulate", "recipes/scaling/grpo.yaml", *SWEEPS[name], "--out", str(folder))
-        print(f"leaderless {' '.join(command)}", flush=True)
-        subprocess.run([sys.executable, "-m", "leaderless", *command], cwd=ROOT, check=True)
-        shutil.copy(folder / "simulation.png", options.pictures / f"{name}.png")
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep = run(SWEEPS[name])
+        print_sweep(sweep, Console())
+        (folder / "simulation.json").write_text(json.dumps(sweep.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_page(sweep, folder / "simulation.html")
+        draw_png(sweep, options.pictures / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -189,11 +189,6 @@ def test_yaml_is_a_recipe_or_part_of_one_or_a_workflow(block: Block, tmp_path: P
             plan_recipe(file, [], max((int(rank) + 1 for rank in last_ranks), default=1))
 
 
-def numbers(text: str) -> list[int]:
-    """The values of an option that takes several."""
-    return [int(part) for part in text.split(",")]
-
-
 def base_recipe() -> dict[str, Setting]:
     """What a part of a recipe is completed with."""
     data = {"train": {"path": "rows.jsonl", "source": "kind"}, "evaluation": {"path": "test.jsonl"}}
@@ -239,10 +234,6 @@ def test_commands_are_taken_and_can_be_planned(place: str, words: list[str], mon
         needed = max((int(rank) + 1 for rank in named), default=1)
         if name == "simulate":
             assert load_cluster(params["cluster"]).name
-            overrides = [*overrides, f"batch.prompts_per_step={max(sizes := numbers(params['world_size']))}"]
-            for size in sizes:
-                plan_recipe(target, overrides, size)
-            return
         plan_recipe(target, overrides, params.get("world_size") or max(params.get("workers") or 1, needed))
     elif params.get("overrides"):
         source = read_yaml(ROOT / "recipes/quickstart/grpo.yaml")

@@ -40,11 +40,12 @@ def hints_for(
     path, sections = _follow(location, root)
     hint = nearest(path[-1], {name for section in sections for name in section.model_fields})
     has_sibling, is_section = "did you mean" in hint, isinstance(value, Mapping)
-    if root is not Recipe or (has_sibling and is_section):
+    if has_sibling and (is_section or root is not Recipe):
         return {path: hint}
-    keys = all_keys()
+    keys = all_keys(root)
     meant = {leaf: _meant(leaf, keys, is_like_sibling=has_sibling) for leaf in _leaves(path, value)}
-    return {leaf: f" (did you mean '{key}'?)" for leaf, key in meant.items() if key} or {path: hint}
+    known = {leaf: key for leaf, key in meant.items() if key and (root is Recipe or key in keys)}
+    return {leaf: f" (did you mean '{key}'?)" for leaf, key in known.items()} or {path: hint}
 
 
 def _meant(path: tuple[str, ...], keys: Sequence[str], *, is_like_sibling: bool) -> str | None:

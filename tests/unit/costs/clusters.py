@@ -6,14 +6,14 @@ import copy
 from typing import Any
 
 import numpy as np
+from benchmarks.simulated.controllers import ComparedCluster, estimate_ways
 from tests.unit.recipes import make_recipe, write_model
 
 from leaderless.config import Recipe
 from leaderless.planner import Cluster, Layout, Plan, Reshard, make_plan
-from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.costs.network import Network
 from leaderless.planner.costs.rows import Rows, sample_workload
-from leaderless.planner.costs.step import Estimate, estimate_step
+from leaderless.planner.costs.step import Estimate
 from leaderless.workflow import resolve_workflow
 
 ROUND: dict[str, Any] = {
@@ -44,7 +44,7 @@ ROUND: dict[str, Any] = {
 }
 
 
-def cluster(**changes: object) -> ClusterConfig:
+def cluster(**changes: object) -> ComparedCluster:
     """The round cluster with settings changed, as `links__network__latency_us=5`."""
     settings = copy.deepcopy(ROUND)
     for path, value in changes.items():
@@ -53,7 +53,7 @@ def cluster(**changes: object) -> ClusterConfig:
         for part in parts:
             section = section[part]
         section[last] = value
-    return ClusterConfig.model_validate(settings)
+    return ComparedCluster.model_validate(settings)
 
 
 def network(num_ranks: int, **changes: object) -> Network:
@@ -91,6 +91,6 @@ def plan_for(recipe: Recipe, world_size: int) -> Plan:
     return make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(world_size))
 
 
-def step_of(recipe: Recipe, world_size: int, constants: ClusterConfig) -> dict[str, Estimate]:
+def step_of(recipe: Recipe, world_size: int, constants: ComparedCluster) -> dict[str, Estimate]:
     workload = sample_workload(recipe, constants.workload)
-    return estimate_step(plan_for(recipe, world_size), recipe, workload, constants)
+    return estimate_ways(plan_for(recipe, world_size), recipe, workload, constants)

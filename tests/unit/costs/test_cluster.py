@@ -6,26 +6,31 @@ from pathlib import Path
 
 import pytest
 import yaml
+from benchmarks.simulated.controllers import FOLDER, ComparedCluster, ControllerConfig, load_compared_cluster
+from pydantic import ValidationError
 from tests.unit.costs.clusters import ROUND
 
 from leaderless.config import RecipeError
 from leaderless.planner.costs.cluster import ClusterConfig, load_cluster
 
 ROOT = Path(__file__).parents[3]
-FILES = sorted((ROOT / "recipes/clusters").glob("*.yaml"))
+CLUSTERS = sorted((ROOT / "recipes/clusters").glob("*.yaml"))
+FILES = [*CLUSTERS, *sorted(FOLDER.glob("*.yaml"))]
+OURS = {name: section for name, section in ROUND.items() if name != "controllers"}
 
 
 def refusal(tmp_path, **sections) -> str:
     path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump(ROUND | sections, sort_keys=False))
+    path.write_text(yaml.safe_dump(OURS | sections, sort_keys=False))
     with pytest.raises(RecipeError) as caught:
         load_cluster(path)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_cluster_that_comes_along_is_valid_and_gives_the_source_of_each_number(path):
-    assert load_cluster(path).name
+    assert path not in CLUSTERS or load_cluster(path).name
+    assert load_compared_cluster(ROOT / "recipes/clusters" / path.name).controllers
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         values = line.partition("#")[0]
         if any(character.isdigit() for character in values) and not values.startswith("name"):
@@ -46,10 +51,10 @@ def test_a_key_of_another_section_is_named_with_it(tmp_path):
     assert "(did you mean 'host.interfaces'?)" in refusal(tmp_path, dataloader={"tokens_per_s": 5, "interfaces": 5})
 
 
-def test_an_unknown_key_of_a_controller_is_placed(tmp_path):
-    controller = {"call_us": 1, "copy_gb_per_s": 1, "dataloader_processes": 1, "cal_us": 1}
-    message = refusal(tmp_path, controllers={"mine": controller})
-    assert "controllers.mine.cal_us: unknown key (did you mean 'call_us'?)" in message
+def test_controllers_are_at_least_one_and_none_has_our_name():
+    for controllers in ({}, {"ours": ROUND["controllers"]["one"]}):
+        with pytest.raises(ValidationError, match="controllers"):
+            ComparedCluster.model_validate(ROUND | {"controllers": controllers})
 
 
 @pytest.mark.parametrize(
@@ -57,8 +62,7 @@ def test_an_unknown_key_of_a_controller_is_placed(tmp_path):
     [
         ({"host": {**ROUND["host"], "devices": 0}}, "host.devices=0: must be greater than or equal to 1"),
         ({"host": {**ROUND["host"], "devices": 3, "interfaces": 2}}, "host.interfaces=2 does not divide the 3 devices"),
-        ({"controllers": {}}, "controllers: "),
-        ({"controllers": {"ours": ROUND["controllers"]["one"]}}, "controllers.ours is how figures call"),
+        ({"controllers": {}}, "controllers: unknown key"),
         ({"dataloader": 5}, "dataloader=5: must be a section of settings"),
     ],
 )
@@ -80,7 +84,7 @@ def test_every_constant_says_its_unit_and_its_meaning():
         "_share",
     )
     counts = {"name", "devices", "interfaces", "dataloader_processes"}
-    sections = [ClusterConfig, *(field.annotation for field in ClusterConfig.model_fields.values())]
+    sections = [ClusterConfig, ControllerConfig, *(field.annotation for field in ClusterConfig.model_fields.values())]
     for section in sections:
         for name, field in getattr(section, "model_fields", {}).items():
             assert field.description, name

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from benchmarks.simulated.controllers import Controller, controller_cost
+from benchmarks.simulated.prediction import errors_of, predict
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.costs.clusters import cluster, equal_rows, network, pools
@@ -25,16 +27,13 @@ from leaderless.planner.costs.moves import (
     ROUNDS_AHEAD,
     SCHEMA_BYTES,
     WEIGHT_BUCKET_BYTES,
-    Controller,
     Cost,
-    controller_cost,
     peer_cost,
     put_cost,
     weights_cost,
 )
 from leaderless.planner.costs.parcels import parcels_of
 from leaderless.planner.costs.placement import Routes, owners_of, speakers
-from leaderless.planner.costs.prediction import errors_of, predict
 from leaderless.planner.costs.rows import Rows
 
 ONE_A_HOST = {"host__devices": 1}

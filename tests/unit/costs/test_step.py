@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks.simulated.controllers import ComparedCluster, ControllerConfig
 from tests.unit.costs.clusters import cluster, network, plan_for, pools_recipe, step_of
 from tests.unit.recipes import make_recipe, write_model
 
 from leaderless.config import RecipeError, all_keys
 from leaderless.planner import Layout, Load, Reshard
-from leaderless.planner.costs.cluster import ClusterConfig, ControllerConfig
+from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.costs.events import Loaded, Moved, Worked, events_of
 from leaderless.planner.costs.parcels import parcels_of
 from leaderless.planner.costs.placement import Placement
@@ -27,7 +28,7 @@ CHANGES = {
 """Of settings that cannot be halved."""
 
 
-def everything_matters() -> ClusterConfig:
+def everything_matters() -> ComparedCluster:
     """A cluster where no cost is nothing."""
     links = {name: {"latency_us": 5, "bandwidth_gb_per_s": 0.5} for name in ("device", "host", "network")}
     controller = {
@@ -77,7 +78,7 @@ def test_where_computing_takes_no_time_a_step_is_loading_moving_and_weights(tmp_
     settings = everything_matters().model_dump()
     settings["device"] |= {"peak_tflops": 1e9, "memory_bandwidth_gb_per_s": 1e12}
     settings["links"]["host"] = {"latency_us": 0, "bandwidth_gb_per_s": 1e12}  # weights are gathered inside hosts
-    constants, recipe = ClusterConfig.model_validate(settings), pools_recipe(tmp_path)
+    constants, recipe = ComparedCluster.model_validate(settings), pools_recipe(tmp_path)
     prompts = sample_workload(recipe, constants.workload).prompts.tokens
     loading = {"ours": max(prompts[:32].sum(), prompts[32:].sum()) / 1e6, "one": prompts.sum() / 1e6}
     for way, estimate in step_of(recipe, 4, constants).items():
@@ -170,10 +171,10 @@ def test_a_host_that_is_too_small_is_told_for_each_way(tmp_path):
 
 
 CONSTANTS = [
-    *(key for key in all_keys(ClusterConfig) if key not in {"name", "controllers", "device.memory_gib"}),
+    *(key for key in all_keys(ClusterConfig) if key not in {"name", "device.memory_gib"}),
     *(f"controllers.one.{name}" for name in ControllerConfig.model_fields),
 ]
-"""All but those that tables and pictures alone show; tests of the sweep look at them."""
+"""All but those that are only shown; tests of what is shown look at them."""
 
 
 @pytest.mark.parametrize("key", CONSTANTS)
@@ -188,7 +189,7 @@ def test_every_constant_changes_something(tmp_path, key):
     section[last] = CHANGES.get(key, section[last] / 2)
     if key == "host.memory_gib":
         section[last] = before["one"].host_bytes / 2**31
-    assert step_of(recipe, 4, ClusterConfig.model_validate(settings)) != before
+    assert step_of(recipe, 4, ComparedCluster.model_validate(settings)) != before
 
 
 def test_a_loop_cannot_be_simulated(tmp_path):

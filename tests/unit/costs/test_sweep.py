@@ -7,14 +7,14 @@ import json
 import re
 
 import pytest
+from benchmarks.simulated.charts import charts_of, draw_png, write_page
+from benchmarks.simulated.show import print_sweep
+from benchmarks.simulated.sweep import Settings, Sweep, settings_of, simulate
 from rich.console import Console
 from tests.unit.costs.clusters import cluster, plan_for, pools_recipe
 from tests.unit.recipes import make_recipe
 
 from leaderless.config import Recipe
-from leaderless.planner.costs.charts import charts_of, draw_png, write_page
-from leaderless.planner.costs.show import print_sweep
-from leaderless.planner.costs.sweep import Settings, Sweep, settings_of, simulate
 
 
 @pytest.fixture

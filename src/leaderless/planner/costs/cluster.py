@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -72,25 +71,6 @@ class CoordinatorConfig(Section):
     """Assigning rows to shards; every rank does it for all rows."""
 
 
-class ControllerConfig(Section):
-    """A single process through which the batches of all transitions pass."""
-
-    pads_rows: bool = True
-    """Prompts and responses are padded to the longest; else they travel as they are."""
-    call_us: float = Field(ge=0)
-    """Calling one rank, sending or receiving."""
-    serialization_gb_per_s: float | None = Field(default=None, gt=0)
-    """Objects to bytes, and bytes to objects, by one process; nothing is serialised when not given."""
-    object_store_gb_per_s: float | None = Field(default=None, gt=0)
-    """Bytes copied into the host's object store; there is none when not given."""
-    network_gb_per_s: float | None = Field(default=None, gt=0)
-    """What its transport carries between hosts at best; the interface's bandwidth when not given."""
-    copy_gb_per_s: float = Field(gt=0)
-    """Padding, joining and reordering by one process, for each pass over the batch."""
-    dataloader_processes: int = Field(ge=1)
-    """Processes that tokenise prompts for the controller."""
-
-
 class DataloaderConfig(Section):
     """Reading and tokenising prompts."""
 
@@ -124,8 +104,6 @@ class ClusterConfig(Section):
     """What carries bytes."""
     coordinator: CoordinatorConfig
     """The project's own data path."""
-    controllers: Mapping[str, ControllerConfig] = Field(min_length=1)
-    """Designs with a single controller to compare with, by a name that figures show."""
     dataloader: DataloaderConfig
     """Reading prompts."""
     workload: WorkloadConfig
@@ -139,13 +117,7 @@ class ClusterConfig(Section):
                 f"host.interfaces={interfaces} does not divide the {devices} devices of a host: every interface must "
                 "serve as many"
             )
-        if OURS in self.controllers:
-            raise ValueError(f"controllers.{OURS} is how figures call the project's own data path: give another name")
         return self
-
-
-OURS = "ours"
-"""How results call the project's own data path."""
 
 
 def load_cluster(path: Path) -> ClusterConfig:

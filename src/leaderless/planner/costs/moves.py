@@ -1,4 +1,4 @@
-"""What one transition costs: rows straight from rank to rank, or through a single controller."""
+"""What one reshard costs, and what new weights cost on their way to serving ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from math import ceil, log2
 import numpy as np
 
 from leaderless.planner import SyncWeights
-from leaderless.planner.costs.cluster import ControllerConfig
 from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds
 from leaderless.planner.costs.parcels import Parcels, parcels_of
 from leaderless.planner.costs.placement import Routes
-from leaderless.planner.costs.rows import Int, Rows
+from leaderless.planner.costs.rows import Int
 
 TYPES_BYTES = 24
 """What a rank tells its node's others of rows that are about to travel: digests of types and ids, and their number."""
@@ -142,67 +141,6 @@ def _told(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:
     took = num_hops * coordinator.hop_latency_us * MICRO + seconds(num_bytes, coordinator.hop_bandwidth_gb_per_s)
     is_between_hosts = len(np.unique(network.hosts(ranks))) > 1
     return Cost(took, 2 * num_bytes * is_between_hosts, 0)
-
-
-@dataclass(frozen=True)
-class Controller:
-    """A single process on the first host. Each row travels with a prompt of its own.
-
-    Attributes:
-        config: Its costs.
-        network: Between it and the ranks.
-    """
-
-    config: ControllerConfig
-    network: Network
-
-    def bytes_of(self, rows: Rows, columns: Sequence[str]) -> Int:
-        """[n] bytes of each row, padded if it pads.
-
-        Args:
-            rows: All of them.
-            columns: That travel.
-        """
-        return rows.separate_bytes(columns, is_padded=self.config.pads_rows)
-
-    def exchange(self, sizes: Int, ranks: Int) -> Cost:
-        """Take rows from ranks, or give them some; it costs the same.
-
-        Each rank makes bytes of its own rows, and the controller objects of all, which it joins; or it orders all rows
-        and makes bytes of them, and each rank objects of its own.
-
-        Args:
-            sizes: [n] bytes of each row.
-            ranks: [n] that give or get them.
-        """
-        config, link = self.config, self.network.cluster.links.network
-        of_rank = np.bincount(ranks, weights=sizes, minlength=self.network.num_ranks).astype(np.int64)
-        is_remote = self.network.hosts(np.arange(len(of_rank))) > 0
-        total, remote = int(of_rank.sum()), int(of_rank[is_remote].sum())
-        if not total:
-            return Cost(0.0, 0, 0)
-        took = config.call_us * MICRO * int((of_rank > 0).sum()) + seconds(total, config.copy_gb_per_s)
-        took += seconds(total + int(of_rank.max()), config.serialization_gb_per_s)
-        took += seconds(total, config.object_store_gb_per_s)
-        bandwidth = min(link.bandwidth_gb_per_s, config.network_gb_per_s or link.bandwidth_gb_per_s)
-        took += link.latency_us * MICRO * bool(remote) + seconds(remote, bandwidth)
-        # Parts and the whole that is made of them, and what the object store holds meanwhile.
-        copies = 2 + (config.object_store_gb_per_s is not None)
-        return Cost(took, remote, copies * total)
-
-
-def controller_cost(routes: Routes, columns: Sequence[str], controller: Controller) -> Cost:
-    """One transition through a controller that has none of its columns yet.
-
-    Args:
-        routes: Of the rows.
-        columns: That travel.
-        controller: Through which.
-    """
-    sizes, size = controller.bytes_of(routes.rows, columns), routes.target.ranks_per_shard
-    receivers = np.array(routes.target.ranks).reshape(-1, size)[routes.owners].reshape(-1)
-    gathered = controller.exchange(sizes, routes.holders)
-    return gathered + controller.exchange(np.repeat(sizes, size), receivers)
 
 
 def weights_cost(action: SyncWeights, num_parameters: int, network: Network) -> Cost:

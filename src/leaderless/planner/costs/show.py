@@ -1,78 +1,64 @@
-"""A sweep for a reader at a terminal."""
+"""A simulated step for a reader at a terminal, or for a program."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich import box
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leaderless.planner.costs.cluster import OURS
-from leaderless.planner.costs.sweep import AXES, Point, Sweep
-from leaderless.planner.memory import format_bytes
-
-TITLES = ("way", "step", "tokens/s", "a rank", "moving", "network", "process")
-
-
-EXPLANATION = """
-a rank: tokens per second of one rank; where ranks vary, also as a share of those in the first line
-moving: seconds of all transitions of rows in a step
-network: bytes through the busiest interface in the largest transition
-process: main memory that rows take in the busiest process"""
+from leaderless.config import Json
+from leaderless.planner import Plan, format_bytes
+from leaderless.planner.costs.cluster import GIB, ClusterConfig
+from leaderless.planner.costs.step import Estimate
 
 
-def print_sweep(sweep: Sweep, console: Console) -> None:
-    """Print what a step would take at every point, and what does not fit.
+def print_estimate(plan: Plan, estimate: Estimate, cluster: ClusterConfig, console: Console) -> None:
+    """Print what a step would take, and what does not fit.
 
     Args:
-        sweep: What was simulated.
+        plan: Plan of the recipe.
+        estimate: Estimate of one of its steps.
+        cluster: Constants of the machines.
         console: Where to; lines are folded at its width.
     """
-    head = Text.assemble((sweep.recipe, "bold"), f"  on {sweep.cluster.name}: a model, not a measurement\n")
-    console.print(head, highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    for title in (AXES[sweep.axis], *TITLES):
-        justify: JustifyMethod = "left" if title == "way" else "right"
-        table.add_column(Text(title), justify=justify, overflow="fold", header_style="dim")
-    for point in sweep.points:
-        for way in sweep.ways:
-            table.add_row(*_cells(sweep, point, way), end_section=way == sweep.ways[-1])
+    head = f"  on {plan.world_size:,} ranks of {cluster.name}: a model, not a measurement\n"
+    console.print(Text.assemble((plan.recipe_name, "bold"), head), highlight=False)
+    rows = {
+        "a step": f"{estimate.seconds:.1f} s",
+        "tokens per second": f"{estimate.tokens_per_s:,.0f}, {estimate.tokens_per_s / plan.world_size:,.0f} a rank",
+        "moving rows": f"{estimate.transition_seconds:.2f} s, over all reshards of the step",
+        "network": f"{format_bytes(estimate.interface_bytes)} through the busiest interface in the largest reshard",
+        "rows in memory": f"{format_bytes(estimate.process_bytes)} in the busiest process",
+    }
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_header=False, padding=(0, 1))
+    for title, value in rows.items():
+        table.add_row(Text(title, "bold"), Text(value))
     console.print(table, highlight=False)
-    console.print(Text(EXPLANATION, "dim"))
-    _print_too_much(sweep, console)
+    held = plan.memory.accelerator.peak if plan.memory else 0
+    for what, needed, part, there in (
+        ("models and activations", held, "device", cluster.device.memory_gib),
+        ("rows", estimate.host_bytes, "host", cluster.host.memory_gib),
+    ):
+        if needed > there * GIB:
+            line = f"{what} take {format_bytes(needed)} of a {part}, which has {there:g} GiB"
+            console.print(Text(line, "yellow"), highlight=False)
 
 
-def _cells(sweep: Sweep, point: Point, way: str) -> tuple[Text, ...]:
-    estimate = point.estimates[way]
-    share = f", {sweep.efficiency(point, way):.0%}" if sweep.axis == "world_size" else ""
-    return (
-        Text(f"{sweep.place(point):,}" if way == OURS else "", "bold"),
-        Text(way),
-        Text(f"{estimate.seconds:.1f} s"),
-        Text(f"{estimate.tokens_per_s:,.0f}"),
-        Text(f"{point.tokens_per_rank(way):,.0f}{share}"),
-        Text(f"{estimate.transition_seconds:.2f} s"),
-        Text(format_bytes(estimate.interface_bytes)),
-        Text(format_bytes(estimate.process_bytes), "" if estimate.fits_host else "bold red"),
-    )
+def to_json(plan: Plan, estimate: Estimate, cluster: ClusterConfig) -> Json:
+    """The same as JSON-able values, with every constant of the model.
 
-
-def _print_too_much(sweep: Sweep, console: Console) -> None:
-    """What no device or host has room for is simulated all the same, and named."""
-    device, host = (f"{part.memory_gib:g} GiB" for part in (sweep.cluster.device, sweep.cluster.host))
-    for point in sweep.points:
-        place = f"{sweep.place(point):,} {AXES[sweep.axis]}"
-        if not point.fits_device:
-            needed = format_bytes(point.device_bytes)
-            _warn(f"{place}: models and activations take {needed} of a device, which has {device}", console)
-        for way, estimate in point.estimates.items():
-            if not estimate.fits_host:
-                _warn(
-                    f"{place}: rows take {format_bytes(estimate.host_bytes)} of a host on the way "
-                    f"'{way}', which has {host}",
-                    console,
-                )
-
-
-def _warn(text: str, console: Console) -> None:
-    console.print(Text(text, "yellow"), highlight=False)
+    Args:
+        plan: Plan of the recipe.
+        estimate: Estimate of one of its steps.
+        cluster: Constants of the machines.
+    """
+    return {
+        "recipe": plan.recipe_name,
+        "world_size": plan.world_size,
+        "cluster": cluster.model_dump(mode="json"),
+        "device_bytes": plan.memory.accelerator.peak if plan.memory else None,
+        "estimate": asdict(estimate),
+    }

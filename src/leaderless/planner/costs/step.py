@@ -1,4 +1,4 @@
-"""The time of one step on every way that data may go: clocks of all ranks, moved on entry by entry."""
+"""The time of one step: clocks of all ranks, moved on entry by entry."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from leaderless.config import Recipe
 from leaderless.planner import Layout, Plan
-from leaderless.planner.costs.cluster import GIB, OURS, ClusterConfig
+from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.costs.events import Event, Loaded, Moved, Synced, Worked, events_of
-from leaderless.planner.costs.moves import Controller, Cost, peer_cost, put_cost, weights_cost
+from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, weights_cost
 from leaderless.planner.costs.network import Network
 from leaderless.planner.costs.rows import Int, Workload
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step on one way that data may go.
+    """One step.
 
     Attributes:
         seconds: Of the step.
@@ -43,39 +43,24 @@ class Estimate:
     weights: Mapping[str, Cost]
 
 
-def estimate_step(plan: Plan, recipe: Recipe, workload: Workload, cluster: ClusterConfig) -> dict[str, Estimate]:
-    """Estimate one step, by way: the project's own, and that of every controller of the cluster file.
-
-    Rows are on the same ranks and models take the same time on all of them; they differ in how data moves.
+def estimate_step(plan: Plan, recipe: Recipe, workload: Workload, cluster: ClusterConfig) -> Estimate:
+    """Estimate one step.
 
     Args:
-        plan: Of the recipe.
+        plan: Plan of the recipe.
         recipe: Batch sizes and models.
         workload: Rows of the step.
-        cluster: Its constants.
+        cluster: Constants of the machines.
 
     Raises:
         RecipeError: The workflow has a loop, or the size of a model is not known.
     """
     network = Network(cluster, plan.world_size)
-    events = events_of(plan, recipe, workload, network)
-    tokens = _trained_tokens(events)
-    walks: dict[str, _Walk] = {OURS: _walk_peers(events, network)}
-    for name, config in cluster.controllers.items():
-        walk = _ControllerWalk(network, Controller(config, network), events)
-        walks[name] = walk.finish()
-    processes = {name: cluster.host.devices if name == OURS else 1 for name in walks}
-    return {name: _estimate(walk, tokens, processes[name], cluster) for name, walk in walks.items()}
-
-
-def _trained_tokens(events: Sequence[Event]) -> int:
-    """Tokens of the rows at the end of the step."""
-    last = [event for event in events if isinstance(event, Worked)][-1]
-    return int(last.rows_after.tokens.sum())
+    return walk_peers(events_of(plan, recipe, workload, network), network)
 
 
 @dataclass
-class _Walk:
+class Walk:
     """Clocks and memory of all ranks, on the way through a step."""
 
     network: Network
@@ -114,27 +99,33 @@ class _Walk:
         self.transitions[name] = cost if before is None else before + cost
         self.peak_bytes = max(self.peak_bytes, held_bytes + cost.process_bytes)
 
+    def estimate(self, events: Sequence[Event], processes_per_host: int) -> Estimate:
+        """What the step took, once all of its events have been walked."""
+        cluster, took = self.network.cluster, float(self.clocks.max())
+        last = [event for event in events if isinstance(event, Worked)][-1]
+        process_bytes = max(self.peak_bytes, int(self.held.max()))
+        host_bytes = process_bytes * min(processes_per_host, self.network.num_ranks)
+        return Estimate(
+            seconds=took,
+            tokens_per_s=int(last.rows_after.tokens.sum()) / took,
+            transition_seconds=sum(cost.seconds for cost in self.transitions.values()),
+            interface_bytes=max((cost.interface_bytes for cost in self.transitions.values()), default=0),
+            process_bytes=process_bytes,
+            host_bytes=host_bytes,
+            fits_host=host_bytes <= cluster.host.memory_gib * GIB,
+            transitions=self.transitions,
+            weights=self.weights,
+        )
 
-def _estimate(walk: _Walk, tokens: int, num_processes: int, cluster: ClusterConfig) -> Estimate:
-    took = float(walk.clocks.max())
-    process_bytes = max(walk.peak_bytes, int(walk.held.max()))
-    host_bytes = process_bytes * min(num_processes, walk.network.num_ranks)
-    return Estimate(
-        seconds=took,
-        tokens_per_s=tokens / took,
-        transition_seconds=sum(cost.seconds for cost in walk.transitions.values()),
-        interface_bytes=max((cost.interface_bytes for cost in walk.transitions.values()), default=0),
-        process_bytes=process_bytes,
-        host_bytes=host_bytes,
-        fits_host=host_bytes <= cluster.host.memory_gib * GIB,
-        transitions=walk.transitions,
-        weights=walk.weights,
-    )
 
+def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
+    """Estimate a step in which every rank loads its own prompts, and rows go straight to their new owners.
 
-def _walk_peers(events: Sequence[Event], network: Network) -> _Walk:
-    """Every rank loads its own prompts, and rows go straight to their new owners where layouts change."""
-    walk = _Walk(network)
+    Args:
+        events: All of the step, in order.
+        network: Links between the ranks.
+    """
+    walk = Walk(network)
     travelling = {event.action.source for event in events if isinstance(event, Moved)}
     for event in events:
         match event:
@@ -158,77 +149,12 @@ def _walk_peers(events: Sequence[Event], network: Network) -> _Walk:
                 _hold(walk, action.target_layout, sizes, first)
             case Synced():
                 walk.sync(event)
-    return walk
+    return walk.estimate(events, network.cluster.host.devices)
 
 
-def _hold(walk: _Walk, layout: Layout, sizes: Int, holders: Int) -> None:
+def _hold(walk: Walk, layout: Layout, sizes: Int, holders: Int) -> None:
     """Rows that ranks have from now on; those of one shard all hold its rows."""
     held = np.bincount(holders, weights=sizes, minlength=walk.network.num_ranks).astype(np.int64)
     ranks = np.array(layout.ranks)
     by_shard = held[ranks].reshape(-1, layout.ranks_per_shard).sum(axis=1)
     walk.held[ranks] += np.repeat(by_shard, layout.ranks_per_shard)
-
-
-class _ControllerWalk:
-    """The controller loads all prompts, hands every node that has a model what it reads, and takes what it wrote.
-
-    Nodes without a model run in the controller, at no cost. It takes a node's columns when the next reader wants them,
-    so that nodes on different ranks run at the same time.
-    """
-
-    def __init__(self, network: Network, controller: Controller, events: Sequence[Event]) -> None:
-        self.controller = controller
-        self.events = events
-        self.walk = _Walk(network)
-        self.clock = 0.0
-        self.held_bytes = 0
-        self.waiting: dict[str, Worked] = {}
-        self.wanted = {
-            (source, column)
-            for event in events
-            if isinstance(event, Worked)
-            for column, source in event.node.reads.items()
-        }
-
-    def finish(self) -> _Walk:
-        """Go through the step."""
-        for event in self.events:
-            match event:
-                case Loaded():
-                    self._load(event)
-                case Worked():
-                    self._run(event)
-                case Synced():
-                    self.walk.sync(event)
-        self.walk.clocks = np.maximum(self.walk.clocks, self.clock)
-        return self.walk
-
-    def _load(self, event: Loaded) -> None:
-        cluster, config = self.walk.network.cluster, self.controller.config
-        self.clock += float(event.rows.tokens.sum()) / (cluster.dataloader.tokens_per_s * config.dataloader_processes)
-        self.held_bytes += int(self.controller.bytes_of(event.rows, event.action.columns).sum())
-
-    def _run(self, event: Worked) -> None:
-        node = event.node
-        for source in sorted(set(node.reads.values()) & self.waiting.keys()):
-            self._gather(self.waiting.pop(source))
-        written = [column for column in node.writes if (node.name, column) in self.wanted]
-        if not event.uses_model:
-            self.held_bytes += int(self.controller.bytes_of(event.rows_after, written).sum())
-            return
-        cost = self.controller.exchange(self.controller.bytes_of(event.rows, tuple(node.reads)), event.holders)
-        self.clock += cost.seconds
-        self.walk.move(node.name, cost, self.held_bytes)
-        self.walk.work(event, begin=self.clock)
-        if written:
-            self.waiting[node.name] = event
-
-    def _gather(self, event: Worked) -> None:
-        """Wait for a node, and take those of its columns that other nodes read."""
-        node, rows = event.node, event.rows_after
-        columns = [column for column in node.writes if (node.name, column) in self.wanted]
-        sizes = self.controller.bytes_of(rows, columns)
-        cost = self.controller.exchange(sizes, event.holders_after)
-        self.clock = max(self.clock, float(self.walk.clocks[list(node.layout.ranks)].max())) + cost.seconds
-        self.walk.move(node.name, cost, self.held_bytes)
-        self.held_bytes += int(sizes.sum())

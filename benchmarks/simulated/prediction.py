@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from benchmarks.simulated.controllers import OURS, ComparedCluster, Controller, controller_cost
 
 from leaderless.planner import Reshard
-from leaderless.planner.costs.cluster import OURS, ClusterConfig
-from leaderless.planner.costs.moves import Controller, Cost, controller_cost, peer_cost
+from leaderless.planner.costs.moves import Cost, peer_cost
 from leaderless.planner.costs.network import Network
 from leaderless.planner.costs.placement import Routes, owners_of
 from leaderless.planner.costs.rows import Int, Rows
@@ -29,7 +29,7 @@ class Errors:
     process_bytes: float
 
 
-def predict(action: Reshard, rows: Rows, holders: Int, cluster: ClusterConfig, way: str) -> Cost:
+def predict(action: Reshard, rows: Rows, holders: Int, cluster: ComparedCluster, way: str) -> Cost:
     """What one transition costs.
 
     Args:

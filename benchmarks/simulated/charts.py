@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.simulated.controllers import OURS
+from benchmarks.simulated.sweep import AXES, Sweep
+
 from leaderless.observability.run_directory import write_atomically
-from leaderless.planner.costs.cluster import GIB, OURS
+from leaderless.planner.costs.cluster import GIB
 from leaderless.planner.costs.step import Estimate
-from leaderless.planner.costs.sweep import AXES, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from benchmarks.simulated.controllers import OURS, ComparedCluster, estimate_ways
+
 from leaderless.config import Json, Recipe
 from leaderless.planner import Plan
-from leaderless.planner.costs.cluster import GIB, OURS, ClusterConfig
+from leaderless.planner.costs.cluster import GIB
 from leaderless.planner.costs.rows import sample_workload
-from leaderless.planner.costs.step import Estimate, estimate_step
+from leaderless.planner.costs.step import Estimate
 
 AxisName = Literal["world_size", "prompts_per_step", "context_tokens"]
 
@@ -90,7 +92,7 @@ class Sweep:
     """
 
     recipe: str
-    cluster: ClusterConfig
+    cluster: ComparedCluster
     axis: AxisName
     points: tuple[Point, ...]
 
@@ -187,7 +189,7 @@ def _context(recipe: Recipe, tokens: int) -> tuple[str, str]:
     return response, f"batch.micro_batch_tokens={max(tokens, recipe.batch.first_micro_batch_tokens(tokens))}"
 
 
-def simulate(points: Sequence[Settings], plan_for: PlanFor, cluster: ClusterConfig) -> Iterator[Point]:
+def simulate(points: Sequence[Settings], plan_for: PlanFor, cluster: ComparedCluster) -> Iterator[Point]:
     """Simulate one step at each point.
 
     Args:
@@ -202,7 +204,7 @@ def simulate(points: Sequence[Settings], plan_for: PlanFor, cluster: ClusterConf
         begin = time.perf_counter()
         recipe, plan = plan_for(point.overrides, point.world_size)
         plan_seconds = time.perf_counter() - begin
-        estimates = estimate_step(plan, recipe, sample_workload(recipe, cluster.workload), cluster)
+        estimates = estimate_ways(plan, recipe, sample_workload(recipe, cluster.workload), cluster)
         assert plan.memory is not None, "a step whose models have no known size is refused"
         yield Point(
             world_size=point.world_size,

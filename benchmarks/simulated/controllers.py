@@ -1,0 +1,216 @@
+"""Designs in which the batches of all transitions pass through a single process, to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+from pydantic import Field, field_validator
+
+from leaderless.config import Recipe
+from leaderless.config.base import Section
+from leaderless.planner import Plan
+from leaderless.planner.costs.cluster import ClusterConfig, load_cluster
+from leaderless.planner.costs.events import Event, Loaded, Synced, Worked, events_of
+from leaderless.planner.costs.moves import Cost
+from leaderless.planner.costs.network import MICRO, Network, seconds
+from leaderless.planner.costs.placement import Routes
+from leaderless.planner.costs.rows import Int, Rows, Workload
+from leaderless.planner.costs.step import Estimate, Walk, walk_peers
+
+FOLDER = Path(__file__).parent / "controllers"
+"""Holds, for each cluster file in `recipes/clusters`, the costs of controllers on such machines."""
+OURS = "ours"
+"""How results call the project's own data path."""
+
+
+class ControllerConfig(Section):
+    """A single process through which the batches of all transitions pass."""
+
+    pads_rows: bool = True
+    """Prompts and responses are padded to the longest; else they travel as they are."""
+    call_us: float = Field(ge=0)
+    """Calling one rank, sending or receiving."""
+    serialization_gb_per_s: float | None = Field(default=None, gt=0)
+    """Objects to bytes, and bytes to objects, by one process; nothing is serialised when not given."""
+    object_store_gb_per_s: float | None = Field(default=None, gt=0)
+    """Bytes copied into the host's object store; there is none when not given."""
+    network_gb_per_s: float | None = Field(default=None, gt=0)
+    """What its transport carries between hosts at best; the interface's bandwidth when not given."""
+    copy_gb_per_s: float = Field(gt=0)
+    """Padding, joining and reordering by one process, for each pass over the batch."""
+    dataloader_processes: int = Field(ge=1)
+    """Processes that tokenise prompts for the controller."""
+
+
+class ComparedCluster(ClusterConfig):
+    """A cluster, and what controllers cost on it."""
+
+    controllers: Mapping[str, ControllerConfig] = Field(min_length=1)
+    """Designs with a single controller, by a name that figures show."""
+
+    @field_validator("controllers", mode="after")
+    @classmethod
+    def _has_names_of_its_own(cls, value: Mapping[str, ControllerConfig]) -> Mapping[str, ControllerConfig]:
+        if OURS in value:
+            raise ValueError(f"'{OURS}' is how figures call the project's own data path: give another name")
+        return value
+
+
+def load_compared_cluster(path: Path) -> ComparedCluster:
+    """Read a cluster file, and the controllers of the same name.
+
+    Args:
+        path: Cluster file.
+    """
+    controllers = yaml.safe_load((FOLDER / path.name).read_text(encoding="utf-8"))
+    return ComparedCluster.model_validate(load_cluster(path).model_dump() | {"controllers": controllers})
+
+
+def estimate_ways(plan: Plan, recipe: Recipe, workload: Workload, cluster: ComparedCluster) -> dict[str, Estimate]:
+    """Estimate one step on every way that data may go: the project's own, and that of every controller.
+
+    Rows are on the same ranks and models take the same time on all of them; they differ in how data moves.
+
+    Args:
+        plan: Plan of the recipe.
+        recipe: Batch sizes and models.
+        workload: Rows of the step.
+        cluster: Constants of the machines.
+    """
+    network = Network(cluster, plan.world_size)
+    events = events_of(plan, recipe, workload, network)
+    central = {
+        name: ControllerWalk(network, Controller(config, network), events).finish()
+        for name, config in cluster.controllers.items()
+    }
+    return {OURS: walk_peers(events, network), **central}
+
+
+@dataclass(frozen=True)
+class Controller:
+    """A single process on the first host. Each row travels with a prompt of its own.
+
+    Attributes:
+        config: Its costs.
+        network: Between it and the ranks.
+    """
+
+    config: ControllerConfig
+    network: Network
+
+    def bytes_of(self, rows: Rows, columns: Sequence[str]) -> Int:
+        """[n] bytes of each row, padded if it pads.
+
+        Args:
+            rows: All of them.
+            columns: That travel.
+        """
+        return rows.separate_bytes(columns, is_padded=self.config.pads_rows)
+
+    def exchange(self, sizes: Int, ranks: Int) -> Cost:
+        """Take rows from ranks, or give them some; it costs the same.
+
+        Each rank makes bytes of its own rows, and the controller objects of all, which it joins; or it orders all rows
+        and makes bytes of them, and each rank objects of its own.
+
+        Args:
+            sizes: [n] bytes of each row.
+            ranks: [n] that give or get them.
+        """
+        config, link = self.config, self.network.cluster.links.network
+        of_rank = np.bincount(ranks, weights=sizes, minlength=self.network.num_ranks).astype(np.int64)
+        is_remote = self.network.hosts(np.arange(len(of_rank))) > 0
+        total, remote = int(of_rank.sum()), int(of_rank[is_remote].sum())
+        if not total:
+            return Cost(0.0, 0, 0)
+        took = config.call_us * MICRO * int((of_rank > 0).sum()) + seconds(total, config.copy_gb_per_s)
+        took += seconds(total + int(of_rank.max()), config.serialization_gb_per_s)
+        took += seconds(total, config.object_store_gb_per_s)
+        bandwidth = min(link.bandwidth_gb_per_s, config.network_gb_per_s or link.bandwidth_gb_per_s)
+        took += link.latency_us * MICRO * bool(remote) + seconds(remote, bandwidth)
+        # Parts and the whole that is made of them, and what the object store holds meanwhile.
+        copies = 2 + (config.object_store_gb_per_s is not None)
+        return Cost(took, remote, copies * total)
+
+
+def controller_cost(routes: Routes, columns: Sequence[str], controller: Controller) -> Cost:
+    """One transition through a controller that has none of its columns yet.
+
+    Args:
+        routes: Of the rows.
+        columns: That travel.
+        controller: Through which.
+    """
+    sizes, size = controller.bytes_of(routes.rows, columns), routes.target.ranks_per_shard
+    receivers = np.array(routes.target.ranks).reshape(-1, size)[routes.owners].reshape(-1)
+    gathered = controller.exchange(sizes, routes.holders)
+    return gathered + controller.exchange(np.repeat(sizes, size), receivers)
+
+
+class ControllerWalk:
+    """The controller loads all prompts, hands every node that has a model what it reads, and takes what it wrote.
+
+    Nodes without a model run in the controller, at no cost. It takes a node's columns when the next reader wants them,
+    so that nodes on different ranks run at the same time.
+    """
+
+    def __init__(self, network: Network, controller: Controller, events: Sequence[Event]) -> None:
+        self.controller = controller
+        self.events = events
+        self.walk = Walk(network)
+        self.clock = 0.0
+        self.held_bytes = 0
+        self.waiting: dict[str, Worked] = {}
+        self.wanted = {
+            (source, column)
+            for event in events
+            if isinstance(event, Worked)
+            for column, source in event.node.reads.items()
+        }
+
+    def finish(self) -> Estimate:
+        """Go through the step, and say what it took."""
+        for event in self.events:
+            match event:
+                case Loaded():
+                    self._load(event)
+                case Worked():
+                    self._run(event)
+                case Synced():
+                    self.walk.sync(event)
+        self.walk.clocks = np.maximum(self.walk.clocks, self.clock)
+        return self.walk.estimate(self.events, 1)
+
+    def _load(self, event: Loaded) -> None:
+        cluster, config = self.walk.network.cluster, self.controller.config
+        self.clock += float(event.rows.tokens.sum()) / (cluster.dataloader.tokens_per_s * config.dataloader_processes)
+        self.held_bytes += int(self.controller.bytes_of(event.rows, event.action.columns).sum())
+
+    def _run(self, event: Worked) -> None:
+        node = event.node
+        for source in sorted(set(node.reads.values()) & self.waiting.keys()):
+            self._gather(self.waiting.pop(source))
+        written = [column for column in node.writes if (node.name, column) in self.wanted]
+        if not event.uses_model:
+            self.held_bytes += int(self.controller.bytes_of(event.rows_after, written).sum())
+            return
+        cost = self.controller.exchange(self.controller.bytes_of(event.rows, tuple(node.reads)), event.holders)
+        self.clock += cost.seconds
+        self.walk.move(node.name, cost, self.held_bytes)
+        self.walk.work(event, begin=self.clock)
+        if written:
+            self.waiting[node.name] = event
+
+    def _gather(self, event: Worked) -> None:
+        """Wait for a node, and take those of its columns that other nodes read."""
+        node, rows = event.node, event.rows_after
+        columns = [column for column in node.writes if (node.name, column) in self.wanted]
+        sizes = self.controller.bytes_of(rows, columns)
+        cost = self.controller.exchange(sizes, event.holders_after)
+        self.clock = max(self.clock, float(self.walk.clocks[list(node.layout.ranks)].max())) + cost.seconds
+        self.walk.move(node.name, cost, self.held_bytes)
+        self.held_bytes += int(sizes.sum())
