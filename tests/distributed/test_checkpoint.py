@@ -6,7 +6,9 @@ import errno
 import json
 import math
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ from tests.tiny import random_samples, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from leaderless.checkpoint import writer as writing
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
 from leaderless.checkpoint.reader import RunState, load_checkpoint, newest_good, read_state
-from leaderless.checkpoint.snapshot import Snapshot
 from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content, superseded
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
@@ -154,19 +156,13 @@ def fail_in_the_middle(folder: str, model: str, culprit: int) -> tuple[str, str,
     writer = writer_of(folder, engine, transport, model)
     save(writer, 1)
 
-    def fail(self: Snapshot, folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    original = Snapshot.write
-    if transport.rank == culprit:
-        Snapshot.write = fail  # type: ignore[method-assign]
+    full = OSError(errno.ENOSPC, "No space left on device")
     message = ""
-    try:
-        save(writer, 3)
-    except (OSError, CheckpointError) as error:
-        message = f"{error} {' '.join(getattr(error, '__notes__', ()))}"
-    finally:
-        Snapshot.write = original  # type: ignore[method-assign]
+    with patch.object(writing, "write_shards", side_effect=full) if transport.rank == culprit else nullcontext():
+        try:
+            save(writer, 3)
+        except (OSError, CheckpointError) as error:
+            message = f"{error} {' '.join(getattr(error, '__notes__', ()))}"
     left = sorted(path.name for path in Path(folder).iterdir())
     save(writer, 4)
     return message, str(writer.take_error()), left

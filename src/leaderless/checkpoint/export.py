@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, Manifest
-from leaderless.checkpoint.reader import read_role_state, read_state, read_tensors
+from leaderless.checkpoint.reader import read_role_state, read_state
+from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
 
 

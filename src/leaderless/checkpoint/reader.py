@@ -11,20 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.markup import escape
-from safetensors import SafetensorError
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, Manifest
+from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.decoder import Decoder
@@ -142,29 +137,6 @@ def load_checkpoint(path: Path, engines: Mapping[str, ShardedModel[Decoder]]) ->
         read_tensors(path / role, engine.state())
         engine.state_loaded(role_state.policy_version)
     return state
-
-
-def read_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Read tensors, or this rank's shards of them, in place.
-
-    Args:
-        folder: Of a role in a checkpoint.
-        state: By name; others that are in the folder are passed over.
-
-    Raises:
-        DamagedCheckpointError: The files cannot be read, or do not hold the tensors.
-    """
-    reader = HuggingFaceStorageReader(str(folder))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank needs another to read
-        try:
-            reader.read_metadata()  # `load` would log a traceback
-            load(dict(state), storage_reader=reader, no_dist=True)
-        except SafetensorError as error:
-            raise DamagedCheckpointError(f"{folder} cannot be read: {error}") from error
-        except CheckpointException as error:
-            cause, _ = next(iter(error.failures.values()))
-            raise DamagedCheckpointError(f"{folder} cannot be read: {cause}") from cause
 
 
 def read_state(path: Path) -> RunState:

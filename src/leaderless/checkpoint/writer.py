@@ -21,10 +21,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest, sync_to_disk
 from leaderless.checkpoint.reader import NODE_FILE, ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint
-from leaderless.checkpoint.snapshot import Snapshot
+from leaderless.checkpoint.shards import HostCopies, Shard, shard_file, write_shards
 from leaderless.config.run import CheckpointConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
@@ -90,7 +91,7 @@ class CheckpointWriter:
         self._is_first = world.rank == world.ranks[0]
         # What a start that was killed has left behind must not be taken for parts of ours.
         self._token = world.broadcast_text(uuid4().hex[:8] if self._is_first else "", 0, "the name of this start")
-        self._snapshots = {role: Snapshot(_place(engine.process_group)) for role, engine in engines.items()}
+        self._copies = {role: HostCopies() for role in engines}
         first_here = {role: engine for role, engine in engines.items() if _place(engine.process_group) == 0}
         self._models = {role: _describe(engine, tokenizer) for role, engine in first_here.items()}
         self._job: _Job | None = None
@@ -107,18 +108,21 @@ class CheckpointWriter:
         is_late = self._is_first and every_s > 0 and time.monotonic() - self._last_s >= every_s
         return is_late or (every_steps > 0 and step % every_steps == 0)
 
-    def begin(self, content: Content) -> None:
-        """Copy the state and begin to write it; an earlier checkpoint, whose error has been taken, is waited for.
+    def begin(self, content: Content, *, from_copy: bool = True) -> None:
+        """Begin to write the state; an earlier checkpoint, whose error has been taken, is waited for.
 
         Args:
-            content: All else but the tensors.
+            content: Everything but the tensors.
+            from_copy: Copy the tensors, so that training can continue. Otherwise they must not change until `settle`
+                returns, and no memory is needed for a copy.
         """
         self.wait()
         self._last_s = time.monotonic()
         roles = {}
         for role, engine in self._engines.items():
-            self._snapshots[role].take(engine.state())
-            roles[role] = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))
+            state = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))
+            shards = _own_shards(engine)
+            roles[role] = state, self._copies[role].take(shards) if from_copy else shards
         self._num_begun += 1
         partial = self._folder / f".step-{content.state.step:06d}.{self._token}.{self._num_begun}"
         self._job = _Job(lambda: self._write(partial, content, roles))
@@ -160,7 +164,7 @@ class CheckpointWriter:
         if self._job is not None:
             self._job.join(LEAVE_S)
 
-    def _write(self, partial: Path, content: Content, roles: Mapping[str, RoleState]) -> None:
+    def _write(self, partial: Path, content: Content, roles: Mapping[str, _Role]) -> None:
         """What the thread does."""
         own = partial / f"rank-{self._world.rank:05d}"
         try:
@@ -190,15 +194,19 @@ class CheckpointWriter:
         shutil.rmtree(partial, ignore_errors=True)
 
     def _write_files(
-        self, folder: Path, scratch: Path, content: Content, roles: Mapping[str, RoleState]
+        self, folder: Path, scratch: Path, content: Content, roles: Mapping[str, _Role]
     ) -> dict[str, FileEntry]:
         """Write this rank's files into a folder of its own, then put them where they belong."""
         scratch.mkdir()
         texts = {NODE_FILE.format(name): json.dumps(dict(state)) for name, state in content.nodes.items() if state}
         if self._is_first:
             texts |= {STATE_FILE: json.dumps(asdict(content.state), indent=2), **self._descriptions}
-        for role, state in roles.items():
-            self._snapshots[role].write(scratch / role)
+        files: dict[str, FileEntry] = {}
+        for role, (state, shards) in roles.items():
+            (scratch / role).mkdir()
+            if shards:
+                name = f"{role}/{shard_file(_place(self._engines[role].process_group))}"
+                files[name] = write_shards(scratch / name, shards)
             for name, data in self._models.get(role, {}).items():
                 (scratch / role / name).write_bytes(data)
             if role in self._models:
@@ -207,11 +215,11 @@ class CheckpointWriter:
             (scratch / name).write_text(text, encoding="utf-8")
         if content.save_surplus is not None:
             content.save_surplus(scratch)
-        files = {}
         for file in sorted(path for path in scratch.rglob("*") if path.is_file()):
             name = file.relative_to(scratch).as_posix()
-            sync_to_disk(file)
-            files[name] = FileEntry.of(file)
+            if name not in files:
+                sync_to_disk(file)
+                files[name] = FileEntry.of(file)
             (folder / name).parent.mkdir(exist_ok=True)
             file.rename(folder / name)
         shutil.rmtree(scratch)
@@ -268,6 +276,10 @@ class CheckpointWriter:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+_Role = tuple[RoleState, Mapping[str, Shard]]
+"""What is written of a role."""
+
+
 class _Job(threading.Thread):
     """One checkpoint that is being written."""
 
@@ -321,6 +333,13 @@ def best_checkpoint(checkpoints: list[Path], config: CheckpointConfig) -> Path |
 def _place(process_group: ProcessGroup) -> int:
     """Of this rank in a process group, from 0."""
     return process_group.ranks.index(process_group.rank)
+
+
+def _own_shards(engine: ShardedModel[Decoder]) -> dict[str, Shard]:
+    """What this rank writes: its shards, and as the first rank the tensors that all hold whole."""
+    is_first = _place(engine.process_group) == 0
+    state = engine.state().items()
+    return {name: Shard.of(value) for name, value in state if isinstance(value, DTensor) or is_first}
 
 
 def _describe(engine: ShardedModel[Decoder], tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -96,8 +96,9 @@ class Keeper:
             return
         self._parts.begin(self._progress.step, "checkpoint")
         with self._tracer.span("checkpoint", self._progress.step):
-            self._writer.begin(self._content(numbers))
-            if not self._parts.recipe.checkpoint.asynchronous or must_succeed:
+            is_awaited = must_succeed or not self._parts.recipe.checkpoint.asynchronous
+            self._writer.begin(self._content(numbers), from_copy=not is_awaited)
+            if is_awaited:
                 try:
                     self._writer.settle()
                 except (CheckpointError, OSError) as error:
