@@ -8,10 +8,13 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, Manifest
@@ -47,7 +50,7 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError.at("", f"{'folder' if out.is_dir() else 'file'} {out} is not empty: name another one")
     auto_class = AutoModelForTokenClassification if state.is_value_model else AutoModelForCausalLM
-    model = auto_class.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False), dtype=torch.float32)
+    model = _empty_model(auto_class, AutoConfig.from_pretrained(source, trust_remote_code=False))
     weights = {f"weights.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     read_tensors(source, weights)
     if (source / "generation_config.json").exists():
@@ -60,3 +63,15 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
         out.rmdir()
     partial.rename(out)
     return out
+
+
+def _empty_model(auto_class: type[AutoModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model whose parameters have memory but no values, and tied ones only once."""
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
+    if model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        made: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
+        return made  # some values are no parameters, and have to be computed
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model

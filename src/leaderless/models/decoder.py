@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel, modeling_utils
 from transformers.utils import logging as transformers_logging
 
 from leaderless.config import RecipeError
@@ -68,7 +68,7 @@ def load_decoder(
     """
     key = f"models.{role}"
     try:
-        with _quiet_transformers():
+        with _quiet_transformers(), _files_read_by_weight():
             model, info = auto_class.from_pretrained(
                 config.path,
                 revision=config.revision,
@@ -109,6 +109,17 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(before)
+
+
+@contextmanager
+def _files_read_by_weight() -> Iterator[None]:
+    """Have `transformers` read weights one by one; a mapped file would stay in memory next to the converted model."""
+    mapped = modeling_utils.safe_open
+    modeling_utils.safe_open = lambda *args, **options: mapped(*args, **{**options, "backend": "pread"})
+    try:
+        yield
+    finally:
+        modeling_utils.safe_open = mapped
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:
