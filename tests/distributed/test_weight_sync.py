@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from leaderless.config import load_recipe
 from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.data.transport import ProcessGroup, Round, Transport
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.planner import Cluster, Layout, SyncWeights, make_plan
 from leaderless.training import weight_sync
@@ -38,9 +39,9 @@ def make_engine(layout: Layout, transport: Transport, *, is_trained: bool) -> Fs
     group = transport.process_group(layout.ranks)
     optimizer = OptimizerConfig() if is_trained else None
     engine = FsdpEngine(load_causal_lm(config, "policy"), config, group, torch.device("cpu"), 64, optimizer=optimizer)
-    for index, (_, parameter) in enumerate(engine.named_weights()):
+    for _, parameter in engine.named_weights():
         with torch.no_grad():
-            parameter.mul_(0).add_(index + 1 if is_trained else -1)
+            parameter.mul_(2 if is_trained else 0)
     if is_trained:
         engine.policy_version = 7
     return engine
@@ -74,7 +75,8 @@ def bring(action: SyncWeights, model: str, bucket_bytes: int) -> tuple[bool, int
         sync_weights(action, group, source, target)
     if target is None:
         return True, 7, group.traffic.received
-    is_equal = all(bool((w == index + 1).all()) for index, (_, w) in enumerate(target.full_weights()))
+    trained = dict(load_causal_lm(ModelConfig(path=model), "policy").model.named_parameters())
+    is_equal = all(torch.equal(weight, 2 * trained[name]) for name, weight in target.full_weights())
     return is_equal, target.policy_version, group.traffic.received
 
 
@@ -93,22 +95,29 @@ def test_every_row_reaches_the_copy_once(
     num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     received = sum(count for _, _, count in results)
     if not set(action.source_layout.ranks) & set(action.target_layout.ranks):
-        overhead = 16 * 4 * 4 * (len(list(model.parameters())) if bucket_bytes == 1 else 1)
+        num_rows = sum(len(parameter) for parameter in model.parameters())
+        overhead = 16 * (num_rows if bucket_bytes == 1 else 4 * 4)
         assert num_bytes <= received <= num_bytes + overhead, "no byte crosses twice"
 
 
 def bring_damaged(action: SyncWeights, model: str) -> str:
     """The error where one byte changes on its way."""
     group, source, target = prepare(action, model, 5)
-    exchange = group.exchange
+    stream = group.stream
 
-    def damage(messages: dict[int, Tensor], senders: list[int], what: str) -> dict[int, Tensor]:
-        arrived = exchange(messages, senders, what)
-        for message in arrived.values():
+    def damage(rounds: Iterable[Round], what: str) -> None:
+        arrived: list[Tensor] = []
+
+        def watched() -> Iterator[Round]:
+            for sent, received in rounds:
+                arrived.extend(message for _, message in received)
+                yield sent, received
+
+        stream(watched(), what)
+        for message in arrived:
             message[len(message) // 2] ^= 1
-        return arrived
 
-    group.exchange = damage  # type: ignore[method-assign, assignment]
+    group.stream = damage  # type: ignore[method-assign]
     try:
         sync_weights(action, group, source, target)
     except RuntimeError as error:

@@ -7,6 +7,7 @@ byte crosses once, and none passes through a third rank.
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,22 +15,35 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.transport import ROUNDS_AHEAD, ProcessGroup, Round
 from leaderless.models.decoder import Decoder
 from leaderless.planner import SyncWeights
 from leaderless.training.sharded import ShardedModel
 
-BUCKET_BYTES = 1 << 28
-"""Weights travel in buckets of about this many bytes, so that no second copy of the model is needed."""
+BUCKET_BYTES = 1 << 25
+"""Bytes of a bucket. At most two are sent and two received at a time, so a rank needs memory for four at most."""
+_ELEMENT_BYTES = 4
+"""Master weights and their copies are float32."""
+_TRAILER_BYTES = 16
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Rows of one weight that one rank has to give to another."""
+class RowRange:
+    """Rows of one weight.
+
+    Attributes:
+        index: Place of the weight in the order of `named_weights`.
+        first: First row.
+        last: Row after the last one.
+    """
 
     index: int
     first: int
     last: int
+
+
+WeightBucket = Sequence[RowRange]
+"""Rows of consecutive weights that are sent together."""
 
 
 def sync_weights(
@@ -42,42 +56,130 @@ def sync_weights(
 
     Args:
         action: The role, and where it is trained and served.
-        process_group: The ranks of both layouts.
+        process_group: Ranks of both layouts.
         source: The trained instance, on ranks that have it.
         target: The serving instance, on ranks that have it.
 
     Raises:
         RuntimeError: What arrived is not what was sent, or not of one policy version.
     """
-    engine = source or target
-    assert engine is not None
-    shapes = [parameter.shape for _, parameter in engine.named_weights()]
-    given = [_local(parameter) for _, parameter in source.named_weights()] if source else []
-    taken = [_local(parameter) for _, parameter in target.named_weights()] if target else []
-    version = source.policy_version if source else 0
-    versions: set[int] = set()
-    for bucket in _buckets(shapes):
-        sources, targets = action.source_layout.ranks, action.target_layout.ranks
-        sent = _pieces(shapes, bucket, process_group.rank, sources, targets) if source else {}
-        expected = _pieces(shapes, bucket, process_group.rank, targets, sources) if target else {}
-        messages = {
-            receiver: _pack(given, pieces, shapes, action, process_group.rank, version)
-            for receiver, pieces in sent.items()
-        }
-        own = messages.pop(process_group.rank, None)
-        senders = [sender for sender in expected if sender != process_group.rank]
-        arrived = process_group.exchange(messages, senders, f"weights of role '{action.role}'")
-        for sender, message in (*arrived.items(), *([(process_group.rank, own)] if own is not None else ())):
-            versions.add(_unpack(message, taken, expected[sender], shapes, action, process_group.rank, sender))
+    sync = _Sync(action, process_group.rank, source, target)
+    process_group.stream(sync.rounds(), f"weights of role '{action.role}'")
+    sync.take_arrived(0)
     if target is None:
         return
-    if len(versions) != 1:
-        found = " and ".join(map(str, sorted(versions))) or "unknown"
+    if len(sync.versions) != 1:
+        found = " and ".join(map(str, sorted(sync.versions))) or "unknown"
         raise RuntimeError(
             f"rank {process_group.rank}: weights of role '{action.role}' are of policy versions {found}: "
             "the ranks that train it are not at the same update"
         )
-    target.policy_version = versions.pop()
+    target.policy_version = sync.versions.pop()
+
+
+class _Sync:
+    """The part of one rank in an update of weights."""
+
+    def __init__(
+        self,
+        action: SyncWeights,
+        rank: int,
+        source: ShardedModel[Decoder] | None,
+        target: ShardedModel[Decoder] | None,
+    ) -> None:
+        engine = source or target
+        assert engine is not None
+        self._role, self._rank = action.role, rank
+        self._sources, self._targets = action.source_layout.ranks, action.target_layout.ranks
+        self._shapes = [parameter.shape for _, parameter in engine.named_weights()]
+        self._given = [_local(parameter) for _, parameter in source.named_weights()] if source else None
+        self._taken = [_local(parameter) for _, parameter in target.named_weights()] if target else None
+        self._version = source.policy_version if source else 0
+        self._arriving: deque[list[tuple[int, WeightBucket, Tensor]]] = deque()
+        self.versions: set[int] = set()
+
+    def rounds(self) -> Iterator[Round]:
+        """What this rank sends and receives of each bucket."""
+        for bucket in _buckets(self._shapes):
+            self.take_arrived(ROUNDS_AHEAD - 1)
+            sent = self._shared(bucket, self._sources, self._targets) if self._given is not None else {}
+            wanted = self._shared(bucket, self._targets, self._sources) if self._taken is not None else {}
+            self._copy_own(sent.pop(self._rank, ()))
+            wanted.pop(self._rank, None)
+            self._arriving.append([(sender, rows, _buffer(rows, self._shapes)) for sender, rows in wanted.items()])
+            yield (
+                [(receiver, self._pack(rows)) for receiver, rows in sent.items()],
+                [(sender, buffer) for sender, _, buffer in self._arriving[-1]],
+            )
+
+    def take_arrived(self, num_left: int) -> None:
+        """Write rows where they belong, of all rounds but some that are still under way.
+
+        Args:
+            num_left: Number of rounds that are under way.
+        """
+        while len(self._arriving) > num_left:
+            for sender, rows, message in self._arriving.popleft():
+                self.versions.add(self._unpack(sender, rows, message))
+
+    def _shared(self, bucket: WeightBucket, ranks: Sequence[int], others: Sequence[int]) -> dict[int, WeightBucket]:
+        """The rows of a bucket that this rank of a layout has in common with ranks of the other layout."""
+        shared: dict[int, list[RowRange]] = {}
+        for rows in bucket:
+            num_rows = self._shapes[rows.index][0]
+            first, last = _rows_of(num_rows, ranks, self._rank)
+            first, last = max(first, rows.first), min(last, rows.last)
+            size = max(1, -(-num_rows // len(others)))
+            for place in range(first // size, -(-last // size)):
+                part = RowRange(rows.index, max(first, place * size), min(last, (place + 1) * size))
+                if part.first < part.last:
+                    shared.setdefault(others[place], []).append(part)
+        return dict(shared)
+
+    def _views(self, held: Sequence[Tensor] | None, rows: WeightBucket, ranks: Sequence[int]) -> Iterator[Tensor]:
+        """Rows in the memory of this rank's weights."""
+        assert held is not None
+        for part in rows:
+            offset, _ = _rows_of(self._shapes[part.index][0], ranks, self._rank)
+            yield held[part.index][part.first - offset : part.last - offset]
+
+    def _copy_own(self, rows: WeightBucket) -> None:
+        """Copy the rows that this rank both trains and serves."""
+        if not rows:
+            return
+        self.versions.add(self._version)
+        given, taken = (
+            self._views(self._given, rows, self._sources),
+            self._views(self._taken, rows, self._targets),
+        )
+        for value, place in zip(given, taken, strict=True):
+            place.copy_(value)
+
+    def _pack(self, rows: WeightBucket) -> Tensor:
+        """Rows as bytes, then the policy version and a checksum."""
+        message = _buffer(rows, self._shapes)
+        for value, place in zip(
+            self._views(self._given, rows, self._sources), _parts(message, rows, self._shapes), strict=True
+        ):
+            place.copy_(value)
+        checksum = zlib.crc32(message[:-_TRAILER_BYTES].numpy().data)
+        message[-_TRAILER_BYTES:] = torch.tensor([self._version, checksum], dtype=torch.int64).view(torch.uint8)
+        return message
+
+    def _unpack(self, sender: int, rows: WeightBucket, message: Tensor) -> int:
+        """Write rows where they belong; returns the policy version that came with them."""
+        version, checksum = message[-_TRAILER_BYTES:].clone().view(torch.int64).tolist()
+        payload = message[:-_TRAILER_BYTES]
+        if zlib.crc32(payload.numpy().data) != checksum:
+            raise RuntimeError(
+                f"rank {self._rank}: weights of role '{self._role}' from rank {sender} arrived damaged: "
+                f"the checksum of {len(payload)} bytes does not match"
+            )
+        for value, place in zip(
+            _parts(message, rows, self._shapes), self._views(self._taken, rows, self._targets), strict=True
+        ):
+            place.copy_(value)
+        return int(version)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
@@ -85,80 +187,42 @@ def _local(parameter: nn.Parameter) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _buckets(shapes: Sequence[torch.Size]) -> Iterator[range]:
-    """Consecutive weights, as many as fill a bucket."""
-    begin = size = 0
+def _buckets(shapes: Sequence[torch.Size]) -> Iterator[WeightBucket]:
+    """All rows of all weights in their order, as many at a time as fill a bucket."""
+    bucket: list[RowRange] = []
+    room = BUCKET_BYTES
     for index, shape in enumerate(shapes):
-        size += shape.numel() * 4
-        if size >= BUCKET_BYTES or index == len(shapes) - 1:
-            yield range(begin, index + 1)
-            begin, size = index + 1, 0
+        row_bytes, first = shape[1:].numel() * _ELEMENT_BYTES, 0
+        while first < shape[0]:
+            if bucket and room < row_bytes:
+                yield bucket
+                bucket, room = [], BUCKET_BYTES
+            last = min(shape[0], first + max(1, room // row_bytes))
+            bucket.append(RowRange(index, first, last))
+            room -= (last - first) * row_bytes
+            first = last
+    if bucket:
+        yield bucket
 
 
-def _rows(num_rows: int, ranks: Sequence[int], rank: int) -> tuple[int, int]:
-    """The rows of a weight that a rank holds, as FSDP cuts them: equal pieces rounded up, the last ones shorter."""
-    piece = -(-num_rows // len(ranks))
-    first = min(ranks.index(rank) * piece, num_rows)
-    return first, min(first + piece, num_rows)
+def _rows_of(num_rows: int, ranks: Sequence[int], rank: int) -> tuple[int, int]:
+    """The rows of a weight that a rank holds, as FSDP cuts them: equal parts rounded up, the last ones shorter."""
+    size = -(-num_rows // len(ranks))
+    first = min(ranks.index(rank) * size, num_rows)
+    return first, min(first + size, num_rows)
 
 
-def _pieces(
-    shapes: Sequence[torch.Size], bucket: range, rank: int, ranks: Sequence[int], others: Sequence[int]
-) -> dict[int, list[_Piece]]:
-    """What one rank of a layout has in common with each rank of the other, of a bucket; only ranks that it meets."""
-    pieces: dict[int, list[_Piece]] = {}
-    for index in bucket:
-        num_rows = shapes[index][0]
-        first, last = _rows(num_rows, ranks, rank)
-        size = max(1, -(-num_rows // len(others)))
-        for place in range(first // size, -(-last // size)):
-            piece = _Piece(index, max(first, place * size), min(last, (place + 1) * size))
-            if piece.first < piece.last:
-                pieces.setdefault(others[place], []).append(piece)
-    return pieces
+def _buffer(rows: WeightBucket, shapes: Sequence[torch.Size]) -> Tensor:
+    """Memory for a message."""
+    num_elements = sum((part.last - part.first) * shapes[part.index][1:].numel() for part in rows)
+    return torch.empty(num_elements * _ELEMENT_BYTES + _TRAILER_BYTES, dtype=torch.uint8)
 
 
-def _pack(
-    given: Sequence[Tensor],
-    pieces: Sequence[_Piece],
-    shapes: Sequence[torch.Size],
-    action: SyncWeights,
-    rank: int,
-    version: int,
-) -> Tensor:
-    """Rows as bytes, then the policy version and a checksum."""
-    parts: list[Tensor] = []
-    for piece in pieces:
-        offset, _ = _rows(shapes[piece.index][0], action.source_layout.ranks, rank)
-        rows = given[piece.index][piece.first - offset : piece.last - offset]
-        parts.append(rows.contiguous().cpu().reshape(-1).view(torch.uint8))
-    payload = torch.cat(parts)
-    trailer = torch.tensor([version, zlib.crc32(payload.numpy().data)], dtype=torch.int64)
-    return torch.cat([payload, trailer.view(torch.uint8)])
-
-
-def _unpack(
-    message: Tensor,
-    taken: Sequence[Tensor],
-    pieces: Sequence[_Piece],
-    shapes: Sequence[torch.Size],
-    action: SyncWeights,
-    rank: int,
-    sender: int,
-) -> int:
-    """Write rows where they belong; returns the policy version that came with them."""
-    payload, trailer = message[:-16], message[-16:].clone().view(torch.int64)
-    version, checksum = (int(number) for number in trailer)
-    if zlib.crc32(payload.numpy().data) != checksum:
-        raise RuntimeError(
-            f"rank {rank}: weights of role '{action.role}' from rank {sender} arrived damaged: the checksum of "
-            f"{len(payload)} bytes does not match"
-        )
+def _parts(message: Tensor, rows: WeightBucket, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
+    """The rows in a message."""
     begin = 0
-    for piece in pieces:
-        offset, _ = _rows(shapes[piece.index][0], action.target_layout.ranks, rank)
-        rows = taken[piece.index][piece.first - offset : piece.last - offset]
-        num_bytes = rows.numel() * rows.element_size()
-        rows.copy_(payload[begin : begin + num_bytes].clone().view(rows.dtype).view(rows.shape))
-        begin += num_bytes
-    return version
+    for part in rows:
+        shape = (part.last - part.first, *shapes[part.index][1:])
+        end = begin + torch.Size(shape).numel() * _ELEMENT_BYTES
+        yield message[begin:end].view(torch.float32).view(shape)
+        begin = end

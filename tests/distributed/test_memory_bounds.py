@@ -1,0 +1,115 @@
+"""Checkpoints, export, resume, loading and weight transfer take little memory besides the state itself.
+
+The model has 128 MiB of float32 weights and 384 MiB of state, so that one copy too many shows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.distributed.ranks import RankPool
+from tests.distributed.test_checkpoint import writer_of
+from tests.distributed.test_weight_sync import layouts
+from tests.peak import Peak, measured
+from tests.tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+from leaderless.checkpoint.export import export_model
+from leaderless.checkpoint.reader import RunState, load_checkpoint
+from leaderless.checkpoint.shards import PIECE_BYTES
+from leaderless.checkpoint.writer import Content
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.data.transport import Transport
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.models.tiny import write_tiny_model
+from leaderless.planner import SyncWeights
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.weight_sync import BUCKET_BYTES, sync_weights
+
+MIB = 1 << 20
+SLACK = 24 * MIB
+"""What Python, torch and the allocator add."""
+
+
+@pytest.fixture(scope="module")
+def medium_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in bfloat16 with some 32 million weights."""
+    folder = write_tiny_model(
+        tmp_path_factory.mktemp("medium"), "0123456789", hidden_size=512, num_layers=10, num_heads=8
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_engine(model: str, transport: Transport, *, is_trained: bool = True) -> FsdpEngine:
+    config = ModelConfig(path=model)
+    optimizer = OptimizerConfig() if is_trained else None
+    causal = load_causal_lm(config, "policy")
+    for rank in transport.world.ranks:
+        transport.add_process_group((rank,))
+    return FsdpEngine(
+        causal, config, transport.process_group((transport.rank,)), torch.device("cpu"), 64, optimizer=optimizer
+    )
+
+
+def write_and_read(model: str, folder: str) -> tuple[int, dict[str, Peak]]:
+    """Bytes of the weights, and what each piece of work took."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    work: dict[str, Peak] = {}
+    make_engine(tiny_model(), transport)  # imports what is needed
+    with measured() as work["load"]:
+        engine = make_engine(model, transport)
+    engine.state()
+    writer = writer_of(folder, engine, transport, model)
+    content = Content(RunState(1, 0, 0.0))
+    for name, from_copy in (("synchronous", False), ("asynchronous", True), ("asynchronous again", True)):
+        with measured() as work[name]:
+            writer.begin(content, from_copy=from_copy)
+            writer.settle()
+    checkpoint = Path(folder) / "step-000001"
+    with measured() as work["resume"]:
+        load_checkpoint(checkpoint, {"policy": engine})
+    num_bytes = sum(weight.nbytes for _, weight in engine.named_weights())
+    del engine, writer
+    with measured() as work["export"]:
+        export_model(checkpoint, "policy", Path(folder) / "export")
+    return num_bytes, work
+
+
+def test_what_is_written_and_read_passes_through_little_memory(
+    ranks: RankPool, tmp_path: Path, medium_model: Path
+) -> None:
+    ((weights, work),) = ranks.run(1, write_and_read, str(medium_model), str(tmp_path))
+    assert weights > 100 * MIB
+    bounds = {
+        "load": weights,
+        "synchronous": 0,
+        "asynchronous": 3 * weights,
+        "asynchronous again": 0,
+        "resume": 0,
+        "export": weights,
+    }
+    for name, bound in bounds.items():
+        assert work[name].on_top < bound + SLACK, (name, work[name])
+    assert weights / 2 > SLACK, "one copy too many, in bfloat16 too, would show"
+    assert PIECE_BYTES + SLACK < 256 * MIB
+
+
+def send_weights(action: SyncWeights, model: str) -> Peak:
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    engine = make_engine(model, transport, is_trained=transport.rank == 0)
+    group = transport.process_group(action.ranks)
+    source, target = (engine, None) if transport.rank == 0 else (None, engine)
+    with measured() as peak:
+        sync_weights(action, group, source, target)
+    return peak
+
+
+def test_weights_pass_through_little_memory(ranks: RankPool, tmp_path: Path, medium_model: Path) -> None:
+    action = layouts(tmp_path, "0", "1", 2)
+    for peak in ranks.run(2, send_weights, action, str(medium_model)):
+        assert peak.on_top < 2 * BUCKET_BYTES + SLACK, peak
+    assert 4 * BUCKET_BYTES + SLACK < 256 * MIB
