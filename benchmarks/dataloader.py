@@ -1,6 +1,7 @@
 """What the dataloader reads on each rank, and how long a step waits for it.
 
     python benchmarks/dataloader.py
+    python benchmarks/dataloader.py --large 300000  # a large file, and a tokenizer as models have
 
 Ranks are processes of this machine. A step that computes is played by a pause.
 """
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from pyarrow import parquet
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from leaderless.config import Recipe
 from leaderless.data.cache import DataCache
@@ -35,6 +38,8 @@ from leaderless.models.tokenizer import load_tokenizer
 
 CHARACTERS = "0123456789+-=?. abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% endfor %}assistant:"
+LIBRARY = Path(os.__file__).parent
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SIZE = 256
 """Prompts a step."""
 
@@ -72,7 +77,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10 * SIZE)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--pause", type=float, default=0.3, help="seconds that a step computes")
+    parser.add_argument("--large", type=int, help="measure only two starts with so many rows of about 560 bytes")
     options = parser.parse_args()
+    if options.large:
+        measure_starts(options.large, options.ranks)
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tiny_model(folder / "model", CHARACTERS, hidden_size=32, num_heads=4, chat_template=TEMPLATE)
@@ -86,6 +95,45 @@ def main() -> None:
                 task = Task(file, cache, folder / "model", options.pause, options.rows // SIZE)
                 print(line(file, measure(num_ranks, task)), flush=True)
         print("\nMB: most of any rank; seconds: of the two starts; waiting: without reading ahead, and with it")
+
+
+def measure_starts(num_rows: int, num_ranks: Sequence[int]) -> None:
+    """Print how long the first start and the next take, with 30,000 tokens and text of Python's library."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(LIBRARY.rglob("*.py"))[:1500]]
+        train_tokenizer(texts).save_pretrained(folder)
+        words, draw = " ".join(texts).split(), random.Random(0)
+        with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+            for number in range(num_rows):
+                begin = draw.randrange(len(words) - 100)
+                prompt = " ".join(words[begin : begin + draw.randint(20, 100)])
+                file.write(json.dumps({"prompt": prompt, "answer": str(number), "solution": "x" * 88}) + "\n")
+        size = (folder / "rows.jsonl").stat().st_size
+        print(
+            f"{num_rows:,} rows, {size / 1e6:.0f} MB as JSON lines\n\n| ranks | s, first start | s, next |\n"
+            + "| --- " * 3
+            + "|"
+        )
+        for ranks in num_ranks:
+            task = Task(folder / "rows.jsonl", folder / f"cache-{ranks}", folder, 0.0, 2)
+            seconds = zip(*(one.start_s for one in measure(ranks, task)), strict=True)
+            print(f"| {ranks} | " + " | ".join(f"{max(start):.1f}" for start in seconds) + " |", flush=True)
+
+
+def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer as today's models have them: byte-level pairs, and a chat template."""
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=30_000, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=TEMPLATE)
 
 
 def line(file: Path, ranks: Sequence[Measured]) -> str:
@@ -118,7 +166,6 @@ def measure(num_ranks: int, task: Task) -> list[Measured]:
 
 def _be_rank(rank: int, num_ranks: int, task: Task, answers: str) -> None:
     torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     store = dist.FileStore(f"{answers}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=300))
     cache = DataCache(Transport(torch.device("cpu"), timeout_s=300).world, task.cache)

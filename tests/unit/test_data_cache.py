@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,21 +17,22 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.data.cache import DataCache, whole_file
 from leaderless.data.dataset import Dataset
 from leaderless.data.encode import Encoded, RowEncoder
+from leaderless.data.parquet import UnpackedSource
 from leaderless.data.rows import Row
-from leaderless.data.unpack import UnpackedSource
+from leaderless.observability.run_directory import RunDirectory
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The places of rows that are encoded."""
     places: list[str] = []
-    encode = RowEncoder.encode
+    encode = RowEncoder.encode_all
 
-    def watched(self: RowEncoder, row: Row, place: str) -> Encoded:
-        places.append(place)
-        return encode(self, row, place)
+    def watched(self: RowEncoder, rows: Sequence[Row], where: Sequence[str]) -> list[Encoded]:
+        places.extend(where)
+        return encode(self, rows, where)
 
-    monkeypatch.setattr(RowEncoder, "encode", watched)
+    monkeypatch.setattr(RowEncoder, "encode_all", watched)
     return places
 
 
@@ -108,6 +110,50 @@ def test_nothing_that_could_run_is_read_back(tmp_path: Path) -> None:
     assert path is not None
     np.savez(path, rows=np.array([{"a": 1}], dtype=object))
     assert cache.load(path, ("rows",)) is None
+
+
+def test_a_damaged_byte_is_never_trusted(tmp_path: Path) -> None:
+    cache = DataCache(folder=tmp_path)
+    path = cache.path("x", 1, ".npz")
+    rows = np.arange(40)
+    cache.save(path, {"rows": rows})
+    assert path is not None
+    whole = path.read_bytes()
+    num_refused = 0
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        found = cache.load(path, ("rows",))
+        num_refused += found is None
+        assert found is None or np.array_equal(found["rows"], rows)
+    assert num_refused > rows.nbytes
+
+
+def test_what_one_run_has_found_another_one_knows(tmp_path: Path, encoded: list[str]) -> None:
+    recipe = recipe_of(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}]), run={"directory": str(tmp_path / "runs")})
+    folders = {RunDirectory.of(recipe.model_copy(update={"name": name})).data for name in ("one", "two")}
+    (folder,) = folders
+    for _ in range(2):
+        open_one(recipe, folder)
+    assert len(encoded) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recipe = recipe_of(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}]))
+    assert open_one(recipe, tmp_path / "file").rows.tolist() == [0]
+
+
+def test_unpacked_rows_that_were_cut_off_are_written_again(tmp_path: Path) -> None:
+    rows: list[Row] = [{"prompt": f"{index}"} for index in range(10)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    recipe = recipe_of(tmp_path / "a.parquet")
+    open_one(recipe, tmp_path / "cache")
+    (part,) = (tmp_path / "cache").glob("rows-*/*.jsonl")
+    whole = part.read_bytes()
+    for damaged in (whole[:-20], whole.replace(b'"4"', b'"5"')):
+        part.write_bytes(damaged)
+        dataset = open_one(recipe, tmp_path / "cache")
+        assert [dataset.source.row(index) for index in range(10)] == rows
 
 
 def test_a_file_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import socket
+import time
 import tracemalloc
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from huggingface_hub import constants
 from pyarrow import parquet
 from tests.rows import (
     Characters,
@@ -23,19 +27,23 @@ from tests.rows import (
     text_of,
     write_jsonl,
 )
+from tests.tiny import tiny_model
 
 from leaderless.config import Json, Recipe, RecipeError
 from leaderless.config.data import DatasetConfig
+from leaderless.config.models import ModelConfig
 from leaderless.data import jsonl
 from leaderless.data.batch import Batch
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import Dataloader
 from leaderless.data.dataset import Dataset, open_dataset
 from leaderless.data.encode import RowEncoder
+from leaderless.data.hub import _unreachable
 from leaderless.data.order import RowOrder
 from leaderless.data.parquet import ParquetSource
 from leaderless.data.rows import Row, RowSource
 from leaderless.data.sources import open_source
+from leaderless.models.tokenizer import load_tokenizer
 
 # Sources
 
@@ -210,6 +218,41 @@ def test_other_names_are_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) 
         open_source(DatasetConfig(path="typo.jsonx"), "data.train")
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that can be asked, as far as the libraries know, and does not answer."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    _unreachable.cache_clear()
+    yield
+    _unreachable.cache_clear()
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_that_does_not_answer_is_asked_once_and_given_up_soon() -> None:
+    begin = time.monotonic()
+    message = r"(?s)'owner/{}'.*the hub http://127.0.0.1:\d+ does not answer .*refused.*: connect, or download it"
+    with pytest.raises(RecipeError, match=message.format("data")):
+        open_source(DatasetConfig(path="owner/data"), "data.train")
+    with pytest.raises(RecipeError, match=message.format("model")):
+        load_tokenizer(ModelConfig(path="owner/model"), "policy")
+    assert constants.is_offline_mode(), "what the libraries do next asks nobody either"
+    assert datasets.config.HF_HUB_OFFLINE
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_hub_is_not_asked_for_what_is_here(tmp_path: Path) -> None:
+    open_path(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}]))
+    load_tokenizer(ModelConfig(path=str(tiny_model())), "policy")
+    assert not constants.is_offline_mode()
+
+
 # Tokens
 
 
@@ -331,6 +374,29 @@ def test_an_empty_prompt_is_an_error(tmp_path: Path) -> None:
         open_recipe(recipe_of(path, {"template": "{prompt}"}), NoBos())
 
 
+@pytest.mark.parametrize("template", ["auto", "plain", "{prompt} {level}"])
+def test_rows_that_are_encoded_together_get_the_tokens_they_get_alone(template: str) -> None:
+    tokenizer = load_tokenizer(ModelConfig(path=str(tiny_model())), "policy")
+    tokenizer.truncation_side = "left"
+    tokenizer("a" * 9, truncation=True, max_length=2, padding="max_length")  # leaves its marks on the fast tokenizer
+    config = DatasetConfig(path="x", response="r", template=template)
+    encoder = RowEncoder(tokenizer, config, "data.train")
+    rows: list[Row] = [{"prompt": "1+1=" * n, "r": "2" * n, "level": n} for n in (3, 1, 0, 40, 2)]
+    together = encoder.encode_all(rows, ["x"] * len(rows))
+    assert together == [encoder.encode(row, "x") for row in rows]
+    assert len(together[3].prompt) > len(together[0].prompt) > 2
+
+
+def test_a_tokenizer_that_encodes_in_its_own_way_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(ModelConfig(path=str(tiny_model())), "policy")
+    monkeypatch.setattr(type(tokenizer), "encode", lambda _, text, **__: [7] * len(text))
+    encoder = RowEncoder(tokenizer, DatasetConfig(path="x", template="plain"), "data.train")
+    assert [one.prompt for one in encoder.encode_all([{"prompt": "1+1"}, {"prompt": "2"}], ["x", "x"])] == [
+        [7] * 3,
+        [7],
+    ]
+
+
 class NoBos(Characters):
     """Adds no token of its own, so that a prompt may have none."""
 
@@ -338,23 +404,26 @@ class NoBos(Characters):
         return super().encode(text, add_special_tokens=False)
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
+def test_progress_is_reported_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leaderless.data.dataset.BATCH_ROWS", 256)
     path = numbered(tmp_path, 300)
     recipe = recipe_of(path)
-    told: list[int] = []
+    reported: list[tuple[int, int]] = []
     encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
-    open_dataset(open_path(path), encoder, recipe, DataCache(), told.append)
-    assert told == [256, 300]
+    open_dataset(open_path(path), encoder, recipe, DataCache(), lambda *counts: reported.append(counts))
+    assert reported == [(256, 300), (300, 300)]
 
 
 def test_no_more_rows_are_encoded_than_are_asked_for(tmp_path: Path) -> None:
     path = numbered(tmp_path, 300)
     recipe = recipe_of(path)
-    told: list[int] = []
+    reported: list[tuple[int, int]] = []
     encoder = RowEncoder(Characters(), recipe.data.train, "data.train")
-    dataset = open_dataset(open_path(path), encoder, recipe, DataCache(), told.append, max_rows=5)
-    assert dataset.rows.tolist() == [0, 1, 2, 3, 4]
-    assert told == [5]
+    opened = open_dataset(
+        open_path(path), encoder, recipe, DataCache(), lambda *counts: reported.append(counts), max_rows=5
+    )
+    assert opened.rows.tolist() == [0, 1, 2, 3, 4]
+    assert reported == [(5, 5)]
 
 
 # Order

@@ -160,6 +160,7 @@ def test_damaged_archives_are_read_as_they_stand_or_refused(
 
 
 @given(damage=damages)
+@example(damage=[(0.5613979037843385, "flip", b"")])  # pages that say that they hold no rows
 @once_a_folder
 def test_damaged_pages_of_parquet_are_never_taken_for_other_rows(
     tmp_path: Path, damage: list[tuple[float, str, bytes]]

@@ -1,14 +1,13 @@
-"""What ranks have found out about data together, kept in the run's folder for the next start."""
+"""What ranks have found out about data together, kept on disk for the next start and for other runs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -72,8 +71,8 @@ class DataCache:
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in names}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            arrays = None  # not there, or cut off when a machine failed: it is found out again
+        except Exception:  # noqa: BLE001  (not there, or damaged, for which archives have errors of every kind)
+            arrays = None  # it is found out again
         return arrays if self.all_agree(is_true=arrays is not None) else None
 
     def save(self, path: Path | None, arrays: Arrays) -> None:
@@ -85,7 +84,8 @@ class DataCache:
         """
         if path is None or not self.is_first:
             return
-        with whole_file(path) as temporary, temporary.open("wb") as file:
+        # Where nothing can be written, the next start finds it out again.
+        with suppress(OSError), whole_file(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **dict(arrays))  # type: ignore[arg-type]
 
     def all_agree(self, *, is_true: bool) -> bool:
@@ -117,7 +117,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         What to write to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")  # several machines may write it
     try:
         yield temporary
         temporary.replace(path)

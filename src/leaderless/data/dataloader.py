@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.data import DATASET_COLUMN, MixedSetConfig, TrainingSetConfig
 from leaderless.data.batch import Batch
 from leaderless.data.cache import DataCache
-from leaderless.data.dataset import Prompt, TrainingSet, make_batch, open_dataset
+from leaderless.data.dataset import Progress, Prompt, TrainingSet, make_batch, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.data.mixture import Interleaving
+from leaderless.data.parquet import unpack
 from leaderless.data.read_ahead import ReadAhead
 from leaderless.data.sources import open_source, open_stream
 from leaderless.data.stream import StreamedDataset
-from leaderless.data.unpack import unpack
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def open_training_set(
     tokenizer: Tokenizer,
     recipe: Recipe,
     cache: DataCache,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> TrainingSet:
     """Open a dataset to train on. All ranks call it together.
 
@@ -160,7 +160,7 @@ def open_training_set(
         tokenizer: Of the model that is trained.
         recipe: What is overlong, and what happens then.
         cache: Of all ranks; Parquet is unpacked into its folder.
-        progress: Told how many rows of its share this rank has looked at.
+        progress: Receives the progress of this rank's share.
 
     Raises:
         RecipeError: It does not exist, cannot be read, or has no row that may be used.

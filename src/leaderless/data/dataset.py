@@ -22,8 +22,11 @@ from leaderless.data.encode import Encoded, RowEncoder, all_overlong, fits, toke
 from leaderless.data.order import Float, Int, RowOrder
 from leaderless.data.rows import Row, RowSource
 
-PROGRESS_ROWS = 256
-"""After so many rows, progress is told."""
+BATCH_ROWS = 1024
+"""Rows that are tokenized together when a dataset is opened; progress is reported after each batch."""
+
+Progress = Callable[[int, int], None]
+"""Receives how many rows of its share a rank has read, and of how many."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,8 @@ class Dataset(TrainingSet):
             rows: Their numbers in the dataset.
         """
         values = [self.source.row(row) for row in rows]
-        return [
-            Prompt(value, self.encoder.encode(value, self.source.describe(row)))
-            for value, row in zip(values, rows, strict=True)
-        ]
+        encoded = self.encoder.encode_all(values, [self.source.describe(row) for row in rows])
+        return [Prompt(*pair) for pair in zip(values, encoded, strict=True)]
 
     @override
     def feed(self, seed: int, number: int, *, shuffle: bool) -> Feed:
@@ -154,7 +155,7 @@ def open_dataset(
     encoder: RowEncoder,
     recipe: Recipe,
     cache: DataCache,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     max_rows: int | None = None,
 ) -> Dataset:
     """Find the rows that may be used, before any are divided among ranks, so that all ranks agree on them.
@@ -166,7 +167,7 @@ def open_dataset(
         encoder: How they become tokens.
         recipe: What is overlong, and what happens then.
         cache: Of all ranks.
-        progress: Told how many rows of its share this rank has looked at.
+        progress: Receives the progress of this rank's share.
         max_rows: Look no further when so many rows that may be used are found; None takes all.
 
     Raises:
@@ -209,7 +210,7 @@ class _Scan:
     encoder: RowEncoder
     recipe: Recipe
     cache: DataCache
-    progress: Callable[[int], None] | None
+    progress: Progress | None
 
     def run(self, num_rows: int, max_rows: int | None) -> tuple[Int, NDArray[np.float64], int]:
         """The rows that may be used, what they are sorted by, and how many rows were looked at to find them."""
@@ -237,13 +238,17 @@ class _Scan:
         curriculum = config.curriculum if isinstance(config, TrainingSetConfig) else None
         kept: list[int] = []
         levels: list[float] = []
-        for count, index in enumerate(rows, start=num_before + 1):
-            place, row = self.source.describe(index), self.source.row(index)
-            if fits(self.encoder.encode(row, place), place, self.recipe.data, key):
-                kept.append(index)
-                levels.append(_level(row, curriculum, place, key) if curriculum else 0.0)
-            if self.progress is not None and (count % PROGRESS_ROWS == 0 or index == rows[-1]):
-                self.progress(count)
+        for first in range(0, len(rows), BATCH_ROWS):
+            batch = rows[first : first + BATCH_ROWS]
+            values = [self.source.row(index) for index in batch]
+            places = [self.source.describe(index) for index in batch]
+            encoded = self.encoder.encode_all(values, places)
+            for index, row, place, tokens in zip(batch, values, places, encoded, strict=True):
+                if fits(tokens, place, self.recipe.data, key):
+                    kept.append(index)
+                    levels.append(_level(row, curriculum, place, key) if curriculum else 0.0)
+            if self.progress is not None:
+                self.progress(num_before + first + len(batch), num_before + len(rows))
         return kept, levels
 
 

@@ -1,17 +1,70 @@
-"""Rows of datasets on the hub, through the `datasets` library."""
+"""The hub: whether it answers, and rows of its datasets through the `datasets` library.
+
+Without a connection the libraries try again and again, file by file, for a minute and more. So the hub is asked once,
+with a short time limit, and when it does not answer they look only at what has been downloaded before.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import ssl
+import sys
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from itertools import islice
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
+from huggingface_hub import constants
 from typing_extensions import override
 
 from leaderless.config import RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.data.cache import DataCache
 from leaderless.data.rows import Row, RowSource, RowStream, plain_row
+
+PROBE_TIMEOUT_S = 5.0
+"""Longest wait for the hub's first answer."""
+
+
+def unreachable_hub(name: str) -> str:
+    """Ask the hub whether it is there, before a model or dataset is looked for on it.
+
+    Args:
+        name: Name of the model or dataset, or a local path, for which nothing is asked.
+
+    Returns:
+        Empty text, or why the hub cannot be used and what to do, to be added to the error when `name` is not found.
+    """
+    return "" if Path(name).exists() else _unreachable()
+
+
+@cache
+def _unreachable() -> str:
+    remedy = "connect, or download it where there is a connection and name the folder or file"
+    if constants.HF_HUB_OFFLINE:
+        return f"; the environment variable HF_HUB_OFFLINE forbids to ask the hub: unset it, {remedy}"
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=PROBE_TIMEOUT_S).close()  # noqa: S310
+    except HTTPError:  # an answer too
+        return ""
+    except OSError as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        if isinstance(reason, ssl.SSLError):  # the libraries may know other certificates
+            return ""
+        _go_offline()
+        return f"; the hub {constants.ENDPOINT} does not answer ({reason}): {remedy}"
+    return ""
+
+
+def _go_offline() -> None:
+    """Have the libraries look only at what has been downloaded before, in child processes too."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+    if "datasets" in sys.modules:  # it has copied the setting
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
 
 
 class HubSource(RowSource):
@@ -26,13 +79,14 @@ class HubSource(RowSource):
         Raises:
             RecipeError: There is none.
         """
+        unreachable = unreachable_hub(config.path)
         import datasets
 
         self.name, self._bytes = _name(config), 0
         try:
             dataset = datasets.load_dataset(config.path, config.subset, split=config.split)
         except Exception as error:
-            raise _not_there(config, error) from error
+            raise _not_there(config, error, unreachable) from error
         columns = config.wanted_columns()
         self._dataset = dataset if columns is None else dataset.select_columns(_kept(dataset.column_names, columns))
 
@@ -83,6 +137,7 @@ class HubStream(RowStream):
         Raises:
             RecipeError: There is none.
         """
+        unreachable = unreachable_hub(config.path)
         import datasets
 
         self.name, self._bytes = _name(config), 0
@@ -90,7 +145,7 @@ class HubStream(RowStream):
         try:
             self._dataset = datasets.load_dataset(config.path, config.subset, split=config.split, streaming=True)
         except Exception as error:
-            raise _not_there(config, error) from error
+            raise _not_there(config, error, unreachable) from error
 
     @override
     def rows(self) -> Iterator[tuple[str, Row]]:
@@ -109,8 +164,8 @@ class HubStream(RowStream):
                 num_rows += 1
         except Exception as error:
             raise RuntimeError(
-                f"{self.name} cannot be fetched beyond row {num_rows}: {type(error).__name__}: {error}: see to the "
-                "connection; the same command continues from the last checkpoint"
+                f"{self.name} cannot be fetched beyond row {num_rows}: {type(error).__name__}: {error}: check "
+                "the connection; the same command continues from the last checkpoint"
             ) from error
 
     @override
@@ -130,8 +185,9 @@ def _kept(names: Collection[str], wanted: Collection[str]) -> list[str]:
     return [name for name in names if name in wanted]
 
 
-def _not_there(config: DatasetConfig, error: Exception) -> RecipeError:
+def _not_there(config: DatasetConfig, error: Exception, unreachable: str) -> RecipeError:
     return RecipeError.at(
         "data",
-        f"'{config.path}' is no local file or folder, and the hub does not give it: {type(error).__name__}: {error}",
+        f"'{config.path}' is no local file or folder, and the hub does not give it: {type(error).__name__}: "
+        f"{error}{unreachable}",
     )

@@ -1,18 +1,28 @@
-"""Rows of Parquet files."""
+"""Rows of Parquet files.
+
+Parquet has no way to a single row: to read one means to decode its row group, and in a random order that would be
+nearly all of the file in every step. So before training its rows are written as JSON lines, which have one.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from typing_extensions import override
 
-from leaderless.config import RecipeError
-from leaderless.data.cache import DataCache
-from leaderless.data.rows import Row, RowSource, file_fingerprint, file_version, plain_row
+from leaderless.config import Json, RecipeError
+from leaderless.config.data import DatasetConfig
+from leaderless.data.cache import DataCache, whole_file
+from leaderless.data.jsonl import JsonlSource
+from leaderless.data.rows import ConcatenatedSource, Row, RowSource, file_fingerprint, file_version, plain_row
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -20,6 +30,8 @@ if TYPE_CHECKING:
 GROUPS_KEPT = 8
 """Row groups that are held: rows are asked for out of order, though not by far."""
 ROWS_AT_A_TIME = 1024
+DONE = "parts.json"
+"""File that lists the parts of a folder, with their fingerprints, when all of them are complete."""
 
 
 class ParquetSource(RowSource):
@@ -38,9 +50,9 @@ class ParquetSource(RowSource):
         self.path, self._bytes = path, 0
         try:
             self._file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
-        except (pa.ArrowException, OSError) as error:
+            names = self._file.schema_arrow.names
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise RecipeError.at("data", f"{path} is not a readable Parquet file: {error}") from error
-        names = self._file.schema_arrow.names
         self.columns = [name for name in names if columns is None or name in columns]
         self._sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
@@ -53,21 +65,30 @@ class ParquetSource(RowSource):
     def _read_group(self, group: int) -> pa.Table:
         import pyarrow as pa
 
-        return pa.concat_tables(self._batches(group, self._sizes[group]))
+        return pa.Table.from_batches(list(self._batches(group, self._sizes[group])))
 
-    def _batches(self, group: int, num_rows: int) -> Iterator[pa.Table]:
-        """A row group, so many rows at a time."""
+    def _batches(self, group: int, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """The rows of a row group, some at a time."""
+        num_rows = 0
+        with self._damage_named(group):
+            for batch in self._file.iter_batches(batch_rows, row_groups=[group], columns=self.columns):
+                num_rows += len(batch)
+                # Decoded: where metadata of a column chunk are damaged, asking for its size would end the process.
+                self._bytes += batch.nbytes
+                yield batch
+            if num_rows != self._sizes[group]:  # where pages are missing, pyarrow just stops
+                raise OSError(f"it holds {num_rows} rows, but its footer says {self._sizes[group]}")
+
+    @contextmanager
+    def _damage_named(self, group: int) -> Iterator[None]:
         import pyarrow as pa
 
-        metadata = self._file.metadata.row_group(group)
-        chunks = [metadata.column(i) for i in range(metadata.num_columns)]
-        wanted = set(self.columns)
-        self._bytes += sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in wanted)
         try:
-            for batch in self._file.iter_batches(num_rows, row_groups=[group], columns=self.columns):
-                yield pa.Table.from_batches([batch])
-        except (pa.ArrowException, OSError) as error:
-            raise RecipeError.at("data", f"{self.path} is damaged in row group {group}: {error}") from error
+            yield
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise RecipeError.at(
+                "data", f"{self.path} is damaged in row group {group}: {error}; copy or write it again"
+            ) from error
 
     @override
     def __len__(self) -> int:
@@ -76,15 +97,18 @@ class ParquetSource(RowSource):
     @override
     def row(self, index: int) -> Row:
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
-        row = self._group(group).slice(index - int(self._starts[group]), 1)
-        return plain_row(row.to_pylist()[0], self.describe(index))
+        with self._damage_named(group):
+            (values,) = self._group(group).slice(index - int(self._starts[group]), 1).to_pylist()
+        return plain_row(values, self.describe(index))
 
     @override
     def read(self, first: int, last: int) -> Iterator[Row]:
         index = first
         for group in range(*np.searchsorted(self._starts, [first, last]).tolist()):
             for batch in self._batches(group, ROWS_AT_A_TIME):
-                for values in batch.to_pylist():
+                with self._damage_named(group):
+                    rows = batch.to_pylist()
+                for values in rows:
                     yield plain_row(values, self.describe(index))
                     index += 1
 
@@ -112,3 +136,96 @@ class ParquetSource(RowSource):
     @override
     def version(self) -> str:
         return file_version(self.path)
+
+
+class UnpackedSource(ConcatenatedSource):
+    """The rows of a source as they were written to JSON lines; each is still named by where it came from."""
+
+    def __init__(self, source: RowSource, parts: list[Path]) -> None:
+        super().__init__([JsonlSource(part) for part in parts])
+        self.original = source
+
+    @override
+    def bytes_read(self) -> int:
+        return self.original.bytes_read() + super().bytes_read()
+
+    @override
+    def describe(self, index: int) -> str:
+        return self.original.describe(index)
+
+    @override
+    def fingerprint(self) -> str:
+        return self.original.fingerprint()
+
+    @override
+    def version(self) -> str:
+        return self.original.version()
+
+
+def needs_unpacking(source: RowSource) -> bool:
+    """Whether reading a row means to read many.
+
+    Args:
+        source: Of a dataset.
+    """
+    return isinstance(source, ParquetSource) or (
+        isinstance(source, ConcatenatedSource) and any(map(needs_unpacking, source.parts))
+    )
+
+
+def unpack(source: RowSource, config: DatasetConfig, cache: DataCache) -> RowSource:
+    """Write the rows of a source as JSON lines into the cache, unless an earlier start has done so.
+
+    Each rank reads and writes a share of whole blocks, so that no part of a file is read twice. All ranks call it
+    together.
+
+    Args:
+        source: A dataset.
+        config: The columns that are kept, and the number of rows.
+        cache: The folder that is written to; without a folder the source stays as it is.
+    """
+    columns = config.wanted_columns()
+    kept: Json = None if columns is None else sorted(columns)
+    folder = cache.path("rows", [source.version(), kept, config.limit], "")
+    if folder is None or not needs_unpacking(source):
+        return source
+    num_rows = min(len(source), config.limit or len(source))
+    parts = _parts(folder)
+    if not cache.all_agree(is_true=parts is not None):
+        _write_share(source, num_rows, folder, cache)
+        parts = _parts(folder)
+    assert parts is not None, f"{folder} has just been written"
+    unpacked = UnpackedSource(source, parts)
+    unpacked.prepare(cache)
+    return unpacked
+
+
+def _parts(folder: Path) -> list[Path] | None:
+    """The files that hold the unpacked rows; None where they are not there, or not as they were written."""
+    try:
+        written = json.loads((folder / DONE).read_text(encoding="utf-8"))
+        is_whole = all(file_fingerprint(folder / name) == fingerprint for name, fingerprint in written.items())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return [folder / name for name in written] if is_whole else None
+
+
+def _write_share(source: RowSource, num_rows: int, folder: Path, cache: DataCache) -> None:
+    """Write this rank's part of the first rows, and when all have done so the list of files."""
+    ends = [end for end in accumulate(source.blocks(), initial=0) if end < num_rows]
+    ends += [next(end for end in accumulate(source.blocks()) if end >= num_rows)]
+    share = cache.share(num_rows)
+    # A block belongs to the rank that has its middle row.
+    mine = [i for i in range(len(ends) - 1) if (ends[i] + min(num_rows, ends[i + 1])) // 2 in share]
+    size = cache.process_group.size
+    names = [f"part-{place:05d}-of-{size:05d}.jsonl" for place in range(size)]
+    name = names[cache.process_group.ranks.index(cache.process_group.rank)]
+    with whole_file(folder / name) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for row in source.read(ends[mine[0]], ends[mine[-1] + 1]) if mine else ():
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    cache.process_group.sum(torch.zeros(1), f"the rows in {folder}")
+    if cache.is_first:
+        written = {name: file_fingerprint(folder / name) for name in names}
+        with whole_file(folder / DONE) as temporary:
+            temporary.write_text(json.dumps(written), encoding="utf-8")
+    cache.process_group.sum(torch.zeros(1), f"the rows in {folder}")

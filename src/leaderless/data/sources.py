@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 from typing_extensions import override
 
 from leaderless.config import RecipeError
@@ -16,62 +15,8 @@ from leaderless.data.files import find_files
 from leaderless.data.hub import HubSource, HubStream
 from leaderless.data.jsonl import JsonlSource, JsonlStream
 from leaderless.data.parquet import ParquetSource
-from leaderless.data.rows import Row, RowSource, RowStream
+from leaderless.data.rows import ConcatenatedSource, Row, RowSource, RowStream
 from leaderless.planner import format_ranks
-
-
-class ConcatenatedSource(RowSource):
-    """The rows of several sources, one behind the other."""
-
-    def __init__(self, sources: Sequence[RowSource]) -> None:
-        self.parts = sources
-        self._starts = np.zeros(1, dtype=np.int64)
-
-    @override
-    def bytes_read(self) -> int:
-        return sum(source.bytes_read() for source in self.parts)
-
-    @override
-    def prepare(self, cache: DataCache) -> None:
-        for source in self.parts:
-            source.prepare(cache)
-        self._starts = np.concatenate([[0], np.cumsum([len(source) for source in self.parts], dtype=np.int64)])
-
-    @override
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def _find(self, index: int) -> tuple[RowSource, int]:
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self.parts[part], index - int(self._starts[part])
-
-    @override
-    def row(self, index: int) -> Row:
-        source, inner = self._find(index)
-        return source.row(inner)
-
-    @override
-    def read(self, first: int, last: int) -> Iterator[Row]:
-        for source, start, end in zip(self.parts, self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True):
-            if first < end and start < last:
-                yield from source.read(max(first, start) - start, min(last, end) - start)
-
-    @override
-    def blocks(self) -> list[int]:
-        return [block for source in self.parts for block in source.blocks()]
-
-    @override
-    def describe(self, index: int) -> str:
-        source, inner = self._find(index)
-        return source.describe(inner)
-
-    @override
-    def fingerprint(self) -> str:
-        return json.dumps([source.fingerprint() for source in self.parts])
-
-    @override
-    def version(self) -> str:
-        return json.dumps([source.version() for source in self.parts])
 
 
 class FileStream(RowStream):

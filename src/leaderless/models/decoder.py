@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
+from leaderless.data.hub import unreachable_hub
 from leaderless.models.attention import ATTENTION_NAME, Attention
 from leaderless.models.support import check_supported
 
@@ -67,6 +68,7 @@ def load_decoder(
             that this package does not do.
     """
     key = f"models.{role}"
+    unreachable = unreachable_hub(config.path)
     try:
         with _quiet_transformers(), _files_read_by_weight():
             model, info = auto_class.from_pretrained(
@@ -81,7 +83,7 @@ def load_decoder(
             )
     except Exception as error:
         # Whatever a folder holds, `transformers` and what it calls have errors of every kind for it.
-        raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}") from error
+        raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}{unreachable}") from error
     if info["mismatched_keys"]:
         name, saved, expected = sorted(info["mismatched_keys"])[0]
         sizes = f"its {name} is {tuple(saved)}, but its config.json asks for {tuple(expected)}"

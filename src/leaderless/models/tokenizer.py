@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Tokenizer
+from leaderless.data.hub import unreachable_hub
 
 
 def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
@@ -19,13 +20,16 @@ def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
     Raises:
         RecipeError: There is none.
     """
+    unreachable = unreachable_hub(config.path)
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
         # Whatever a folder holds, `transformers` and what it calls have errors of every kind for it.
-        raise RecipeError.at(f"models.{role}", f"the tokenizer of '{config.path}' cannot be loaded: {error}") from error
+        raise RecipeError.at(
+            f"models.{role}", f"the tokenizer of '{config.path}' cannot be loaded: {error}{unreachable}"
+        ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # Without its files, transformers makes an empty one.
         raise RecipeError.at(f"models.{role}", f"'{config.path}' has no tokenizer: put its files beside the model")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -75,6 +76,31 @@ class Display:
         """
         if self.is_shown:
             self.console.print(text, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Show how far data have been read before the first step: a bar, or now and then a line.
+
+        Args:
+            what: Name of the data.
+
+        Yields:
+            A function that takes the rows read so far, and all rows to read.
+        """
+        columns = TextColumn("reading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        is_live = self.is_shown and self.console.is_terminal
+        last_line = time.monotonic()
+        with Progress(*columns, console=self.console, transient=True, disable=not is_live) as progress:
+            task = progress.add_task(escape(what), total=None, visible=False)
+
+            def report(done: int, total: int) -> None:
+                nonlocal last_line
+                progress.update(task, completed=done, total=total, visible=True)
+                if self.is_shown and not is_live and time.monotonic() - last_line > LINE_EVERY_S:
+                    last_line = time.monotonic()
+                    self.say(f"reading {escape(what)}: {done:,} of {total:,} rows")
+
+            yield report
 
     def start(self, num_steps: int, done: int) -> None:
         """Begin to show steps.

@@ -44,7 +44,7 @@ class RunDirectory:
         self.traces = path / "trace"
         self.checkpoints = path / "checkpoints"
         self.errors = path / "errors"
-        self.data = path / "data"
+        self.data = path.with_name(".data")  # shared by all runs next to this one
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
 

@@ -21,6 +21,7 @@ from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import open_training_set
 from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
+from leaderless.data.files import find_files
 from leaderless.data.sources import open_source
 from leaderless.data.transport import Transport
 from leaderless.models.tokenizer import load_tokenizer
@@ -150,7 +151,9 @@ class _Builder:
         self.instance: RoleInstance = evaluated_instance(plan)
         config = recipe.model_of(self.instance.role)
         assert config is not None
-        display.say(f"loading [bold]{escape(str(checkpoint or config.path))}[/]")
+        self._say_source(
+            "loading", str(checkpoint or config.path), on_hub=checkpoint is None and not Path(config.path).exists()
+        )
         self.tokenizer: Tokenizer = load_tokenizer(config, self.instance.role)
         self.roles = Roles(recipe, plan, transport, device, self.tokenizer, logs, partial(_tell, display))
 
@@ -161,29 +164,29 @@ class _Builder:
         tokenizer = copy.deepcopy(self.tokenizer)
         sets: list[TrainingSet] = []
         for key, config in self.recipe.data.train_sets().items():
-            progress = self._progress(config.path)
-            sets.append(open_training_set(config, key, tokenizer, self.recipe, cache, progress))
+            self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
+            with self.display.reading(config.path) as progress:
+                sets.append(open_training_set(config, key, tokenizer, self.recipe, cache, progress))
             self._say(key, sets[-1], config.path)
         return sets
 
     def _held_out(self) -> Dataset:
         """Held-out prompts. All ranks call it together."""
-        config, key, cache = self.recipe.data.evaluation, "data.evaluation", DataCache(self.transport.world)
+        config, key = self.recipe.data.evaluation, "data.evaluation"
         assert config is not None, "checked when the recipe was read"
+        self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
+        cache = DataCache(self.transport.world, RunDirectory.of(self.recipe).data)
         source, encoder = open_source(config, key, cache), RowEncoder(self.tokenizer, config, key)
-        progress, max_rows = self._progress(config.path), self.recipe.evaluation.max_prompts
-        dataset = open_dataset(source, encoder, self.recipe, cache, progress, max_rows)
+        with self.display.reading(config.path) as progress:
+            dataset = open_dataset(source, encoder, self.recipe, cache, progress, self.recipe.evaluation.max_prompts)
         self._say(key, dataset, config.path)
         return dataset
 
+    def _say_source(self, verb: str, path: str, *, on_hub: bool) -> None:
+        self.display.say(f"{verb} [bold]{escape(path)}[/]{' from the hub' if on_hub else ''}")
+
     def _say(self, key: str, dataset: TrainingSet, path: str) -> None:
         self.display.say(f"{key}: {dataset.summary(f'[bold]{escape(path)}[/]')}")
-
-    def _progress(self, path: str) -> Callable[[int], None]:
-        def report(count: int) -> None:
-            self.display.activity(f"reading {path}: {count:,} rows")
-
-        return report
 
     def evaluator(self, grade: Grader) -> Evaluator | None:
         """What evaluates on this rank, if it holds the model that answers. All ranks call it together."""
