@@ -421,6 +421,12 @@ def refusals(algorithm: AlgorithmConfig) -> list[str]:
             "algorithm.kl.place=reward does nothing with advantage.type=distillation, which looks at no reward: "
             "use kl.place=loss"
         )
+    if algorithm.overlong.buffer_tokens and advantage in {"pass_at_k", "rejection", "distillation"}:
+        looks = "looks at no reward" if advantage == "distillation" else "asks whether a response is correct"
+        found.append(
+            f"algorithm.overlong.buffer_tokens does not go with advantage.type={advantage}, which {looks}: leave it "
+            "out, or use overlong.filter"
+        )
     if kl.place == "reward" and kl.unbiased_gradient:
         found.append("algorithm.kl.unbiased_gradient does nothing with kl.place=reward, as rewards have no gradient")
     if kl.target is not None and kl.coefficient == 0:

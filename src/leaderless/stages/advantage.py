@@ -46,6 +46,7 @@ from leaderless.config.functions import load_function
 from leaderless.data.batch import Batch, Jagged
 from leaderless.stages.context import StageContext
 from leaderless.stages.kl import adapt_coefficient, coefficient_of
+from leaderless.stages.mini_batches import counted_samples
 
 
 def advantage(batch: Batch, context: StageContext) -> Batch:
@@ -58,13 +59,13 @@ def advantage(batch: Batch, context: StageContext) -> Batch:
     Returns:
         The samples with `advantages`, and with `returns` where a critic is trained.
     """
-    lengths, is_valid = batch.dense("response_lengths"), batch.dense("reward_valid")
+    lengths = batch.dense("response_lengths")
     rewards, penalties = _shaped_rewards(batch, context)
     if context.recipe.algorithm.advantage.type in TOKEN_ADVANTAGES:
         columns = _token_advantages(batch, rewards, penalties, context)
     else:
         totals = rewards - segment_sum(penalties, lengths)
-        advantages = _sample_advantages(totals, is_valid, lengths, batch.group_ids, context)
+        advantages = _sample_advantages(totals, batch, context)
         columns = {"advantages": repeat_per_token(advantages, lengths)}
     _report(context, columns["advantages"], batch)
     return batch.with_columns({name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()})
@@ -95,29 +96,37 @@ def remax(batch: Batch, context: StageContext) -> Batch:
 
 
 def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor]:
-    """Rewards less what too long responses lose, [n], and the penalty of each token, [total]. Failed ones are 0."""
-    algorithm, lengths = context.recipe.algorithm, batch.dense("response_lengths")
-    rewards = torch.where(batch.dense("reward_valid"), batch.dense("rewards"), 0.0)
+    """Rewards less what too long responses lose, [n], and the penalty of each token, [total]; 0 where they failed."""
+    algorithm, lengths, is_valid = (
+        context.recipe.algorithm,
+        batch.dense("response_lengths"),
+        batch.dense("reward_valid"),
+    )
+    # A greedy response is a baseline and trains nothing, so that nothing is reported of it.
+    is_reported = is_valid & ~batch.dense("is_greedy") if "is_greedy" in batch else is_valid
+    rewards = torch.where(is_valid, batch.dense("rewards"), 0.0)
     if algorithm.overlong.buffer_tokens:
         longest = context.recipe.rollout.max_response_tokens
         penalty = overlong_penalty(lengths, max_tokens=longest, buffer_tokens=algorithm.overlong.buffer_tokens)
-        context.metrics.mean("reward/overlong_penalty", penalty.sum(), len(penalty))
-        rewards = rewards + penalty
+        context.metrics.mean("reward/overlong_penalty", penalty[is_reported].sum(), is_reported.sum())
+        rewards = torch.where(is_valid, rewards + penalty, 0.0)
     if algorithm.kl.place == "loss" or not algorithm.uses_reference:
         return rewards, torch.zeros(int(lengths.sum()))
     old, reference = batch.jagged("old_log_probs").values, batch.jagged("ref_log_probs").values
-    divergence = kl_penalty(old, reference, algorithm.kl.estimator)
+    divergence = torch.where(
+        repeat_per_token(is_valid, lengths), kl_penalty(old, reference, algorithm.kl.estimator), 0.0
+    )
     coefficient = coefficient_of(context)
-    context.metrics.mean("reward/kl", divergence.sum(), len(divergence))
-    adapt_coefficient(context, divergence.sum(), len(divergence), len(batch))
+    reported = divergence[repeat_per_token(is_reported, lengths)]
+    context.metrics.mean("reward/kl", reported.sum(), len(reported))
+    adapt_coefficient(context, reported.sum(), len(reported), int(is_reported.sum()))
     return rewards, coefficient * divergence
 
 
-def _sample_advantages(
-    rewards: Tensor, is_valid: Tensor, lengths: Tensor, group_ids: Tensor, context: StageContext
-) -> Tensor:
+def _sample_advantages(rewards: Tensor, batch: Batch, context: StageContext) -> Tensor:
     """[n]: one advantage for all tokens of a response."""
-    config = context.recipe.algorithm.advantage
+    config, group_ids = context.recipe.algorithm.advantage, batch.group_ids
+    is_valid, lengths = batch.dense("reward_valid"), batch.dense("response_lengths")
     match config:
         case GrpoAdvantage(normalize_by_std=normalize, epsilon=epsilon):
             return grpo_advantages(rewards, is_valid, group_ids, normalize_by_std=normalize, epsilon=epsilon)
@@ -134,8 +143,9 @@ def _sample_advantages(
         case PassAtKAdvantage(k=k, correct_at=correct_at):
             return pass_at_k_advantages(rewards >= correct_at, is_valid, group_ids, k=k)
         case RejectionAdvantage(correct_at=correct_at):
-            is_correct = (rewards >= correct_at) & is_valid
-            tokens = context.sum(torch.stack([(lengths * is_correct).sum(), (lengths * is_valid).sum()]).double())
+            # The share is one of the tokens that the update takes its mean over.
+            is_correct, counted = rewards >= correct_at, lengths * counted_samples(batch, context)
+            tokens = context.sum(torch.stack([(counted * is_correct).sum(), counted.sum()]).double())
             return rejection_advantages(is_correct, is_valid, correct_share=float(tokens[0] / tokens[1].clamp(min=1)))
         case FunctionAdvantage(function=name):
             function = load_function(name, "algorithm.advantage.function", num_arguments=4)
@@ -161,7 +171,7 @@ def _token_advantages(batch: Batch, rewards: Tensor, penalties: Tensor, context:
     is_counted = repeat_per_token(is_valid, lengths)
     if isinstance(config, DistillationAdvantage):
         gains = distillation_advantages(batch.jagged("old_log_probs").values, batch.jagged("ref_log_probs").values)
-        context.metrics.mean("distillation/divergence", -gains.sum(), len(gains))
+        context.metrics.mean("distillation/divergence", -gains[is_counted].sum(), is_counted.sum())
         return {"advantages": torch.where(is_counted, gains, 0.0)}
     if isinstance(config, GaeAdvantage):
         token_rewards = token_level_rewards(rewards, is_valid, penalties, lengths)

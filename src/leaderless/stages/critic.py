@@ -11,7 +11,7 @@ from torch import Tensor
 from leaderless.algorithms import Moments, clipped_value_loss, repeat_per_token
 from leaderless.data.batch import Batch
 from leaderless.stages.context import StageContext
-from leaderless.stages.mini_batches import metric_name, take, train_mini_batches
+from leaderless.stages.mini_batches import counted_samples, metric_name, take, train_mini_batches
 from leaderless.training.engine import ValueLoss
 from leaderless.training.micro_batches import MicroBatch
 
@@ -32,7 +32,7 @@ def values(batch: Batch, context: StageContext) -> Batch:
 def update_critic(batch: Batch, context: StageContext) -> Batch:
     """`batch.updates_per_step` steps on the clipped squared error, a mean over tokens.
 
-    The mini-batches are those of the policy. Samples whose reward failed carry no gradient.
+    The mini-batches, and the samples that carry a gradient, are those of the policy.
 
     Args:
         batch: Samples with values and returns.
@@ -41,7 +41,7 @@ def update_critic(batch: Batch, context: StageContext) -> Batch:
     Returns:
         The samples as they are.
     """
-    engine, is_counted = context.critic, batch.dense("reward_valid")
+    engine, is_counted = context.critic, counted_samples(batch, context)
 
     def make_loss(mini_batch: Batch, weights: Tensor, number: int) -> ValueLoss:  # noqa: ARG001
         return _CriticLoss(mini_batch, weights, context)

@@ -146,7 +146,8 @@ def chosen_tokens(
         return choose_for_clip_cov(in_range, noise, probability=config.fraction * count / max(num_in_range, 1.0))
     assert isinstance(config, KlCovLoss)
     highest = sum_over_ranks(covariance.double().abs().sum())
-    return covariance >= threshold_of_top(covariance, int(config.fraction * count), sum_over_ranks, float(highest))
+    num_chosen = max(1, int(config.fraction * count))
+    return covariance >= threshold_of_top(covariance, num_chosen, sum_over_ranks, float(highest))
 
 
 def correction_weights(config: CorrectionConfig, old: Tensor, rollout: Tensor, lengths: Tensor) -> Tensor:

@@ -56,6 +56,20 @@ def train_mini_batches(
         context.progress(number / num_updates)
 
 
+def counted_samples(batch: Batch, context: StageContext) -> Tensor:
+    """Samples that carry a gradient: their reward did not fail, and `algorithm.overlong.filter` leaves them in.
+
+    Args:
+        batch: Samples with `reward_valid`, and with `truncated` where the filter is set.
+        context: Context of the node.
+
+    Returns:
+        [n] bool.
+    """
+    is_valid = batch.dense("reward_valid")
+    return is_valid & ~batch.dense("truncated") if context.recipe.algorithm.overlong.filter else is_valid
+
+
 class _Tally(Generic[Outputs]):
     """The loss of a mini-batch, which is added up as its micro-batches go by, and the entropy with it."""
 

@@ -12,11 +12,12 @@ from leaderless.algorithms import kl_penalty, repeat_per_token
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.data.batch import Batch
 from leaderless.models.causal_lm import TokenOutputs
+from leaderless.observability.metrics import Metrics
 from leaderless.rollout.sampling import uniform_noise
 from leaderless.stages.context import StageContext
 from leaderless.stages.kl import adapt_coefficient, coefficient_of
 from leaderless.stages.losses import LossInputs, chosen_tokens, correction_weights, needs_chosen_tokens, policy_loss
-from leaderless.stages.mini_batches import metric_name, take, train_mini_batches
+from leaderless.stages.mini_batches import counted_samples, metric_name, take, train_mini_batches
 from leaderless.training.engine import TokenLoss
 from leaderless.training.micro_batches import MicroBatch
 
@@ -40,12 +41,10 @@ def update(batch: Batch, context: StageContext) -> Batch:
     _report_size(batch, context)
     if context.step <= algorithm.critic.warmup_steps:
         return batch
-    is_counted = batch.dense("reward_valid")
-    if algorithm.overlong.filter:
-        is_counted = is_counted & ~batch.dense("truncated")
+    is_counted = counted_samples(batch, context)
 
     def make_loss(mini_batch: Batch, weights: Tensor, number: int) -> TokenLoss:
-        is_chosen = _choose(mini_batch, context, number)
+        is_chosen = _choose(mini_batch, weights > 0, context, number)
         return _PolicyGradientLoss(mini_batch, weights, is_chosen, algorithm, coefficient_of(context), context)
 
     backward = partial(
@@ -55,10 +54,10 @@ def update(batch: Batch, context: StageContext) -> Batch:
     )
     train_mini_batches(batch, is_counted, context, engine, algorithm.aggregation, make_loss, backward)
     if "ref_log_probs" in batch:
-        divergence = kl_penalty(
-            batch.jagged("rollout_log_probs").values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator
-        )
-        adapt_coefficient(context, divergence.sum(), len(divergence), len(batch))
+        sampled = batch.jagged("rollout_log_probs")
+        divergence = kl_penalty(sampled.values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator)
+        divergence = divergence[repeat_per_token(is_counted, sampled.lengths)]
+        adapt_coefficient(context, divergence.sum(), len(divergence), int(is_counted.sum()))
     return batch
 
 
@@ -78,8 +77,8 @@ def _check_version(batch: Batch, context: StageContext) -> None:
     context.metrics.mean("rollout/staleness", staleness.sum(), len(staleness))
 
 
-def _choose(mini_batch: Batch, context: StageContext, number: int) -> Tensor:
-    """[total] bool: tokens that the loss treats apart; none for most losses."""
+def _choose(mini_batch: Batch, is_counted: Tensor, context: StageContext, number: int) -> Tensor:
+    """[total] bool: tokens that the loss treats apart, among those that count; none for most losses."""
     config, temperature = context.recipe.algorithm.policy_loss, context.recipe.rollout.temperature
     advantages = mini_batch.jagged("advantages")
     if not needs_chosen_tokens(config):
@@ -93,7 +92,10 @@ def _choose(mini_batch: Batch, context: StageContext, number: int) -> Tensor:
     noise = uniform_noise(
         context.recipe.seed + context.step * 2**32, repeat_per_token(mini_batch.ids, advantages.lengths), positions
     )
-    return chosen_tokens(config, scores.values, advantages.values, noise, context.sum)
+    is_chosen = torch.zeros_like(is_counted)
+    columns = (scores.values[is_counted], advantages.values[is_counted], noise[is_counted])
+    is_chosen[is_counted] = chosen_tokens(config, *columns, context.sum)
+    return is_chosen
 
 
 def sft(batch: Batch, context: StageContext) -> Batch:
@@ -136,47 +138,50 @@ class _PolicyGradientLoss:
     context: StageContext
 
     def __call__(self, outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
+        weights = take(self.weights, micro_batch, outputs.log_probs)
+        is_counted = weights > 0
+        # What does not count is replaced before anything is computed with it: 0 times NaN is NaN.
+        log_probs = torch.where(is_counted, outputs.log_probs, 0.0)
         columns = {
-            name: take(self.batch.jagged(name).values, micro_batch, outputs.log_probs)
+            name: torch.where(is_counted, take(self.batch.jagged(name).values, micro_batch, log_probs), 0.0)
             for name in ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
             if name in self.batch
         }
-        log_probs, lengths = outputs.log_probs, micro_batch.response_lengths.to(outputs.log_probs.device)
+        lengths = micro_batch.response_lengths.to(log_probs.device)
         # Without other updates in the step, the policy before them is the policy itself.
         old_log_probs = columns.get("old_log_probs", log_probs.detach())
-        is_chosen = take(self.is_chosen, micro_batch, outputs.log_probs)
+        is_chosen = take(self.is_chosen, micro_batch, log_probs)
         inputs = LossInputs(log_probs, old_log_probs, columns["advantages"], lengths, is_chosen)
         policy = policy_loss(self.config.policy_loss, inputs)
         correction = correction_weights(self.config.correction, old_log_probs, columns["rollout_log_probs"], lengths)
         loss = correction * policy.loss
+        report = partial(_report_mean, self.context.metrics, is_counted)
         if "ref_log_probs" in columns:
-            loss = loss + self.kl_coefficient * self._kl(log_probs, columns["ref_log_probs"])
+            penalty = self._kl(log_probs, columns["ref_log_probs"])
+            loss = loss + self.kl_coefficient * penalty
+            report(metric_name(self.context, "kl"), penalty.detach())
         if self.config.entropy_coefficient:
-            loss = loss - self.config.entropy_coefficient * outputs.entropies
-        self._report(policy.is_clipped, correction, outputs)
-        _report_mismatch(columns["rollout_log_probs"] - old_log_probs, self.context)
-        return (take(self.weights, micro_batch, outputs.log_probs) * loss).sum()
+            loss = loss - self.config.entropy_coefficient * torch.where(is_counted, outputs.entropies, 0.0)
+        report(metric_name(self.context, "clip_fraction"), policy.is_clipped)
+        report(metric_name(self.context, "entropy"), outputs.entropies.detach())
+        if self.config.correction.type != "none":
+            report("correction/weight", correction)
+            report("correction/dropped", correction == 0)
+        # How far the engine's log-probabilities are from the trainer's, before this step's updates.
+        difference = columns["rollout_log_probs"] - old_log_probs
+        report("mismatch/abs_mean", difference.abs())
+        self.context.metrics.max("mismatch/abs_max", difference.abs().max() if len(difference) else 0.0)
+        report("mismatch/kl", difference)
+        return (weights * loss).sum()
 
     def _kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         config = self.config.kl
-        penalty = kl_penalty(log_probs, ref_log_probs, config.estimator, unbiased_gradient=config.unbiased_gradient)
-        self.context.metrics.mean(metric_name(self.context, "kl"), penalty.detach().sum(), len(penalty))
-        return penalty
-
-    def _report(self, is_clipped: Tensor, correction: Tensor, outputs: TokenOutputs) -> None:
-        metrics, num_tokens = self.context.metrics, len(is_clipped)
-        metrics.mean(metric_name(self.context, "clip_fraction"), is_clipped.sum(), num_tokens)
-        metrics.mean(metric_name(self.context, "entropy"), outputs.entropies.detach().sum(), num_tokens)
-        if self.config.correction.type != "none":
-            metrics.mean("correction/weight", correction.sum(), num_tokens)
-            metrics.mean("correction/dropped", (correction == 0).sum(), num_tokens)
+        return kl_penalty(log_probs, ref_log_probs, config.estimator, unbiased_gradient=config.unbiased_gradient)
 
 
-def _report_mismatch(difference: Tensor, context: StageContext) -> None:
-    """How far the engine's log-probabilities are from the trainer's, before this step's updates."""
-    context.metrics.mean("mismatch/abs_mean", difference.abs().sum(), len(difference))
-    context.metrics.max("mismatch/abs_max", difference.abs().max() if len(difference) else 0.0)
-    context.metrics.mean("mismatch/kl", difference.sum(), len(difference))
+def _report_mean(metrics: Metrics, is_counted: Tensor, name: str, values: Tensor) -> None:
+    """Report the mean over the tokens that count."""
+    metrics.mean(name, torch.where(is_counted, values, 0).sum(), is_counted.sum())
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,15 @@ def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
         columns.append("old_log_probs")
     if algorithm.uses_reference and algorithm.kl.place == "loss":
         columns.append("ref_log_probs")
-    if algorithm.overlong.filter:
-        columns.append("truncated")
-    return columns
+    return columns + _filter_reads(recipe)
+
+
+def _critic_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    return [*SEQUENCE, "values", "returns", "reward_valid", *_filter_reads(recipe)]
+
+
+def _filter_reads(recipe: Recipe) -> list[str]:
+    return ["truncated"] if recipe.algorithm.overlong.filter else []
 
 
 def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -72,7 +78,7 @@ def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
         columns += ["old_log_probs", "ref_log_probs"]
     if algorithm.advantage.type == "gae":
         columns.append("values")
-    return columns
+    return columns + (_filter_reads(recipe) if algorithm.advantage.type == "rejection" else [])
 
 
 def _remax_reads(recipe: Recipe, node: Node) -> list[str]:
@@ -359,7 +365,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "update_critic": StageSpec(
         "leaderless.stages.critic:update_critic",
-        reads=(*SEQUENCE, "values", "returns", "reward_valid"),
+        reads=_critic_reads,
         role_use="train",
         is_critic=True,
         has_effect=True,

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from tests.unit.recipes import make_recipe, only_problem
 
 from leaderless.config import RecipeError
-from leaderless.config.algorithm import AlgorithmConfig, CorrectionConfig, FunctionLoss, refusals
+from leaderless.config.algorithm import AlgorithmConfig, CorrectionConfig, FunctionLoss, KlCovLoss, refusals
 from leaderless.stages.losses import LossInputs, chosen_tokens, correction_weights, needs_chosen_tokens, policy_loss
 from leaderless.workflow import builtin_workflows, load_recipe, resolve_workflow
 
@@ -71,6 +71,14 @@ def test_every_setting_of_a_loss_changes_it(kind, name):
     assert not torch.equal(losses_of(section(**base)), losses_of(section(**base | {name: other})))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 100, 499, 1000])
+def test_kl_cov_penalizes_at_least_one_token_at_its_default_share(num_tokens):
+    noise = torch.Generator().manual_seed(1)
+    columns = torch.randn(2, num_tokens, generator=noise)
+    is_chosen = chosen_tokens(KlCovLoss(), *columns, torch.rand(num_tokens), lambda values: values)
+    assert int(is_chosen.sum()) == max(1, num_tokens // 500)
+
+
 @pytest.mark.parametrize("changes", [{"level": "sequence"}, {"lowest": 0.95}, {"highest": 1.02}, {"type": "reject"}])
 def test_every_setting_of_the_correction_changes_it(changes):
     old, rollout = torch.linspace(-3, -1, 191), torch.linspace(-2.9, -1.05, 191)
@@ -87,6 +95,9 @@ REFUSED = [
     ({"advantage": {"type": "pass_at_k"}, "kl": {"coefficient": 0.1, "place": "reward"}}, "algorithm.kl.place"),
     ({"advantage": {"type": "rejection"}, "kl": {"coefficient": 0.1, "place": "reward"}}, "algorithm.kl.place"),
     ({"advantage": {"type": "distillation"}, "kl": {"coefficient": 0.1, "place": "reward"}}, "algorithm.kl.place"),
+    ({"advantage": {"type": "pass_at_k"}, "overlong": {"buffer_tokens": 4}}, "algorithm.overlong.buffer_tokens"),
+    ({"advantage": {"type": "rejection"}, "overlong": {"buffer_tokens": 4}}, "algorithm.overlong.buffer_tokens"),
+    ({"advantage": {"type": "distillation"}, "overlong": {"buffer_tokens": 4}}, "algorithm.overlong.buffer_tokens"),
     ({"kl": {"coefficient": 0.1, "place": "reward", "unbiased_gradient": True}}, "algorithm.kl.unbiased_gradient"),
     ({"kl": {"target": 0.1}}, "algorithm.kl.target"),
     ({"correction": {"lowest": 3.0}}, "algorithm.correction.lowest"),

@@ -1,0 +1,192 @@
+"""Failed, filtered and greedy rows: they train nothing, report nothing and poison nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.tiny import random_samples
+from tests.unit.recipes import make_recipe
+from tests.unit.test_critic_stage import Table as Critic
+from tests.unit.test_decoupled_ppo import Table
+from torch import Tensor
+
+from leaderless.config.algorithm import AlgorithmConfig
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.encode import Tokenizer
+from leaderless.data.transport import ProcessGroup
+from leaderless.observability.metrics import Metrics
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.planner import Cluster, make_plan
+from leaderless.stages.advantage import advantage, remax
+from leaderless.stages.context import Grader, ModelRole, StageContext
+from leaderless.stages.critic import update_critic
+from leaderless.stages.update import update
+from leaderless.training.engine import TrainEngine
+from leaderless.workflow import resolve_workflow
+
+LENGTHS = [(2, 3), (2, 4), (2, 2), (2, 5)]
+"""Prompt and response tokens of the four responses to one prompt."""
+FAILED = 1
+GROUP = ProcessGroup((0,), 0)
+PER_TOKEN = ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns")
+
+
+def numbers(seed: int) -> Tensor:
+    return 0.1 * torch.randn(sum(after for _, after in LENGTHS), generator=torch.Generator().manual_seed(seed)) - 1
+
+
+def samples(*, poison: float | None = None, truncated: tuple[int, ...] = ()) -> Batch:
+    """Responses of which one failed, with NaN or another number in all of its columns."""
+    lengths = torch.tensor([after for _, after in LENGTHS])
+    is_failed = torch.arange(len(LENGTHS)) == FAILED
+    rewards = torch.tensor([1.0, 0.0, 0.0, 2.0])
+    columns = {name: numbers(seed) for seed, name in enumerate(PER_TOKEN)}
+    if poison is not None:
+        rewards = torch.where(is_failed, poison, rewards)
+        of_failed = is_failed.repeat_interleave(lengths)
+        columns = {name: torch.where(of_failed, poison, values) for name, values in columns.items()}
+    return random_samples(LENGTHS, siblings=4).with_columns(
+        response_lengths=lengths,
+        reward_valid=~is_failed,
+        rewards=rewards,
+        truncated=torch.tensor([row in truncated for row in range(len(LENGTHS))]),
+        policy_versions=torch.full((len(LENGTHS),), 3),
+        **{name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()},
+    )
+
+
+def context_of(
+    node: str, algorithm: Mapping[str, Any], workflow: str = "grpo", model: object = None, **state: float
+) -> StageContext:
+    resolved = resolve_workflow(workflow)
+    settings = {**resolved.algorithm, **algorithm}
+    recipe = make_recipe(
+        algorithm=settings, rollout={"max_response_tokens": 5}, models={"policy": "p", "reference": "p"}
+    )
+    return StageContext(
+        recipe=recipe,
+        node=make_plan(recipe, resolved, Cluster(1))[node],
+        step=1,
+        process_group=GROUP,
+        metrics=Metrics(),
+        run_directory=cast("RunDirectory", None),
+        tokenizer=cast("Tokenizer", None),
+        model=cast("Any", model),
+        grade=cast("Grader", None),
+        state=state,
+    )
+
+
+def trained(batch: Batch, algorithm: Mapping[str, Any], scores: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """The gradient of an update, and what it reports."""
+    policy = Table(scores)
+    context = context_of("policy", algorithm, model=ModelRole(cast("TrainEngine", policy), None))
+    update(batch, context)
+    assert policy.log_probs.grad is not None
+    return policy.log_probs.grad, context.metrics.reduce(GROUP)
+
+
+KL = {"coefficient": 0.3}
+CASES: dict[str, dict[str, Any]] = {
+    **{kind: {"policy_loss": {"type": kind}, "kl": KL} for kind in ("ppo", "reinforce", "gspo", "gmpo", "cispo")},
+    **{kind: {"policy_loss": {"type": kind}, "kl": KL} for kind in ("cpgd", "sapo", "clip_cov", "kl_cov")},
+    **{
+        f"{kind} {level}": {"correction": {"type": kind, "level": level}, "entropy_coefficient": 0.1}
+        for kind in ("truncate", "mask", "reject")
+        for level in ("token", "sequence", "geometric")
+    },
+    "unbiased kl": {"kl": KL | {"unbiased_gradient": True, "target": 0.1}},
+}
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 7.0])
+@pytest.mark.parametrize("case", CASES)
+def test_what_stands_in_a_failed_row_changes_neither_gradient_nor_metrics(case, poison):
+    scores = numbers(9)
+    expected = trained(samples(), CASES[case], scores)
+    of_failed = slice(3, 7)
+    poisoned = scores.clone()
+    poisoned[of_failed] = poison
+    result = trained(samples(poison=poison), CASES[case], poisoned)
+    assert torch.equal(result[0], expected[0])
+    assert result[1] == expected[1]
+    assert float(expected[0].abs().max()) > 0
+    assert not expected[0][of_failed].any()
+
+
+def advantages_of(batch: Batch, algorithm: Mapping[str, Any]) -> tuple[Tensor, dict[str, float], float]:
+    workflow = "ppo" if algorithm["advantage"]["type"] == "gae" else "grpo"
+    context = context_of("advantage", algorithm, workflow)
+    values = advantage(batch, context).jagged("advantages").values
+    return values, context.metrics.reduce(GROUP), context.state.get("kl_coefficient", 0.0)
+
+
+IN_REWARD = {"coefficient": 0.3, "place": "reward", "estimator": "k1", "target": 0.1}
+ADVANTAGES = {
+    **{kind: {"advantage": {"type": kind}, "kl": IN_REWARD} for kind in ("grpo", "rloo", "opo", "gpg", "cpgd", "gae")},
+    "reinforce_pp": {"advantage": {"type": "reinforce_pp"}, "kl": IN_REWARD, "overlong": {"buffer_tokens": 3}},
+    "pass_at_k": {"advantage": {"type": "pass_at_k", "k": 2}},
+    "rejection": {"advantage": {"type": "rejection"}},
+    "distillation": {"advantage": {"type": "distillation"}, "kl": KL},
+    "function": {"advantage": {"type": "function", "function": f"{__name__}:mean_of_all"}, "kl": IN_REWARD},
+}
+
+
+def mean_of_all(rewards: Tensor, is_valid: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
+    """An advantage that looks at failed rows as well, where rewards have to be 0."""
+    return rewards - rewards.mean()
+
+
+@pytest.mark.parametrize("case", ADVANTAGES)
+def test_what_stands_in_a_failed_row_changes_no_advantage(case):
+    expected = advantages_of(samples(poison=7.0), ADVANTAGES[case])
+    result = advantages_of(samples(poison=float("nan")), ADVANTAGES[case])
+    assert torch.equal(result[0], expected[0])
+    assert result[1:] == expected[1:]
+    assert not result[0].isnan().any()
+
+
+def test_every_advantage_is_tried():
+    annotation = AlgorithmConfig.model_fields["advantage"].annotation
+    kinds = {member.__args__[0].model_fields["type"].default for member in annotation.__args__}
+    assert kinds == {*ADVANTAGES, "remax"}
+
+
+def test_a_filtered_response_is_left_out_of_the_denominator_of_rejection():
+    filtered = {"advantage": {"type": "rejection"}, "overlong": {"filter": True}}
+    values, _, _ = advantages_of(samples(truncated=(3,)), filtered)
+    # Of the three responses that did not fail, of 3, 2 and 5 tokens, the last is filtered, and the first is correct.
+    assert values[:3].tolist() == pytest.approx([5 / 3] * 3)
+
+
+def test_a_filtered_response_does_not_train_the_critic():
+    filtered = {"overlong": {"filter": True}}
+    critic = Critic(numbers(9))
+    context = context_of("critic", filtered, "ppo", model=critic)
+    update_critic(samples(truncated=(3,)), context)
+    assert critic.numbers.grad is not None
+    assert [bool(row.any()) for row in critic.numbers.grad.split([3, 4, 2, 5])] == [True, False, True, False]
+
+
+def test_the_critic_reads_which_responses_are_filtered():
+    workflow = resolve_workflow("ppo")
+    recipe = make_recipe(algorithm={**workflow.algorithm, "overlong": {"filter": True}})
+    assert "truncated" in make_plan(recipe, workflow, Cluster(1))["critic"].reads
+
+
+def test_remax_reports_the_divergence_of_responses_that_train():
+    algorithm = {"kl": IN_REWARD | {"horizon": 10.0}}
+    is_greedy = torch.tensor([False, False, False, True])
+    batch = samples().with_columns(is_greedy=is_greedy, reward_valid=torch.ones(4, dtype=torch.bool))
+    context = context_of("advantage", algorithm, "remax")
+    remax(batch, context)
+    divergence = numbers(2) - numbers(3)
+    assert context.metrics.reduce(GROUP)["reward/kl"] == pytest.approx(float(divergence[:9].mean()))
+    lengths = batch.dense("response_lengths")
+    far = Jagged(numbers(3) - 100.0 * is_greedy.repeat_interleave(lengths), lengths, "response_tokens")
+    other = context_of("advantage", algorithm, "remax")
+    remax(batch.with_columns(ref_log_probs=far), other)
+    assert other.state == context.state, "the weight adapts to the responses that train"
