@@ -112,6 +112,15 @@ def test_a_trace_is_valid_and_spans_last_as_long_as_what_they_time(tmp_path: Pat
     assert names == [{"name": "process_name", "ph": "M", "pid": 3, "args": {"name": "rank 3"}}]
 
 
+def test_a_trace_of_a_killed_rank_has_all_steps_but_the_last(tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path / "rank-0.json", 0)
+    with tracer.span("rollout", 1):
+        pass
+    tracer.take_seconds()
+    assert '"rollout"' in (tmp_path / "rank-0.json").read_text(), "nobody closes the file of a process that is killed"
+    tracer.close()
+
+
 def test_a_trace_goes_on_where_an_earlier_start_ended_even_in_the_middle_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json"
     for name, torn in (("first", ""), ("second", '{"name": "thi'), ("third", "")):

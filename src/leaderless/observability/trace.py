@@ -63,6 +63,9 @@ class Tracer:
         """Seconds by name since the last call."""
         with self._lock:
             seconds, self.seconds = self.seconds, {}
+            if self._file is not None and self._path is not None:
+                with self._may_fail(self._path):
+                    self._file.flush()  # what is killed in a later step leaves this one behind
         return seconds
 
     def close(self) -> None:
