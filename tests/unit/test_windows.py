@@ -63,11 +63,11 @@ def plan_of(layout: dict[str, dict[str, str]], windows: int, *, with_level: bool
 
 
 def test_nodes_that_stream_run_one_window_behind_each_change_of_layout() -> None:
-    stream = plan_of(APART, 2).stream
-    assert stream is not None
-    assert [str(action) for action in stream.body] == ["sample", "reshard(sample->2-3)", "score"]
-    assert stream.delays == (0, 0, 1)
-    assert [(str(action), window) for action, window in stream.turns()] == [
+    windowed = plan_of(APART, 2).windowed
+    assert windowed is not None
+    assert [str(action) for action in windowed.body] == ["sample", "reshard(sample->2-3)", "score"]
+    assert windowed.delays == (0, 0, 1)
+    assert [(str(action), window) for action, window in windowed.turns()] == [
         ("sample", 0),
         ("reshard(sample->2-3)", 0),
         ("sample", 1),
@@ -90,7 +90,7 @@ def test_each_rank_walks_its_part_of_the_stream() -> None:
 def test_nothing_streams_where_no_rows_change_ranks_or_one_window_is_asked_for(
     layout: dict[str, dict[str, str]], windows: int
 ) -> None:
-    assert plan_of(layout, windows).stream is None
+    assert plan_of(layout, windows).windowed is None
 
 
 def test_the_data_s_own_rows_come_in_windows_of_each_layout_s_own_and_do_not_stream() -> None:
@@ -99,7 +99,7 @@ def test_the_data_s_own_rows_come_in_windows_of_each_layout_s_own_and_do_not_str
     assert "reshard(level->0-1)" in [str(action) for action in plan.schedule], (
         "windows of one layout are not the other's"
     )
-    assert plan.stream is None, "what reads such a column waits for all of it"
+    assert plan.windowed is None, "what reads such a column waits for all of it"
 
 
 def test_plans_with_other_windows_do_not_start_together() -> None:

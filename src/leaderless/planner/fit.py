@@ -1,4 +1,4 @@
-"""Whether a plan fits into the memory that a rank has, and what to lower where it does not."""
+"""Whether a plan fits into the memory of a rank, and what to lower where it does not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit
     With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits.
 
     Args:
-        recipe: Of the plan.
+        recipe: Recipe of the plan.
         plan: Any plan; where the size of a model is not known, it is taken to fit.
         available: Bytes that each rank may use.
         is_cpu: Whether ranks compute on the CPU.

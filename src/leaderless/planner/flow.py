@@ -1,4 +1,4 @@
-"""Which node gets which column from which node, and which nodes need not run."""
+"""Columns: which node gets which from which node, and which nodes need not run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HINTS = {
     "returns": "the stage 'advantage' does, with algorithm.advantage.type=gae: set it, or use a workflow without a "
     "critic, as grpo",
 }
-"""Who writes columns that only some settings bring about."""
+"""Writers of columns that only some settings produce."""
 
 OLD_LOG_PROBS = "old_log_probs"
 
@@ -37,7 +37,7 @@ class Flow:
     """The columns between the nodes that run.
 
     A row set is named by the node that made its rows: `data` for prompts, `rollout` for samples, a filter for what it
-    left. All columns that a node reads come from nodes of its own row set. A node that changes rows therefore carries
+    kept. All columns that a node reads come from nodes of its own row set. A node that changes rows therefore carries
     along the columns that later nodes need; the prompts' own columns stay in the prompt table that samples point to.
 
     Attributes:
@@ -45,7 +45,7 @@ class Flow:
         pruned: Nodes that do not run because nobody reads what they write.
         specs: Contract of each node.
         row_set: Row set that each node works on.
-        sources: For each node, which node each of its columns comes from, carried columns included.
+        sources: Node that each column of a node comes from, carried columns included, by node and column.
     """
 
     order: tuple[Node, ...]
@@ -63,7 +63,7 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
     """Resolve which columns go where.
 
     Args:
-        recipe: Decides what configurable stages read, write and need.
+        recipe: Recipe, which decides what configurable stages read, write and need.
         workflow: The graph.
 
     Raises:
@@ -105,7 +105,7 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
 
 
 def _check_loop(recipe: Recipe, workflow: Workflow, specs: Mapping[str, StageSpec]) -> None:
-    """What leaves a loop are whole groups that its last node has chosen, all sampled with the same weights."""
+    """A loop puts out whole groups, chosen by its last node and all sampled with the same weights."""
     if not workflow.loop:
         if recipe.algorithm.loop != LoopConfig():
             raise RecipeError.at("algorithm.loop", f"does nothing: the workflow '{workflow.name}' has no loop")

@@ -67,7 +67,7 @@ def place(boxes: Sequence[Box], links: Sequence[Link]) -> Placement:
 
     Args:
         boxes: Each behind all boxes that have a link to it.
-        links: At most one between two boxes in each direction.
+        links: Links, at most one between two boxes in each direction.
     """
     vertices = {box.name: _vertex(box.width, box.height) for box in boxes}
     leaving, entering = Counter(link.source for link in links), Counter(link.target for link in links)

@@ -17,7 +17,7 @@ class Cluster:
 
     Attributes:
         world_size: Number of workers, one per device.
-        engine: What generates on its machines where the recipe leaves it open.
+        engine: Engine on its machines where the recipe leaves it open.
     """
 
     world_size: int
@@ -32,11 +32,11 @@ class Cluster:
 class Layout:
     """A pool of ranks and how it is divided.
 
-    Rows are divided into `dp` shards. The ranks of one shard are neighbours in `ranks`, so that model-parallel peers
+    Rows are divided into `dp` shards. The ranks of one shard are neighbors in `ranks`, so that model-parallel peers
     share a host; they hold the same rows.
 
     Attributes:
-        ranks: Ascending.
+        ranks: Ranks, ascending.
         dp: Data-parallel size.
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
@@ -67,7 +67,7 @@ class Layout:
         return self._position[rank] // self.ranks_per_shard
 
     def is_first_of_shard(self, rank: int) -> bool:
-        """Whether a rank speaks for its shard, as one of several that hold the same rows."""
+        """Whether a rank stands for its shard, whose ranks hold the same rows."""
         return self._position[rank] % self.ranks_per_shard == 0
 
     def holds_rows_like(self, other: Layout) -> bool:
@@ -87,7 +87,7 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
     """Ranks as ranges: `0-3,8`.
 
     Args:
-        ranks: Ascending.
+        ranks: Ranks, ascending.
     """
     parts: list[str] = []
     start = 0
@@ -106,9 +106,9 @@ def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[s
     that it comes after runs; else on all ranks.
 
     Args:
-        recipe: Its `layout` section names nodes.
-        workflow: The nodes.
-        cluster: The ranks there are.
+        recipe: Recipe with a `layout` section by node.
+        workflow: Workflow with the nodes.
+        cluster: Number of ranks.
 
     Raises:
         RecipeError: A layout names an unknown node or rank, or its sizes do not divide its ranks.

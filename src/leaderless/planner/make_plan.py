@@ -74,22 +74,22 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
 
 
 def _max_staleness(recipe: Recipe, workflow: Workflow, name: str) -> int:
-    """A loop leaves fewer groups over than a step takes, and they are taken first: none waits longer than one step."""
+    """A loop keeps fewer surplus groups than a step takes, and they are taken first: none waits longer than a step."""
     return recipe.batch.updates_per_step if workflow.loop and name not in workflow.loop else 0
 
 
 def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
-    """A model under a misspelt role would otherwise be left out in silence, and no model has two heads."""
+    """Refuse models of misspelled roles, which would be left out silently, and roles with two heads."""
     users: dict[str, Node] = {}
     for node in workflow.nodes:
         if node.role and spec_of(node).role_use != "none":
             other = users.setdefault(node.role, node)
             if spec_of(node).is_critic != spec_of(other).is_critic:
-                critic, speaker = (node, other) if spec_of(node).is_critic else (other, node)
+                critic, other = (node, other) if spec_of(node).is_critic else (other, node)
                 raise RecipeError.at(
                     f"nodes.{node.name}.role",
                     f"role '{node.role}' is a critic for node '{critic.name}' ({critic.run}) and a language model for "
-                    f"node '{speaker.name}' ({speaker.run}): give them different roles",
+                    f"node '{other.name}' ({other.run}): give them different roles",
                 )
     roles = {node.role for node in workflow.nodes if node.role}
     for role in recipe.models:
@@ -100,7 +100,7 @@ def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
 
 
 def _check_engine(recipe: Recipe, engine: EngineName, instances: Sequence[RoleInstance], cluster: Cluster) -> None:
-    """Inside the ranks, vLLM's engines meet when they start: all ranks have one, and there is one for each."""
+    """Inside the ranks' processes, vLLM needs exactly one engine on every rank."""
     if engine != "vllm" or recipe.rollout.external.python is not None:
         return
     key = "rollout.external.python"
@@ -153,7 +153,7 @@ def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
 
 
 def _check_critic(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
-    """Settings of a critic do nothing where none is trained, and a policy must not wait for it."""
+    """Refuse settings of a critic where none is trained."""
     trained = [instance for instance in instances if instance.is_trained]
     if not trained or any(instance.is_critic for instance in trained):
         return
@@ -221,8 +221,8 @@ def model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str, 
     """The size of each role's model; None where it is not known.
 
     Args:
-        recipe: Names the models.
-        instances: The models that are used.
+        recipe: Recipe with the models.
+        instances: Models that are used.
     """
     sizes: dict[str, ModelSize | None] = {}
     for instance in instances:
@@ -239,8 +239,8 @@ def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
     """Tokens of the longest sample: a generated one, or one of the dataset.
 
     Args:
-        recipe: Its limits.
-        instances: The models that are used.
+        recipe: Recipe with the limits.
+        instances: Models that are used.
     """
     is_generated = any(instance.generates for instance in instances)
     response = recipe.rollout.max_response_tokens if is_generated else recipe.data.max_response_tokens

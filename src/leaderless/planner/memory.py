@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import EngineName
-from leaderless.planner.layout import Layout
 from leaderless.planner.model_size import ModelSize
+
+if TYPE_CHECKING:
+    from leaderless.planner.plan import RoleInstance
 
 FLOAT32_BYTES = 4
 MIB = 1 << 20
@@ -29,7 +31,7 @@ WEIGHT_BUCKET_BYTES = 256 * MIB
 LIBRARIES_BYTES = 330 * MIB
 """Python, torch and transformers in a process of their own."""
 CONTEXT_BYTES = 600 * MIB
-"""What an accelerator's driver takes for a process."""
+"""Memory of an accelerator that its driver takes for a process."""
 COMMUNICATION_BYTES = 1024 * MIB
 """Buffers of the accelerator's communication library, where there are several ranks."""
 LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 12, 40
@@ -50,43 +52,15 @@ def format_bytes(count: int) -> str:
     return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"
 
 
-class Instance(Protocol):
-    """What the estimate needs to know of a model on a layout."""
-
-    @property
-    def role(self) -> str:
-        """The role that the model plays."""
-
-    @property
-    def layout(self) -> Layout:
-        """Its ranks."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether it has gradients and an optimizer."""
-
-    @property
-    def generates(self) -> bool:
-        """Whether it is unsharded to generate."""
-
-    @property
-    def scores(self) -> bool:
-        """Whether it is asked for log-probabilities or values."""
-
-    @property
-    def is_critic(self) -> bool:
-        """Whether it gives a value where others give logits."""
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank on one kind of device.
 
     Attributes:
-        resident: What stays through a step, by what it is for.
-        phases: What each phase of a step takes on top; there is only one at a time.
-        apart: Phases that do not find in memory what is resident in a step: loading, and other commands.
-        host: On an accelerator, what the process takes in the memory of its host.
+        resident: Parts that stay through a step, by what they are for.
+        phases: Parts on top of these in each phase of a step; only one phase is under way at a time.
+        apart: Parts of phases outside of steps: loading, resuming, and other commands.
+        host: Parts in the memory of the host, on an accelerator.
     """
 
     resident: Mapping[str, int]
@@ -110,14 +84,7 @@ class Memory:
 
     def to_json(self) -> dict[str, object]:
         """JSON-able values."""
-        return {
-            "peak": self.peak,
-            "resident": dict(self.resident),
-            "phases": {name: dict(parts) for name, parts in self.phases.items()},
-            "apart": {name: dict(parts) for name, parts in self.apart.items()},
-            "host": dict(self.host),
-            "totals": dict(self.totals),
-        }
+        return {"peak": self.peak, **asdict(self), "totals": dict(self.totals)}
 
 
 COMMANDS = ("export", "serve")
@@ -129,8 +96,8 @@ class MemoryEstimate:
     """Bytes of the fullest rank.
 
     Attributes:
-        cpu: Where ranks compute on the CPU.
-        accelerator: Where each rank has an accelerator.
+        cpu: Estimate for ranks that compute on the CPU.
+        accelerator: Estimate for ranks with an accelerator each.
     """
 
     cpu: Memory
@@ -143,7 +110,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a run may lower without changing a number.
+    """Settings that a run may lower without changing a number.
 
     Attributes:
         pass_tokens: Most tokens of one pass.
@@ -156,7 +123,7 @@ class Bounds:
 
 def estimate_memory(
     recipe: Recipe,
-    instances: Sequence[Instance],
+    instances: Sequence[RoleInstance],
     sizes: Mapping[str, ModelSize | None],
     longest_tokens: int,
     engine: EngineName,
@@ -171,11 +138,11 @@ def estimate_memory(
 
     Args:
         recipe: Batch sizes and models.
-        instances: All models and where they are.
+        instances: All models and their layouts.
         sizes: Size of each role's model.
         longest_tokens: Longest sequence, in tokens.
-        engine: What generates.
-        bounds: What holds in place of the recipe's own bounds.
+        engine: Engine that generates.
+        bounds: Bounds in place of the recipe's own.
 
     Returns:
         None when the size of a model that is used is not known.
@@ -198,32 +165,13 @@ def estimate_memory(
     return MemoryEstimate(fullest(is_cpu=True), fullest(is_cpu=False))
 
 
-def least_memory(
-    recipe: Recipe,
-    instances: Sequence[Instance],
-    sizes: Mapping[str, ModelSize | None],
-    longest_tokens: int,
-    engine: EngineName,
-) -> MemoryEstimate | None:
-    """The estimate with passes of one sample and one sequence at a time: less is not possible with these settings.
-
-    Args:
-        recipe: As for `estimate_memory`.
-        instances: As there.
-        sizes: As there.
-        longest_tokens: As there.
-        engine: As there.
-    """
-    return estimate_memory(recipe, instances, sizes, longest_tokens, engine, Bounds(longest_tokens, 1))
-
-
 @dataclass(frozen=True)
 class _Rank:
     """One rank on one kind of device."""
 
     recipe: Recipe
-    instances: Sequence[Instance]
-    everywhere: Sequence[Instance]
+    instances: Sequence[RoleInstance]
+    everywhere: Sequence[RoleInstance]
     sizes: Mapping[str, ModelSize]
     engine: EngineName
     bounds: Bounds
@@ -261,7 +209,7 @@ class _Rank:
         host = libraries | kept | {"whole weights": loading}
         return Memory(resident, self.phases, self._commands({}), host)
 
-    def _add_phases(self, instance: Instance) -> None:
+    def _add_phases(self, instance: RoleInstance) -> None:
         role, size, model = instance.role, self.sizes[instance.role], self._model(instance.role)
         if instance.generates:
             self._add(f"{role} generates", self._generation(size, model, instance.layout.dp))
@@ -316,7 +264,7 @@ class _Rank:
         samples = -(-self.recipe.batch.prompts_per_step // shards) * self.recipe.batch.responses_per_prompt
         return min(self.bounds.sequences, samples)
 
-    def _scoring(self, instance: Instance, size: ModelSize, model: ModelConfig) -> dict[str, int]:
+    def _scoring(self, instance: RoleInstance, size: ModelSize, model: ModelConfig) -> dict[str, int]:
         """A pass without gradient holds a layer's own values, and those of one chunk of logits."""
         tokens, _ = self._pass(instance, -(-self.recipe.batch.prompts_per_step // self.recipe.batch.windows_per_step))
         kept = 3 * size.intermediate_size + 3 * size.hidden_size + size.num_heads * size.head_dim
@@ -326,7 +274,7 @@ class _Rank:
             "logits": self._chunk(size, tokens) * 3 * FLOAT32_BYTES * (not instance.is_critic),
         }
 
-    def _training(self, instance: Instance, size: ModelSize, model: ModelConfig) -> Iterator[dict[str, int]]:
+    def _training(self, instance: RoleInstance, size: ModelSize, model: ModelConfig) -> Iterator[dict[str, int]]:
         """Memory is fullest when the backward pass begins, or when it ends."""
         batch, width, shards = self.recipe.batch, _width(model), instance.layout.dp
         tokens, num_passes = self._pass(instance, -(-batch.prompts_per_step // batch.updates_per_step))
@@ -356,7 +304,7 @@ class _Rank:
             "gradients being summed": reduced,
         }
 
-    def _pass(self, instance: Instance, prompts: int) -> tuple[int, int]:
+    def _pass(self, instance: RoleInstance, prompts: int) -> tuple[int, int]:
         """Most tokens of one pass over some prompts' samples, and the number of passes."""
         shards, data = instance.layout.dp, self.recipe.data
         is_generated = any(x.generates for x in self.everywhere)
@@ -387,7 +335,7 @@ class _Rank:
         return min(tokens * size.vocab_size, MAX_LOGITS // chunk * chunk)
 
     def _commands(self, libraries: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """What other commands take with the model that answers, on one rank."""
+        """Parts of other commands with the model that answers, on one rank."""
         instance = next((x for x in self.instances if not x.is_critic), self.instances[0])
         size, model = self.sizes[instance.role], self._model(instance.role)
         width, weights = _width(model), size.num_parameters * FLOAT32_BYTES

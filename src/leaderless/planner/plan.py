@@ -20,13 +20,13 @@ class PlannedNode:
 
     Attributes:
         node: Name, stage, role and what it comes after.
-        spec: The contract of its stage.
-        layout: Where it runs.
-        reads: For each column that it reads or carries, the node that provides it.
+        spec: Contract of its stage.
+        layout: Layout that it runs on.
+        reads: Node that provides each column that it reads or carries, by column.
         writes: Columns that it writes.
         row_set: Rows that it works on.
         row_set_after: Rows of what it puts out.
-        max_staleness: Most optimiser steps that its role may be ahead of the weights that sampled its rows.
+        max_staleness: Most optimizer steps between the weights that sampled its rows and those of its role.
     """
 
     node: Node
@@ -88,17 +88,17 @@ class RunNode:
 
 @dataclass(frozen=True)
 class Reshard:
-    """Chain entry: re-distribute columns of one node to another layout.
+    """Chain entry: send columns of one node to another layout.
 
     Attributes:
-        source: The node that provides the columns.
-        row_set: Their rows.
-        columns: What travels: what any node on the target layout reads from the source.
-        source_layout: Where they are.
-        target_layout: Where they go.
-        keep_groups: Samples of one prompt go to one shard.
-        is_late: The target layout has the rows already, and gets more of their columns.
-        spare_layout: Where an earlier entry has brought the same columns, and from where they need not come again.
+        source: Node that provides the columns.
+        row_set: Rows of the columns.
+        columns: Columns that any node on the target layout reads from the source.
+        source_layout: Layout that holds them.
+        target_layout: Layout that gets them.
+        keep_groups: Whether samples of one prompt go to one shard.
+        is_late: Whether the target layout has the rows already, and gets more of their columns.
+        spare_layout: Layout that has the same columns from an earlier entry, so that its ranks keep theirs.
     """
 
     source: str
@@ -117,7 +117,7 @@ class Reshard:
 
     @property
     def name(self) -> str:
-        """How errors and traces call it."""
+        """Name in errors and traces."""
         return f"{self.source}->{format_ranks(self.target_layout.ranks)}"
 
     def __str__(self) -> str:
@@ -127,12 +127,12 @@ class Reshard:
 
 @dataclass(frozen=True)
 class SyncWeights:
-    """Chain entry: bring a role's new weights from where it is trained to where it is used.
+    """Chain entry: send a role's new weights from the ranks that train it to those that use it.
 
     Attributes:
         role: The role.
-        source_layout: Where it is trained.
-        target_layout: Where a copy of it serves.
+        source_layout: Ranks that train it.
+        target_layout: Ranks that use a copy of it.
     """
 
     role: str
@@ -151,18 +151,18 @@ class SyncWeights:
 
 @dataclass(frozen=True)
 class Loop:
-    """Chain entry: go through other entries, round after round, until enough groups have come out of the last node.
+    """Chain entry: run other entries, round after round, until the last node has chosen enough groups.
 
-    Groups that an earlier step left over are counted before the first round. Those with the lowest ids go on; what is
-    too many waits for the next step.
+    Surplus groups of an earlier step are counted before the first round. Those with the lowest ids are used; the
+    surplus waits for the next step.
 
     Attributes:
-        nodes: That are repeated, in order.
-        layout: Of the last of them, where groups are counted.
-        ranks: All that take part, ascending.
-        num_groups: That are wanted.
+        nodes: Nodes that are repeated, in order.
+        layout: Layout of the last of them, where groups are counted.
+        ranks: Ranks that take part, ascending.
+        num_groups: Groups that a step needs.
         max_rounds: Most rounds of a step.
-        body: The entries of a round.
+        body: Entries of a round.
     """
 
     nodes: tuple[str, ...]
@@ -184,13 +184,13 @@ class Loop:
 
 @dataclass(frozen=True)
 class Windowed:
-    """Chain entry: go through other entries window by window, a window being a part of each rank's prompts in order.
+    """Chain entry: run other entries window by window, a window being a part of each rank's prompts in order.
 
     Attributes:
-        body: The entries; changes of layout go on in the background.
-        delays: For each of them, how many windows it is behind the first.
-        num_windows: Into how many windows a step is divided.
-        ranks: All that take part, ascending.
+        body: The entries; reshards run in the background.
+        delays: Windows that each entry is behind the first.
+        num_windows: Windows of a step.
+        ranks: Ranks that take part, ascending.
     """
 
     body: tuple[Action, ...]
@@ -207,17 +207,17 @@ class Windowed:
 
     def __str__(self) -> str:
         """Short form for a reader."""
-        return f"stream({' -> '.join(map(str, self.body))})"
+        return f"windows({' -> '.join(map(str, self.body))})"
 
 
 Action = Load | RunNode | Reshard | SyncWeights | Loop | Windowed
 
 
 def flat(actions: Sequence[Action]) -> Iterator[Action]:
-    """Chain entries, with those inside a loop or stream behind it.
+    """Chain entries, each loop and window entry followed by those inside it.
 
     Args:
-        actions: Of a schedule or a chain.
+        actions: Entries of a schedule or a chain.
     """
     for action in actions:
         yield action
@@ -231,12 +231,12 @@ class RoleInstance:
 
     Attributes:
         role: The role.
-        layout: Where it is.
-        is_trained: It has an optimiser; every other instance is frozen or follows the trained one.
-        generates: A rollout node uses it.
-        scores: A node that neither trains it nor generates with it uses it.
-        is_critic: It is a value model, not a language model.
-        num_updates: Optimiser steps of the whole run; 0 when it is not trained.
+        layout: Ranks that hold it.
+        is_trained: Whether it has an optimizer; every other instance is frozen or follows the trained one.
+        generates: Whether a rollout node uses it.
+        scores: Whether a node uses it that neither trains it nor generates with it.
+        is_critic: Whether it is a value model instead of a language model.
+        num_updates: Optimizer steps of the whole run; 0 when it is not trained.
     """
 
     role: str
@@ -250,17 +250,17 @@ class RoleInstance:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What follows from the recipe's `batch` section. Where there is a loop, a rank loads so many in each round.
+    """What follows from the recipe's `batch` section. Where there is a loop, they are loaded in each round.
 
     Attributes:
         prompts_per_step: Prompts (rows, for supervised fine-tuning) of a step, over all ranks.
         samples_per_step: Training sequences of a step, over all ranks.
-        prompts_per_update: Prompts behind one optimiser step, at most.
-        samples_per_update: Training sequences behind one optimiser step, at most.
+        prompts_per_update: Prompts for one optimizer step, at most.
+        samples_per_update: Training sequences for one optimizer step, at most.
         max_prompts_per_rank: Most prompts that one shard loads in a step.
-        optimizer_steps: Optimiser steps of the whole run, for a role that is trained in each of its steps.
-        micro_batch_tokens: Most tokens of one pass of a rank; where that is `auto`, what the run begins with.
-        adapts_to_memory: It is `auto`.
+        optimizer_steps: Optimizer steps of the whole run, for a role that is trained in each of its steps.
+        micro_batch_tokens: Most tokens of one pass of a rank; for `auto`, the most to begin with.
+        adapts_to_memory: Whether it is `auto`.
     """
 
     prompts_per_step: int
@@ -282,14 +282,14 @@ class Plan:
         workflow: Name of the workflow.
         world_size: Number of ranks.
         nodes: The nodes that run, in order.
-        pruned: Nodes that do not, because nobody reads what they write.
+        pruned: Nodes that do not run, because no node reads what they write.
         edges: The columns between nodes.
-        schedule: All chain entries in one order that every rank keeps; a rank executes those it takes part in.
+        schedule: All chain entries in the order of every rank; a rank executes those it takes part in.
         instances: The models and where they are.
-        engine: What generates.
+        engine: Engine that generates.
         batch: Derived batch sizes.
         memory: Estimated bytes of the fullest rank by what they are for; None when a model's size is not known.
-        recipe_hash: Identifies the resolved recipe.
+        recipe_hash: Hash of the resolved recipe.
     """
 
     recipe_name: str
@@ -325,20 +325,20 @@ class Plan:
         return next((action for action in self.schedule if isinstance(action, Loop)), None)
 
     @property
-    def stream(self) -> Windowed | None:
-        """The entry that goes through others window by window, if there is one."""
+    def windowed(self) -> Windowed | None:
+        """The entry that runs others window by window, if there is one."""
         return next((action for action in self.schedule if isinstance(action, Windowed)), None)
 
     def chain(self, rank: int) -> tuple[Action, ...]:
         """What one rank does in each step, in order.
 
         Args:
-            rank: From 0 to world_size - 1.
+            rank: A rank.
         """
         return self._part_of(rank, self.schedule)
 
     def _part_of(self, rank: int, actions: Sequence[Action]) -> tuple[Action, ...]:
-        """The entries that a rank takes part in, inside loops and streams too."""
+        """The entries that a rank takes part in, inside loops and windows too."""
         part: list[Action] = []
         for action in actions:
             if rank not in self.ranks_of(action):
@@ -386,7 +386,7 @@ class Plan:
                 for node in self.nodes
             ],
             "loop": None if self.loop is None else self._loop_to_json(self.loop),
-            "windows": 1 if self.stream is None else self.stream.num_windows,
+            "windows": 1 if self.windowed is None else self.windowed.num_windows,
             "pruned": list(self.pruned),
             "edges": [asdict(edge) for edge in self.edges],
             "roles": [

@@ -1,4 +1,4 @@
-"""The order of all chain entries: loads, runs, changes of layout, weights."""
+"""The order of all chain entries: loads, nodes, reshards, weights."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from leaderless.planner.plan import (
     SyncWeights,
     Windowed,
 )
-from leaderless.planner.windows import stream
 
 
 def make_schedule(
     recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], loop: Sequence[str] = ()
 ) -> tuple[Action, ...]:
-    """All chain entries in one order. Because every rank keeps it, no two ranks wait for each other crosswise.
+    """All chain entries in one order. Every rank keeps it, so no two ranks wait for each other.
 
     Args:
-        recipe: Says which nodes want whole groups, and how often a loop may go round.
+        recipe: Recipe; decides which nodes need whole groups, and the rounds of a loop.
         nodes: The nodes that run, in order.
         instances: The models and where they are.
         loop: The first of the nodes, if they are in a loop.
@@ -40,8 +39,8 @@ def make_schedule(
             schedule = [_loop(recipe, nodes, schedule)]
         schedule.extend(_reshards(recipe, nodes, node))
     if not loop:
-        schedule = stream(nodes, schedule, recipe.batch.windows_per_step)
-    schedule = _after_each_other(nodes, schedule, [])
+        schedule = _in_windows(nodes, schedule, recipe.batch.windows_per_step)
+    schedule = _with_history(nodes, schedule, [])
     for trained in instances:
         if trained.is_trained:
             schedule.extend(
@@ -52,12 +51,50 @@ def make_schedule(
     return tuple(schedule)
 
 
+def delays_of(nodes: Sequence[PlannedNode]) -> dict[str, int]:
+    """Windows that each node is behind the first, for nodes that can work on a window while others are on their way.
+
+    A node can if its stage can, and so can all nodes that it gets rows or columns from. A reshard takes as long as a
+    window, so that it runs in the background meanwhile. Nodes that only add to the data's own rows are not among them:
+    each layout loads those by itself, in windows of its own.
+
+    Args:
+        nodes: The nodes that run, in order.
+    """
+    delays: dict[str, int] = {}
+    layouts = {node.name: node.layout for node in nodes}
+    for node in nodes:
+        sources = {node.row_set, *node.reads.values()} - {DATA}
+        if node.spec.streams and node.row_set_after != DATA and sources <= delays.keys():
+            delays[node.name] = max(
+                (delays[name] + (not layouts[name].holds_rows_like(node.layout)) for name in sources), default=0
+            )
+    return delays
+
+
+def _in_windows(nodes: Sequence[PlannedNode], schedule: Sequence[Action], num_windows: int) -> list[Action]:
+    """The same schedule, with one entry that walks nodes window by window if any rows change ranks among these."""
+    delays, layouts = delays_of(nodes), {node.name: node.layout for node in nodes}
+    sources = {a: a.node if isinstance(a, RunNode) else a.source for a in schedule if isinstance(a, RunNode | Reshard)}
+    behind = {action: delays[source] for action, source in sources.items() if source in delays}
+    if num_windows == 1 or not any(isinstance(action, Reshard) for action in behind):
+        return list(schedule)
+    ranks = {r for a in behind for r in (layouts[a.node].ranks if isinstance(a, RunNode) else a.ranks)}
+    first = next(place for place, action in enumerate(schedule) if action in behind)
+    rest = [action for action in schedule[first:] if action not in behind]
+    return [
+        *schedule[:first],
+        Windowed(tuple(behind), tuple(behind.values()), num_windows, tuple(sorted(ranks))),
+        *rest,
+    ]
+
+
 def makers(nodes: Sequence[PlannedNode], row_set: str) -> list[PlannedNode]:
     """The nodes that made a row set out of the data's own rows, last first.
 
     Args:
         nodes: The nodes that run.
-        row_set: Named by the node that made it.
+        row_set: Row set, named by the node that made it.
     """
     made: list[PlannedNode] = []
     while row_set != DATA:
@@ -72,13 +109,13 @@ def is_expanded(nodes: Sequence[PlannedNode], row_set: str) -> bool:
 
     Args:
         nodes: The nodes that run.
-        row_set: Named by the node that made it.
+        row_set: Row set, named by the node that made it.
     """
     return any(maker.spec.rows == "expand" for maker in makers(nodes, row_set))
 
 
 def _loop(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) -> Loop:
-    """A loop of some entries. What goes from its last node to other ranks goes once, behind it."""
+    """A loop of some entries. Reshards of what its last node puts out follow the loop."""
     names = [action.node for action in body if isinstance(action, RunNode)]
     layouts = [node.layout for node in nodes if node.name in names]
     return Loop(
@@ -104,7 +141,7 @@ def _loads(nodes: Sequence[PlannedNode]) -> list[Load]:
 
 
 def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode) -> list[Reshard]:
-    """One transfer from a node to every other layout that reads from it, or that works on the rows that it made."""
+    """One reshard from a node to every other layout that reads from it, or that works on the rows that it made."""
     reshards: list[Reshard] = []
     for node in nodes:
         layout = node.layout
@@ -123,23 +160,23 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
     return reshards
 
 
-def _after_each_other(nodes: Sequence[PlannedNode], schedule: Sequence[Action], before: list[Action]) -> list[Action]:
-    """The same entries, each transfer knowing what its target has got from those before; `before` grows with them."""
+def _with_history(nodes: Sequence[PlannedNode], schedule: Sequence[Action], before: list[Action]) -> list[Action]:
+    """The same entries, each reshard with what its target already has from earlier ones; `before` grows with them."""
     entries: list[Action] = []
     for action in schedule:
         entry = action
         match action:
             case Reshard():
-                entry = _seen_before(action, nodes, before)
+                entry = _after(action, nodes, before)
             case Loop() | Windowed():
-                entry = replace(action, body=tuple(_after_each_other(nodes, action.body, before)))
+                entry = replace(action, body=tuple(_with_history(nodes, action.body, before)))
         before.append(entry)
         entries.append(entry)
     return entries
 
 
-def _seen_before(reshard: Reshard, nodes: Sequence[PlannedNode], schedule: Sequence[Action]) -> Reshard:
-    """A transfer that knows what its target has got from earlier entries."""
+def _after(reshard: Reshard, nodes: Sequence[PlannedNode], schedule: Sequence[Action]) -> Reshard:
+    """A reshard with what its target already has from earlier entries."""
     target = reshard.target_layout
     before = [action for action in schedule if isinstance(action, Reshard) and action.row_set == reshard.row_set]
     made = [node for node in nodes if node.row_set_after == reshard.row_set and node.spec.rows != "same"]
@@ -164,10 +201,10 @@ def keeps_groups(recipe: Recipe, nodes: Sequence[PlannedNode], row_set: str, lay
     """Whether a node of a layout needs whole groups of a row set, or of what is made of it without leaving there.
 
     Args:
-        recipe: Says which nodes want whole groups.
+        recipe: Recipe; decides which nodes need whole groups.
         nodes: The nodes that run.
-        row_set: What arrives.
-        layout: Where it arrives.
+        row_set: Rows that arrive.
+        layout: Layout that they arrive at.
     """
     for node in nodes:
         is_asked = node.name in recipe.layout and recipe.layout[node.name].groups == "whole"

@@ -1,4 +1,4 @@
-"""The plan for a reader at a terminal, or of its output in a file."""
+"""The plan as text for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def print_plan(plan: Plan, console: Console, lowered: Mapping[str, int] | None =
 
     Args:
         plan: Any plan.
-        console: Where to; lines are folded at its width, and nothing is cut off.
+        console: Console, which folds lines at its width; nothing is cut off.
         lowered: Tokens of one pass by role, where a run of this plan has had to lower them.
     """
     title = Text.assemble((plan.recipe_name, "bold"), f"  workflow {plan.workflow}, {_count(plan.world_size, 'rank')}")

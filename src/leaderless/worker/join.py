@@ -55,7 +55,7 @@ def join_workers(
         transport.add_process_group(plan.ranks_of(action))
     for instance in plan.instances:
         transport.add_process_group(instance.layout.ranks)
-    for action in plan.stream.body if plan.stream else ():
+    for action in plan.windowed.body if plan.windowed else ():
         if isinstance(action, Reshard):
             transport.add_background_process_group(action.ranks)
     try:

@@ -20,7 +20,7 @@ class DeviceConfig(Section):
     peak_tflops: float = Field(gt=0)
     """Matrix products of the device at best, in the type that the model computes in."""
     training_utilization: float = Field(gt=0, le=1)
-    """Share of the peak that a forward and backward pass reaches: model-FLOPs utilisation."""
+    """Share of the peak that a forward and backward pass reaches: model-FLOPs utilization."""
     scoring_utilization: float = Field(gt=0, le=1)
     """Share of the peak that a forward pass alone reaches, scoring or reading prompts."""
     memory_bandwidth_gb_per_s: float = Field(gt=0)
@@ -41,7 +41,7 @@ class HostConfig(Section):
 
 
 class LinkConfig(Section):
-    """A link, the same in both directions, which do not disturb each other."""
+    """A link, the same in both directions, which are independent."""
 
     latency_us: float = Field(ge=0)
     """Time until the first byte of a message arrives."""
@@ -61,7 +61,7 @@ class LinksConfig(Section):
 
 
 class CoordinatorConfig(Section):
-    """The project's own data path, beside links."""
+    """Constants of the data coordinator."""
 
     hop_latency_us: float = Field(ge=0)
     """One hop of the small collectives by which ranks agree, over TCP."""
@@ -72,10 +72,10 @@ class CoordinatorConfig(Section):
 
 
 class DataloaderConfig(Section):
-    """Reading and tokenising prompts."""
+    """Reading and tokenizing prompts."""
 
     tokens_per_s: float = Field(gt=0)
-    """Of one process; each rank has one of its own where there is no controller."""
+    """Speed of one process; each rank has its own."""
 
 
 class WorkloadConfig(Section):
@@ -92,7 +92,7 @@ class WorkloadConfig(Section):
 
 
 class ClusterConfig(Section):
-    """What a simulation knows about machines, libraries and workload."""
+    """Constants of machines, libraries and workload."""
 
     name: str = Field(min_length=1)
     """For the reader."""
@@ -103,7 +103,7 @@ class ClusterConfig(Section):
     links: LinksConfig
     """What carries bytes."""
     coordinator: CoordinatorConfig
-    """The project's own data path."""
+    """The data coordinator."""
     dataloader: DataloaderConfig
     """Reading prompts."""
     workload: WorkloadConfig

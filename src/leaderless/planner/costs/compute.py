@@ -1,4 +1,4 @@
-"""Seconds that models take on each shard: decoding by memory bandwidth, passes by their floating-point operations."""
+"""Seconds of a model on each shard: decoding by memory bandwidth, passes by their floating-point operations."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BACKWARD = 2
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model costs on a cluster.
+    """Seconds that a model takes on a cluster.
 
     Attributes:
-        size: Of the model.
-        config: How it computes.
-        layout: Its ranks, over which it is sharded.
-        network: Between them.
+        size: Size of the model.
+        config: Settings of the model.
+        layout: Ranks over which it is sharded.
+        network: Links between the ranks.
         recipe: Batch sizes.
     """
 
@@ -56,8 +56,8 @@ class ModelCost:
         went through every expert.
 
         Args:
-            rows: That are read.
-            shards: [n] shard of each.
+            rows: Rows that are read.
+            shards: [n] shard of each row.
         """
         tokens, shared = (lengths.astype(np.float64) for lengths in (rows.tokens, rows.shared_tokens(shards)))
         attention = 2.0 * self.size.num_layers * self.size.hidden_size * (tokens**2 - shared**2)
@@ -67,8 +67,8 @@ class ModelCost:
         """One forward pass over all rows, until the slowest shard is done; weights are gathered meanwhile.
 
         Args:
-            rows: All of them.
-            shards: [n] shard of each.
+            rows: All rows.
+            shards: [n] shard of each row.
         """
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
@@ -79,8 +79,8 @@ class ModelCost:
         """All updates of a step. The shards wait for each other at each; weights and gradients travel meanwhile.
 
         Args:
-            rows: All of them.
-            shards: [n] shard of each.
+            rows: All rows.
+            shards: [n] shard of each row.
         """
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
@@ -101,11 +101,11 @@ class ModelCost:
     def generation_seconds(self, rows: Rows, shards: Int) -> Float:
         """[dp] each shard's own time: weights gathered once, prompts read once a group, then token after token.
 
-        Each decoding step reads all weights and the keys and values of the sequences that go on.
+        Each decoding step reads all weights, and the keys and values of the sequences that have not ended.
 
         Args:
             rows: The samples.
-            shards: [n] shard of each.
+            shards: [n] shard of each row.
         """
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
@@ -132,13 +132,13 @@ class ModelCost:
 
 
 def num_decoding_steps(lengths: Int, shards: Int, num_shards: int, max_sequences: int) -> Int:
-    """[num_shards] tokens one behind the other until all responses have ended; a free place takes the next response.
+    """[num_shards] decoding steps until all responses have ended; a free place takes the next response.
 
     Args:
-        lengths: [n] of responses.
-        shards: [n] that decode them.
-        num_shards: Shards there are.
-        max_sequences: That one shard decodes at the same time.
+        lengths: [n] tokens of each response.
+        shards: [n] shard that decodes each response.
+        num_shards: Number of shards.
+        max_sequences: Responses that one shard decodes at the same time.
     """
     steps = np.zeros(num_shards, dtype=np.int64)
     np.maximum.at(steps, shards, lengths)
@@ -153,7 +153,7 @@ def num_decoding_steps(lengths: Int, shards: Int, num_shards: int, max_sequences
 
 
 def _last_end(lengths: Sequence[int], places: int) -> int:
-    """When the last of some jobs ends that are begun in order, as soon as one of the places is free."""
+    """End of the last job, where jobs begin in order and as soon as one of the places is free."""
     free = list(lengths[:places])
     heapq.heapify(free)
     for length in lengths[places:]:
@@ -162,12 +162,12 @@ def _last_end(lengths: Sequence[int], places: int) -> int:
 
 
 def tokenizing_seconds(rows: Rows, tokens_per_s: float, shards: Int, num_shards: int) -> Float:
-    """[num_shards] reading the prompts of each shard.
+    """[num_shards] seconds of reading the prompts of each shard.
 
     Args:
-        rows: Of the data.
-        tokens_per_s: Of one shard.
+        rows: Rows of the data.
+        tokens_per_s: Speed of one shard.
         shards: [n] shard of each row.
-        num_shards: Shards there are.
+        num_shards: Number of shards.
     """
     return np.bincount(shards, weights=rows.tokens, minlength=num_shards).astype(np.float64) / tokens_per_s

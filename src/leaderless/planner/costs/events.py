@@ -1,4 +1,4 @@
-"""The entries of a plan's schedule with their rows and the time they take, before any way of moving data is priced."""
+"""The entries of a plan's schedule with their rows and their seconds, but for those of moving data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from leaderless.planner.model_size import ModelSize, read_model_size
 
 @dataclass(frozen=True)
 class Loaded:
-    """Prompts that come to a layout.
+    """Prompts loaded by a layout.
 
     Attributes:
-        action: The entry.
+        action: Entry of the schedule.
         rows: The prompts.
-        seconds: [dp] of each shard, where it loads its own.
-        holders: [n] rank that speaks for each row.
+        seconds: [dp] seconds of each shard, where it loads its own.
+        holders: [n] rank that sends each row.
     """
 
     action: Load
@@ -38,12 +38,12 @@ class Worked:
     """A node that has run.
 
     Attributes:
-        node: Which.
-        rows: That it was given.
-        holders: [n] rank that speaks for each of them.
-        rows_after: That it puts out.
-        holders_after: [n] rank that speaks for each of these.
-        seconds: [dp] of each shard, once all ranks of the node have begun.
+        node: The node.
+        rows: Rows that it was given.
+        holders: [n] rank that sends each of these rows.
+        rows_after: Rows that it puts out.
+        holders_after: [n] rank that sends each of those.
+        seconds: [dp] seconds of each shard, once all ranks of the node have begun.
     """
 
     node: PlannedNode
@@ -61,7 +61,7 @@ class Worked:
 
 @dataclass(frozen=True)
 class Moved:
-    """Rows that go to another layout."""
+    """Rows sent to another layout."""
 
     action: Reshard
     routes: Routes
@@ -69,7 +69,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Synced:
-    """Weights that go to another layout."""
+    """Weights sent to another layout."""
 
     action: SyncWeights
     num_parameters: int
@@ -82,10 +82,10 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
     """What happens in one step, in the order of the plan.
 
     Args:
-        plan: Of the recipe.
+        plan: Plan of the recipe.
         recipe: Batch sizes and models.
         workload: Rows of the step.
-        network: The cluster.
+        network: Links between the ranks.
 
     Raises:
         RecipeError: The workflow has a loop, or the size of a model is not known.
@@ -109,7 +109,7 @@ def _events(
                 yield Moved(action, placement.reshard(action))
             case SyncWeights():
                 yield Synced(action, models[action.role, action.source_layout.ranks].size.num_parameters)
-            case Windowed():  # overlap is not modelled: its entries come one behind the other
+            case Windowed():  # overlap is not modeled: its entries follow each other
                 continue
             case Loop():
                 raise RecipeError.at(
@@ -141,9 +141,9 @@ def model_costs(plan: Plan, recipe: Recipe, network: Network) -> dict[tuple[str,
     """The cost of every model, by its role and ranks.
 
     Args:
-        plan: Of the recipe.
-        recipe: Names the models.
-        network: Between ranks.
+        plan: Plan of the recipe.
+        recipe: Recipe with the models.
+        network: Links between the ranks.
 
     Raises:
         RecipeError: The size of a model is not known.

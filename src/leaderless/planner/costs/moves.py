@@ -15,28 +15,28 @@ from leaderless.planner.costs.placement import Routes
 from leaderless.planner.costs.rows import Int
 
 TYPES_BYTES = 24
-"""What a rank tells its node's others of rows that are about to travel: digests of types and ids, and their number."""
+"""What ranks of a node compare before rows travel: digests of types and ids, and the number of rows."""
 FACT_BYTES = 24
-"""Id, group and cost of a row, which ranks tell each other."""
+"""Id, group and cost of a row, which all ranks gather."""
 ID_BYTES = 8
-"""Id of a row that a rank has got before, or wants because it has others of its columns."""
+"""Id of a row that a rank holds from before, or wants because it holds others of its columns."""
 SCHEMA_BYTES = 64
 """A column's name and type as text, about."""
 PLANNING_BYTES_PER_ROW = 208
 """Facts as they arrive and joined, and what the assignment works with: 204 bytes a row at the peak, measured."""
 ROUND_BYTES, PIECE_BYTES, ROUNDS_AHEAD = 1 << 25, (1 << 16, 1 << 22), 2
-"""How `leaderless.data.transfer` cuts what goes to all peers and to one, and how many rounds are under way."""
+"""Bytes of a round to all peers and to one, and rounds under way, as in `leaderless.data.transfer`."""
 WEIGHT_BUCKET_BYTES = 1 << 28
 """Weights travel in buckets of this size, as `leaderless.training.weight_sync` sends them."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one transition.
+    """Cost of one reshard.
 
     Attributes:
-        seconds: From the last rank's arrival to the last row's.
-        interface_bytes: Through the busiest network interface, in and out together.
+        seconds: Time between the arrivals of the last rank and of the last row.
+        interface_bytes: Bytes through the busiest network interface, in and out together.
         process_bytes: Memory of the busiest process, above what it held before.
     """
 
@@ -45,7 +45,7 @@ class Cost:
     process_bytes: int
 
     def __add__(self, other: Cost) -> Cost:
-        """One behind the other."""
+        """Cost of one after the other."""
         return Cost(
             self.seconds + other.seconds,
             self.interface_bytes + other.interface_bytes,
@@ -54,13 +54,13 @@ class Cost:
 
 
 def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
-    """The project's own way: agree, assign, send lengths, then values in pieces, from column to column.
+    """Cost of a reshard: agree, assign, send lengths, then values piece by piece, column by column.
 
     Args:
-        routes: Of the rows.
-        columns: That travel.
-        ranks: That take part.
-        network: Between them.
+        routes: Routes of the rows.
+        columns: Columns that travel.
+        ranks: Ranks that take part.
+        network: Links between the ranks.
     """
     cluster, count = network.cluster, network.num_ranks
     parcels = parcels_of(routes, columns, network)
@@ -80,11 +80,11 @@ def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Netwo
 
 
 def put_cost(ranks: Int, network: Network) -> Cost:
-    """A node's ranks compare what is about to travel.
+    """Cost of comparing, on all ranks of a node, what is about to travel.
 
     Args:
-        ranks: Of the node.
-        network: Between them.
+        ranks: Ranks of the node.
+        network: Links between the ranks.
     """
     return _gathers([TYPES_BYTES], ranks, network)
 
@@ -108,14 +108,14 @@ def _packing_seconds(transfer: Transfer, network: Network) -> float:
 
 
 def _agreement(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
-    """What ranks tell each other of rows, and the lowest rank with rows all others of columns."""
+    """A gather of facts about rows, and a broadcast of columns by the lowest rank that has rows."""
     gathered = [FACT_BYTES * int(np.bincount(routes.holders).max())]
     if routes.spares:
         gathered.append(ID_BYTES * max(map(len, routes.spares.values())))
     if routes.is_agreed:
         gathered.append(ID_BYTES * int(np.bincount(routes.owners).max()))
-    told = _broadcasts([8, SCHEMA_BYTES * len(columns)], ranks, network)
-    return _gathers(gathered, ranks, network) + told
+    sent = _broadcasts([8, SCHEMA_BYTES * len(columns)], ranks, network)
+    return _gathers(gathered, ranks, network) + sent
 
 
 def _gathers(gathered: Sequence[int], ranks: Int, network: Network) -> Cost:
@@ -124,17 +124,17 @@ def _gathers(gathered: Sequence[int], ranks: Int, network: Network) -> Cost:
     # A sum goes round the ring twice and a gather once.
     num_hops = 3 * (count - 1) * len(gathered)
     total = sum(2 * 8 * count + num_bytes * count for num_bytes in gathered)
-    return _told(num_hops, total, ranks, network)
+    return _hops(num_hops, total, ranks, network)
 
 
 def _broadcasts(sizes: Sequence[int], ranks: Int, network: Network) -> Cost:
-    """Ranks that know pass it on: after every hop, twice as many know."""
+    """Ranks that have received pass on: each hop doubles their number."""
     depth = ceil(log2(len(ranks)))
-    return _told(depth * len(sizes), depth * sum(sizes), ranks, network)
+    return _hops(depth * len(sizes), depth * sum(sizes), ranks, network)
 
 
-def _told(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:
-    """Hops one behind the other, with so many bytes in all through each rank."""
+def _hops(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:
+    """Hops one after the other, with some bytes in all through each rank."""
     if len(ranks) < 2:
         return Cost(0.0, 0, 0)
     coordinator = network.cluster.coordinator
@@ -144,12 +144,12 @@ def _told(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:
 
 
 def weights_cost(action: SyncWeights, num_parameters: int, network: Network) -> Cost:
-    """Weights from the ranks that train to those that serve, each row straight to who holds it there.
+    """Cost of new weights: each row goes straight from the rank that trains it to the rank that serves it.
 
     Args:
-        action: The entry of the chain.
-        num_parameters: Of the model; they travel as float32.
-        network: Between the ranks.
+        action: Entry of the chain.
+        num_parameters: Weights of the model, which travel as float32.
+        network: Links between the ranks.
     """
     num_bytes = 4 * num_parameters
     sources, targets = (np.array(layout.ranks) for layout in (action.source_layout, action.target_layout))

@@ -36,9 +36,9 @@ class Transfer:
         """One message for each pair of ranks that has something to send, and none from a rank to itself.
 
         Args:
-            senders: [k] rank that has something.
-            receivers: [k] rank that gets it.
-            sizes: [k] bytes of it.
+            senders: [k] rank that has each part.
+            receivers: [k] rank that gets each part.
+            sizes: [k] bytes of each part.
         """
         moves = (senders != receivers) & (sizes > 0)
         span = int(receivers.max(initial=0)) + 1
@@ -51,7 +51,7 @@ class Transfer:
         """[num_ranks] bytes that each rank sends.
 
         Args:
-            num_ranks: Of the whole run.
+            num_ranks: Ranks of the whole run.
         """
         return _sums(self.senders, self.sizes, num_ranks)
 
@@ -59,7 +59,7 @@ class Transfer:
         """[num_ranks] bytes that each rank receives.
 
         Args:
-            num_ranks: Of the whole run.
+            num_ranks: Ranks of the whole run.
         """
         return _sums(self.receivers, self.sizes, num_ranks)
 
@@ -69,8 +69,8 @@ class Network:
     """The links of a cluster.
 
     Attributes:
-        cluster: Its constants.
-        num_ranks: That run, hosts filled one after another.
+        cluster: Constants of the machines.
+        num_ranks: Ranks of the run, which fill hosts one after another.
     """
 
     cluster: ClusterConfig
@@ -114,7 +114,7 @@ class Network:
         return out, _sums(self.interfaces(transfer.receivers[crosses]), sizes, count)
 
     def transfer_seconds(self, transfer: Transfer) -> float:
-        """Until the last message has arrived: latency of the rank with most messages, and bytes of the fullest link.
+        """Seconds until the last message arrives: latency of the rank with most messages, bytes of the fullest link.
 
         Links inside hosts and between them work at the same time.
 
@@ -145,13 +145,13 @@ class Network:
         return peers * level.latency_us * MICRO
 
     def gather_seconds(self, num_bytes: float, ranks: Int) -> float:
-        """Every rank gets all of what is cut in even parts: an all-gather, or a reduce-scatter, of a model's weights.
+        """Seconds of an all-gather, or a reduce-scatter, of a model's weights, cut in even parts.
 
         Rings over all interfaces of a host carry it; the small steps between grow with the logarithm of the ranks.
 
         Args:
-            num_bytes: Of the whole.
-            ranks: That take part.
+            num_bytes: Size of the whole.
+            ranks: Ranks that take part.
         """
         if len(ranks) < 2:
             return 0.0
@@ -168,11 +168,11 @@ class Network:
 
 
 def seconds(num_bytes: float, gb_per_s: float | None) -> float:
-    """Time that bytes take.
+    """Seconds that some bytes take.
 
     Args:
-        num_bytes: 0 or more.
-        gb_per_s: None when nothing has to be done.
+        num_bytes: Number of bytes.
+        gb_per_s: Bandwidth; None where there is nothing to do.
     """
     return 0.0 if gb_per_s is None else num_bytes / (gb_per_s * GIGA)
 

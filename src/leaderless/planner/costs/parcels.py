@@ -18,7 +18,7 @@ class Parcels:
     """The messages of one change of layout, and what it leaves on each rank.
 
     Attributes:
-        lengths: Of ragged rows, which travel first: straight from who speaks for the rows, then what peers pass on.
+        lengths: Lengths of ragged rows, which travel first: straight from their senders, then passed on by peers.
         values: Bytes of columns, passed on or not.
         largest_bytes: Values of the largest parcel.
         kept: [num_ranks] bytes of values that each rank has already and copies.
@@ -45,19 +45,19 @@ class Parcels:
         """Bytes through the busiest interface, in and out together.
 
         Args:
-            network: Between the ranks.
+            network: Links between the ranks.
         """
         by_interface = [sum(network.interface_bytes(transfer)) for transfer in self.transfers]
         return int(np.max(sum(by_interface)))
 
 
 def parcels_of(routes: Routes, columns: Sequence[str], network: Network) -> Parcels:
-    """Go through what every rank of the target layout gets, as the ranks themselves do.
+    """What every rank of the target layout gets, found as the ranks themselves find it.
 
     Args:
-        routes: Of the rows.
-        columns: That travel.
-        network: Says which ranks share a host.
+        routes: Routes of the rows.
+        columns: Columns that travel.
+        network: Network that places ranks on hosts.
     """
     rows, count = routes.rows, network.num_ranks
     of_rows, of_prompts = _deliveries(routes, network)
@@ -79,7 +79,7 @@ def parcels_of(routes: Routes, columns: Sequence[str], network: Network) -> Parc
 
 
 def _deliveries(routes: Routes, network: Network) -> tuple[Int, Int]:
-    """Of rows and of prompts [4, k]: which, who speaks for it, from whom it comes, and who gets it."""
+    """For rows and for prompts [4, k]: place, owner of the row, rank that it comes from, rank that gets it."""
     hosts = network.hosts(np.arange(network.num_ranks)).tolist()
     real = DatabufferRoutes(
         ids=np.arange(len(routes.rows)),

@@ -1,4 +1,4 @@
-"""Which rank has which row through a step: as the dataloader deals them out and the databuffer assigns them."""
+"""Which rank holds which row through a step, as the dataloader divides them and the databuffer assigns them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from leaderless.planner.schedule import is_expanded
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the rows of one change of layout come from and go to.
+    """Where the rows of one reshard come from and go to.
 
     Attributes:
-        rows: That go.
+        rows: Rows that are sent.
         holders: [n] rank that sends each row.
         owners: [n] shard of the target layout that gets it.
         source: The layout that it leaves.
         target: The layout that it enters.
-        is_agreed: The owners were found by an earlier change of layout.
-        spares: For each rank, the rows that it has already from an earlier change of layout, ascending.
+        is_agreed: The owners were found by an earlier reshard.
+        spares: Rows that each rank has already from an earlier reshard, ascending, by rank.
     """
 
     rows: Rows
@@ -40,11 +40,11 @@ class Placement:
     """The shard of each row, for every row set and layout that has rows."""
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
-        """Begin a step; no rank has a row.
+        """Begin a step, in which no rank has a row yet.
 
         Args:
-            plan: Of the run.
-            workload: Its rows.
+            plan: Plan of the run.
+            workload: Rows of the step.
         """
         self.plan = plan
         self.workload = workload
@@ -62,16 +62,16 @@ class Placement:
         """[n] shard of each row.
 
         Args:
-            row_set: That has come to the layout.
-            layout: Where it is.
+            row_set: A row set of the layout.
+            layout: The layout.
         """
         return self._shards[row_set, _divided(layout)]
 
     def load(self, action: Load) -> Int:
-        """Deal out the prompts: each shard takes a contiguous part of the step.
+        """Divide the prompts: each shard takes a contiguous part of the step.
 
         Args:
-            action: The entry of the chain.
+            action: Entry of the chain.
 
         Returns:
             [n] shard of each prompt.
@@ -83,10 +83,10 @@ class Placement:
         return shards
 
     def run(self, node: PlannedNode) -> Int:
-        """Let a node put out its rows where it got them: a response is where its prompt is.
+        """Put out a node's rows where it got them: a response is where its prompt is.
 
         Args:
-            node: That runs.
+            node: The node that runs.
 
         Returns:
             [n] shard of each row that it puts out.
@@ -99,10 +99,10 @@ class Placement:
         return shards
 
     def reshard(self, action: Reshard) -> Routes:
-        """Bring rows to another layout: the assignment is the databuffer's own.
+        """Reshard rows; the assignment is the databuffer's own.
 
         Args:
-            action: The entry of the chain.
+            action: Entry of the chain.
         """
         rows, target = self.rows(action.row_set), action.target_layout
         holders = speakers(self.shards(action.row_set, action.source_layout), action.source_layout)
@@ -130,13 +130,13 @@ def _divided(layout: Layout) -> Layout:
 
 
 def owners_of(action: Reshard, rows: Rows, holders: Int, spares: Mapping[int, Int]) -> Int:
-    """[n] shard that gets each row, as all ranks of the change of layout compute it.
+    """[n] shard that gets each row, as all ranks of the reshard compute it.
 
     Args:
-        action: The entry of the chain.
-        rows: That go.
+        action: Entry of the chain.
+        rows: Rows that are sent.
         holders: [n] rank that sends each.
-        spares: As `Routes` has them.
+        spares: Rows that each rank has already, by rank.
     """
     target, last = action.target_layout, action.ranks[-1]
     units = rows.groups if action.keep_groups else np.arange(len(rows))
@@ -159,7 +159,7 @@ def speakers(shards: Int, layout: Layout) -> Int:
 
     Args:
         shards: [n] shard that holds each row.
-        layout: Of the shards.
+        layout: Layout of the shards.
     """
     size = layout.ranks_per_shard
     ranks = np.array(layout.ranks)

@@ -62,10 +62,10 @@ class Rows:
         return self.prompt_tokens * is_repeated(shards * (int(self.groups[-1]) + 1) + self.groups)
 
     def costs(self, columns: Iterable[str], shards: Int) -> Int:
-        """[n] what the databuffer tells of rows for their assignment: the cost of their length, where it travels.
+        """[n] cost of each row in the databuffer's assignment: that of its length, where it travels.
 
         Args:
-            columns: That travel.
+            columns: Columns that travel.
             shards: [n] shard that holds each row.
         """
         chosen, nothing = frozenset(columns), np.zeros(len(self), dtype=np.int64)
@@ -78,7 +78,7 @@ class Rows:
         """[n] bytes of the values of rows, as they are in memory and as they travel.
 
         Args:
-            columns: Of them; those that belong to the prompt are not counted here.
+            columns: Columns of the rows; those of the prompt are not counted here.
         """
         return self._values(column for column in map(column_of, columns) if not self._is_of_prompt(column))
 
@@ -86,7 +86,7 @@ class Rows:
         """[n] bytes of the values of each row's prompt; 0 where rows are prompts.
 
         Args:
-            columns: Of them; only those that belong to the prompt are counted.
+            columns: Columns of the rows; only those of the prompt are counted.
         """
         return self._values(column for column in map(column_of, columns) if self._is_of_prompt(column))
 
@@ -94,7 +94,7 @@ class Rows:
         """Lengths that travel with a row, and with a prompt that rows point to.
 
         Args:
-            columns: That travel.
+            columns: Columns that travel.
         """
         ragged: tuple[set[str], set[str]] = (set(), set())
         for name in columns:
@@ -107,7 +107,7 @@ class Rows:
         """[n] bytes of rows in memory: the id, that of the prompt, lengths, and the rows' own columns.
 
         Args:
-            columns: That are held; those that belong to the prompt are not counted here.
+            columns: Columns that are held; those of the prompt are not counted here.
         """
         chosen = tuple(columns)
         return self.row_bytes(chosen) + 2 * ID_BYTES + HELD_LENGTH_BYTES * self.num_lengths(chosen)[0]
@@ -116,7 +116,7 @@ class Rows:
         """[n] bytes of rows that each have their own prompt.
 
         Args:
-            columns: That travel.
+            columns: Columns that travel.
             is_padded: Prompts and responses are as long as the longest.
         """
         sizes = np.zeros(len(self), dtype=np.int64)
@@ -142,10 +142,10 @@ class Rows:
 
 
 def column_of(name: str) -> Column:
-    """The column of a name, as the planner sizes it; one that only a user's stage knows is a number for each row.
+    """The column of a name, as the planner sizes it; a user's own column is a number for each row.
 
     Args:
-        name: Of a column.
+        name: Name of a column.
     """
     known = COLUMNS["old_log_probs"] if name.endswith("_log_probs") else COLUMNS.get(name)
     if known is None:

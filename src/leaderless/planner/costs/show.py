@@ -22,7 +22,7 @@ def print_estimate(plan: Plan, estimate: Estimate, cluster: ClusterConfig, conso
         plan: Plan of the recipe.
         estimate: Estimate of one of its steps.
         cluster: Constants of the machines.
-        console: Where to; lines are folded at its width.
+        console: Console, which folds lines at its width.
     """
     head = f"  on {plan.world_size:,} ranks of {cluster.name}: a model, not a measurement\n"
     console.print(Text.assemble((plan.recipe_name, "bold"), head), highlight=False)

@@ -21,15 +21,15 @@ class Estimate:
     """One step.
 
     Attributes:
-        seconds: Of the step.
-        tokens_per_s: Of prompts and responses, over all ranks.
-        transition_seconds: Of all transitions, those that run at the same time counted one by one.
-        interface_bytes: Through the busiest interface in the busiest transition of rows, in and out together.
+        seconds: Duration of the step.
+        tokens_per_s: Prompt and response tokens per second, over all ranks.
+        transition_seconds: Sum over all reshards, including those that run at the same time.
+        interface_bytes: Bytes through the busiest interface in the busiest reshard, in and out together.
         process_bytes: Rows and messages in main memory of the busiest process.
-        host_bytes: The same for all processes of its host that are like it.
-        fits_host: They fit the host's main memory.
-        transitions: Cost of each transition of rows, and of comparing them at `put`, by name.
-        weights: Cost of bringing new weights, by name; the same on all ways.
+        host_bytes: The same for all processes of a host.
+        fits_host: Whether they fit the host's main memory.
+        transitions: Cost of each reshard, and of comparing rows at `put`, by name.
+        weights: Cost of sending new weights, by name.
     """
 
     seconds: float
@@ -61,7 +61,7 @@ def estimate_step(plan: Plan, recipe: Recipe, workload: Workload, cluster: Clust
 
 @dataclass
 class Walk:
-    """Clocks and memory of all ranks, on the way through a step."""
+    """Clocks and memory of all ranks on the way through a step."""
 
     network: Network
     clocks: np.ndarray[tuple[int], np.dtype[np.float64]] = field(init=False)
@@ -88,13 +88,13 @@ class Walk:
             self.clocks[chosen] = begin + np.repeat(event.seconds, layout.ranks_per_shard)
 
     def sync(self, event: Synced) -> None:
-        """Weights go from rank to rank on every way."""
+        """Weights go from rank to rank."""
         cost = weights_cost(event.action, event.num_parameters, self.network)
         self.together(event.action.ranks, cost.seconds)
         self.weights[str(event.action)] = cost
 
     def move(self, name: str, cost: Cost, held_bytes: int) -> None:
-        """Note a transition of rows, and the memory that its busiest process has meanwhile."""
+        """Add a reshard, and the memory that its busiest process has meanwhile."""
         before = self.transitions.get(name)
         self.transitions[name] = cost if before is None else before + cost
         self.peak_bytes = max(self.peak_bytes, held_bytes + cost.process_bytes)
@@ -153,7 +153,7 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
 
 
 def _hold(walk: Walk, layout: Layout, sizes: Int, holders: Int) -> None:
-    """Rows that ranks have from now on; those of one shard all hold its rows."""
+    """Add the rows that ranks hold from now on; all ranks of a shard hold its rows."""
     held = np.bincount(holders, weights=sizes, minlength=walk.network.num_ranks).astype(np.int64)
     ranks = np.array(layout.ranks)
     by_shard = held[ranks].reshape(-1, layout.ranks_per_shard).sum(axis=1)
