@@ -12,7 +12,7 @@ def ask(url: str, model: str, prompt: str) -> list[str]:
     """Two answers to one prompt, with what training on them would need.
 
     Args:
-        url: Of the server, as it prints it.
+        url: Address of the server, as it prints it.
         model: Its name.
         prompt: Token ids work as well.
     """
@@ -30,7 +30,7 @@ def ask_piece_by_piece(url: str, model: str, prompt: str) -> str:
     """One answer, printed while it is sampled.
 
     Args:
-        url: Of the server, as it prints it.
+        url: Address of the server, as it prints it.
         model: Its name.
         prompt: Text.
     """

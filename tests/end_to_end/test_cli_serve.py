@@ -42,7 +42,7 @@ def test_a_run_a_checkpoint_and_a_model_are_answered_for_until_a_signal_comes(tm
         outcome, answers[target] = serve_and_ask(tmp_path, target)
         assert outcome.code == 128 + signal.SIGINT, outcome
         assert outcome.output.endswith("; Ctrl-C ends it\nstopped\n")
-        assert ("step-000002 is damaged and passed over" in outcome.output) == (target == run)
+        assert ("step-000002 is damaged and skipped" in outcome.output) == (target == run)
         assert not outcome.errors
     assert answers[run] == answers[first] != answers[Path(tiny_model())]
     assert second.exists(), "it may be somebody else's run: nothing is renamed"

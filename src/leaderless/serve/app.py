@@ -1,4 +1,4 @@
-"""The endpoints."""
+"""Endpoints of the server."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from leaderless.serve.guard import Guard, to_response
 from leaderless.serve.host import EngineHost, Ticket
 from leaderless.serve.load import Served
 from leaderless.serve.questions import ChatQuestion, CompletionQuestion, read_question
-from leaderless.serve.replies import AnyQuestion, ChatComposer, CompletionComposer, Piece
+from leaderless.serve.replies import AnyQuestion, ChatComposer, ChoicePart, CompletionComposer
 
 MAX_BODY_BYTES = 1 << 26
-"""Of a request; no prompt that a model can take is as long."""
+"""Largest size of a request; no prompt that fits a model is as long."""
 AnyComposer = CompletionComposer | ChatComposer
 
 
 def make_app(served: Served, host: EngineHost, token: str | None) -> Starlette:
-    """The web application.
+    """Make the web application.
 
     Args:
-        served: The model.
-        host: Has its engine.
-        token: That clients have to send; without one, only programs of this machine are answered.
+        served: Model to serve.
+        host: Host of its engine.
+        token: Token that clients have to send; without one, only programs on this machine are answered.
     """
     api = Api(served, host)
     routes = [
@@ -61,42 +61,42 @@ class Api:
     """Answers requests; all methods run in one event loop."""
 
     def __init__(self, served: Served, host: EngineHost) -> None:
-        """Answer with a model.
+        """Prepare to answer with a model.
 
         Args:
-            served: The model.
-            host: Has its engine.
+            served: Model to serve.
+            host: Host of its engine.
         """
         self._served, self._host, self._created = served, host, int(time.time())
         # A tokenizer may not be used by two threads at once. The engine's thread uses the model's own; a long prompt is
-        # read in another thread, so that others' responses go on.
+        # encoded in another thread, so that other responses continue.
         self._tokenizer, self._encoder = copy.deepcopy(served.tokenizer), copy.deepcopy(served.tokenizer)
         self._encoding = asyncio.Lock()
 
     async def health(self, request: HttpRequest) -> Response:  # noqa: ARG002
-        """Whether requests are answered."""
+        """Report whether requests are answered."""
         if self._host.is_ending:
             raise ApiError(503, "the engine has ended")
         return JSONResponse({"status": "ok"})
 
     async def models(self, request: HttpRequest) -> Response:  # noqa: ARG002
-        """The only model."""
+        """List the only model."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: HttpRequest) -> Response:
-        """The model of a name."""
+        """Describe the model with a given name."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def completions(self, request: HttpRequest) -> Response:
-        """Go on from prompts."""
+        """Complete prompts."""
         question = read_question(await _body(request), CompletionQuestion)
         prompts = await self._in_thread(self._encode, question)
         params = self._check(question, prompts, "prompt")
         return await self._answer(request, CompletionComposer(question, prompts, self._tokenizer), params)
 
     async def chat(self, request: HttpRequest) -> Response:
-        """Go on in a chat."""
+        """Continue a chat."""
         question = read_question(await _body(request), ChatQuestion)
         prompts = await self._in_thread(self._encode_chat, question)
         params = self._check(question, prompts, "messages")
@@ -142,7 +142,7 @@ class Api:
     def _check(
         self, question: CompletionQuestion | ChatQuestion, prompts: Sequence[list[int]], field: str
     ) -> SamplingParams:
-        """What the engine is to do, if the model can do it."""
+        """Check that the model can answer, and return how the engine samples."""
         if len(prompts) * question.n > MAX_RESPONSES:
             message = (
                 f"{len(prompts)} prompts with n={question.n} are more than {MAX_RESPONSES} responses: ask for fewer"
@@ -151,7 +151,7 @@ class Api:
         longest, room = max(map(len, prompts)), self._served.max_context
         for prompt in prompts:
             if not prompt:
-                raise ApiError(400, f"{field} has no token: write something", field)
+                raise ApiError(400, f"{field} is empty: give at least one token", field)
             if max(prompt) >= self._served.vocabulary:
                 message = f"{field} has token {max(prompt)}, but the model knows {self._served.vocabulary} tokens"
                 raise ApiError(400, message, field)
@@ -178,9 +178,9 @@ class Api:
         return await self._whole(request, composer, ticket)
 
     async def _whole(self, request: HttpRequest, composer: AnyComposer, ticket: Ticket) -> Response:
-        """All responses at once; given up when the client leaves."""
+        """Send all responses at once; cancel them when the client disconnects."""
 
-        async def collect() -> list[Piece]:
+        async def collect() -> list[ChoicePart]:
             return [composer.take(delta) async for delta in ticket.deltas()]
 
         async def watch() -> None:
@@ -191,7 +191,7 @@ class Api:
         try:
             await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # never read
             return Response(composer.whole(collecting.result()).to_json(), media_type="application/json")
         finally:
             collecting.cancel()
@@ -200,7 +200,7 @@ class Api:
 
 
 class _EventStream(StreamingResponse):
-    """Responses as server-sent events; given up when the client leaves."""
+    """Responses as server-sent events; canceled when the client disconnects."""
 
     def __init__(self, host: EngineHost, ticket: Ticket, composer: AnyComposer) -> None:
         super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -219,9 +219,9 @@ class _EventStream(StreamingResponse):
             yield _event(reply.to_json())
         try:
             async for delta in self._ticket.deltas():
-                piece = composer.take(delta)
-                if composer.says_something(piece):
-                    yield _event(composer.chunk(piece).to_json())
+                part = composer.take(delta)
+                if composer.has_content(part):
+                    yield _event(composer.chunk(part).to_json())
         except ApiError as error:
             yield _event(json.dumps(error.to_json()))
             return
@@ -235,21 +235,21 @@ def _event(data: str) -> str:
 
 
 def sample_ids(seed: int, count: int) -> range:
-    """What the noise of a request's responses is keyed by.
+    """Choose the ids that key the sampling noise of a request's responses.
 
-    The seed goes into the ids of the samples, and the engine's own is the same for all requests: the native engine
-    draws tokens together where only the ids differ.
+    The seed of the request is part of the ids, while the engine has one seed for all requests: the native engine draws
+    tokens together if only the ids differ.
 
     Args:
-        seed: Of the request.
-        count: Responses, in the order of their choices.
+        seed: Seed of the request.
+        count: Number of responses, in the order of their choices.
     """
     first = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:7])
     return range(first, first + count)
 
 
 async def _body(request: HttpRequest) -> bytes:
-    """All of a request, if it is not too long."""
+    """Read the body of a request up to the size limit."""
     body = bytearray()
     async for part in request.stream():
         body += part

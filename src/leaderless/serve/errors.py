@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered."""
+"""Errors of requests that cannot be answered."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class ApiError(Exception):
     """A request that cannot be answered.
 
     Attributes:
-        status: Of the HTTP response.
-        message: The value, the rule and the remedy.
-        param: The field that is wrong; None where none is.
-        code: A word for programs; None where the status says all.
+        status: Status code of the HTTP response.
+        message: Message with the value, the rule and the remedy.
+        param: Name of the field that is wrong, if one is.
+        code: Error code for programs, if the status does not say it all.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -22,6 +22,6 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def to_json(self) -> dict[str, Json]:
-        """The error as OpenAI's API writes it."""
+        """Return the error in the format of OpenAI's API."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -1,4 +1,4 @@
-"""Who may ask."""
+"""Decides which clients are answered."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from leaderless.serve.errors import ApiError
 
 
 class Guard:
-    """Lets in who has the token; without a token, who means this machine.
+    """Accepts clients with the token; without a token, clients that address this machine as itself.
 
-    A page in a browser may send requests to a server of the same machine. What it can send without asking first is no
-    JSON, and where it has a name of its own point to this machine, the name stands in the request.
+    A web page in a browser may send requests to a server on the same machine. Requests that browsers send without a
+    preflight are not JSON, and a page whose domain name resolves to this machine sends that name with the request. Both
+    are refused.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
-        """Stand before an application.
+        """Guard an application.
 
         Args:
-            app: That answers.
-            token: See `make_app`.
+            app: Application that answers.
+            token: Token of the clients; see `make_app`.
         """
         self._app, self._token = app, None if token is None else token.encode()
 
@@ -52,7 +53,7 @@ class Guard:
 
 
 def _is_this_machine(name: str) -> bool:
-    """Whether a client names this machine; an address cannot be made to point to another one."""
+    """Check whether a name in a request is this machine's own; an address cannot be made to point elsewhere."""
     try:
         host = urlsplit(f"//{name}").hostname or ""
         return host == "localhost" or ip_address(host).is_loopback
@@ -61,10 +62,10 @@ def _is_this_machine(name: str) -> bool:
 
 
 def to_response(error: ApiError) -> Response:
-    """An error as a response.
+    """Turn an error into a response.
 
     Args:
-        error: What the client is told.
+        error: Error to send to the client.
     """
     headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
     return JSONResponse(error.to_json(), error.status, headers)

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: all requests meet in its batches."""
+"""The thread that owns the engine, which batches the requests of all clients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingPar
 from leaderless.serve.errors import STOPPING, ApiError
 from leaderless.training.engine import TrainEngine
 
-TOO_MUCH = "memory has run out: ask for fewer tokens; who started the server may lower --max-sequences or --max-context"
+TOO_MUCH = "out of memory: ask for fewer tokens, or start the server with a lower --max-sequences or --max-context"
 
 
 @dataclass(eq=False)
 class Ticket:
-    """Some prompts that one client has asked about.
+    """The prompts of one request.
 
     Attributes:
-        num_left: Responses that have not ended.
-        arrived: What steps have added, and perhaps an error in the end.
-        is_dropped: Nobody waits for the responses any more.
+        num_left: Number of unfinished responses.
+        arrived: New tokens of each step, or an error at the end.
+        is_dropped: Whether the client no longer waits for the responses.
     """
 
     num_left: int
@@ -34,10 +34,10 @@ class Ticket:
     is_dropped: bool = False
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """What is added to the responses, until all have ended; `request` is the place of the prompt.
+        """Iterate over new tokens until all responses have ended; `request` is the index of the prompt.
 
         Raises:
-            ApiError: They were given up.
+            ApiError: The responses were canceled.
         """
         while self.num_left:
             arrived = await self.arrived.get()
@@ -50,7 +50,7 @@ class Ticket:
 
 @dataclass
 class _UnderWay:
-    """A request in the engine: whose it is, which of the prompts, and how many responses have not ended."""
+    """A prompt in the engine: its request, its index there, and its number of unfinished responses."""
 
     ticket: Ticket
     place: int
@@ -58,33 +58,34 @@ class _UnderWay:
 
 
 class EngineHost:
-    """Runs an engine in a thread of its own, which alone touches it; asked from one event loop.
+    """Runs an engine in a thread of its own, for clients in one event loop.
 
-    Orders reach the thread through a queue. After each step the event loop gets all that the step has added at once.
+    Only that thread uses the engine. It receives orders through a queue, and passes the new tokens of each step
+    to the event loop at once.
     """
 
     def __init__(self, engine: RolloutEngine, trainer: TrainEngine) -> None:
-        """Nothing runs yet.
+        """Prepare the thread without starting it.
 
         Args:
-            engine: That answers.
-            trainer: Whose weights it answers with.
+            engine: Engine that generates.
+            trainer: Train engine that holds the weights.
         """
         self._engine, self._trainer = engine, trainer
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._under_way: dict[int, _UnderWay] = {}
         self._is_stopping = False
         self._asking = threading.Lock()
-        """No order comes in unseen while the thread ends."""
+        """Held so that no order is lost while the thread ends."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._farewell = ApiError(503, STOPPING)
-        """What clients are told in the end."""
+        self._last_error = ApiError(503, STOPPING)
+        """Error that unfinished requests get when the thread ends."""
         self.failure: BaseException | None = None
-        """What ended the thread, if it was not asked to end."""
+        """Error that ended the thread, if any."""
         self._begun = asyncio.Event()
 
     def __enter__(self) -> Self:
-        """Start the thread. The event loop that asks has to run already."""
+        """Start the thread, from within the event loop of the clients."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         return self
@@ -92,28 +93,28 @@ class EngineHost:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the thread, and raise what has ended it before."""
+        """End the thread, and raise the error that ended it, if any."""
         self.stop()
         self._thread.join()
         if self.failure is not None and error is None:
             raise self.failure
 
     async def begun(self) -> bool:
-        """Wait until the engine has its weights; whether it has. Starting one of another process takes a while."""
+        """Wait until the engine has its weights, which may take long; returns False if it stopped instead."""
         await self._begun.wait()
         return not self._is_stopping
 
     @property
     def is_ending(self) -> bool:
-        """Nothing is answered any more."""
+        """Whether requests are no longer answered."""
         return self._is_stopping
 
     def ask(self, requests: Sequence[Request], params: SamplingParams) -> Ticket:
-        """Have prompts answered.
+        """Submit prompts.
 
         Args:
-            requests: The prompts, with the sample ids of their responses.
-            params: How to sample.
+            requests: Prompts with the sample ids of their responses.
+            params: Sampling parameters.
 
         Raises:
             ApiError: The thread is ending.
@@ -126,17 +127,17 @@ class EngineHost:
         return ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """Give up what a client has asked for; without effect where all of it has ended.
+        """Cancel the unfinished responses of a request.
 
         Args:
-            ticket: What `ask` returned.
+            ticket: Result of `ask`.
         """
         if ticket.num_left:
             ticket.is_dropped = True
             self._orders.put(lambda: self._abort(ticket))
 
     def stop(self) -> None:
-        """Give up all responses, and end."""
+        """Cancel all responses, and end the thread."""
         self._is_stopping = True
         self._orders.put(lambda: None)
 
@@ -148,16 +149,16 @@ class EngineHost:
                     self._take_orders()
                     self._step()
         except BaseException as failure:  # noqa: BLE001 - the end of the thread; `__exit__` raises it
-            self._farewell = ApiError(500, f"the engine has failed: {failure}")
+            self._last_error = ApiError(500, f"the engine has failed: {failure}")
             with self._asking:
                 self.failure, self._is_stopping = failure, True
         self._loop.call_soon_threadsafe(self._begun.set)
         while not self._orders.empty():
             self._orders.get()()
-        self._give_up(self._farewell)
+        self._cancel_all(self._last_error)
 
     def _take_orders(self) -> None:
-        """All that are there; where there is nothing else to do, wait for one."""
+        """Carry out all orders; wait for one if there is nothing else to do."""
         while not self._under_way and not self._is_stopping:
             self._orders.get()()
         while not self._orders.empty():
@@ -167,18 +168,18 @@ class EngineHost:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            # Of an engine in another process the error repeats a log, in which much may stand.
+            # The error of an engine in another process quotes its log, which may mention anything.
             if isinstance(error, EngineError) or not is_out_of_memory(error):
                 raise
             for number in self._under_way:
                 self._engine.abort(number)
-            self._give_up(ApiError(503, TOO_MUCH))
+            self._cancel_all(ApiError(503, TOO_MUCH))
         else:
-            self._hand_over(deltas)
+            self._pass_on(deltas)
 
     def _submit(self, ticket: Ticket, requests: Sequence[Request], params: SamplingParams) -> None:
         if self._is_stopping:
-            self._tell([(ticket, self._farewell)])
+            self._send([(ticket, self._last_error)])
             return
         for place, request in enumerate(requests):
             number = self._engine.submit(request, params)
@@ -188,28 +189,28 @@ class EngineHost:
         for number in [number for number, one in self._under_way.items() if one.ticket is ticket]:
             self._engine.abort(number)
 
-    def _hand_over(self, deltas: Sequence[Delta]) -> None:
-        """Tell each client what a step has added to its responses."""
+    def _pass_on(self, deltas: Sequence[Delta]) -> None:
+        """Pass the new tokens of a step to their clients."""
         by_ticket: dict[Ticket, list[Delta]] = {}
         for delta in deltas:
             one = self._under_way.get(delta.request)
             if one is None:
-                continue  # given up when memory ran out
+                continue  # canceled when memory ran out
             one.num_left -= delta.finish_reason is not None
             if not one.num_left:
                 del self._under_way[delta.request]
             by_ticket.setdefault(one.ticket, []).append(delta._replace(request=one.place))
-        self._tell([(ticket, added) for ticket, added in by_ticket.items() if not ticket.is_dropped])
+        self._send([(ticket, added) for ticket, added in by_ticket.items() if not ticket.is_dropped])
 
-    def _give_up(self, error: Exception) -> None:
+    def _cancel_all(self, error: Exception) -> None:
         tickets = dict.fromkeys(one.ticket for one in self._under_way.values())
         self._under_way.clear()
-        self._tell([(ticket, error) for ticket in tickets])
+        self._send([(ticket, error) for ticket in tickets])
 
-    def _tell(self, news: Sequence[tuple[Ticket, Sequence[Delta] | Exception]]) -> None:
-        def hand_out() -> None:
+    def _send(self, news: Sequence[tuple[Ticket, Sequence[Delta] | Exception]]) -> None:
+        def deliver() -> None:
             for ticket, arrived in news:
                 ticket.arrived.put_nowait(arrived)
 
         if news:
-            self._loop.call_soon_threadsafe(hand_out)
+            self._loop.call_soon_threadsafe(deliver)

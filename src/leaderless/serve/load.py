@@ -1,4 +1,4 @@
-"""What is served: a model's folder, its name on the hub, a checkpoint, or the newest checkpoint of a run."""
+"""Finds and loads the model to serve: a folder, a name on the hub, a checkpoint, or the newest checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from leaderless.worker.join import join_nobody
 from leaderless.worker.roles import check_vocabulary
 
 ALONE = ProcessGroup((0,), 0)
-"""The ranks of a server."""
+"""Process group of a server, which has one rank."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from.
+    """Origin of a model.
 
     Attributes:
-        name: What clients call it.
-        role: That it plays in its run; `policy` where there is none.
-        config: Of the model.
-        rollout: How it was sampled in its run; the defaults where there is none.
-        checkpoint: Whose weights it has; those of `config` when None.
+        name: Name of the model for clients.
+        role: Role of the model in its run; `policy` if there is no run.
+        config: Config of the model.
+        rollout: Rollout config of its run; the defaults if there is no run.
+        checkpoint: Checkpoint with its weights; those that `config` names if None.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Source:
         max_sequences: int | None,
         engine_python: str | None,
     ) -> Self:
-        """The same with what a user has said about it.
+        """Apply the options of a user, each if it is given.
 
         Args:
-            name: See above.
-            compute_dtype: See `ModelConfig`.
-            max_sequences: See `RolloutConfig`.
-            engine_python: See `ExternalConfig.python`.
+            name: Name of the model for clients.
+            compute_dtype: Setting of `ModelConfig`.
+            max_sequences: Setting of `RolloutConfig`.
+            engine_python: Setting `python` of `ExternalConfig`.
         """
         config = (
             self.config if compute_dtype is None else self.config.model_copy(update={"compute_dtype": compute_dtype})
@@ -79,15 +79,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Served:
-    """A model that answers.
+    """A loaded model and its engine.
 
     Attributes:
-        name: What clients call it.
-        tokenizer: Of the model.
-        vocabulary: Tokens that it has embeddings for.
+        name: Name of the model for clients.
+        tokenizer: Tokenizer of the model.
+        vocabulary: Number of tokens with an embedding.
         max_context: Most tokens of prompt and response together.
-        engine: That answers.
-        trainer: Whose weights the engine has.
+        engine: Engine that generates.
+        trainer: Train engine that holds the weights.
     """
 
     name: str
@@ -104,15 +104,15 @@ class _TextConfig(Protocol):
 
 
 def find_model(target: str, role: str, say: Callable[[str], None]) -> Source:
-    """What a user means.
+    """Find the model that a user named.
 
     Args:
-        target: A folder, or a model on the hub.
-        role: Whose weights, of a checkpoint or run.
-        say: Told of damaged checkpoints that are passed over.
+        target: Folder, or name of a model on the hub.
+        role: Role to take from a checkpoint or run.
+        say: Function that reports damaged checkpoints, which are skipped.
 
     Raises:
-        RecipeError: There is no such thing, or it is damaged.
+        RecipeError: There is no such model, or it is damaged.
     """
     path = Path(target)
     if (path / STATE_FILE).exists():
@@ -143,13 +143,13 @@ def _of_checkpoint(path: Path, role: str) -> Source:
 
 
 def _newest_good(run: Path, say: Callable[[str], None]) -> Path:
-    """The newest checkpoint of a run that is what was written. The run may be under way, so nothing is changed."""
+    """Find the newest undamaged checkpoint of a run. The run may still be going on, so nothing is changed."""
     for path in reversed(list_checkpoints(run / "checkpoints")):
         damage = find_damage(path, ALONE)
         if not damage:
             return path
-        say(f"checkpoint {path} is damaged and passed over: {damage}")
-    raise RecipeError.at("", f"{run} has no checkpoint that is what was written")
+        say(f"checkpoint {path} is damaged and skipped: {damage}")
+    raise RecipeError.at("", f"{run} has no undamaged checkpoint")
 
 
 @contextmanager
@@ -159,23 +159,23 @@ def open_model(
     """Load a model on this machine's first device.
 
     Args:
-        source: Where it comes from.
-        engine: What generates; when None, what a recipe's `rollout.engine: auto` stands for.
-        max_context: Most tokens of prompt and response together; as many as the model can take when None.
-        say: Told what a person should know of the engine.
+        source: Origin of the model.
+        engine: Engine that generates; the choice of `rollout.engine: auto` if None.
+        max_context: Most tokens of prompt and response together; as many as the model can take if None.
+        say: Function that shows a message to the user.
 
     Yields:
-        The model, ready to be served.
+        Model with its engine.
 
     Raises:
-        RecipeError: It cannot be loaded, or takes fewer tokens.
+        RecipeError: The model cannot be loaded, or takes fewer tokens than `max_context`.
     """
     with _alone() as device, tempfile.TemporaryDirectory(prefix="leaderless-") as logs:
         tokenizer = load_tokenizer(source.config, source.role)
         model = load_causal_lm(source.config, source.role)
         check_vocabulary(model, tokenizer, source.role)
         longest = _longest(model, max_context)
-        # Nothing is scored or trained here, so that the bound of a pass plays no part.
+        # Nothing is scored or trained here, so the bound of a pass has no effect.
         trainer = FsdpEngine(model, source.config, ALONE, device, micro_batch_tokens=longest)
         if source.checkpoint is not None:
             load_checkpoint(source.checkpoint, {source.role: trainer})
@@ -197,7 +197,7 @@ def open_model(
 
 
 def _longest(model: Decoder, wanted: int | None) -> int:
-    """Tokens that the model takes, if they are not fewer than wanted."""
+    """Return the number of tokens that the model takes, and refuse to want more."""
     config = cast("_TextConfig", model.model.config.get_text_config())
     limits = [config.max_position_embeddings, getattr(config, "sliding_window", None)]
     longest = min(limit for limit in limits if limit is not None)
@@ -208,7 +208,7 @@ def _longest(model: Decoder, wanted: int | None) -> int:
 
 @contextmanager
 def _alone() -> Iterator[torch.device]:
-    """Be the only rank; gives the device."""
+    """Join a process group of one rank; yields the device."""
     setup = setup_device(0, 1)
     join_nobody(setup)
     try:

@@ -1,4 +1,4 @@
-"""What clients ask, in the words of OpenAI's API. What cannot be done is refused, and never passed over in silence."""
+"""Requests in the format of OpenAI's API. Whatever is not supported is refused, never ignored in silence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.serve.errors import ApiError
 
 MAX_CHOICES = 128
-"""Of one prompt, as in OpenAI's API."""
+"""Most responses to one prompt, as in OpenAI's API."""
 COMPLETION_TOKENS = 16
-"""Of a completion whose request says nothing, as in OpenAI's API."""
+"""Default length of a completion, as in OpenAI's API."""
 SHOWN_CHARACTERS = 80
-"""Longer values are not repeated in errors."""
+"""Longest value that errors repeat."""
 
 AnyQuestion = TypeVar("AnyQuestion", bound="Question")
 
@@ -41,11 +41,11 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[Json, ...], str]] = {
     "service_tier": (("auto", "default"), "there is only one"),
     "store": ((False,), "nothing is kept"),
 }
-"""Fields of OpenAI's API with the values that ask for nothing, and why no other value is taken."""
+"""Unsupported fields of OpenAI's API: values without effect, and why no other value is accepted."""
 
 
 def _in_few_words(rule: str) -> WrapValidator:
-    """Say what a field takes, where pydantic would list how it differs from each alternative."""
+    """State the rule of a field, where pydantic would list how a value differs from each alternative."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -73,44 +73,44 @@ class StreamOptions(Section):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
-    """A last piece counts the tokens."""
+    """Whether a last chunk has the token counts."""
 
 
 class Question(SamplingConfig):
-    """What requests for completions and for chats have in common."""
+    """Fields that requests for completions and chats share."""
 
     model_config = ConfigDict(strict=True)
 
     model: str
-    """The name of the model that is served."""
+    """Name of the model."""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    """Responses to each prompt."""
+    """Number of responses to each prompt."""
     stop: StopTexts = Field(default_factory=list)
-    """A response ends before the first of these texts."""
+    """Texts before which a response ends."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    """Of the noise; one at random when not given."""
+    """Seed of the sampling noise; random if not given."""
     stream: bool = False
-    """Send the response while it is sampled."""
+    """Whether the response is sent while it is sampled."""
     stream_options: StreamOptions | None = None
-    """How."""
+    """Options of streaming."""
     return_token_ids: bool = False
-    """Return the tokens of prompt and response, as vLLM does."""
+    """Whether the token ids of prompt and response are returned, as vLLM does."""
     user: str | None = None
-    """Taken because many clients send it; as in OpenAI's API, it says nothing about the response."""
+    """Name of the user, which many clients send; it has no effect, as in OpenAI's API."""
 
     @property
     def distribution(self) -> SamplingConfig:
-        """How tokens are drawn."""
+        """Return how tokens are drawn."""
         return SamplingConfig(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """Texts that end a response."""
+        """Return the texts that end a response."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with counts."""
+        """Check whether a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -118,25 +118,25 @@ class CompletionQuestion(Question):
     """A request for `/v1/completions`."""
 
     prompt: Prompts
-    """What is completed: one prompt or several, as text or as tokens."""
+    """One prompt or several, as text or token ids."""
     max_tokens: int = Field(default=COMPLETION_TOKENS, ge=1)
-    """A response that reaches this length is cut."""
+    """Most tokens of a response."""
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    """0 returns the log-probability of each sampled token."""
+    """Set to 0 to get the log-probability of each sampled token."""
 
     @property
     def wants_log_probs(self) -> bool:
-        """Whether log-probabilities are returned."""
+        """Check whether log-probabilities are returned."""
         return self.logprobs is not None
 
     @property
     def longest(self) -> int | None:
-        """Most tokens of a response."""
+        """Return the most tokens of a response."""
         return self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as tokens."""
+        """Return each prompt, as text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         texts = [part for part in self.prompt if isinstance(part, str)]
@@ -151,9 +151,9 @@ class TextPart(Section):
     model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
-    """Other parts, such as images, are not supported."""
+    """Kind of the part; images and others are not supported."""
     text: str
-    """What it says."""
+    """Text of the part."""
 
 
 class Message(Section):
@@ -162,14 +162,14 @@ class Message(Section):
     model_config = ConfigDict(strict=True)
 
     role: str
-    """Who speaks, as the model's chat template knows it."""
+    """Role of the author, as the model's chat template names it."""
     content: Annotated[str | list[TextPart], _in_few_words("must be a text, or a list of parts of type text")]
-    """What is said; parts are joined by line breaks."""
+    """Text of the message; parts are joined by line breaks."""
     name: str | None = None
-    """Of who speaks, for templates that use it."""
+    """Name of the author, for templates that use it."""
 
     def to_json(self) -> dict[str, Json]:
-        """The message as chat templates take it."""
+        """Return the message in the form that chat templates expect."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         named: dict[str, Json] = {} if self.name is None else {"name": self.name}
         return {"role": self.role, "content": content, **named}
@@ -179,22 +179,22 @@ class ChatQuestion(Question):
     """A request for `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
-    """The chat so far."""
+    """Messages of the chat so far."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    """A response that reaches this length is cut; as long as the model can take when not given."""
+    """Most tokens of a response; as many as the model can take if not given."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """The older name of `max_completion_tokens`."""
+    """Older name of `max_completion_tokens`."""
     logprobs: bool = False
-    """Return the log-probability of each sampled token."""
+    """Whether the log-probability of each sampled token is returned."""
 
     @property
     def wants_log_probs(self) -> bool:
-        """Whether log-probabilities are returned."""
+        """Check whether log-probabilities are returned."""
         return self.logprobs
 
     @property
     def longest(self) -> int | None:
-        """Most tokens of a response; None for as many as the model can take."""
+        """Return the most tokens of a response; None for as many as the model can take."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -202,11 +202,11 @@ def read_question(body: bytes, kind: type[AnyQuestion]) -> AnyQuestion:
     """Read and check a request.
 
     Args:
-        body: JSON.
-        kind: What is asked for.
+        body: JSON object.
+        kind: Class of the request.
 
     Raises:
-        ApiError: It is no JSON, or a field is unknown, wrong, or asks for what is not supported.
+        ApiError: The body is not JSON, or a field is unknown, wrong or not supported.
     """
     try:
         fields = from_json(body, allow_inf_nan=False)
@@ -239,14 +239,14 @@ def _check_together(question: Question) -> None:
 
 
 def _without_null(value: Json) -> Json:
-    """Many clients write null for what they leave out."""
+    """Remove fields that are null, which many clients send instead of leaving them out."""
     if isinstance(value, dict):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _refusal(details: ErrorDetails, kind: type[Question]) -> ApiError:
-    """What one pydantic error means to the client."""
+    """Explain one pydantic error to the client."""
     place = [part for part in details["loc"] if isinstance(part, int) or part.isidentifier()]
     param, value = ".".join(map(str, place)), details["input"]
     if details["type"] == "extra_forbidden":
@@ -261,6 +261,6 @@ def _refusal(details: ErrorDetails, kind: type[Question]) -> ApiError:
 
 
 def _shown(name: str, value: Json) -> str:
-    """A field with its value, if that is short."""
+    """Show a field with its value, if that is short."""
     text = json.dumps(value, ensure_ascii=False)
     return f"{name}={text}" if len(text) <= SHOWN_CHARACTERS else name

@@ -1,4 +1,4 @@
-"""What is sent back, in the words of OpenAI's API: whole, or piece by piece."""
+"""Replies in the format of OpenAI's API, whole or streamed in parts."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class ChatLogProbs(BaseModel):
 
 
 class ReplyMessage(BaseModel):
-    """What the model says, or a piece of it."""
+    """A message of the model, or a part of it."""
 
     role: str | None = None
     content: str | None = None
 
 
 class Choice(BaseModel):
-    """One response, or a piece of it; which fields it has depends on what was asked."""
+    """One response or a part of it; its fields depend on the request."""
 
     index: int
     text: str | None = None
@@ -66,7 +66,7 @@ class Choice(BaseModel):
 
 
 class Usage(BaseModel):
-    """Numbers of tokens; those of a prompt count once, however many responses it has."""
+    """Token counts; the tokens of a prompt count once, however many responses it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -74,7 +74,7 @@ class Usage(BaseModel):
 
 
 class Reply(BaseModel):
-    """What is sent back, or a piece of it."""
+    """A reply or a part of it."""
 
     id: str
     object: str
@@ -85,22 +85,22 @@ class Reply(BaseModel):
     prompt_token_ids: list[int] | None = None
 
     def to_json(self) -> str:
-        """Without the fields that do not belong to it."""
+        """Serialize only the fields that were set."""
         return self.model_dump_json(exclude_unset=True)
 
 
 @dataclass
-class Piece:
-    """What a response has gained, or all of it.
+class ChoicePart:
+    """Newly sampled part of a response, or all of it.
 
     Attributes:
-        index: Of the choice.
-        text: Certain by now.
-        tokens: As sampled, the one that ended the response included.
-        log_probs: Of each token.
-        offsets: Characters of the response before each token.
-        finish_reason: Why it has ended; None while it has not.
-        is_first: Nothing of the response has been sent before.
+        index: Index of the choice.
+        text: Text that can no longer change.
+        tokens: Sampled token ids, including the one that ended the response.
+        log_probs: Log-probability of each token.
+        offsets: Number of characters of the response before each token.
+        finish_reason: Reason why the response ended; None while it continues.
+        is_first: Whether nothing of the response was sent before.
     """
 
     index: int
@@ -111,11 +111,11 @@ class Piece:
     finish_reason: str | None = None
     is_first: bool = False
 
-    def extend(self, other: Piece) -> None:
-        """Add what came next.
+    def extend(self, other: ChoicePart) -> None:
+        """Append the next part.
 
         Args:
-            other: Of the same response.
+            other: Part of the same response.
         """
         self.text += other.text
         self.tokens += other.tokens
@@ -125,19 +125,19 @@ class Piece:
 
 
 class Composer(ABC, Generic[AnyQuestion]):
-    """Makes the reply to one request of what the engine adds to its responses."""
+    """Composes the reply to one request from the tokens that the engine samples."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
 
     def __init__(self, question: AnyQuestion, prompts: Sequence[list[int]], tokenizer: Tokenizer) -> None:
-        """Begin with nothing.
+        """Start an empty reply.
 
         Args:
-            question: What the client asked.
+            question: Request of the client.
             prompts: Token ids of each prompt.
-            tokenizer: Of the model.
+            tokenizer: Tokenizer of the model.
         """
         self.question: AnyQuestion = question
         self.prompts, self._tokenizer = prompts, tokenizer
@@ -146,71 +146,71 @@ class Composer(ABC, Generic[AnyQuestion]):
         self._begun: set[int] = set()
         self._num_tokens = 0
 
-    def take(self, delta: Delta) -> Piece:
-        """What a response has gained.
+    def take(self, delta: Delta) -> ChoicePart:
+        """Turn new tokens of a response into a part of the reply.
 
         Args:
-            delta: From the engine; `request` is the place of the prompt.
+            delta: Tokens from the engine; `request` is the index of the prompt.
 
         Raises:
-            ApiError: The engine has given the response up.
+            ApiError: The engine canceled the response.
         """
         if delta.finish_reason == "aborted":
             raise ApiError(503, "the engine has given up the response: ask again")
         index = delta.request * self.question.n + delta.sibling
-        stream, piece = self._texts[index], Piece(index, is_first=index not in self._begun)
+        stream, part = self._texts[index], ChoicePart(index, is_first=index not in self._begun)
         self._begun.add(index)
         self._num_tokens += len(delta.tokens)
         for token, log_prob in zip(delta.tokens, delta.log_probs, strict=True):
-            piece.offsets.append(stream.num_characters)
-            piece.text += stream.add(token)
-            piece.tokens.append(token)
-            piece.log_probs.append(log_prob)
+            part.offsets.append(stream.num_characters)
+            part.text += stream.add(token)
+            part.tokens.append(token)
+            part.log_probs.append(log_prob)
         if delta.finish_reason is not None:
-            piece.text += stream.finish()
-            piece.finish_reason = "stop" if stream.has_stopped else delta.finish_reason
-        return piece
+            part.text += stream.finish()
+            part.finish_reason = "stop" if stream.has_stopped else delta.finish_reason
+        return part
 
-    def says_something(self, piece: Piece) -> bool:
-        """Whether a piece is worth sending.
-
-        Args:
-            piece: What a response has gained.
-        """
-        has_tokens = bool(piece.tokens) and (self.question.wants_log_probs or self.question.return_token_ids)
-        return bool(piece.text) or has_tokens or piece.finish_reason is not None
-
-    def whole(self, pieces: Sequence[Piece]) -> Reply:
-        """The reply at once.
+    def has_content(self, part: ChoicePart) -> bool:
+        """Check whether a part has content to send.
 
         Args:
-            pieces: All that has been taken.
+            part: Part of a response.
         """
-        choices = [Piece(index) for index in range(len(self._texts))]
-        for piece in pieces:
-            choices[piece.index].extend(piece)
+        has_tokens = bool(part.tokens) and (self.question.wants_log_probs or self.question.return_token_ids)
+        return bool(part.text) or has_tokens or part.finish_reason is not None
+
+    def whole(self, parts: Sequence[ChoicePart]) -> Reply:
+        """Compose the whole reply.
+
+        Args:
+            parts: Parts of all responses.
+        """
+        choices = [ChoicePart(index) for index in range(len(self._texts))]
+        for part in parts:
+            choices[part.index].extend(part)
         for choice in choices:
             choice.is_first = True
         return self._reply(self.kind, [self._choice(choice) for choice in choices], self.usage())
 
-    def chunk(self, piece: Piece) -> Reply:
-        """A part of a streamed reply.
+    def chunk(self, part: ChoicePart) -> Reply:
+        """Compose a chunk of a streamed reply.
 
         Args:
-            piece: What a response has gained.
+            part: Part of a response.
         """
-        return self._counted(self._reply(self.chunk_kind, [self._choice(piece, is_chunk=True)]))
+        return self._counted(self._reply(self.chunk_kind, [self._choice(part, is_chunk=True)]))
 
     def first_chunks(self) -> list[Reply]:
-        """What a streamed reply begins with, before any token is there."""
+        """Compose the chunks of a streamed reply that come before the first token."""
         return []
 
     def last_chunks(self) -> list[Reply]:
-        """What a streamed reply ends with."""
+        """Compose the chunks that end a streamed reply."""
         return [self._reply(self.chunk_kind, [], self.usage())] if self.question.wants_usage else []
 
     def usage(self) -> Usage:
-        """The tokens so far."""
+        """Count the tokens so far."""
         num_prompt_tokens = sum(map(len, self.prompts))
         return Usage(
             prompt_tokens=num_prompt_tokens,
@@ -219,78 +219,78 @@ class Composer(ABC, Generic[AnyQuestion]):
         )
 
     @abstractmethod
-    def _choice(self, piece: Piece, *, is_chunk: bool = False) -> Choice:
-        """A piece as the endpoint writes it."""
+    def _choice(self, part: ChoicePart, *, is_chunk: bool = False) -> Choice:
+        """Write a part in the format of the endpoint."""
 
     def _counted(self, chunk: Reply) -> Reply:
-        """A chunk that is not the last one; its usage is null where the last one has it."""
+        """Set the usage of a chunk that is not the last one to null, if the last one has it."""
         return chunk.model_copy(update={"usage": None}) if self.question.wants_usage else chunk
 
     def _reply(self, kind: str, choices: list[Choice], usage: Usage | None = None) -> Reply:
         reply = Reply(id=self._id, object=kind, created=self._created, model=self.question.model, choices=choices)
         return reply if usage is None else reply.model_copy(update={"usage": usage})
 
-    def _with_tokens(self, choice: Choice, piece: Piece) -> Choice:
-        """With token ids, where they are asked for; those of the prompt once for each response."""
+    def _with_tokens(self, choice: Choice, part: ChoicePart) -> Choice:
+        """Add token ids on request, those of the prompt once for each response."""
         if not self.question.return_token_ids:
             return choice
-        update: dict[str, list[int]] = {"token_ids": piece.tokens}
-        if piece.is_first:
-            update["prompt_token_ids"] = self.prompts[piece.index // self.question.n]
+        update: dict[str, list[int]] = {"token_ids": part.tokens}
+        if part.is_first:
+            update["prompt_token_ids"] = self.prompts[part.index // self.question.n]
         return choice.model_copy(update=update)
 
 
 class CompletionComposer(Composer[CompletionQuestion]):
-    """For `/v1/completions`."""
+    """Composes replies of `/v1/completions`."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def _choice(self, piece: Piece, *, is_chunk: bool = False) -> Choice:  # noqa: ARG002
+    def _choice(self, part: ChoicePart, *, is_chunk: bool = False) -> Choice:  # noqa: ARG002
         log_probs = None
         if self.question.wants_log_probs:
             log_probs = TextLogProbs(
-                tokens=[self._tokenizer.decode([token]) for token in piece.tokens],
-                token_logprobs=piece.log_probs,
+                tokens=[self._tokenizer.decode([token]) for token in part.tokens],
+                token_logprobs=part.log_probs,
                 top_logprobs=None,
-                text_offset=piece.offsets,
+                text_offset=part.offsets,
             )
-        choice = Choice(index=piece.index, text=piece.text, logprobs=log_probs, finish_reason=piece.finish_reason)
-        return self._with_tokens(choice, piece)
+        choice = Choice(index=part.index, text=part.text, logprobs=log_probs, finish_reason=part.finish_reason)
+        return self._with_tokens(choice, part)
 
 
 class ChatComposer(Composer[ChatQuestion]):
-    """For `/v1/chat/completions`."""
+    """Composes replies of `/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def whole(self, pieces: Sequence[Piece]) -> Reply:
+    def whole(self, parts: Sequence[ChoicePart]) -> Reply:
         """See `Composer`."""
-        return self._with_prompt(super().whole(pieces))
+        return self._with_prompt(super().whole(parts))
 
     def first_chunks(self) -> list[Reply]:
-        """See `Composer`. Who speaks is said first."""
+        """See `Composer`. The role comes first."""
         begin = ReplyMessage(role="assistant", content="")
         choices = [Choice(index=index, delta=begin, finish_reason=None) for index in range(self.question.n)]
         first, *others = [self._counted(self._reply(self.chunk_kind, [choice])) for choice in choices]
         return [self._with_prompt(first), *others]
 
     def _with_prompt(self, reply: Reply) -> Reply:
-        """A chat has one prompt, and vLLM returns its tokens beside the choices."""
+        """Add the prompt's tokens next to the choices, as vLLM does for chats."""
         is_wanted = self.question.return_token_ids
         return reply.model_copy(update={"prompt_token_ids": self.prompts[0]}) if is_wanted else reply
 
-    def _choice(self, piece: Piece, *, is_chunk: bool = False) -> Choice:
+    def _choice(self, part: ChoicePart, *, is_chunk: bool = False) -> Choice:
         log_probs = None
         if self.question.wants_log_probs:
-            pairs = zip(piece.tokens, piece.log_probs, strict=True)
+            pairs = zip(part.tokens, part.log_probs, strict=True)
             log_probs = ChatLogProbs(content=[self._log_prob(*pair) for pair in pairs], refusal=None)
         if is_chunk:
-            said = ReplyMessage(content=piece.text) if piece.text else ReplyMessage()
-            choice = Choice(index=piece.index, delta=said, logprobs=log_probs, finish_reason=piece.finish_reason)
+            said = ReplyMessage(content=part.text) if part.text else ReplyMessage()
+            choice = Choice(index=part.index, delta=said, logprobs=log_probs, finish_reason=part.finish_reason)
         else:
-            said = ReplyMessage(role="assistant", content=piece.text)
-            choice = Choice(index=piece.index, message=said, logprobs=log_probs, finish_reason=piece.finish_reason)
-        return self._with_tokens(choice, piece)
+            said = ReplyMessage(role="assistant", content=part.text)
+            choice = Choice(index=part.index, message=said, logprobs=log_probs, finish_reason=part.finish_reason)
+        return self._with_tokens(choice, part)
 
     def _log_prob(self, token: int, log_prob: float) -> TokenLogProb:
         text = self._tokenizer.decode([token])

@@ -1,4 +1,4 @@
-"""The server's life: where it listens, and how it ends."""
+"""Life cycle of the server: where it listens and how it stops."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from leaderless.serve.host import EngineHost
 from leaderless.serve.load import Served
 
 LEAVING_S = 5
-"""Longest wait, in the end, for clients to take what they are told."""
+"""Longest time that clients have to read their last responses when the server stops."""
 
 
 def take_port(host: str, port: int, token: str | None) -> socket.socket:
-    """Take a port; nobody can connect to it yet. Other machines can reach it only where a token is asked for.
+    """Reserve a port without accepting connections yet. Other machines can reach it only if a token is required.
 
     Args:
         host: Name or address of an interface of this machine.
-        port: 0 for any that is free.
-        token: That clients have to send, if any.
+        port: Port number; 0 for any free port.
+        token: Token that clients have to send, if any.
 
     Raises:
         RecipeError: There is no such interface, the port is taken, or there is no token.
@@ -45,17 +45,17 @@ def take_port(host: str, port: int, token: str | None) -> socket.socket:
 
 
 class ModelServer(uvicorn.Server):
-    """Answers requests until a signal comes, or the engine fails.
+    """Answers requests until a signal arrives or the engine fails.
 
-    In the end it gives up what is under way before it waits for clients to leave.
+    When it stops, it cancels unfinished responses before it waits for clients to disconnect.
     """
 
     def __init__(self, served: Served, token: str | None) -> None:
-        """Nothing runs yet.
+        """Prepare the server without starting anything.
 
         Args:
-            served: The model.
-            token: That clients have to send, if any.
+            served: Model to serve.
+            token: Token that clients have to send, if any.
         """
         self._host = EngineHost(served.engine, served.trainer)
         super().__init__(
@@ -71,14 +71,14 @@ class ModelServer(uvicorn.Server):
         )
 
     async def answer(self, listener: socket.socket, started: Callable[[], None]) -> None:
-        """Answer requests; setting `should_exit` ends it.
+        """Answer requests until `should_exit` is set.
 
         Args:
-            listener: The port; closed in the end.
-            started: Called when clients can connect.
+            listener: Reserved port; it is closed at the end.
+            started: Function to call when clients can connect.
 
         Raises:
-            BaseException: What the engine has failed with.
+            BaseException: The engine failed with it.
         """
         with self._host:
             if await self._host.begun():
@@ -87,7 +87,7 @@ class ModelServer(uvicorn.Server):
                 await self.serve(sockets=[listener])
 
     async def on_tick(self, counter: int) -> bool:
-        """See `uvicorn.Server`: whether to end."""
+        """See `uvicorn.Server`; returns whether to stop."""
         return await super().on_tick(counter) or self._host.is_ending
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""From tokens to text, as they come."""
+"""Turns the tokens of a response into text as they arrive."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from collections.abc import Sequence
 from leaderless.data.encode import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers write for bytes that are no character, or not a whole one yet."""
+"""Character that tokenizers write for bytes that are no character, or not a whole one yet."""
 
 
 class TextStream:
     """The text of one response while it grows.
 
-    A character whose bytes are spread over several tokens comes with the last of them. Text that may turn out to be the
-    beginning of a stop text is held back; nothing comes from the stop text on.
+    A character whose bytes are spread over several tokens is written with the last of them. Text that may turn out
+    to be the beginning of a stop text is held back. Nothing is written from the stop text on.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """Begin with nothing.
+        """Start without any text.
 
         Args:
-            tokenizer: Of the model.
+            tokenizer: Tokenizer of the model.
             stop: Texts that end a response.
         """
         self._tokenizer, self._stop = tokenizer, stop
         self._window: list[int] = []
-        """The newest tokens; those in front were written already, and only show how the next one is written."""
+        """Newest tokens. The first ones were written already; they affect how the next one is decoded."""
         self._num_old = 0
         self._num_written = 0
         self._held = ""
         self.num_characters = 0
-        """Of all whole characters so far, those held back included."""
+        """Number of whole characters so far, including those held back."""
         self.has_stopped = False
-        """A stop text has come."""
+        """Whether a stop text has appeared."""
 
     def add(self, token: int) -> str:
-        """Take the next token.
+        """Add the next token.
 
         Args:
-            token: Its id; special tokens are no text.
+            token: Id of the token; special tokens have no text.
 
         Returns:
             The text that is certain now.
@@ -56,14 +56,14 @@ class TextStream:
         return self._before_stop(new)
 
     def finish(self) -> str:
-        """The rest, when no more tokens come."""
+        """Return the rest of the text after the last token."""
         text = self._tokenizer.decode(self._window, skip_special_tokens=True)
         rest = self._before_stop(text[self._num_written :])
         held, self._held = self._held, ""
         return rest + held
 
     def _before_stop(self, new: str) -> str:
-        """What of the text so far is certain to lie before a stop text."""
+        """Return the part of the text that is certain to come before any stop text."""
         self.num_characters += len(new)
         if self.has_stopped:
             return ""
@@ -78,6 +78,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text that may be the beginning of a stop text."""
+    """Count the characters at the end of a text that may be the beginning of a stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

@@ -96,7 +96,7 @@ def test_errors_are_in_the_words_of_the_api() -> None:
             "n=128 are more",
         ),
         ("POST", "/v1/completions", ASK.replace(b"[1]", b"[1, 10]"), 400, "knows 10 tokens"),
-        ("POST", "/v1/completions", ASK.replace(b"[1]", b"[[1], []]"), 400, "prompt has no token"),
+        ("POST", "/v1/completions", ASK.replace(b"[1]", b"[[1], []]"), 400, "prompt is empty"),
         ("POST", "/v1/completions", ASK.replace(b"[1]", str([1] * 20).encode()), 400, "may have 20 together"),
         ("POST", "/v1/completions", ASK.replace(b"[1]", b"[[1], [1, 1, 1, 1, 1]]"), 400, "ask for at most 15"),
         (

@@ -75,7 +75,7 @@ def test_when_memory_runs_out_clients_are_told_and_the_next_are_answered() -> No
     engine.before_step = run_out
 
     async def test(host: EngineHost) -> None:
-        with pytest.raises(ApiError, match="memory has run out") as caught:
+        with pytest.raises(ApiError, match="out of memory") as caught:
             await all_of(host.ask([Request([1], [0])], params()))
         assert caught.value.status == 503
         assert len(await all_of(host.ask([Request([1], [0])], params()))) == 3
