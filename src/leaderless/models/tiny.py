@@ -67,7 +67,7 @@ def write_tiny_model(  # noqa: PLR0913
         "bos_token_id": None,
     }
     config = Qwen2Config(**sizes) if family == "qwen2" else Qwen3Config(head_dim=hidden_size // num_heads, **sizes)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)

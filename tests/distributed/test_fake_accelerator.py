@@ -1,0 +1,30 @@
+"""Training, scoring and decoding on a device that does not exist: no tensor may be forgotten on the host."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.forking import Forked
+from torch.utils import backend_registration
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("train", {"gradients": 26, "reads in torch.float32": 0, "reads in torch.bfloat16": 0}),
+        ("values", {"gradients": 28}),
+        ("decode", {"tokens": 272}),
+        ("mistakes", {"found": 3}),
+    ],
+)
+def test_a_pass_leaves_nothing_on_the_host(name: str, counts: dict[str, int]) -> None:
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot register a device in Python")
+    command = [sys.executable, "-m", "tests.fake_accelerator", name]
+    process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert json.loads(output) == counts

@@ -1,0 +1,191 @@
+"""Passes on an accelerator that does not exist: `python -m tests.fake_accelerator NAME` runs one of them.
+
+Tensors of the device have shapes and types, but no values. Everything on the host is computed. So a tensor that was
+made on the host and forgotten there, or an operation across devices, fails as it would on a real accelerator. What is
+copied from the device to the host is zeros; reads of single values are counted.
+
+Registering a device changes torch for good, so each pass has a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from tests.tiny import random_samples, tiny_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.transport import ProcessGroup
+from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
+from leaderless.models.products import _can_write_float32
+from leaderless.models.shared_prompts import VarlenAttention
+from leaderless.models.value_model import load_value_model
+from leaderless.rollout import kv_cache, native
+from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.native import NativeEngine
+from leaderless.training import fsdp
+from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
+
+KIND = "npu"
+DEVICE = torch.device("cpu")  # until it is registered
+LENGTHS = [(3, 9), (3, 1), (3, 14), (12, 2), (12, 4), (12, 21), (2, 5), (2, 0), (2, 17)]
+ALONE = ProcessGroup((0,), 0)
+
+
+class Accelerator(TorchDispatchMode):
+    """Gives operations on the device to fake tensors, and lets those on the host be computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reads = 0
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        is_there = any(isinstance(leaf, Tensor) and leaf.device.type == KIND for leaf in leaves)
+        if not is_there and not any(isinstance(leaf, torch.device) and leaf.type == KIND for leaf in leaves):
+            return func(*args, **kwargs or {})
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.num_reads += 1
+            return torch.zeros((), dtype=args[0].dtype).item()
+        with self._fake:
+            result = func(*pytree.tree_map_only(Tensor, self._as_fake, args), **kwargs or {})
+        return pytree.tree_map_only(Tensor, self._on_host, result)
+
+    def _as_fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
+
+    @staticmethod
+    def _on_host(tensor: Tensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.device.type == "cpu" else tensor
+
+
+def moved(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A module with its weights on the device."""
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(parameter.detach().to(DEVICE, dtype), parameter.requires_grad)
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None:
+                part._buffers[name] = buffer.to(DEVICE)
+    module.model.tie_weights()
+    module.to = lambda *_: module  # engines would move it again, which fake tensors do not allow
+    return module
+
+
+@contextmanager
+def varlen_attention(*, is_used: bool) -> Iterator[None]:
+    """CUDA's attention in half precision, on this device."""
+    before = fsdp.attention_over
+    if is_used:
+        fsdp.attention_over = lambda families, device, _: VarlenAttention(families, device)
+    try:
+        yield
+    finally:
+        fsdp.attention_over = before
+
+
+def check_gradients(engine: FsdpEngine | FsdpValueEngine) -> int:
+    gradients = [(name, parameter.grad) for name, parameter in engine.named_weights()]
+    for name, gradient in gradients:
+        assert gradient is not None, name
+        assert gradient.device.type == KIND, name
+    return len(gradients)
+
+
+def train(accelerator: Accelerator) -> dict[str, int]:
+    """Log-probs, updates with and without a gradient of entropies, and an optimizer step, in both types."""
+    counts: dict[str, int] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        config = ModelConfig(path=tiny_model(), compute_dtype="float32")
+        model = moved(load_causal_lm(config, "policy"), dtype)
+        engine = FsdpEngine(model, config, ALONE, DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
+        engine.compute_dtype = dtype
+        batch = random_samples(LENGTHS, siblings=3)
+        with varlen_attention(is_used=dtype == torch.bfloat16):
+            assert engine.log_probs(batch, 0.7).values.device.type == "cpu"
+            for entropy_gradient in (False, True):
+                before = accelerator.num_reads
+                engine.forward_backward(engine.micro_batches(batch), loss, 0.7, entropy_gradient=entropy_gradient)
+                counts[f"reads in {dtype}"] = accelerator.num_reads - before
+        counts["gradients"] = check_gradients(engine)
+        engine.optimizer_step()
+    assert _can_write_float32(KIND), "products in float32 were traced as well"
+    return counts
+
+
+def loss(outputs: TokenOutputs, micro_batch: object) -> Tensor:
+    return outputs.log_probs.sum() + outputs.entropies.sum()
+
+
+def values(accelerator: Accelerator) -> dict[str, int]:
+    """A value model's scores and update."""
+    config = ModelConfig(path=tiny_model(), compute_dtype="float32")
+    model = moved(load_value_model(config, "critic"), torch.bfloat16)
+    for module in model.float32_modules():
+        moved_head = nn.Parameter(module.weight.detach().float())
+        module.weight = moved_head
+    engine = FsdpValueEngine(model, config, ALONE, DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
+    batch = random_samples(LENGTHS, siblings=3)
+    assert engine.values(batch).values.device.type == "cpu"
+    engine.forward_backward(engine.micro_batches(batch), lambda outputs, _: outputs.sum())
+    return {"gradients": check_gradients(engine)}
+
+
+def decode(accelerator: Accelerator) -> dict[str, int]:
+    """Prefill in one and in several parts, and decoding with all ways to sample."""
+    native.PREFILL_TOKENS, kv_cache.SMALLEST_SLOT = 64, 2
+    num_tokens = 0
+    config = ModelConfig(path=tiny_model(), compute_dtype="float32")
+    model = moved(load_causal_lm(config, "policy").eval(), torch.bfloat16)
+    ways = [SamplingConfig(), SamplingConfig(temperature=0), SamplingConfig(temperature=0.5, top_p=0.9, top_k=5)]
+    for way in [*ways, SamplingConfig(min_p=0.1)]:
+        engine = NativeEngine(model, None, frozenset(), 7, DEVICE)
+        prompts = [[5] * 3, [6] * 70, [7] * 20, [8] * 150]
+        requests = [Request(prompt, [10 * i + j for j in range(4)]) for i, prompt in enumerate(prompts)]
+        requests.append(Request([9] * 30, [99]))
+        groups = generate(engine, requests, SamplingParams(way, 4, (), seed=1))
+        num_tokens += sum(len(completion.tokens) for group in groups for completion in group)
+    return {"tokens": num_tokens}
+
+
+def mistakes(accelerator: Accelerator) -> dict[str, int]:
+    """What is looked for is found."""
+    there, here = torch.zeros(3, device=DEVICE), torch.arange(3)
+    found = 0
+    for function in (lambda: there + here, lambda: there.index_select(0, here), lambda: torch.cat([there, here])):
+        try:
+            function()
+        except RuntimeError as error:
+            found += "same device" in str(error)
+    return {"found": found}
+
+
+PASSES: dict[str, Callable[[Accelerator], dict[str, int]]] = {
+    function.__name__: function for function in (train, values, decode, mistakes)
+}
+
+
+def main() -> None:
+    global DEVICE  # noqa: PLW0603
+    tiny_model()  # made on the host
+    _setup_privateuseone_for_python_backend(KIND)
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes tensors on the host, and moves them visibly
+    DEVICE = torch.device(KIND, 0)
+    with Accelerator() as accelerator, torch.autograd.set_multithreading_enabled(False):
+        counts = PASSES[sys.argv[1]](accelerator)
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()
