@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from leaderless.config import Json, Recipe, RecipeError
 from leaderless.observability.events import GuardEvent
@@ -188,21 +189,28 @@ class RunDirectory:
         ]
         if len(history) < len(lines):
             write_atomically(self.events, "".join(f"{line}\n" for line in history))
-        for file in self.samples.glob("step-*.jsonl") if self.samples.exists() else ():
-            if int(file.name.removeprefix("step-").partition(".")[0]) > step:
+        for file in self.samples.glob("*-*.jsonl") if self.samples.exists() else ():
+            if int(file.name.partition("-")[2].partition(".")[0]) > step:
                 file.unlink()
 
-    def write_samples(self, step: int, rank: int, samples: Iterable[Mapping[str, Json]]) -> None:
+    def write_samples(
+        self,
+        step: int,
+        rank: int,
+        samples: Iterable[Mapping[str, Json]],
+        kind: Literal["step", "evaluation"] = "step",
+    ) -> None:
         """Keep what was asked, answered and rewarded.
 
         Args:
-            step: That the samples belong to.
-            rank: That writes them.
+            step: Step that the samples belong to.
+            rank: Rank that writes them.
             samples: One mapping each.
+            kind: Samples of the training step, or of the evaluation after it.
         """
         text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         with self.may_fail(self.samples):
-            write_atomically(self.samples / f"step-{step:06d}.rank-{rank}.jsonl", text)
+            write_atomically(self.samples / f"{kind}-{step:06d}.rank-{rank}.jsonl", text)
 
     @contextmanager
     def may_fail(self, what: Path) -> Iterator[None]:

@@ -93,6 +93,7 @@ def make_flow(recipe: Recipe, workflow: Workflow) -> Flow:
             "nodes", "no node trains a role or has another effect, so that nobody reads what they write: add an update"
         )
     for node in kept:
+        tracer.trace_written(node)
         tracer.check_old_log_probs(node)
     check_best_metric(recipe, kept, workflow)
     return Flow(
@@ -210,6 +211,15 @@ class _Tracer:
             self.trace(node, column, row_set)
         self.sources.setdefault(node.name, {})
         return True
+
+    def trace_written(self, node: Node) -> None:
+        """Let a node read what is written on its rows, or carried to them, for the sake of other nodes."""
+        row_set = self.row_set(node.name)
+        for column in self.specs[node.name].reads_if_written:
+            writers = [writer for writer in self.writers.get(column, []) if self.precedes(writer, node.name)]
+            is_carried = column in self.sources.get(row_set, {})
+            if writers and writers[-1] in self.needed and (self.row_set_after(writers[-1]) == row_set or is_carried):
+                self.trace(node, column, row_set)
 
     def trace(self, reader: Node, column: str, row_set: str) -> None:
         """Find where a reader gets a column, through every node that changes rows on the way."""

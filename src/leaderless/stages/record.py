@@ -1,15 +1,24 @@
-"""The stage that keeps some samples for people to look at."""
+"""The stage that keeps some samples for people to look at, and what is kept of a sample."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from leaderless.config import Json
 from leaderless.data.batch import Batch
+from leaderless.data.encode import Tokenizer
+from leaderless.rewards.pool import Graded
+from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import StageContext
-from leaderless.stages.reward import decode_responses
+from leaderless.stages.reward import decode_responses, reward_inputs
+
+MAX_RECORDED_TOKENS = 8192
+"""Tokens of a step that are kept one by one, of the first responses."""
+LOG_PROBS = {"rollout": "rollout_log_probs", "old": "old_log_probs"}
+"""Log-probs that are kept, under short names, and their columns."""
 
 
 def record(batch: Batch, context: StageContext) -> Batch:
@@ -17,7 +26,7 @@ def record(batch: Batch, context: StageContext) -> Batch:
 
     Args:
         batch: Samples, in whole groups.
-        context: Whose recipe says how many prompts.
+        context: Context of the node; its recipe says how many prompts are kept.
 
     Returns:
         The samples as they are.
@@ -29,26 +38,90 @@ def record(batch: Batch, context: StageContext) -> Batch:
     return batch
 
 
+def describe_sample(sample: RewardInput, graded: Graded, tokens: Json) -> dict[str, Json]:
+    """What is kept of any sample.
+
+    Args:
+        sample: Prompt, response and expected answer.
+        graded: What the response is worth.
+        tokens: Tokens of the response one by one; see `TokenRecorder`.
+    """
+    return {
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "answer": sample.answer,
+        "reward": graded.value,
+        "is_valid": graded.is_valid,
+        "details": dict(graded.details),
+        "is_truncated": sample.is_truncated,
+        "tokens": tokens,
+    }
+
+
+@dataclass
+class TokenRecorder:
+    """Describes tokens one by one, as long as there is room.
+
+    Attributes:
+        tokenizer: Tokenizer of the policy.
+        room: Number of tokens that may still be described.
+    """
+
+    tokenizer: Tokenizer
+    room: int = MAX_RECORDED_TOKENS
+    _texts: dict[int, str] = field(default_factory=dict)
+
+    def describe(
+        self, tokens: Sequence[int], log_probs: Mapping[str, Sequence[float]], is_sampled: Sequence[bool] | None = None
+    ) -> Json:
+        """The first tokens of a response: their texts and, by name, log-probs; `mask` where some were not sampled.
+
+        Args:
+            tokens: Token ids of all that follows the prompt.
+            log_probs: Log-probs of the sampled tokens, by name.
+            is_sampled: Mask over `tokens` that tells which of them the policy sampled; None for all.
+
+        Returns:
+            Lists of equal length, and the `total` number of tokens; None when there is no room left.
+        """
+        count = min(len(tokens), self.room)
+        if not count:
+            return None
+        self.room -= count
+        for token in set(tokens[:count]) - self._texts.keys():
+            self._texts[token] = self.tokenizer.decode([token])
+        view: dict[str, Json] = {"total": len(tokens), "text": [self._texts[token] for token in tokens[:count]]}
+        mask = [True] * len(tokens) if is_sampled is None else is_sampled
+        for name, values in log_probs.items():
+            rest = iter(values)
+            view[name] = [round(next(rest), 3) if sampled else None for sampled in mask[:count]]
+        if not all(mask[:count]):
+            view["mask"] = [int(sampled) for sampled in mask[:count]]
+        return view
+
+
 def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
-    texts = decode_responses(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe)
-    advantages = [float(row[0]) if len(row) else 0.0 for row in batch.jagged("advantages").rows()]
+    tokens = batch.jagged("tokens").to_lists()
+    texts = decode_responses(context.tokenizer, tokens, context.recipe)
+    rows = [row for row in batch.objects("rows") if isinstance(row, Mapping)]
+    configs = [context.recipe.data.train_set_of(row) for row in rows]
+    inputs = reward_inputs(configs, rows, texts, batch.dense("truncated").tolist())
+    masks = batch.jagged("response_mask").rows() if "response_mask" in batch else None
+    log_probs = {name: batch.jagged(column).rows() for name, column in LOG_PROBS.items() if column in batch}
+    recorder = TokenRecorder(context.tokenizer)
     samples: list[dict[str, Json]] = []
-    for index, row in enumerate(batch.objects("rows")):
-        assert isinstance(row, Mapping)
-        config = context.recipe.data.train_set_of(row)
-        samples.append(
-            {
-                "step": context.step,
-                "group_id": int(batch.group_ids[index]),
-                "sample_id": int(batch.ids[index]),
-                "prompt": row.get(config.prompt),
-                "response": texts[index],
-                "answer": row[config.answer] if config.answer else None,
-                "reward": float(batch.dense("rewards")[index]),
-                "is_valid": bool(batch.dense("reward_valid")[index]),
-                "details": batch.objects("reward_details")[index],
-                "advantage": advantages[index],
-                "is_truncated": bool(batch.dense("truncated")[index]),
-            }
-        )
+    for index, sample in enumerate(inputs):
+        details = batch.objects("reward_details")[index]
+        assert isinstance(details, Mapping)
+        graded = Graded(float(batch.dense("rewards")[index]), bool(batch.dense("reward_valid")[index]), details)
+        known = {name: values[index].tolist() for name, values in log_probs.items()}
+        mask = None if masks is None else masks[index].tolist()
+        advantages = batch.jagged("advantages").rows()[index]
+        place: dict[str, Json] = {
+            "step": context.step,
+            "group_id": int(batch.group_ids[index]),
+            "sample_id": int(batch.ids[index]),
+            "advantage": float(advantages[0]) if len(advantages) else 0.0,
+        }
+        samples.append(place | describe_sample(sample, graded, recorder.describe(tokens[index], known, mask)))
     return samples

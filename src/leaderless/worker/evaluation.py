@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
-from leaderless.config import Recipe
+from leaderless.config import Json, Recipe
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.errors import memory_explained
@@ -16,10 +17,13 @@ from leaderless.planner import Layout, Plan, RoleInstance
 from leaderless.rewards.pool import Graded
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.stages.context import Grader, ModelRole
+from leaderless.stages.record import TokenRecorder, describe_sample
 from leaderless.stages.reward import decode_responses, reward_inputs
 from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.scores import Scores
 
+Record = Callable[[Sequence[Mapping[str, Json]]], None]
+"""Writes samples of held-out prompts."""
 EVALUATION_SEED_OFFSET = 1 << 31
 """Recipes' seeds are smaller, so evaluation never samples with the noise of training."""
 
@@ -56,11 +60,12 @@ class Evaluator:
     tokenizer: Tokenizer
     grade: Grader
 
-    def run(self, progress: Callable[[float], None]) -> dict[str, float]:
+    def run(self, progress: Callable[[float], None], record: Record | None = None) -> dict[str, float]:
         """Evaluate. All ranks of the layout call it together.
 
         Args:
             progress: Told a fraction between 0 and 1.
+            record: Called on the first rank with the samples that are kept for people to look at.
 
         Returns:
             `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;
@@ -70,14 +75,14 @@ class Evaluator:
         rows = self.dataset.rows[: config.max_prompts].tolist()
         shard = self.layout.shard_of(process_group.rank)
         mine = rows[len(rows) * shard // self.layout.dp : len(rows) * (shard + 1) // self.layout.dp]
-        graded = self._answer(mine, progress)
+        graded = self._answer(mine, progress, record if process_group.rank == self.layout.ranks[0] else None)
         k = config.responses_per_prompt
         scores = Scores(self.recipe)
         for index in range(len(mine)):
             scores.add(graded[index * k : (index + 1) * k])
         return scores.numbers(scores.metrics.reduce(process_group))
 
-    def _answer(self, rows: Sequence[int], progress: Callable[[float], None]) -> list[Graded]:
+    def _answer(self, rows: Sequence[int], progress: Callable[[float], None], record: Record | None) -> list[Graded]:
         """The graded responses to some rows, those to one row side by side."""
         config, done = self.recipe.evaluation, 0
         k = config.responses_per_prompt
@@ -105,4 +110,16 @@ class Evaluator:
         assert data is not None
         values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
         inputs = reward_inputs([data] * len(values), values, texts, [c.is_truncated for c in completions])
-        return self.grade(inputs, [str(row[data.source]) if data.source else None for row in values])
+        graded = self.grade(inputs, [str(row[data.source]) if data.source else None for row in values])
+        if record is not None:
+            recorder = TokenRecorder(self.tokenizer)
+            sample_ids = ids.tolist()
+            kept = zip(inputs, graded, completions, strict=True)
+            record(
+                [
+                    {"sample_id": sample_ids[index], "group_id": int(batch.ids[index // k])}
+                    | describe_sample(sample, one, recorder.describe(c.tokens, {"rollout": c.log_probs}))
+                    for index, (sample, one, c) in enumerate(islice(kept, k * self.recipe.run.recorded_prompts))
+                ]
+            )
+        return graded

@@ -133,7 +133,8 @@ class Worker:
         self.parts.begin(step, "evaluate")
         if self.parts.evaluator is not None:
             with self.tracer.span("evaluate", step):
-                numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"))
+                record = partial(self.parts.directory.write_samples, step, self._rank, kind="evaluation")
+                numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"), record)
             numbers["time/evaluate"] = self.tracer.take_seconds()["evaluate"]
         return to_first_rank(evaluated_instance(self.parts.plan).layout.ranks, numbers, self.parts.transport)
 

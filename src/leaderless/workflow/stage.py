@@ -33,6 +33,7 @@ class StageSpec:
         implementation: `package.module:function` that runs it, imported by workers only.
         reads: Columns that it needs.
         writes: Columns that it adds or replaces.
+        reads_if_written: Columns that it reads where an earlier node writes them for others; no node runs for it.
         reads_if_carried: Columns that it needs besides, where a loop carries samples over from the step before.
         rows: What it does to rows.
         needs_whole_groups: All samples of a prompt must be on the same rank.
@@ -50,6 +51,7 @@ class StageSpec:
     implementation: str
     reads: Names = ()
     writes: WrittenColumns = ()
+    reads_if_written: tuple[str, ...] = ()
     reads_if_carried: tuple[str, ...] = ()
     rows: Rows = "same"
     needs_whole_groups: bool = False

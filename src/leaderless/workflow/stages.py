@@ -338,6 +338,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "record": StageSpec(
         "leaderless.stages.record:record",
         reads=("rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"),
+        reads_if_written=("response_mask", "rollout_log_probs", "old_log_probs"),
         has_effect=lambda recipe: recipe.run.recorded_prompts > 0,
         needs_whole_groups=True,
         summary="keep some samples for the report",

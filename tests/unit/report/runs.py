@@ -8,6 +8,8 @@ import random
 from html.parser import HTMLParser
 from pathlib import Path
 
+import yaml
+
 from leaderless.config import dump_recipe, load_recipe
 from leaderless.observability.report.checks import review
 from leaderless.observability.report.run_files import read_run
@@ -154,6 +156,11 @@ def sample_rows(step: int, skill: float, rng: random.Random) -> list[dict[str, o
     return rows
 
 
+def token_view(*texts: str) -> dict[str, object]:
+    """Tokens as a run records them."""
+    return {"total": len(texts), "text": list(texts), "rollout": [-0.25] * len(texts), "old": [-0.5] * len(texts)}
+
+
 class Page(HTMLParser):
     """What a browser's parser finds in a page."""
 
@@ -201,6 +208,7 @@ def spoil_with(run: Path, evil: str) -> None:
     """Put a text wherever a run directory can hold one."""
     rows = sample_rows(40, 1.0, random.Random(0))
     texts = {"prompt": evil, "response": evil, "answer": evil, "group_id": evil, "is_valid": False}
+    texts["tokens"] = token_view(evil)
     rows[0] |= {**texts, "details": {evil: {"error": evil}}}
     write_lines(run / "samples/step-000040.jsonl", rows)
     replace_metric(run, "reward/failed", lambda _: 1)
@@ -210,4 +218,4 @@ def spoil_with(run: Path, evil: str) -> None:
     plan |= {"recipe": evil, "workflow": evil, "pruned": [evil], "batch": {evil: evil}}
     plan["nodes"][0] |= {"name": evil, "run": evil, "layout": evil}
     (run / "plan.json").write_text(json.dumps(plan))
-    (run / "config.yaml").write_text(f"models:\n  policy:\n    path: {evil}\n")
+    (run / "config.yaml").write_text(yaml.safe_dump({"models": {"policy": {"path": evil}}}))

@@ -13,6 +13,7 @@ from tests.unit.report.runs import (
     EVIL,
     Page,
     metrics_row,
+    sample_rows,
     spoil_with,
     write_lines,
 )
@@ -44,9 +45,43 @@ def test_browser_draws_charts_and_samples_without_an_error(run, tmp_path):
     assert root["data-drawn-charts"] == str(num_charts)
     assert document.count('class="main-svg"') >= num_charts
     assert re.search(r'class="xtick"><text[^>]*fill: rgb\(107, 105, 99\)', document)
-    assert sum(attributes.get("class") == "sample" for _, attributes in page.elements) == 32
+    samples = page.data("sample-data")[-1]["groups"]
+    shown = sum(attributes.get("class") == "sample" for _, attributes in page.elements)
+    assert shown == sum(len(group["samples"]) for group in samples) < 32
+    assert re.search(r"× \d", page.text)
     assert "32 responses to 5 prompts" in page.text
     assert page.count("img") == 0
+
+
+@needs_browser
+def test_axis_of_a_run_of_two_steps_names_each_step_once(run, tmp_path):
+    write_lines(run / "metrics.jsonl", [metrics_row(step, 2, random.Random(0)) for step in (0, 1, 2)])
+    document = browse(write_report(run), tmp_path / "profile", is_dark=False)
+    charts = [chart for chart in document.split('class="plot')[1:] if 'class="xtick"' in chart]
+    ticks = [re.findall(r'class="xtick"><text[^>]*>([^<]*)</text>', chart) for chart in charts]
+    assert len(ticks) > 10
+    assert all(names == sorted(set(names)) for names in ticks)
+    assert {len(names) for names in ticks} <= {2, 3}
+
+
+@needs_browser
+def test_browser_shows_tokens_and_held_out_samples(run, tmp_path):
+    row = sample_rows(40, 1.0, random.Random(0))[0] | {"prompt": "held out?"}
+    view = {"total": 3, "text": ["<b>", "tool"], "rollout": [-0.25, None], "mask": [1, 0]}
+    write_lines(run / "samples/evaluation-000040.rank-0.jsonl", [row | {"tokens": view}])
+    path = write_report(run)
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    click = "document.querySelector('input[value=held-out-data]').click();"
+    click += "[...document.querySelectorAll('.sample .fold')].at(-1).click();"
+    path.write_text(text.replace("</body>", f"<script>{click}</script></body>"), encoding="utf-8")
+    document = browse(path, tmp_path / "profile", is_dark=False)
+    page = Page(document)
+    assert "data-error" not in dict(page.elements)["html"]
+    assert "held out?" in page.text
+    titles = [attributes["title"] for _, attributes in page.elements if "token" in attributes.get("class", "").split()]
+    assert titles == ['"<b>"\nrollout_log_probs -0.250 (probability 0.779)', '"tool"\nnot sampled by the policy']
+    assert "… 1 more token" in page.text
 
 
 @needs_browser

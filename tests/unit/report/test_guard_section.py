@@ -9,8 +9,8 @@ from tests.unit.report.runs import Page
 
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.report import render_report
-from leaderless.observability.report.guard_section import MAX_EVENTS
 from leaderless.observability.report.run_files import read_run
+from leaderless.observability.report.view import MAX_EVENTS
 from leaderless.observability.run_directory import RunDirectory
 
 
@@ -26,8 +26,8 @@ def write(run: Path, *events: GuardEvent) -> None:
 def test_events_are_listed_before_the_checks(run):
     write(run, event(3), event(4, value=float("nan")), event(9, "roll_back"))
     text = Page(render_report(run)).text
-    assert "Guards have spoken: 2 skipped updates, 1 roll-back." in text
-    assert text.index("Guards have spoken") < text.index("Worth a look")
+    assert "Guards have acted: 2 skipped updates, 1 roll-back." in text
+    assert text.index("Guards have acted") < text.index("Worth a look")
     assert "no finite number" in text
 
 
@@ -42,8 +42,8 @@ def test_of_many_events_the_last_are_listed(run):
     page = render_report(run)
     assert f"{MAX_EVENTS + 1} skipped updates. The last {MAX_EVENTS} are listed" in Page(page).text
     assert page.count("<td>grad_norm_limit</td>") == MAX_EVENTS
-    assert f"<td>{1000 + MAX_EVENTS}</td>" in page
-    assert "<td>1000</td>" not in page
+    assert f'<th scope="row">{1000 + MAX_EVENTS}</th>' in page
+    assert '<th scope="row">1000</th>' not in page
 
 
 def test_events_that_are_broken_are_passed_over_and_nothing_in_them_is_executed(run):
@@ -65,4 +65,4 @@ def test_restarts_and_stalls_are_listed_first(run):
     assert "rank 1 has not <moved>" in text
     assert "<moved>" not in page
     assert "9.5 s" in text
-    assert "Guards have spoken" not in text
+    assert "Guards have acted" not in text

@@ -20,8 +20,7 @@ from leaderless.config import load_recipe
 from leaderless.observability.report import render_report, write_report
 from leaderless.observability.report.curves import Series
 from leaderless.observability.report.run_files import flatten_recipe, read_run
-from leaderless.observability.report.sample_files import read_samples
-from leaderless.observability.report.samples import Judge
+from leaderless.observability.report.samples import Judge, read_samples
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "plan.json", "plan.svg", "metrics.jsonl", "samples"])
@@ -92,7 +91,7 @@ def test_last_recording_of_a_sample_wins(run):
     rows = sample_rows(40, 1.0, random.Random(0))
     write_lines(run / "samples/step-000040.jsonl", [*rows, rows[0] | {"response": "again"}])
     step = read_samples(run / "samples", Judge()).steps[-1]
-    assert [len(group.samples) for group in step.groups] == [8, 8, 8, 8]
+    assert [sum(one.count for one in group.samples) for group in step.groups] == [8, 8, 8, 8]
     assert step.groups[0].samples[0].response == "again"
 
 
@@ -165,8 +164,8 @@ def test_report_is_replaced_whole_or_not_at_all(run, monkeypatch):
     assert not [file.name for file in run.iterdir() if file.name.startswith(".")]
 
 
-def test_report_needs_nothing_but_the_standard_library_and_plotly():
+def test_report_imports_small_libraries_only():
     code = "import leaderless.observability.report, sys; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "plotly" in loaded
-    assert not {"torch", "numpy", "pydantic", "yaml"} & set(loaded)
+    assert not {"torch", "numpy", "pydantic", "transformers"} & set(loaded)

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from leaderless.observability.report.markup import format_number
 from leaderless.observability.report.run_files import RunFiles
+from leaderless.observability.report.view import format_number
 
 MAX_MISMATCH = 0.05
 """Mean |rollout_log_probs - old_log_probs| of a step; above it the engine samples from another policy."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import yaml
+
 from leaderless.observability.report.curves import Series, collect_series, duration_s, last_rows
 from leaderless.observability.report.picture import clean_svg
-from leaderless.observability.report.sample_files import Samples, read_samples
-from leaderless.observability.report.samples import Judge
+from leaderless.observability.report.samples import Judge, Samples, read_samples
 from leaderless.observability.report.untrusted import (
     as_list,
     as_mapping,
@@ -24,8 +25,8 @@ from leaderless.observability.report.untrusted import (
 
 Settings = Mapping[tuple[str, ...], str]
 """Settings of a recipe as text, by their path."""
-
-_SETTING = re.compile(r"( *)([^\s#-].*?):(?: +(.*))?")
+HELD_OUT_BYTES = 1_000_000
+"""Largest size of the samples of held-out prompts on a page, without tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class RunFiles:
         steps: Steps of `metrics.jsonl`, ascending.
         duration_s: Seconds that they took; None when no line says.
         last_logged: When `metrics.jsonl` was last written; None when it was not.
-        samples: The recorded samples that the page shows.
+        samples: Recorded samples of training that the page shows.
+        held_out: Those of held-out prompts.
         events: What guards have seen and done, in order.
         notes: What is missing or could not be read.
     """
@@ -57,6 +59,7 @@ class RunFiles:
     duration_s: float | None
     last_logged: datetime | None
     samples: Samples
+    held_out: Samples
     events: Sequence[Mapping[str, object]]
     notes: Sequence[str]
 
@@ -120,6 +123,7 @@ def read_run(directory: Path) -> RunFiles:
         notes.append("metrics.jsonl holds no step yet, so there are no curves.")
     settings = flatten_recipe(recipe_text)
     samples = read_samples(directory / "samples", judge_of(settings))
+    held_out = read_samples(directory / "samples", judge_of(settings), HELD_OUT_BYTES, "evaluation")
     if not samples.num_recorded_steps and _is_recorded(plan):
         notes.append("samples/ holds no recorded samples, so none can be shown.")
     return RunFiles(
@@ -133,30 +137,31 @@ def read_run(directory: Path) -> RunFiles:
         duration_s(rows),
         datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if rows else None,
         samples,
+        held_out,
         _read_events(directory / "events.jsonl", notes),
-        (*notes, *samples.problems),
+        (*notes, *samples.problems, *held_out.problems),
     )
 
 
 def flatten_recipe(text: str) -> dict[tuple[str, ...], str]:
-    """Settings of a recipe by their path, as `("batch", "prompts_per_step")`.
-
-    Reads the layout that a resolved recipe is saved in, one `key: value` per line with indented sections; lists are
-    passed over, as nothing on the page needs one, and so is what is not set.
+    """Settings of a recipe as text by their path, as `("batch", "prompts_per_step")`; what is not set is left out.
 
     Args:
-        text: A resolved recipe.
+        text: A resolved recipe; one that is broken has no settings.
     """
     settings: dict[tuple[str, ...], str] = {}
-    sections: list[tuple[int, str]] = []
-    for line in text.split("\n"):
-        match = _SETTING.fullmatch(line.rstrip())
-        if match is None:
-            continue
-        indent = len(match[1])
-        sections = [section for section in sections if section[0] < indent] + [(indent, _unquote(match[2]))]
-        if match[3] and match[3] != "null":
-            settings[tuple(key for _, key in sections)] = _unquote(match[3])
+
+    def walk(path: tuple[str, ...], value: object) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk((*path, str(key)), inner)
+        elif value is not None and not isinstance(value, list):
+            settings[path] = str(value)
+
+    try:
+        walk((), yaml.safe_load(text))
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
     return settings
 
 
@@ -180,17 +185,6 @@ def _number(text: str) -> float:
     except ValueError:
         number = None
     return 1.0 if number is None else number
-
-
-def _unquote(text: str) -> str:
-    if len(text) >= 2 and text[0] == text[-1] == "'":
-        return text[1:-1].replace("''", "'")
-    if len(text) >= 2 and text[0] == text[-1] == '"':
-        try:
-            return as_text(parse_json(text))
-        except ValueError:
-            return text[1:-1]
-    return text
 
 
 def _read(path: Path, content: str, notes: list[str]) -> str:

@@ -1,18 +1,38 @@
-"""Recorded samples as the page shows them."""
+"""Recorded samples as the page shows them, and which of them it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Literal
 
-from leaderless.observability.report.markup import embedded_json
-from leaderless.observability.report.untrusted import as_list, as_mapping, as_number, as_text
+from leaderless.observability.report.untrusted import (
+    as_list,
+    as_mapping,
+    as_number,
+    as_text,
+    embedded_json,
+    parse_json_lines,
+    read_text,
+)
 
+BUDGET_BYTES = 4_000_000
+"""Largest size of all samples of a kind on a page."""
+TOKEN_BUDGET_BYTES = 2_000_000
+"""Largest size of their tokens, one by one, which come on top."""
 MAX_TEXT_CHARACTERS = 20_000
 """A longer prompt, response or answer is cut."""
 MAX_ERROR_CHARACTERS = 2_000
 """A longer error of a reward is cut."""
+MAX_TOKEN_CHARACTERS = 80
+"""A longer text of a token is cut."""
+LOG_PROBS = ("rollout", "old")
+"""Log-probs of tokens, as they are recorded."""
+
+_FILE_NAME = re.compile(r"(step|evaluation)-(\d+)(?:\.rank-(\d+))?\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -48,20 +68,16 @@ class Judge:
 
 @dataclass(frozen=True)
 class Detail:
-    """What one reward said about a response: a value, or the error that it failed with."""
+    """What one reward found a response to be worth: a value, or the error that it failed with."""
 
     name: str
     value: float | None
     error: str
 
-    def to_json(self) -> dict[str, object]:
-        """JSON-able values."""
-        return {"name": self.name, "value": self.value, "error": self.error}
-
 
 @dataclass(frozen=True)
 class Sample:
-    """A response; the attributes are those of the recorded line, and `state` is what a `Judge` makes of it.
+    """A response, or several equal ones; the attributes are those of the recorded line, and `state` is a `Judge`'s.
 
     A reward that failed is None.
     """
@@ -73,18 +89,7 @@ class Sample:
     state: str
     is_truncated: bool
     details: tuple[Detail, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """JSON-able values."""
-        return {
-            "sample_id": self.sample_id,
-            "response": self.response,
-            "reward": self.reward,
-            "advantage": self.advantage,
-            "state": self.state,
-            "is_truncated": self.is_truncated,
-            "details": [detail.to_json() for detail in self.details],
-        }
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,6 @@ class Group:
     answer: str
     samples: tuple[Sample, ...]
 
-    def to_json(self) -> dict[str, object]:
-        """JSON-able values."""
-        samples = [sample.to_json() for sample in self.samples]
-        return {"group_id": self.group_id, "prompt": self.prompt, "answer": self.answer, "samples": samples}
-
 
 @dataclass(frozen=True)
 class RecordedStep:
@@ -109,36 +109,38 @@ class RecordedStep:
     Attributes:
         step: Its number.
         groups: What the page shows of it.
-        num_recorded: Samples in the files, of which the groups may hold fewer.
+        num_recorded: Number of samples in the files, of which the groups may hold fewer.
+        tokens: Tokens of responses one by one, by sample id.
     """
 
     step: int
     groups: tuple[Group, ...]
     num_recorded: int
+    tokens: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, object]:
-        """JSON-able values, as the page's script reads them."""
-        groups = [group.to_json() for group in self.groups]
-        return {"step": self.step, "groups": groups, "num_recorded": self.num_recorded}
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in the groups."""
+        return sum(sample.count for group in self.groups for sample in group.samples)
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes that it takes in the page."""
-        return _size_bytes(self.to_json())
+        """Bytes that it takes in the page, without the tokens."""
+        return _size_bytes(asdict(replace(self, tokens={})))
 
     def cut(self, limit_bytes: int) -> RecordedStep:
         """Its first groups, as many as fit; the last of them may lack responses.
 
         Args:
-            limit_bytes: What it may take in the page.
+            limit_bytes: Largest size in the page.
         """
         room = limit_bytes - replace(self, groups=()).size_bytes
         groups: list[Group] = []
         for group in self.groups:
             samples: list[Sample] = []
-            room -= _size_bytes(replace(group, samples=()).to_json()) + 1
+            room -= _size_bytes(asdict(replace(group, samples=()))) + 1
             for sample in group.samples:
-                room -= _size_bytes(sample.to_json()) + 1
+                room -= _size_bytes(asdict(sample)) + 1
                 if room >= 0:
                     samples.append(sample)
             if samples:
@@ -148,8 +150,69 @@ class RecordedStep:
         return replace(self, groups=tuple(groups))
 
 
+@dataclass(frozen=True)
+class Samples:
+    """What the page shows of one kind of files in `samples/`.
+
+    Attributes:
+        steps: The steps on the page, ascending.
+        num_recorded_steps: Number of steps that have files.
+        problems: Files and lines that could not be read.
+        budget_bytes: Largest size of the steps in the page.
+    """
+
+    steps: tuple[RecordedStep, ...] = ()
+    num_recorded_steps: int = 0
+    problems: tuple[str, ...] = ()
+    budget_bytes: int = BUDGET_BYTES
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples on the page."""
+        return sum(step.num_samples for step in self.steps)
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of samples of these steps that are not on the page."""
+        return sum(step.num_recorded for step in self.steps) - self.num_samples
+
+    @property
+    def example_error(self) -> str:
+        """The newest error of a reward, with its step and the reward's name; empty when none was recorded."""
+        for recorded in reversed(self.steps):
+            for group in recorded.groups:
+                for sample in group.samples:
+                    for detail in sample.details:
+                        if detail.error:
+                            return f"step {recorded.step}, {detail.name}: {detail.error}"
+        return ""
+
+
+def read_samples(
+    folder: Path, judge: Judge, budget_bytes: int = BUDGET_BYTES, kind: Literal["step", "evaluation"] = "step"
+) -> Samples:
+    """Read the samples of evenly spread steps, the first and the last among them, within the budget.
+
+    Args:
+        folder: `samples/` of a run directory; it may be missing.
+        judge: Tells correct from wrong.
+        budget_bytes: Largest size in the page, without tokens.
+        kind: Samples of training steps, or of evaluations after them.
+    """
+    reader = _Reader(judge, _files_by_step(folder, kind))
+    every_step = sorted(reader.files)
+    # A prompt stands in a file once per response and in the page once, so files may be larger than the budget.
+    count = _num_fitting(every_step, len(every_step), reader.file_bytes, 8 * budget_bytes)
+    count = _num_fitting(every_step, count, lambda step: reader.read(step).size_bytes, budget_bytes)
+    recorded = [reader.read(step) for step in _spread(every_step, count)]
+    if sum(one.size_bytes for one in recorded) > budget_bytes:
+        recorded = [one.cut(budget_bytes // len(recorded)) for one in recorded]
+    shown = _with_newest_tokens(recorded)
+    return Samples(tuple(shown), len(every_step), tuple(reader.problems), budget_bytes)
+
+
 def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> RecordedStep:
-    """The samples of a step, each prompt once with all its responses.
+    """The samples of a step: each prompt once with all its responses, equal responses once with their number.
 
     Args:
         step: Its number.
@@ -157,18 +220,95 @@ def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> 
         judge: Tells correct from wrong.
     """
     last = {as_text(row.get("sample_id")) or f"line {line}": row for line, row in enumerate(rows)}
-    groups: dict[tuple[str, str, str], list[Sample]] = {}
+    groups: dict[tuple[str, str, str], dict[Sample, Sample]] = {}
+    tokens: dict[str, Mapping[str, object]] = {}
     for row in last.values():
         key = (as_text(row.get("group_id")), _prompt_text(row.get("prompt")), as_text(row.get("answer")))
-        groups.setdefault(key, []).append(_sample(row, judge))
+        alike = groups.setdefault(key, {})
+        sample = _sample(row, judge)
+        what = replace(sample, sample_id="")
+        if what in alike:
+            alike[what] = replace(alike[what], count=alike[what].count + 1)
+        else:
+            alike[what] = sample
+            if recorded := _tokens(as_mapping(row.get("tokens"))):
+                tokens[sample.sample_id] = recorded
     return RecordedStep(
         step,
         tuple(
-            Group(group_id, _clip(prompt), _clip(answer), tuple(samples))
-            for (group_id, prompt, answer), samples in groups.items()
+            Group(group_id, _clip(prompt), _clip(answer), tuple(alike.values()))
+            for (group_id, prompt, answer), alike in groups.items()
         ),
-        num_recorded=len(last),
+        len(last),
+        tokens,
     )
+
+
+@dataclass
+class _Reader:
+    """Reads each step once."""
+
+    judge: Judge
+    files: Mapping[int, Sequence[Path]]
+    problems: list[str] = field(default_factory=list)
+    _steps: dict[int, RecordedStep] = field(default_factory=dict)
+
+    def file_bytes(self, step: int) -> int:
+        return sum(path.stat().st_size for path in self.files[step])
+
+    def read(self, step: int) -> RecordedStep:
+        if step not in self._steps:
+            rows = [row for path in self.files[step] for row in self._rows(path)]
+            self._steps[step] = read_step(step, rows, self.judge)
+        return self._steps[step]
+
+    def _rows(self, path: Path) -> list[Mapping[str, object]]:
+        name = f"samples/{path.name}"
+        try:
+            rows, num_broken = parse_json_lines(read_text(path))
+        except OSError as error:
+            self.problems.append(f"{name} cannot be read: {error.strerror}.")
+            return []
+        if num_broken:
+            self.problems.append(f"{name}: {num_broken} lines are no JSON objects and were passed over.")
+        return rows
+
+
+def _files_by_step(folder: Path, kind: str) -> dict[int, list[Path]]:
+    found: list[tuple[int, int, Path]] = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _FILE_NAME.fullmatch(path.name)
+        if match and match[1] == kind and path.is_file():
+            found.append((int(match[2]), int(match[3] or -1), path))
+    files: dict[int, list[Path]] = {}
+    for step, _, path in sorted(found):
+        files.setdefault(step, []).append(path)
+    return files
+
+
+def _num_fitting(steps: Sequence[int], count: int, size_of: Callable[[int], int], limit: int) -> int:
+    """How many evenly spread steps, at most `count`, fit into the limit; never fewer than the first and the last."""
+    while count > 2 and (total := sum(map(size_of, _spread(steps, count)))) > limit:
+        count = max(2, min(count - 1, count * limit // total))
+    return count
+
+
+def _spread(steps: Sequence[int], count: int) -> Sequence[int]:
+    """A number of steps, evenly spread from the first to the last."""
+    if count == len(steps):
+        return steps
+    return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
+
+
+def _with_newest_tokens(steps: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
+    """Steps without the tokens that do not fit, those of the first steps before others."""
+    room, kept = TOKEN_BUDGET_BYTES, []
+    for step in reversed(steps):
+        on_page = {sample.sample_id for group in step.groups for sample in group.samples}
+        tokens = {name: view for name, view in step.tokens.items() if name in on_page}
+        room -= _size_bytes(tokens)
+        kept.append(replace(step, tokens=tokens if room >= 0 else {}))
+    return kept[::-1]
 
 
 def _prompt_text(prompt: object) -> str:
@@ -195,6 +335,14 @@ def _sample(row: Mapping[str, object], judge: Judge) -> Sample:
             for name, detail in details.items()
         ),
     )
+
+
+def _tokens(view: Mapping[str, object]) -> Mapping[str, object]:
+    """Recorded tokens in a shape that the page can rely on; empty where they have another one."""
+    texts = [as_text(text)[:MAX_TOKEN_CHARACTERS] for text in as_list(view.get("text"))]
+    numbers = {name: list(map(as_number, as_list(view.get(name)))) for name in (*LOG_PROBS, "mask")}
+    known = {name: values for name, values in numbers.items() if len(values) == len(texts)}
+    return {"text": texts, "total": as_number(view.get("total")), **known} if texts and known else {}
 
 
 def _clip(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:

@@ -62,6 +62,16 @@ def parse_json_lines(text: str) -> tuple[list[Mapping[str, object]], int]:
     return rows, num_broken
 
 
+def embedded_json(value: object) -> str:
+    """Compact JSON without a character that means something to an HTML parser.
+
+    Args:
+        value: JSON-able, without NaN or infinity.
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
 def as_mapping(value: object) -> Mapping[str, object]:
     """The value if it is a JSON object, else an empty one.
 

@@ -125,6 +125,14 @@
     };
   }
 
+  // Ticks at whole steps, however few there are: Plotly would write 1.5 as 2.
+  function stepAxis(chart) {
+    const traces = chart.data.kind === "stack" ? [chart.data] : chart.data.traces;
+    const steps = traces.flatMap((trace) => trace.steps);
+    const [first, last] = zoom || [steps.reduce((a, b) => Math.min(a, b), Infinity), steps.reduce((a, b) => Math.max(a, b), -Infinity)];
+    return last - first < 6 ? { tick0: 0, dtick: 1 } : { nticks: 6 };
+  }
+
   function layout(chart) {
     const { data } = chart;
     const text = color("--ink-faint");
@@ -150,7 +158,7 @@
         tickformat: ",d",
         hoverformat: ",d",
         unifiedhovertitle: { text: "step %{x}" },
-        nticks: 6,
+        ...stepAxis(chart),
         ...(zoom ? { range: zoom, autorange: false } : { autorange: true }),
       },
       yaxis: {

@@ -1,8 +1,11 @@
 // The browser of samples. All text from the run goes in through textContent and never as HTML.
 "use strict";
 {
-  const steps = JSON.parse(document.getElementById("sample-data").textContent);
   const byId = (id) => document.getElementById(id);
+  const kinds = Object.fromEntries(
+    ["sample-data", "held-out-data"].map((id) => [id, JSON.parse(byId(id).textContent)]),
+  );
+  let steps = kinds["sample-data"].length ? kinds["sample-data"] : kinds["held-out-data"];
   const range = byId("step-range");
   const list = byId("groups");
   const GROUPS_PER_PAGE = 24;
@@ -21,6 +24,7 @@
   const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(3);
   const number = (value) => (value === null ? "–" : String(Number(value.toPrecision(4))));
   const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+  const numberOf = (samples) => samples.reduce((sum, sample) => sum + sample.count, 0);
   const holds = (text) => text.toLowerCase().includes(query);
 
   // The text with what was searched for marked.
@@ -69,12 +73,12 @@
 
   function groupHeader(group) {
     const valid = group.samples.filter((sample) => sample.state !== "failed");
-    const rewards = valid.map((sample) => sample.reward);
+    const total = valid.reduce((sum, sample) => sum + sample.count * sample.reward, 0);
     const facts = [];
     const fact = (name, value) => facts.push(make("span", "", `${name} `, make("b", "", ...value)));
     if (group.answer) fact("expected", marked(group.answer));
-    fact("correct", [`${valid.filter((sample) => sample.state === "correct").length} of ${group.samples.length}`]);
-    if (rewards.length) fact("mean reward", [number(rewards.reduce((a, b) => a + b, 0) / rewards.length)]);
+    fact("correct", [`${numberOf(valid.filter((sample) => sample.state === "correct"))} of ${numberOf(group.samples)}`]);
+    if (valid.length) fact("mean reward", [number(total / numberOf(valid))]);
     if (group.samples.every((sample) => sample.advantage === 0)) {
       facts.push(make("span", "", "no signal: these responses change no weight"));
     }
@@ -82,8 +86,53 @@
     return make("header", "", ...foldable(group.prompt, "prompt"), make("div", "summary", ...facts));
   }
 
+  // Tokens one by one: the darker, the less probable.
+  function tokenView(tokens) {
+    const view = make("div", "text tokens");
+    const name = tokens.old ? "old" : "rollout";
+    const marks = tokens.text.map((text, index) => {
+      const node = make("span", "token", text === "\n" ? "⏎\n" : text);
+      const logProb = tokens[name] ? tokens[name][index] : null;
+      const isMasked = Boolean(tokens.mask && !tokens.mask[index]);
+      if (isMasked) node.classList.add("masked");
+      else if (logProb !== null) node.style.setProperty("--shade", `${Math.round(70 * (1 - Math.exp(logProb)))}%`);
+      const lines = [JSON.stringify(text), isMasked ? "not sampled by the policy" : ""];
+      for (const one of ["rollout", "old"]) {
+        const value = tokens[one] ? tokens[one][index] : null;
+        if (value !== null) lines.push(`${one}_log_probs ${value.toFixed(3)} (probability ${Math.exp(value).toPrecision(3)})`);
+      }
+      node.title = lines.filter(Boolean).join("\n");
+      return node;
+    });
+    view.append(...marks);
+    if (tokens.total > marks.length) view.append(make("span", "note", ` … ${counted(tokens.total - marks.length, "more token")}`));
+    return view;
+  }
+
+  function responseCell(sample) {
+    const cell = make("div", "", ...foldable(sample.response, "response"));
+    const tokens = steps[position].tokens[sample.sample_id];
+    if (!tokens) return cell;
+    const plain = [...cell.childNodes];
+    const button = make("button", "fold", "Tokens");
+    button.type = "button";
+    button.setAttribute("aria-pressed", "false");
+    button.addEventListener("click", () => {
+      const showsTokens = button.getAttribute("aria-pressed") === "false";
+      button.setAttribute("aria-pressed", String(showsTokens));
+      cell.replaceChildren(...(showsTokens ? [tokenView(tokens)] : plain), button);
+    });
+    cell.append(button);
+    return cell;
+  }
+
   function sampleRow(sample) {
     const tags = make("div", "tags", make("span", `tag ${sample.state}`, sample.state));
+    if (sample.count > 1) {
+      const times = make("span", "tag count", `× ${sample.count}`);
+      times.title = `${sample.count} equal responses`;
+      tags.append(times);
+    }
     if (sample.is_truncated) tags.append(make("span", "tag cut", "cut"));
     const verdict = make("div", "verdict", tags);
     const line = (name, value) => verdict.append(make("div", "", `${name} `, make("b", "", value)));
@@ -96,7 +145,7 @@
     for (const detail of sample.details.filter((one) => one.error)) {
       verdict.append(make("div", "error", `${detail.name}: `, ...marked(detail.error)));
     }
-    return make("div", "sample", verdict, make("div", "", ...foldable(sample.response, "response")));
+    return make("div", "sample", verdict, responseCell(sample));
   }
 
   function showElsewhere() {
@@ -121,8 +170,8 @@
     byId("step-output").value = String(recorded.step);
     byId("step-back").disabled = position === 0;
     byId("step-forward").disabled = position === steps.length - 1;
-    const total = recorded.groups.reduce((sum, group) => sum + group.samples.length, 0);
-    const found = matches.reduce((sum, match) => sum + match.samples.length, 0);
+    const total = recorded.groups.reduce((sum, group) => sum + numberOf(group.samples), 0);
+    const found = matches.reduce((sum, match) => sum + numberOf(match.samples), 0);
     const shownOf = found === total ? "" : `${found.toLocaleString("en")} of `;
     const more = recorded.num_recorded > total ? `; ${recorded.num_recorded - total} more are in samples/` : "";
     byId("found").textContent = `${shownOf}${counted(total, "response")} to ${counted(matches.length, "prompt")}${more}`;
@@ -135,6 +184,7 @@
   }
 
   function goTo(index) {
+    range.max = String(steps.length - 1);
     position = Math.min(Math.max(index, 0), steps.length - 1);
     numShown = GROUPS_PER_PAGE;
     render();
@@ -147,7 +197,15 @@
 
   if (steps.length) {
     byId("browser").hidden = false;
-    range.max = String(steps.length - 1);
+    byId("kinds").hidden = !Object.values(kinds).every((kind) => kind.length);
+    const kindButtons = document.querySelectorAll("input[name=kind]");
+    const choose = (kind) => {
+      const step = steps[position].step;
+      steps = kinds[kind];
+      for (const radio of kindButtons) radio.checked = radio.value === kind;
+      goTo(nearest(step));
+    };
+    for (const radio of kindButtons) radio.addEventListener("change", () => choose(radio.value));
     range.addEventListener("input", () => goTo(Number(range.value)));
     byId("step-back").addEventListener("click", () => goTo(position - 1));
     byId("step-forward").addEventListener("click", () => goTo(position + 1));

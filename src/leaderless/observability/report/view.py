@@ -1,0 +1,365 @@
+"""What the templates of the page show of a run, as plain values."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from leaderless.observability.report.catalogue import TIME_PATTERN, Chart, Unit, charts_of
+from leaderless.observability.report.curves import MAX_POINTS, Series, mean_per_run, thin
+from leaderless.observability.report.run_files import RunFiles
+from leaderless.observability.report.untrusted import as_list, as_mapping, as_number, as_step, as_text
+
+MAX_EVENTS = 40
+"""Events of a kind that are listed, the last ones."""
+MAX_STACK_POINTS = 400
+"""Points of the stacked picture of seconds; longer runs show means."""
+MAX_STACK_PARTS = 8
+"""Parts of that picture, as many as there are colors."""
+OUTSIDE_STEP = frozenset({"evaluate", "checkpoint"})
+"""What a worker does between steps; `time/step` does not hold it."""
+_FAILURES = {"restart": "started again", "stall": "nothing moved", "resumed": "back at work"}
+_ACTIONS = {"warn": "warning", "skip": "skipped update", "roll_back": "roll-back", "stop": "stop"}
+
+
+class Figure(NamedTuple):
+    """A number that helps to sum a run up."""
+
+    label: str
+    value: str
+    detail: str
+
+
+class Card(NamedTuple):
+    """A chart on the page: `identifier` is the id of the element that it is drawn in, `shown` its values in short."""
+
+    identifier: str
+    title: str
+    shown: str
+    explanation: str
+    described: str
+
+
+class Part(NamedTuple):
+    """What takes time in a step."""
+
+    name: str
+    median: str
+    longest: str
+    num_times: int
+    share: float
+
+
+class Charts(NamedTuple):
+    """Cards under headings, notes below them, and what the page's script draws, by identifier."""
+
+    groups: Sequence[tuple[str, Sequence[Card]]]
+    notes: Sequence[str]
+    data: Mapping[str, object]
+
+
+class Events(NamedTuple):
+    """A table of events and a sentence that sums it up; without rows there were none."""
+
+    summary: str
+    rows: Sequence[Sequence[str]]
+
+
+def facts(run: RunFiles) -> dict[str, str]:
+    """Workflow, models, ranks and time, as far as they are known.
+
+    Args:
+        run: What was read of the run.
+    """
+    models = list(dict.fromkeys(run.models.values()))
+    known = {
+        "Workflow": run.workflow,
+        "Model": models[0] if len(models) == 1 else ", ".join(f"{role} {path}" for role, path in run.models.items()),
+        "World size": as_text(run.plan.get("world_size")),
+        "Seed": run.settings.get(("seed",), ""),
+        "Last step logged": f"{run.last_logged:%Y-%m-%d %H:%M} UTC" if run.last_logged else "",
+    }
+    return {term: value for term, value in known.items() if value}
+
+
+def figures(run: RunFiles) -> Iterator[Figure]:
+    """The few figures that sum a run up.
+
+    Args:
+        run: What was read of the run.
+    """
+    accuracies = run.matching("evaluation/mean@*", "evaluation/pass@*", "evaluation/maj@*")
+    for name in list(accuracies)[:1]:
+        yield from _change(f"Held-out {name.removeprefix('evaluation/')}", accuracies[name], "share")
+    yield from _change("Reward", run.series.get("reward/mean"), "number")
+    if "reward/mean" not in run.series:
+        yield from _change("Loss", run.series.get("policy/loss"), "number")
+    yield from _change("Response length, tokens", run.series.get("rollout/response_tokens"), "number")
+    if run.steps:
+        yield Figure("Last step", f"{run.steps[-1]:,}", f"of {run.planned_steps} planned" if run.planned_steps else "")
+    if run.duration_s is not None:
+        seconds = _median(run.series.get("time/step"))
+        pace = f"{format_number(seconds)} s per step, median" if seconds else ""
+        yield Figure("Duration", format_duration(run.duration_s), pace)
+    speed = _median(run.series.get("throughput/tokens_per_s"))
+    if speed is not None:
+        yield Figure("Tokens per second", f"{speed:,.0f}", "median of the run")
+
+
+def failures(run: RunFiles) -> Events:
+    """Failures, stalls and restarts.
+
+    Args:
+        run: What was read of the run.
+    """
+    events = [event for event in run.events if as_text(event.get("event")) in _FAILURES]
+    lost = sum(int(as_number(event.get("lost_steps")) or 0) for event in events)
+    count = sum(event.get("event") == "restart" for event in events)
+    summary = f"Workers were started again {count} time{'s' * (count != 1)}; {lost} steps had to be done again."
+    rows = [
+        (
+            as_text(event.get("time"))[:19].replace("T", " "),
+            _FAILURES[as_text(event.get("event"))],
+            as_text(as_step(event.get("rank"))),
+            as_text(event.get("cause")),
+            as_text(as_step(event.get("from_step"))),
+            "" if (seconds := as_number(event.get("seconds"))) is None else f"{format_number(seconds)} s",
+        )
+        for event in events[-MAX_EVENTS:]
+    ]
+    return Events(summary, rows)
+
+
+def guards(run: RunFiles) -> Events:
+    """What guards have seen and done.
+
+    Args:
+        run: What was read of the run.
+    """
+    events = [event for event in run.events if event.get("event") == "guard"]
+    actions = Counter(as_text(event.get("action")) for event in events)
+    counts = ", ".join(f"{actions[a]} {noun}" + "s" * (actions[a] > 1) for a, noun in _ACTIONS.items() if actions[a])
+    left_out = f" The last {MAX_EVENTS} are listed; all are in events.jsonl." if len(events) > MAX_EVENTS else ""
+    rows = [
+        (
+            as_text(as_step(event.get("step"))),
+            as_text(event.get("guard")),
+            "no finite number" if (value := as_number(event.get("value"))) is None else format_number(value),
+            "" if (limit := as_number(event.get("limit"))) is None else format_number(limit),
+            as_text(event.get("node")),
+            as_text(event.get("action")),
+        )
+        for event in events[-MAX_EVENTS:]
+    ]
+    return Events(f"Guards have acted: {counts}.{left_out}", rows)
+
+
+def curves(run: RunFiles) -> Charts:
+    """All curves, grouped.
+
+    Args:
+        run: What was read of the run.
+    """
+    found, num_left_out = charts_of(run)
+    data: dict[str, object] = {}
+    groups: list[tuple[str, Sequence[Card]]] = []
+    for group in found:
+        cards = []
+        for chart in group.charts:
+            identifier = f"chart-{len(data)}"
+            data[identifier] = _curve_data(chart)
+            cards.append(_curve_card(identifier, chart))
+        groups.append((group.title, cards))
+    notes = []
+    if max((len(one.steps) for one in run.series.values()), default=0) > MAX_POINTS:
+        notes.append(f"Curves of more than {MAX_POINTS:,} points are thinned; the lowest and highest values are kept.")
+    if num_left_out:
+        notes.append(f"{num_left_out} more metrics are in metrics.jsonl and are not drawn here.")
+    return Charts(groups, notes, data)
+
+
+def times(run: RunFiles) -> tuple[Charts, Sequence[Part]]:
+    """Where the seconds of a step go: a stacked picture over the steps, and a table.
+
+    Args:
+        run: What was read of the run.
+    """
+    parts = {name.removeprefix("time/"): one for name, one in run.matching(TIME_PATTERN).items()}
+    whole = parts.pop("step", None)
+    if not parts and whole is None:
+        return Charts((), (), {}), ()
+    chains = as_mapping(run.plan.get("chains")).values()
+    planned = list(dict.fromkeys(as_text(action) for chain in chains for action in as_list(chain)))
+    order = sorted(parts, key=lambda name: (planned.index(name) if name in planned else len(planned), name))
+    ordered = {name: parts[name] for name in order}
+    every = ordered if whole is None else {**ordered, "step": whole}
+    steps, means = mean_per_run(every, MAX_STACK_POINTS)
+    total = means.pop("step", None)
+    data = {
+        "kind": "stack",
+        "steps": steps,
+        "parts": [{"name": name, "values": _rounded(values)} for name, values in _stacked(means).items()],
+        "total": None if total is None else _rounded(total),
+    }
+    explanation = (
+        "Stacked by what a rank does. The line is the whole step; evaluation and checkpoints come on top of it, "
+        "and what different ranks do at the same time is stacked too."
+    )
+    if len({step for one in every.values() for step in one.steps}) > MAX_STACK_POINTS:
+        explanation += " Each point is a mean over neighboring steps."
+    shown = "" if whole is None else f"whole step {_first_and_last(whole, 'number')} s"
+    described = f"Stacked seconds per step of {', '.join(ordered) or 'the whole step'}"
+    card = Card("chart-time", "Seconds per step", shown, explanation, described)
+    return Charts([("", [card])], (), {card.identifier: data}), _time_table(ordered, whole)
+
+
+def format_number(value: float) -> str:
+    """A number for a reader, four digits of it.
+
+    Args:
+        value: A finite number.
+    """
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.2e}"
+
+
+def format_bytes(value: object) -> str:
+    """A size for a reader; a dash for what is no number.
+
+    Args:
+        value: Number of bytes.
+    """
+    number = as_number(value)
+    if number is None:
+        return "–"
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if number < 1023.5:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.1f} {unit}" if number < 10 and unit != "B" else f"{number:,.0f} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """A time span for a reader.
+
+    Args:
+        seconds: Length of the span, at least 0.
+    """
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _format(value: float, unit: Unit) -> str:
+    return f"{value:.1%}" if unit == "share" else format_number(value)
+
+
+def _median(series: Series | None) -> float | None:
+    return statistics.median(value for _, value in series.finite) if series and series.finite else None
+
+
+def _change(label: str, series: Series | None, unit: Unit) -> Iterator[Figure]:
+    """The last value of a metric and its change since the first."""
+    if series is None or not series.finite:
+        return
+    (first_step, first), (_, last) = series.finite[0], series.finite[-1]
+    since = f"since step {first_step} ({_format(first, unit)})"
+    if len(series.finite) == 1:
+        since = f"at step {first_step}, the only value"
+    elif unit == "share":
+        since = f"{100 * (last - first):+.1f} points {since}"
+    else:
+        since = f"{'+' if last >= first else '−'}{format_number(abs(last - first))} {since}"
+    yield Figure(label, _format(last, unit), since)
+
+
+def _first_and_last(series: Series, unit: Unit) -> str:
+    if not series.finite:
+        return "no finite value"
+    first, last = _format(series.finite[0][1], unit), _format(series.finite[-1][1], unit)
+    return last if len(series.finite) == 1 else f"{first} → {last}"
+
+
+def _stacked(means: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The parts that take most, one color each, and all others together."""
+    largest = sorted(means, key=lambda name: -sum(means[name]))[: MAX_STACK_PARTS - 1]
+    others = [name for name in means if name not in largest]
+    if len(others) < 2:
+        return dict(means)
+    stacked = {name: values for name, values in means.items() if name in largest}
+    together = [sum(values) for values in zip(*(means[name] for name in others), strict=True)]
+    return stacked | {f"{len(others)} others": together}
+
+
+def _curve_data(chart: Chart) -> dict[str, object]:
+    band = None
+    if chart.band is not None:
+        center, half = next(iter(chart.series.values())), dict(chart.band.finite)
+        edges = [(step, value, half[step]) for step, value in center.finite if step in half]
+        steps = tuple(step for step, _, _ in edges)
+        low, high = Series(steps, tuple(v - h for _, v, h in edges)), Series(steps, tuple(v + h for _, v, h in edges))
+        band = {"low": _trace("low", low), "high": _trace("high", high)}
+    return {
+        "kind": "curves",
+        "unit": chart.topic.unit,
+        "is_log": chart.topic.is_log,
+        "traces": [_trace(name, one) for name, one in zip(_labels(chart), chart.series.values(), strict=True)],
+        "band": band,
+    }
+
+
+def _labels(chart: Chart) -> Sequence[str]:
+    """The last parts of the names of metrics, if that tells them apart."""
+    short = [name.rpartition("/")[2] for name in chart.series]
+    return short if len(set(short)) == len(short) else list(chart.series)
+
+
+def _trace(name: str, series: Series) -> dict[str, object]:
+    thinned = thin(series)
+    return {"name": name, "steps": list(thinned.steps), "values": _rounded(thinned.values)}
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    """Six digits are more than a screen shows."""
+    return [None if value is None else float(f"{value:.6g}") for value in values]
+
+
+def _curve_card(identifier: str, chart: Chart) -> Card:
+    unit, series = chart.topic.unit, chart.series
+    if len(series) == 1:
+        shown = _first_and_last(next(iter(series.values())), unit)
+    else:
+        last = [_format(one.finite[-1][1], unit) if one.finite else "–" for one in series.values()]
+        shown = ", ".join(f"{label} {value}" for label, value in zip(_labels(chart), last, strict=True))
+    described = "; ".join(_described(name, one) for name, one in series.items())
+    explanation = chart.topic.explanation or next(iter(series))
+    return Card(identifier, chart.topic.title, shown, explanation, f"{chart.topic.title} over steps: {described}")
+
+
+def _described(name: str, series: Series) -> str:
+    if not series.finite:
+        return f"{name} has no finite value"
+    (first_step, first), (last_step, last) = series.finite[0], series.finite[-1]
+    low, high = min(value for _, value in series.finite), max(value for _, value in series.finite)
+    return (
+        f"{name} from {format_number(first)} at step {first_step} to {format_number(last)} at step {last_step}, "
+        f"lowest {format_number(low)}, highest {format_number(high)}"
+    )
+
+
+def _time_table(parts: Mapping[str, Series], whole: Series | None) -> Sequence[Part]:
+    totals = {name: sum(value for _, value in one.finite) for name, one in parts.items()}
+    on_top = sum(total for name, total in totals.items() if name in OUTSIDE_STEP)
+    all_seconds = on_top + sum(value for _, value in whole.finite) if whole else sum(totals.values())
+    rows = []
+    for name in sorted(parts, key=lambda name: -totals[name]):
+        values = [value for _, value in parts[name].finite] or [0.0]
+        share = totals[name] / all_seconds if all_seconds > 0 else 0.0
+        median, longest = format_number(statistics.median(values)), format_number(max(values))
+        rows.append(Part(name, median, longest, len(parts[name].finite), share))
+    return rows
