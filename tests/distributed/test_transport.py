@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +22,9 @@ from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import Dataloader
 from leaderless.data.dataset import open_dataset
 from leaderless.data.encode import RowEncoder
+from leaderless.data.errors import CollectiveError
 from leaderless.data.sources import open_source
-from leaderless.data.transport import Transport
+from leaderless.data.transport import ProcessGroup, Transport
 
 
 def talk() -> None:
@@ -65,6 +71,68 @@ def test_long_messages_travel_in_pieces(ranks: RankPool) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_understand_each_other(ranks: RankPool, world_size: int) -> None:
     ranks.run(world_size, talk)
+
+
+def first_messages() -> list[str]:
+    """What a rank does with tensors of payload, from the making of process groups to an exchange."""
+    seen: list[str] = []
+
+    def watch(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(first: object, *args: object, **options: Any) -> object:
+            if not isinstance(first, torch.Tensor) or first.dtype == torch.float32:
+                seen.append(f"{name} {dist.get_world_size(options.get('group')) if name == 'all_reduce' else ''}")
+            return function(first, *args, **options)
+
+        return call
+
+    names = ("all_reduce", "batch_isend_irecv")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(dist, name, watch(name, getattr(dist, name))))
+        whole = Transport(torch.device("cpu"), timeout_s=20)
+        for members in ((0, 1), (1, 2), (0, 1)):
+            whole.add_process_group(members)
+        others = {other: torch.zeros(3, dtype=torch.uint8) for other in whole.world.ranks if other != whole.rank}
+        whole.world.exchange(others, sorted(others), "x")
+    return seen
+
+
+def test_the_first_message_of_a_process_group_is_one_of_all_its_ranks(ranks: RankPool) -> None:
+    first, second, third = ranks.run(3, first_messages)
+    sent = ["batch_isend_irecv "] * 2
+    assert first == third == ["all_reduce 3", "all_reduce 2", *sent]
+    assert second == ["all_reduce 3", "all_reduce 2", "all_reduce 2", *sent]
+
+
+class Never:
+    """An exchange on an accelerator that does not end; `wait` only queues, as NCCL's does."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        pass
+
+
+def wait_for_an_accelerator() -> tuple[str, float]:
+    """The error of rank 0, which waits for one that has nothing to say, and how long it took."""
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return "", 0.0
+    begin = time.monotonic()
+    device = torch.device("meta")  # any that is not the CPU
+    process_group = ProcessGroup((0, 1), 0, payload_device=device, timeout_s=0.5)
+    try:
+        process_group._finish(transport._RoundUnderWay([cast("dist.Work", Never())], [], []), "rows")
+    except CollectiveError as error:
+        return str(error), time.monotonic() - begin
+    return "", 0.0
+
+
+def test_an_exchange_that_never_ends_names_who_is_missing_before_the_backend_gives_up(ranks: RankPool) -> None:
+    (message, seconds), _ = ranks.run(2, wait_for_an_accelerator)
+    assert "rank 0 waited for rows with ranks [1]; nothing is heard of rank 1" in message
+    assert 0.45 <= seconds < 0.5 + transport.ROLL_CALL_S + 0.5
 
 
 def read_dataset(path: str, max_prompt_tokens: int) -> tuple[list[int], list[int]]:

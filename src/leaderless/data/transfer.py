@@ -119,7 +119,7 @@ class Transfer:
         headers = self._exchange_lengths()
         kept = self._kept()
         arriving = [] if self.mine is None or kept is not None else self._allocate(self.mine, headers)
-        self.process_group.stream(self._rounds(arriving), self.what)
+        self.process_group.exchange_rounds(self._rounds(arriving), self.what)
         if self.mine is None or kept is not None:
             return kept
         rows = arriving[0].batch()
@@ -154,7 +154,7 @@ class Transfer:
                 for sender, (origin, _) in self.received.items()
                 if (origin != sender) == is_passed_on
             ]
-            self.process_group.stream([(sent, received)], self.what)
+            self.process_group.exchange_rounds([(sent, received)], self.what)
             sent = [(peer, as_bytes[sender]) for sender, peer in self.passed_on]
         return headers
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other: small agreed numbers, and bytes from peer to peer.
+"""How ranks communicate: small numbers that all agree on, and bytes from peer to peer.
 
 Every wait has the deadline that the run gave its process groups, and an error says which rank waited for what. Nothing
 is pickled.
@@ -7,6 +7,7 @@ is pickled.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import socket
 import time
@@ -29,12 +30,16 @@ from leaderless.planner import format_ranks
 MESSAGE_CHUNK_BYTES = 1 << 28
 """Longer messages travel in pieces of this size."""
 ROLL_CALL_S = 1.0
-"""How long ranks that give up waiting hear from each other, to tell who is missing."""
+"""Time that ranks that give up waiting have to report it, so that the missing ones can be named."""
 ROUNDS_AHEAD = 2
-"""Rounds of a stream that are under way at a time: one is filled while another travels."""
+"""Rounds of an exchange that are under way at a time: one is filled while another travels."""
+POLL_S = 0.0002
+"""Pause between two looks at whether an accelerator has finished an exchange."""
+DEADLINE_SHARE = 0.9
+"""Part of the timeout after which a rank gives up waiting for an accelerator: before the backend ends the process."""
 
 Round = tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]
-"""What a rank sends and receives at a time, by peer: uint8 in host memory, that of `received` filled in place."""
+"""What a rank sends and receives at a time, by peer: uint8 in host memory; `received` is filled in place."""
 
 
 @dataclass
@@ -52,11 +57,12 @@ class ProcessGroup:
     Attributes:
         ranks: Ascending, as numbered in the whole run.
         rank: This process, as numbered in the whole run.
-        handle: The process group; None stands for all ranks.
-        payload_device: Where the backend wants bytes that travel.
-        traffic: What this rank has sent and received through `exchange` and `stream`.
-        hosts: The machine of each rank, as a number; ranks that are not named are on machines of their own.
-        activity: Told when this rank waits for others.
+        handle: Process group of torch; None stands for all ranks.
+        payload_device: Device from and to which the backend moves payload.
+        traffic: Bytes that this rank has sent and received through `exchange` and `exchange_rounds`.
+        hosts: Number of each rank's machine; ranks that are not named are on machines of their own.
+        activity: Record of when this rank waits for others.
+        timeout_s: Longest wait for an exchange on an accelerator.
     """
 
     ranks: tuple[int, ...]
@@ -66,11 +72,26 @@ class ProcessGroup:
     traffic: Traffic = field(default_factory=Traffic)
     hosts: Mapping[int, int] = field(default_factory=dict)
     activity: Activity = field(default_factory=Activity)
+    timeout_s: float = math.inf
+    _staging: _Staging = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._staging = _Staging(self.payload_device)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def warm_up(self) -> None:
+        """Connect all ranks through the backend that moves payload. All of them call it together.
+
+        With NCCL the first use of a process group must be a collective of all its ranks: an exchange, in which some
+        may have nothing to do, would hang.
+        """
+        if self.size > 1:
+            with self._waiting("the first message of a process group"):
+                dist.all_reduce(torch.zeros(1, device=self.payload_device), group=self.handle)
 
     def sum(self, values: Tensor, what: str) -> Tensor:
         """The sum over all ranks, the same on each.
@@ -168,19 +189,19 @@ class ProcessGroup:
             lengths = {receiver: torch.tensor([message.numel()]) for receiver, message in messages.items()}
             self._transfer(lengths, sizes)
             received = {sender: torch.empty(int(size), dtype=torch.uint8) for sender, size in sizes.items()}
-            self.stream([(_in_pieces(messages), _in_pieces(received))], what)
+            self.exchange_rounds([(_in_pieces(messages), _in_pieces(received))], what)
         return received
 
-    def stream(self, rounds: Iterable[Round], what: str) -> None:
+    def exchange_rounds(self, rounds: Iterable[Round], what: str) -> None:
         """Send bytes to some ranks and receive from some, directly, where both sides know how many.
 
-        The next round is asked for while the last one travels; at that time all rounds before the last are done.
+        The next round is prepared while the last one travels; all rounds before the last are done by then.
 
         Args:
-            rounds: What this rank has to do with each peer must be, round by round, what the peer has to do with it.
-            what: What is waited for, for the error.
+            rounds: Messages of this rank, round by round; each peer has the matching ones in the same round.
+            what: Purpose of the exchange, for the error.
         """
-        under_way: deque[_Transfer] = deque()
+        under_way: deque[_RoundUnderWay] = deque()
         coming = iter(rounds)
         while True:
             if len(under_way) == ROUNDS_AHEAD:
@@ -197,24 +218,36 @@ class ProcessGroup:
 
     def _begin(
         self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], what: str
-    ) -> _Transfer:
-        here = [(peer, message, message.to(self.payload_device)) for peer, message in received if len(message)]
-        away = [(peer, message.to(self.payload_device)) for peer, message in sent if len(message)]
+    ) -> _RoundUnderWay:
+        here = [(peer, message, self._staging.incoming(message)) for peer, message in received if len(message)]
+        away = [(peer, *self._staging.outgoing(message)) for peer, message in sent if len(message)]
         operations = [
             *(dist.P2POp(dist.irecv, there, peer, group=self.handle) for peer, _, there in here),
-            *(dist.P2POp(dist.isend, there, peer, group=self.handle) for peer, there in away),
+            *(dist.P2POp(dist.isend, there, peer, group=self.handle) for peer, there, _ in away),
         ]
         with self._waiting(what):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return _Transfer(works, [(message, there) for _, message, there in here], [there for _, there in away])
+        return _RoundUnderWay(works, [(message, there) for _, message, there in here], [staged for _, *staged in away])
 
-    def _finish(self, transfer: _Transfer, what: str) -> None:
+    def _finish(self, under_way: _RoundUnderWay, what: str) -> None:
         with self._waiting(what):
-            for work in transfer.works:
-                work.wait()
-        for message, there in transfer.received:
-            if there is not message:
-                message.copy_(there)
+            if self.payload_device.type == "cpu":
+                for work in under_way.works:
+                    work.wait()
+            else:
+                self._poll(under_way.works)
+        self._staging.fetch(under_way.received)
+        self._staging.give_back([pinned for _, pinned in under_way.sent if pinned is not None])
+
+    def _poll(self, works: Sequence[dist.Work]) -> None:
+        """Wait for an accelerator: its `wait` only queues, and a rank that is missing would never be named."""
+        end = time.monotonic() + DEADLINE_SHARE * self.timeout_s
+        for work in works:
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    raise RuntimeError(f"nothing has come for {DEADLINE_SHARE * self.timeout_s:g} s")
+                time.sleep(POLL_S)
+            work.wait()  # what follows on the device comes after it
 
     def _transfer(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Send and receive small tensors in host memory whose sizes both sides know."""
@@ -251,12 +284,58 @@ def digest(content: bytes) -> int:
 
 
 @dataclass
-class _Transfer:
-    """A round that is under way: what to wait for, where bytes arrive, and what must not be freed before."""
+class _RoundUnderWay:
+    """A round under way: what to wait for, where bytes arrive, and what must not be freed or reused before."""
 
     works: Sequence[dist.Work]
     received: Sequence[tuple[Tensor, Tensor]]
-    sent: Sequence[Tensor]
+    sent: Sequence[Sequence[Tensor | None]]
+
+
+class _Staging:
+    """The way between host memory and the device from which a backend sends.
+
+    On the CPU there is none. For an accelerator bytes pass through pinned host memory, which is used again round after
+    round: copies from and to other host memory would block, and be slower.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: dict[int, list[Tensor]] = {}
+
+    def incoming(self, message: Tensor) -> Tensor:
+        """Memory on the device, of the size of a message in host memory that is to be received."""
+        return message if self.device.type == "cpu" else torch.empty_like(message, device=self.device)
+
+    def outgoing(self, message: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A message on the device, and the pinned memory that it was copied from."""
+        if self.device.type == "cpu":
+            return message, None
+        pinned = self._pinned(len(message))
+        pinned[: len(message)].copy_(message)
+        return pinned[: len(message)].to(self.device, non_blocking=True), pinned
+
+    def fetch(self, received: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy received bytes into host memory; each pair is a message there and on the device."""
+        if self.device.type == "cpu":
+            return
+        pinned = [self._pinned(len(message)) for message, _ in received]
+        for buffer, (message, there) in zip(pinned, received, strict=True):
+            buffer[: len(message)].copy_(there, non_blocking=True)
+        torch.accelerator.current_stream(self.device).synchronize()
+        for buffer, (message, _) in zip(pinned, received, strict=True):
+            message.copy_(buffer[: len(message)])
+        self.give_back(pinned)
+
+    def _pinned(self, size: int) -> Tensor:
+        room = 1 << (size - 1).bit_length()
+        free = self._free.get(room)
+        return free.pop() if free else torch.empty(room, dtype=torch.uint8, pin_memory=True)
+
+    def give_back(self, buffers: Iterable[Tensor]) -> None:
+        """Allow pinned memory to be used again."""
+        for buffer in buffers:
+            self._free.setdefault(len(buffer), []).append(buffer)
 
 
 def _in_pieces(messages: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
@@ -307,7 +386,8 @@ class Transport:
         self.timeout = timedelta(seconds=timeout_s)
         self.activity = activity or Activity()
         ranks = tuple(range(dist.get_world_size()))
-        self.world = ProcessGroup(ranks, self.rank, None, payload_device, activity=self.activity)
+        self.world = ProcessGroup(ranks, self.rank, None, payload_device, activity=self.activity, timeout_s=timeout_s)
+        self.world.warm_up()
         self.world.hosts = self._hosts(host or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
         self._groups: dict[tuple[int, ...], ProcessGroup] = {self.world.ranks: self.world}
         self._background: dict[tuple[int, ...], ProcessGroup] = {}
@@ -325,8 +405,16 @@ class Transport:
         if ranks not in self._groups:
             handle = dist.new_group(list(ranks), timeout=self.timeout)
             self._groups[ranks] = ProcessGroup(
-                ranks, self.rank, handle, self.payload_device, hosts=self.world.hosts, activity=self.activity
+                ranks,
+                self.rank,
+                handle,
+                self.payload_device,
+                hosts=self.world.hosts,
+                activity=self.activity,
+                timeout_s=self.world.timeout_s,
             )
+            if self.rank in ranks:
+                self._groups[ranks].warm_up()
 
     def _hosts(self, host: str) -> dict[int, int]:
         digests = torch.cat(self.world.gather(torch.tensor([digest(host.encode())]), "the names of all hosts"))

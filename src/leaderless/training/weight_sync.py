@@ -64,7 +64,7 @@ def sync_weights(
         RuntimeError: What arrived is not what was sent, or not of one policy version.
     """
     sync = _Sync(action, process_group.rank, source, target)
-    process_group.stream(sync.rounds(), f"weights of role '{action.role}'")
+    process_group.exchange_rounds(sync.rounds(), f"weights of role '{action.role}'")
     sync.take_arrived(0)
     if target is None:
         return

@@ -47,7 +47,12 @@ def join_workers(
     else:
         method = f"file://{place.store}" if place.store else "env://"
         dist.init_process_group(
-            setup.backend, init_method=method, rank=place.rank, world_size=place.world_size, timeout=timeout
+            setup.backend,
+            init_method=method,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=setup.device if setup.device.type == "cuda" else None,  # else NCCL would guess it from the rank
         )
     transport = Transport(setup.payload_device, timeout_s, activity=activity)
     _compare_plans(plan, transport)
