@@ -16,9 +16,8 @@ from tests.unit.recipes import begin, end, make_recipe, plan_of, write_model
 
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner.layering import Box, Link, place
-from leaderless.planner.picture import draw_plan
+from leaderless.planner.picture import NUM_COLORS, clip, draw_plan, text_width
 from leaderless.planner.show import print_plan
-from leaderless.planner.svg import NUM_COLORS, clip, text_width
 from leaderless.worker.process import write_description
 from leaderless.workflow import BUILTIN_STAGES, StageSpec, Workflow, resolve_workflow
 

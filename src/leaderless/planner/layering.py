@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from grandalf.graphs import Edge, Graph, Vertex
 from grandalf.layouts import SugiyamaLayout, VertexViewer
 
-from leaderless.planner.svg import Point
+Point = tuple[float, float]
 
 GAP = 26.0
 """Least distance between neighbors in a row."""

@@ -26,8 +26,8 @@ SMALLEST_SLOT = 64
 """Tokens of the smallest slot for keys and values: `leaderless.rollout.kv_cache` has the same."""
 WRITE_BYTES = 256 * MIB
 """Most that writing or reading a checkpoint, or an export, holds on top of the tensors themselves."""
-WEIGHT_BUCKET_BYTES = 256 * MIB
-"""Weights travel to serving ranks in buckets of about this many bytes."""
+WEIGHT_BUCKET_BYTES = 32 * MIB
+"""Bytes of a bucket of weights on the way to serving ranks: `leaderless.training.weight_sync` has the same."""
 LIBRARIES_BYTES = 330 * MIB
 """Python, torch and transformers in a process of their own."""
 CONTEXT_BYTES = 600 * MIB
@@ -219,8 +219,7 @@ class _Rank:
             for moment in self._training(instance, size, model):
                 self._add(f"{role} trains", moment)
         if any(x.role == role and x.is_trained != instance.is_trained for x in self.everywhere):
-            bucket = WEIGHT_BUCKET_BYTES + size.vocab_size * size.hidden_size * FLOAT32_BYTES
-            self._add(f"weights of {role} travel", {"buckets": 3 * bucket})
+            self._add(f"weights of {role} travel", {"buckets": 4 * WEIGHT_BUCKET_BYTES})
 
     def _add(self, name: str, parts: dict[str, int]) -> None:
         """Add a phase, or a moment of one: the larger is kept."""

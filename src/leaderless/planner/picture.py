@@ -2,50 +2,48 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
+from jinja2 import Environment
+
 from leaderless.planner.flow import DATA
-from leaderless.planner.layering import Box, Link, Placement, place
+from leaderless.planner.layering import Box, Link, Placement, Point, place
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import format_bytes
 from leaderless.planner.plan import Loop, Plan, PlannedNode, SyncWeights
-from leaderless.planner.svg import (
-    CODE_SIZE,
-    NAME_SIZE,
-    NUM_COLORS,
-    STYLE,
-    TEXT_SIZE,
-    arrow_head,
-    attribute,
-    clip,
-    rounded_box,
-    smooth_path,
-    text_at,
-    text_width,
-    xml,
-)
 
 Kind = Literal["local", "reshard", "weights", "order"]
 
+TEMPLATE = Path(__file__).with_name("plan.svg.jinja")
+NUM_COLORS = 6
+"""Colors of pools; further pools take the same again."""
+NAME_SIZE, TEXT_SIZE, CODE_SIZE = 14.0, 12.0, 11.0
+"""Pixels of the font of names, of plain text and of code."""
 MARGIN = 24.0
 LINE = 18.0
 """Height of a line of text."""
 BOX_HEIGHT = 3 * LINE + 18
 MAX_TEXT = 240.0
-"""Widest text in a box; what is longer is cut there and stands in full in the tooltip."""
+"""Widest text in a box; longer ones are cut there, and are whole in the tooltip."""
 TEXTS = (("name", NAME_SIZE), ("", TEXT_SIZE), ("code", CODE_SIZE))
 """Style and size of the lines of a box."""
-
 LEGEND: dict[Kind, str] = {
     "local": "columns on the same ranks: nothing moves",
-    "reshard": "columns to other ranks, at most so many bytes a step",
+    "reshard": "columns to other ranks, with the most bytes of a step",
     "weights": "new weights, after each step",
     "order": "order only: no column is read",
 }
 FRAME = 12.0
 """Room between a loop's boxes and the frame around them."""
+
+Values = dict[str, object]
+"""What the template gets of one element."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,17 @@ class _Line:
 
 
 def draw_plan(plan: Plan) -> str:
-    """Draw the nodes that run, what goes from one to another and how, and the nodes that are left out.
+    """Draw the nodes that run, what goes from one to another and how, and the nodes that do not run.
 
     Args:
         plan: Any plan.
 
     Returns:
-        A self-contained SVG: it loads nothing, brings its own background, and follows the reader's colour scheme.
+        A self-contained SVG: it loads nothing, brings its own background, and follows the reader's color scheme.
     """
-    return _Picture(plan).svg()
+    environment = Environment(autoescape=True, finalize=_legal, keep_trailing_newline=True)
+    environment.filters["px"] = "{:.1f}".format
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(_Picture(plan).values())
 
 
 class _Picture:
@@ -88,116 +88,100 @@ class _Picture:
         for line in self.lines:
             # Weights go back up to the node that uses them, but a link is placed downwards.
             upper, lower = sorted((line.source, line.target), key=self.position.__getitem__)
-            links.append(Link(upper, lower, text_width(line.label, CODE_SIZE) + 10))
+            links.append(Link(upper, lower, _label_width(line)))
         return place(list(self.boxes.values()), links)
 
-    def svg(self) -> str:
-        """The whole document."""
+    def values(self) -> Values:
+        """Everything that the template needs."""
         top = MARGIN + 2 * LINE
-        pruned, pruned_height = self._pruned(top + self.placement.height + LINE)
-        legend_top = top + self.placement.height + 2 * LINE + pruned_height
-        legend, legend_width, legend_height = self._legend(legend_top)
+        pruned_top = top + self.placement.height + LINE
+        pruned, pruned_height = self._pruned(pruned_top)
+        legend_top = pruned_top + LINE + pruned_height
+        legend, legend_width, bottom = self._legend(legend_top)
         title = f"{self.plan.recipe_name}: workflow {self.plan.workflow} on {_count(self.plan.world_size, 'rank')}"
         content_width = max(self.placement.width, legend_width, text_width(title, NAME_SIZE))
-        size = f'width="{content_width + 2 * MARGIN:.0f}" height="{legend_top + legend_height + MARGIN:.0f}"'
-        view = size.replace('width="', "0 0 ").replace('" height="', " ").rstrip('"')
-        shift = MARGIN + (content_width - self.placement.width) / 2
-        start = f'<svg xmlns="http://www.w3.org/2000/svg" class="leaderless-plan" {size} viewBox="{view}" role="img"'
-        parts = [
-            f"{start} aria-label={attribute(title)}>",
-            f"<style>{STYLE}</style>",
-            f'<rect class="paper" {size}/>',
-            text_at(title, (MARGIN, MARGIN + NAME_SIZE), "name", "start"),
-            f'<g transform="translate({shift:.1f} {top:.1f})">',
-            *self._loop(),
-            *self._links(),
-            *self._boxes(),
-            "</g>",
-            *pruned,
-            *legend,
-            "</svg>",
-        ]
-        return "\n".join(parts) + "\n"
+        return {
+            "title": title,
+            "width": content_width + 2 * MARGIN,
+            "height": bottom + MARGIN,
+            "left": MARGIN + (content_width - self.placement.width) / 2,
+            "top": top,
+            "margin": MARGIN,
+            "line_height": LINE,
+            "box_height": BOX_HEIGHT,
+            "num_colors": NUM_COLORS,
+            "frame": self._frame(),
+            "links": list(self._links()),
+            "boxes": list(self._boxes()),
+            "pruned": pruned,
+            "pruned_top": pruned_top,
+            "legend": legend,
+        }
 
-    def _loop(self) -> Iterator[str]:
+    def _frame(self) -> Values | None:
         """A frame around the nodes that are repeated; as all others come after them, it holds no other box."""
         loop = self.plan.loop
         if loop is None:
-            return
+            return None
         boxes = [(self.placement.centers[name], self.boxes[name].width / 2 + FRAME) for name in loop.nodes]
         left, right = min(x - half for (x, _), half in boxes), max(x + half for (x, _), half in boxes)
         half = BOX_HEIGHT / 2 + FRAME
         top, bottom = min(y for (_, y), _ in boxes) - half, max(y for (_, y), _ in boxes) + half
-        yield f'<g class="loop"><title>{xml(_loop_text(loop))}</title>'
-        yield f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" rx="14"/></g>'
+        return {"text": _loop_text(loop), "x": left, "y": top, "width": right - left, "height": bottom - top}
 
-    def _links(self) -> Iterator[str]:
+    def _links(self) -> Iterator[Values]:
         for line, route in zip(self.lines, self.placement.routes, strict=True):
             is_downward = self.position[line.source] < self.position[line.target]
             points = route.points if is_downward else route.points[::-1]
-            path = smooth_path(points)
-            x, y = route.label
-            yield f'<g class="link {line.kind}"><title>{xml(line.tooltip)}</title>'
-            yield f'<path class="reach" d="{path}"/><path class="run" d="{path}"/>'
-            yield arrow_head(points[-1], is_downward=is_downward)
-            if line.label:
-                yield rounded_box(route.label, text_width(line.label, CODE_SIZE) + 8, LINE)
-                yield text_at(line.label, (x, y + 4), "code")
-            yield "</g>"
+            yield {
+                "line": line,
+                "path": smooth_path(points),
+                "x": points[-1][0],
+                "y": points[-1][1],
+                "direction": 1 if is_downward else -1,
+                "label": route.label,
+                "label_width": _label_width(line) - 2,
+            }
 
-    def _boxes(self) -> Iterator[str]:
+    def _boxes(self) -> Iterator[Values]:
         for name, (x, y) in self.placement.centers.items():
             kind, tooltip = "data", "the dataloader: every rank reads its own prompts"
             if name != DATA:
                 node = self.plan[name]
                 kind, tooltip = f"pool-{self.pools.index(node.layout.ranks) % NUM_COLORS}", _node_tooltip(node)
-            yield f'<g class="box {kind}"><title>{xml(tooltip)}</title>'
-            yield rounded_box((x, y), self.boxes[name].width, BOX_HEIGHT, "paper")
-            yield rounded_box((x, y), self.boxes[name].width, BOX_HEIGHT)
             texts = [(clip(text, size, MAX_TEXT), style) for text, (style, size) in _styled(self.texts[name]) if text]
-            for number, (text, style) in enumerate(texts):
-                yield text_at(text, (x, y + (number - (len(texts) - 1) / 2) * LINE + 5), style)
-            yield "</g>"
+            yield {"kind": kind, "tooltip": tooltip, "x": x, "y": y, "width": self.boxes[name].width, "texts": texts}
 
-    def _pruned(self, top: float) -> tuple[list[str], float]:
-        """Nodes that do not run, as ghosts in rows of their own, and the height that they take."""
-        if not self.plan.pruned:
-            return [], 0.0
-        parts = [text_at("not needed with these settings", (MARGIN, top + TEXT_SIZE), anchor="start")]
+    def _pruned(self, top: float) -> tuple[list[Values], float]:
+        """Nodes that do not run, in rows of their own, and the height that they take."""
+        boxes: list[Values] = []
         x, y, height = MARGIN, top + 2.5 * LINE, 2 * LINE
         for name in self.plan.pruned:
             label = clip(name, NAME_SIZE, MAX_TEXT)
             width = text_width(label, NAME_SIZE) + 24
             if x > MARGIN and x + width > MARGIN + max(self.placement.width, 400):
                 x, y = MARGIN, y + height + 8
-            tooltip = f"{name} does not run: nobody reads what it writes"
-            parts.append(f'<g class="pruned"><title>{xml(tooltip)}</title>')
-            parts.append(rounded_box((x + width / 2, y), width, height))
-            parts.append(text_at(label, (x + width / 2, y + 5), "name") + "</g>")
+            boxes.append({"name": name, "label": label, "x": x + width / 2, "y": y, "width": width})
             x += width + 12
-        return parts, y + height - top
+        return boxes, y + height - top if boxes else 0.0
 
-    def _legend(self, top: float) -> tuple[list[str], float, float]:
-        """What the lines and colours mean, as far as they occur, and the width and height of it."""
-        parts: list[str] = []
-        width, y = 0.0, top
-        for kind in [kind for kind in LEGEND if any(line.kind == kind for line in self.lines)]:
-            parts.append(f'<g class="link {kind}"><path class="run" d="M{MARGIN} {y}h40"/></g>')
-            parts.append(text_at(LEGEND[kind], (MARGIN + 52, y + 4), anchor="start"))
-            width, y = max(width, text_width(LEGEND[kind], TEXT_SIZE) + 52), y + LINE + 2
+    def _legend(self, top: float) -> tuple[list[Values], float, float]:
+        """The meaning of lines and colors, as far as they occur, with its width and its lower end."""
+        texts: dict[str, str] = {kind: text for kind, text in LEGEND.items() if any(x.kind == kind for x in self.lines)}
         if self.plan.loop is not None:
-            text = _loop_text(self.plan.loop)
-            parts.append(f'<g class="loop"><rect x="{MARGIN}" y="{y - 6}" width="40" height="12" rx="4"/></g>')
-            parts.append(text_at(text, (MARGIN + 52, y + 4), anchor="start"))
-            width, y = max(width, text_width(text, TEXT_SIZE) + 52), y + LINE + 2
+            texts["loop"] = _loop_text(self.plan.loop)
+        items: list[Values] = []
+        for kind, text in texts.items():
+            items.append({"kind": kind, "text": text, "y": top})
+            top += LINE + 2
+        width = max(text_width(text, TEXT_SIZE) + 52 for text in texts.values())
         x = MARGIN
         for number, ranks in enumerate(self.pools if len(self.pools) > 1 else ()):
             text = clip(f"ranks {format_ranks(ranks)}", CODE_SIZE, MAX_TEXT)
-            parts.append(f'<g class="box pool-{number % NUM_COLORS}">{rounded_box((x + 8, y + 4), 16, 16)}</g>')
-            parts.append(text_at(text, (x + 24, y + 8), "code", "start"))
+            items.append({"kind": f"pool-{number % NUM_COLORS}", "text": text, "x": x, "y": top})
             x += text_width(text, CODE_SIZE) + 44
             width = max(width, x - MARGIN)
-        return parts, width, y - top
+        return items, width, top
 
 
 def _edges(plan: Plan) -> Iterator[_Line]:
@@ -272,3 +256,58 @@ def _box_width(texts: tuple[str, str, str]) -> float:
 
 def _styled(texts: tuple[str, str, str]) -> Iterator[tuple[str, tuple[str, float]]]:
     return zip(texts, TEXTS, strict=True)
+
+
+def _legal(value: object) -> object:
+    """Text without what XML cannot hold."""
+    if not isinstance(value, str):
+        return value
+    return type(value)(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))
+
+
+def _label_width(line: _Line) -> float:
+    return text_width(line.label, CODE_SIZE) + 10
+
+
+def text_width(text: str, size: float) -> float:
+    """Width of a text, estimated on the wide side: fonts differ from reader to reader.
+
+    Args:
+        text: One line.
+        size: Size of the font, in pixels.
+    """
+    return sum(size if unicodedata.east_asian_width(letter) in "WF" else 0.6 * size for letter in text)
+
+
+def clip(text: str, size: float, width: float) -> str:
+    """A text that fits, with an ellipsis where it had to be cut.
+
+    Args:
+        text: One line.
+        size: Size of the font, in pixels.
+        width: Width, in pixels.
+    """
+    if text_width(text, size) <= width:
+        return text
+    while text and text_width(text, size) > width - size:
+        text = text[:-1]
+    return text + "…"
+
+
+def smooth_path(points: Sequence[Point]) -> str:
+    """A smooth line that begins and ends upright and does not swing beyond its points.
+
+    The slope at a point is the harmonic mean of the slopes to its neighbours, or none where they differ in sign
+    (Fritsch and Carlson, Monotone Piecewise Cubic Interpolation, 1980).
+
+    Args:
+        points: All of different heights, from top to bottom or from bottom to top.
+    """
+    chords = [(x2 - x1) / (y2 - y1) for (x1, y1), (x2, y2) in pairwise(points)]
+    slopes = [0.0, *(2 * a * b / (a + b) if a * b > 0 else 0.0 for a, b in pairwise(chords)), 0.0]
+    parts = [f"M{points[0][0]:.1f} {points[0][1]:.1f}"]
+    for ((x1, y1), (x2, y2)), (slope1, slope2) in zip(pairwise(points), pairwise(slopes), strict=True):
+        third = (y2 - y1) / 3
+        parts.append(f"C{x1 + slope1 * third:.1f} {y1 + third:.1f} {x2 - slope2 * third:.1f} {y2 - third:.1f}")
+        parts.append(f" {x2:.1f} {y2:.1f}")
+    return "".join(parts)
