@@ -23,8 +23,10 @@ from leaderless.worker.place import Place
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or the folder of a run.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Whose weights; of a run, its newest otherwise.")] = None,
-    role: Annotated[str, typer.Option(help="Who answers.")] = "policy",
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint to evaluate; for a run, its newest by default.")
+    ] = None,
+    role: Annotated[str, typer.Option(help="Role that answers.")] = "policy",
     workers: Annotated[int, typer.Option(min=1, help="Workers on this machine.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -23,8 +23,8 @@ from leaderless.supervision.failure import Failure, WorkersFailed
 from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
 
-OTHERS_SPEAK_S = 5.0
-"""How long a worker that only has what others have as well lets them speak first."""
+OTHERS_REPORT_S = 5.0
+"""Time in which a worker waits for others to report the cause of their common failure."""
 
 app = typer.Typer(
     help="Fully distributed reinforcement-learning post-training: every worker computes the plan, none leads.",
@@ -45,8 +45,8 @@ app.command()(schema)
 def main() -> None:
     """Run a command.
 
-    Exit code 0 means success, 2 something that the user has to correct, 128 + n that signal n stopped it (130: Ctrl-C),
-    and 1 any other failure.
+    Exit codes: 0 for success, 2 for something that the user has to correct, 128 + n where signal n stopped the command
+    (130: Ctrl-C), and 1 for any other failure.
     """
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -61,14 +61,14 @@ def main() -> None:
 
 
 def _explain(error: Exception) -> int:
-    """Print a failure, once for all workers that have it, and give the exit code."""
+    """Print a failure, once for all workers that have it, and return the exit code."""
     place = Place.from_environment()
     failure = error.failure if isinstance(error, WorkersFailed) else Failure.of(error, place.rank)
     is_recipe = failure.kind == "recipe"
     if Place.is_given() and (failure.kind == "lost_peers" or (is_recipe and place.local_rank > 0)):
-        # Torch elastic ends this process as soon as the one that knows better has printed it and ended.
+        # Torch elastic ends this process as soon as the one with the cause has printed it and ended.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(OTHERS_SPEAK_S)
+        time.sleep(OTHERS_REPORT_S)
     if failure.kind == "error":
         errors.print(failure.trace, highlight=False, markup=False, soft_wrap=True)
     errors.print(f"[red bold]error[/] {escape(failure.message)}", highlight=False, soft_wrap=True)

@@ -20,7 +20,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the graph into this SVG file.")] = None,
 ) -> None:
-    """Show what every worker would do, what would travel and what it would take; start nothing."""
+    """Show what every worker would do, what they would send, and the memory it takes; start nothing."""
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
     planned = plan_recipe(recipe_path(target), overrides or [], world_size)

@@ -24,35 +24,37 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
         str, typer.Argument(metavar="MODEL|CHECKPOINT|RUN", help="A folder, or the name of a model on the hub.")
     ],
     *,
-    host: Annotated[str, typer.Option(help="Interface to listen on; any but this machine's own needs a token.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Interface to listen on; a token is needed if other machines can reach it.")
+    ] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
     token: Annotated[
         str | None,
-        typer.Option(
-            envvar=TOKEN_VARIABLE, show_envvar=False, help=f"What clients send as API key; ${TOKEN_VARIABLE}."
-        ),
+        typer.Option(envvar=TOKEN_VARIABLE, show_envvar=False, help=f"API key that clients send; ${TOKEN_VARIABLE}."),
     ] = None,
     engine: Annotated[
-        Literal["auto", "native", "vllm", "sglang"], typer.Option(help="What generates; auto as in a recipe.")
+        Literal["auto", "native", "vllm", "sglang"], typer.Option(help="Engine that generates; auto as in a recipe.")
     ] = "auto",
     engine_python: Annotated[
-        str | None, typer.Option(help="Interpreter of an environment that has vLLM or SGLang; as in the run.")
+        str | None, typer.Option(help="Interpreter of an environment with vLLM or SGLang; by default that of the run.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; that of the folder or run.")] = None,
-    role: Annotated[str, typer.Option(help="Whose weights, of a checkpoint or run.")] = "policy",
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients; by default that of the folder or run.")
+    ] = None,
+    role: Annotated[str, typer.Option(help="Role to serve, of a checkpoint or run.")] = "policy",
     max_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Responses sampled at the same time; as in the run, or 256.")
+        int | None, typer.Option(min=1, help="Responses sampled at the same time; by default as in the run, or 256.")
     ] = None,
     max_context: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of prompt and response; what the model can take.")
+        int | None,
+        typer.Option(min=2, help="Most tokens of prompt and response; by default all that the model can take."),
     ] = None,
     compute_dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, typer.Option(help="Type of activations; as in the run, or float32.")
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Type of activations; by default as in the run, or float32."),
     ] = None,
 ) -> None:
-    """Answer requests of OpenAI's API, completions and chats, until Ctrl-C."""
+    """Answer requests in OpenAI's API, for completions and chats, until Ctrl-C."""
     _check(token)
     import asyncio
 
@@ -70,21 +72,21 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
 
 
 def _check(token: str | None) -> None:
-    """What can be seen to be wrong before anything is loaded."""
+    """Refuse what can be seen to be wrong before anything is loaded."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise RecipeError.at("", "`leaderless serve` needs more packages: pip install 'leaderless[serve]'")
     if Place.is_given() and Place.from_environment().world_size > 1:
         raise RecipeError.at("", "`leaderless serve` is one process: start it without torchrun")
     if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):
-        raise RecipeError.at("--token", "must be of printable ASCII characters, without blanks")
+        raise RecipeError.at("--token", "must consist of printable ASCII characters, without blanks")
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end what runs inside in an orderly way.
+    """Let Ctrl-C and SIGTERM end what runs inside cleanly.
 
     Raises:
-        Interrupted: One of them has come.
+        Interrupted: One of these signals has come.
     """
     before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -19,7 +19,7 @@ def simulate(
     world_size: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Estimate what a step would take on machines that a file describes; start nothing."""
+    """Estimate the time of a step on machines that a file describes; start nothing."""
     from leaderless.planner.costs.cluster import load_cluster
     from leaderless.planner.costs.rows import sample_workload
     from leaderless.planner.costs.show import print_estimate, to_json

@@ -19,11 +19,12 @@ def train(
     workers: Annotated[int, typer.Option(min=0, help="Workers on this machine; 0: one per accelerator, or one.")] = 0,
     fresh: Annotated[bool, typer.Option(help="Set an earlier run of this name aside and begin anew.")] = False,
     nodes: Annotated[
-        str | None, typer.Option(metavar="MIN:MAX", help="Train with so many machines; give this command on each.")
+        str | None,
+        typer.Option(metavar="MIN:MAX", help="Numbers of machines to train with; start this command on each."),
     ] = None,
-    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where these machines meet.")] = "",
+    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address at which the machines meet.")] = "",
 ) -> None:
-    """Train. A run that was interrupted goes on from its newest checkpoint."""
+    """Train. A run that was interrupted continues from its newest checkpoint."""
     machines = _machines(nodes, rendezvous, fresh=fresh)
     run = Run(target, *(overrides or []))
     if Place.is_given():
@@ -48,7 +49,7 @@ def _machines(nodes: str | None, rendezvous: str, *, fresh: bool) -> Nodes | Non
 
 
 def _num_accelerators() -> int:
-    """Accelerators of this machine, without asking torch where there can be none."""
+    """Number of accelerators of this machine, without asking torch where there can be none."""
     patterns = ("nvidia[0-9]*", "davinci[0-9]*", "kfd")
     if not any(True for pattern in patterns for _ in Path("/dev").glob(pattern)):
         return 1

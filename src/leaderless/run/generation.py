@@ -29,7 +29,7 @@ def answer(
     """Have a model answer prompts, which are written as those of the dataset are.
 
     Args:
-        recipe: Names the model, the template of prompts, and how evaluation samples.
+        recipe: Recipe of the model, with the template of prompts and the sampling of evaluation.
         prompts: Any number.
         checkpoint: Checkpoint whose weights answer; None for those that the recipe names.
         role: Role that answers.

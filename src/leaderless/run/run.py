@@ -189,7 +189,7 @@ class Run:
 
         Args:
             prompts: Texts, chats as lists of messages, or rows of a dataset.
-            checkpoint: As for `evaluate`.
+            checkpoint: Checkpoint whose weights answer, as for `evaluate`.
             role: Role that answers.
             temperature: Temperature of sampling; that of `evaluation` when None.
             max_tokens: Length at which a response is cut; `rollout.max_response_tokens` when None.

@@ -23,7 +23,7 @@ class MetricsTable:
     `table["reward/mean"]` is a column, `for row in table` gives rows by name, and `len(table)` counts them.
 
     Attributes:
-        columns: Names of the metrics, `step` first.
+        columns: Metrics by name, `step` first.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, float]]) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks have to know alike at the end of a step."""
+"""What all ranks agree on at the end of a step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class StepEnd:
 
     Attributes:
         is_stopping: A signal has asked some rank to stop.
-        is_checkpoint_due: Some rank finds that it is time for a checkpoint.
-        data_position: Prompts that have been taken from the data.
-        events: What the guards of all nodes have said.
+        is_checkpoint_due: A checkpoint is due on some rank.
+        data_position: Number of prompts taken from the data.
+        events: Events that the guards of all nodes have reported.
     """
 
     is_stopping: bool
@@ -30,13 +30,13 @@ class StepEnd:
 
 
 def agree(mine: StepEnd, world: ProcessGroup) -> StepEnd:
-    """Make what each rank knows known to all. All ranks call it together.
+    """Combine what each rank knows. All ranks call it together.
 
-    Only where a guard has spoken anything but four numbers is exchanged.
+    More than four numbers are exchanged only where a guard has reported an event.
 
     Args:
-        mine: What this rank knows; each event on one rank only.
-        world: All ranks.
+        mine: What this rank knows; each event is known to one rank only.
+        world: Process group of all ranks.
     """
     numbers = [int(mine.is_stopping), int(mine.is_checkpoint_due), mine.data_position, len(mine.events)]
     is_stopping, is_due, data_position, num_events = world.max(torch.tensor(numbers), "how the step ended").tolist()
@@ -50,7 +50,7 @@ def agree(mine: StepEnd, world: ProcessGroup) -> StepEnd:
 
 
 def _decode(lines: Sequence[str]) -> tuple[GuardEvent, ...]:
-    """Events with their very values, which JSON may not be able to hold."""
+    """Events with their exact values, some of which JSON cannot hold."""
     events: list[GuardEvent] = []
     for line in lines:
         values, number = json.loads(line)

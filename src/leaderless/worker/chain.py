@@ -37,7 +37,7 @@ class Chain:
 
         Args:
             parts: Parts of the worker.
-            progress: Where the run is.
+            progress: Position of the run.
             tracer: Times every entry.
         """
         self._parts, self._progress, self._tracer = parts, progress, tracer

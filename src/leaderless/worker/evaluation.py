@@ -32,12 +32,12 @@ def evaluated_instance(plan: Plan) -> RoleInstance:
     """The model that answers held-out prompts: the first that generates, else the first that is trained.
 
     Args:
-        plan: Of the run.
+        plan: Plan of the run.
     """
-    speaking = [instance for instance in plan.instances if not instance.is_critic] or list(plan.instances)
-    generating = [instance for instance in speaking if instance.generates]
-    trained = [instance for instance in speaking if instance.is_trained]
-    return (generating or trained or speaking)[0]
+    answering = [instance for instance in plan.instances if not instance.is_critic] or list(plan.instances)
+    generating = [instance for instance in answering if instance.generates]
+    trained = [instance for instance in answering if instance.is_trained]
+    return (generating or trained or answering)[0]
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Evaluator:
     """Answers held-out prompts and grades the responses.
 
     Attributes:
-        recipe: Its `evaluation` section says how.
+        recipe: Recipe with a section `evaluation`.
         dataset: Held-out prompts.
-        model: That answers.
-        layout: Its ranks, among which prompts are divided.
-        tokenizer: Of the model.
-        grade: Computes rewards.
+        model: Model that answers.
+        layout: Ranks of the model, among which prompts are divided.
+        tokenizer: Tokenizer of the model.
+        grade: Function that computes rewards.
     """
 
     recipe: Recipe
@@ -64,12 +64,12 @@ class Evaluator:
         """Evaluate. All ranks of the layout call it together.
 
         Args:
-            progress: Told a fraction between 0 and 1.
-            record: Called on the first rank with the samples that are kept for people to look at.
+            progress: Function that receives the share that is done, between 0 and 1.
+            record: Function that receives the samples to keep for people, on the first rank.
 
         Returns:
             `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;
-            `evaluation/failed` counts the responses that could not be graded and are left out; see `Scores`.
+            `evaluation/failed` counts the responses that could not be graded, which are left out; see `Scores`.
         """
         config, process_group = self.recipe.evaluation, self.model.train_engine.process_group
         rows = self.dataset.rows[: config.max_prompts].tolist()
@@ -83,7 +83,7 @@ class Evaluator:
         return scores.numbers(scores.metrics.reduce(process_group))
 
     def _answer(self, rows: Sequence[int], progress: Callable[[float], None], record: Record | None) -> list[Graded]:
-        """The graded responses to some rows, those to one row side by side."""
+        """The graded responses to some rows, those to one row next to each other."""
         config, done = self.recipe.evaluation, 0
         k = config.responses_per_prompt
         batch = make_batch(rows, self.dataset.read(rows), has_responses=False)

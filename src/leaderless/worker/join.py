@@ -19,23 +19,23 @@ from leaderless.planner import Plan, Reshard, flat, format_ranks
 from leaderless.worker.place import Place
 
 SHARED_FOLDER_S = 5.0
-"""Longest time that a new file may take to appear on other machines."""
+"""Longest time for a new file to appear on other machines."""
 
 
 @contextmanager
 def join_workers(
     place: Place, plan: Plan, timeout_s: float, activity: Activity
 ) -> Iterator[tuple[Transport, torch.device]]:
-    """Meet the other workers, compare plans, and make the groups that the plan needs.
+    """Meet the other workers, compare plans, and make the process groups that the plan needs.
 
     Args:
-        place: Of this worker.
-        plan: Of this worker; it must be everybody's.
-        timeout_s: Longest wait for others, here and later.
-        activity: Of this worker.
+        place: Place of this worker.
+        plan: Plan of this worker, which all others must have as well.
+        timeout_s: Longest wait for other workers, here and later.
+        activity: Activity of this worker.
 
     Yields:
-        How to talk to the others, and this worker's device.
+        The connection to the others, and the device of this worker.
 
     Raises:
         RuntimeError: Workers have made different plans.
@@ -101,8 +101,8 @@ def check_shared(folder: Path, world: ProcessGroup) -> None:
     """Make sure that all workers see the same folder. All ranks call it together.
 
     Args:
-        folder: Of the run; made if it is not there.
-        world: All ranks.
+        folder: Folder of the run; made if it is not there.
+        world: Process group of all ranks.
 
     Raises:
         RuntimeError: Some rank has another folder of that name.
@@ -127,7 +127,7 @@ def check_shared(folder: Path, world: ProcessGroup) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file is there, or comes soon: shared storage may be a little late."""
+    """Whether a file is there or appears soon, as shared storage may be a little late."""
     end = time.monotonic() + SHARED_FOLDER_S
     while not path.exists():
         if time.monotonic() > end:

@@ -28,7 +28,7 @@ class Keeper:
 
         Args:
             parts: Parts of the worker.
-            progress: Where the run is.
+            progress: Position of the run.
             chain: Chain of this rank, whose surplus is saved.
             tracer: Times the writing.
         """
@@ -57,7 +57,8 @@ class Keeper:
         """Continue from the newest checkpoint that is whole, if there is one. All ranks call it together.
 
         Args:
-            rolled_back: Gives the roll-back to the checkpoint of a step, if there was one: then the data do not return.
+            rolled_back: Function that returns the roll-back to the checkpoint of a step, if there was one; then the
+                data do not return.
         """
         checkpoint = self.newest()
         if checkpoint is None:

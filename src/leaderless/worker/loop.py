@@ -12,15 +12,15 @@ from leaderless.planner import Loop
 
 
 def count_groups(loop: Loop, buffer: Databuffer, process_group: ProcessGroup) -> int:
-    """Groups that the last node of a loop has chosen so far, those of an earlier step included.
+    """Number of groups that the last node of a loop has chosen so far, those of an earlier step included.
 
     Args:
-        loop: The entry of the chain.
-        buffer: Of this rank.
-        process_group: All ranks of the loop; they call it together, and get the same answer.
+        loop: Entry of the chain.
+        buffer: Databuffer of this rank.
+        process_group: Ranks of the loop, which call it together and get the same answer.
     """
-    speaks = process_group.rank in loop.layout and loop.layout.is_first_of_shard(process_group.rank)
-    mine = torch.tensor([buffer.surplus.num_groups if speaks else 0])
+    is_first = process_group.rank in loop.layout and loop.layout.is_first_of_shard(process_group.rank)
+    mine = torch.tensor([buffer.surplus.num_groups if is_first else 0])
     return int(process_group.sum(mine, f"the groups of '{loop.last}'"))
 
 
@@ -28,9 +28,9 @@ def check_filled(loop: Loop, num_groups: int, config: LoopConfig) -> None:
     """Refuse a step with too few groups, if it has none or the recipe says so.
 
     Args:
-        loop: The entry of the chain.
-        num_groups: That were chosen after the last round.
-        config: Says what happens.
+        loop: Entry of the chain.
+        num_groups: Number of groups chosen in all rounds.
+        config: Settings of loops.
 
     Raises:
         RuntimeError: The step cannot be trained.
@@ -49,10 +49,10 @@ def report_loop(loop: Loop, num_groups: int, num_rounds: int, metrics: Metrics) 
     """Report how a loop went.
 
     Args:
-        loop: The entry of the chain.
-        num_groups: That were chosen after the last round.
-        num_rounds: That it took.
-        metrics: Of the ranks of the loop.
+        loop: Entry of the chain.
+        num_groups: Number of groups chosen in all rounds.
+        num_rounds: Number of rounds.
+        metrics: Metrics of the loop's ranks.
     """
     metrics.max("sampling/rounds", num_rounds)
     metrics.max("sampling/carried", max(0, num_groups - loop.num_groups))

@@ -24,8 +24,8 @@ def check_memory(
     Args:
         recipe: What the user set.
         plan: The same on every worker.
-        place: Of this worker.
-        device: Of this rank.
+        place: Place of this worker.
+        device: Device of this rank.
         world: All ranks; the one with the least memory decides.
         say: Prints a line for the user.
 
@@ -56,7 +56,7 @@ def available_memory(device: torch.device, num_ranks: int, root: Path = Path("/"
     """Bytes that one rank may still use: free memory of its accelerator, or its share of the machine's.
 
     Args:
-        device: Of the rank.
+        device: Device of the rank.
         num_ranks: Ranks that share the machine.
         root: Folder of `proc` and `sys`.
     """

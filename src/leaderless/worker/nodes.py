@@ -12,15 +12,15 @@ from leaderless.stages.context import StageContext
 
 StageFunction = Callable[[Batch, StageContext], Batch]
 FAILED_REWARDS = "reward/failed_share"
-"""Share of a step's responses whose reward failed, whichever stage says so."""
+"""Share of a step's responses whose reward failed, whichever stage reports it."""
 
 
 def load_stages(plan: Plan, rank: int) -> Mapping[str, StageFunction]:
     """Import the stage functions of a rank's nodes.
 
     Args:
-        plan: Names them.
-        rank: Whose nodes are meant.
+        plan: Plan of the run.
+        rank: Rank of this worker.
 
     Returns:
         By node.
@@ -35,7 +35,7 @@ def load_stages(plan: Plan, rank: int) -> Mapping[str, StageFunction]:
 
 
 def _count_failures(stage: StageFunction, batch: Batch, context: StageContext) -> Batch:
-    """Run a stage that says whose reward is valid, and report how many are not."""
+    """Run a stage that writes which rewards are valid, and report how many are not."""
     made = stage(batch, context)
     is_valid = made.dense("reward_valid")
     context.metrics.mean(FAILED_REWARDS, (~is_valid).sum(), len(is_valid))

@@ -31,7 +31,7 @@ class Parts:
         sets: Training prompts.
         evaluator: Held-out prompts, on ranks that hold the model that answers them.
         tokenizer: Tokenizer of the policy.
-        grade: Computes rewards.
+        grade: Function that computes rewards.
         directory: Folder of the run.
         display: What a person sees, on the first rank.
     """

@@ -43,10 +43,10 @@ def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> int | N
     """Be one worker of a training run.
 
     Args:
-        recipe: What the user set.
-        plan: The same on every worker.
-        place: Of this worker.
-        display: What a person sees.
+        recipe: All settings.
+        plan: Plan of the run, the same on every worker.
+        place: Place of this worker.
+        display: Display of progress.
 
     Returns:
         The signal that stopped it before the last step, if one did.
@@ -60,10 +60,10 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
     """Join the others and build this worker's part of a run.
 
     Args:
-        recipe: What the user set.
-        plan: The same on every worker.
-        place: Of this worker.
-        display: What a person sees.
+        recipe: All settings.
+        plan: Plan of the run, the same on every worker.
+        place: Place of this worker.
+        display: Display of progress.
 
     Yields:
         The worker, ready for its first step.
@@ -103,11 +103,11 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
     """Be one worker of an evaluation.
 
     Args:
-        recipe: What the user set.
-        plan: Of a workflow that only answers.
-        place: Of this worker.
-        display: What a person sees.
-        checkpoint: Whose weights answer; those that the recipe names when None.
+        recipe: All settings.
+        plan: Plan of a workflow that only answers.
+        place: Place of this worker.
+        display: Display of progress.
+        checkpoint: Checkpoint whose weights answer; None for those that the recipe names.
 
     Returns:
         The scores, on every rank.
@@ -158,7 +158,7 @@ class _Builder:
         self.roles = Roles(recipe, plan, transport, device, self.tokenizer, logs, partial(_tell, display))
 
     def training_sets(self, folder: Path) -> list[TrainingSet]:
-        """The datasets to train on, with what is found out about them kept in a folder. All ranks call it together."""
+        """The datasets to train on, with a cache of what is known about them. All ranks call it together."""
         cache = DataCache(self.transport.world, folder)
         # They are read in a thread, and a tokenizer may not be used by two at once.
         tokenizer = copy.deepcopy(self.tokenizer)
@@ -189,7 +189,7 @@ class _Builder:
         self.display.say(f"{key}: {dataset.summary(f'[bold]{escape(path)}[/]')}")
 
     def evaluator(self, grade: Grader) -> Evaluator | None:
-        """What evaluates on this rank, if it holds the model that answers. All ranks call it together."""
+        """The evaluator of this rank, if it holds the model that answers. All ranks call it together."""
         dataset = self._held_out()
         if self.transport.rank not in self.instance.layout:
             return None
@@ -202,9 +202,9 @@ def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan, say: 
     """Write what a run is made of: the resolved recipe, the plan and its picture.
 
     Args:
-        directory: Of the run.
-        recipe: What the user set.
-        plan: What the planner made of it.
+        directory: Folder of the run.
+        recipe: All settings.
+        plan: Plan of the run.
         say: Prints a line for the user.
     """
     write_atomically(directory.config, dump_recipe(recipe))
@@ -218,7 +218,7 @@ def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan, say: 
 
 
 def _tell(display: Display, text: str) -> None:
-    """Say something of this rank alone, on the first rank's screen or in another's log."""
+    """Print a line about this rank alone, on the first rank's screen or in another rank's log."""
     if display.is_shown:
         display.say(escape(text))
     else:
@@ -226,5 +226,5 @@ def _tell(display: Display, text: str) -> None:
 
 
 def _start_rewards(recipe: Recipe, activity: Activity, stack: ExitStack) -> RewardPool:
-    """The processes that compute rewards beside this worker."""
+    """The processes that compute rewards for this worker."""
     return stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat))

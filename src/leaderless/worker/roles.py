@@ -29,7 +29,7 @@ InstanceKey = tuple[str, tuple[int, ...]]
 
 
 class Roles:
-    """The models that this rank holds a part of."""
+    """The models of which this rank holds a part."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Roles:
         """Load and shard the models.
 
         Args:
-            recipe: Names them.
-            plan: Says which ranks hold them.
-            transport: Has a group for the ranks of each.
-            device: Of this rank.
-            tokenizer: Of the policy.
+            recipe: All settings.
+            plan: Plan with the ranks of each model.
+            transport: Process groups for the ranks of each model.
+            device: Device of this rank.
+            tokenizer: Tokenizer of the policy.
             logs: Folder for what engines print.
-            tell: Told what a person should know.
+            tell: Function that prints a line for people.
         """
         beat = transport.activity.beat
         self._around = Surroundings(transport.rank, transport.world.size, device, logs, tell, beat)
@@ -66,7 +66,7 @@ class Roles:
         """Lower the bound of a pass where memory runs out, as it was lowered in earlier starts of the run.
 
         Args:
-            directory: Of the run, which keeps what was lowered.
+            directory: Folder of the run, which keeps lowered bounds.
             pass_tokens: Bound that the first start begins with; later ones keep it, whatever memory there is then.
         """
         limits = read_limits(directory)
@@ -132,8 +132,8 @@ class Roles:
         """The instance of a role on a layout.
 
         Args:
-            role: Of a node.
-            layout: Of the node.
+            role: Role of a node.
+            layout: Layout of the node.
         """
         return self._models[role, layout.ranks]
 
@@ -146,17 +146,17 @@ class Roles:
         }
 
     def sync(self, action: SyncWeights) -> None:
-        """Bring new weights to a serving instance. All ranks of both layouts call it together.
+        """Send new weights to a serving instance. All ranks of both layouts call it together.
 
         Args:
-            action: The entry of the chain.
+            action: Entry of the chain.
         """
         source = self.engines.get((action.role, action.source_layout.ranks))
         target = self.engines.get((action.role, action.target_layout.ranks))
         sync_weights(action, self.transport.process_group(action.ranks), source, target)
 
     def sync_all(self) -> None:
-        """Bring the trained weights to every serving instance, as after a checkpoint has been loaded."""
+        """Send the trained weights to every serving instance, as after loading a checkpoint."""
         for action in self.plan.schedule:
             if isinstance(action, SyncWeights) and self.transport.rank in action.ranks:
                 self.sync(action)
@@ -166,9 +166,9 @@ def check_vocabulary(model: Decoder, tokenizer: Tokenizer, role: str) -> None:
     """Refuse a model that has no embedding for some of the tokenizer's tokens.
 
     Args:
-        model: Of the role.
-        tokenizer: Of the policy.
-        role: For the error.
+        model: Model of the role.
+        tokenizer: Tokenizer of the policy.
+        role: Name of the role, for the error.
     """
     rows = model.model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:

@@ -1,4 +1,4 @@
-"""What graded responses say of a model: mean@k, pass@k and maj@k."""
+"""Scores of graded responses: mean@k, pass@k and maj@k."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scores:
         """Begin with nothing.
 
         Args:
-            recipe: Its rewards, and its section `evaluation`.
+            recipe: Recipe with rewards and a section `evaluation`.
         """
         self.recipe, self.k = recipe, recipe.evaluation.responses_per_prompt
         self.powers = pass_at_sizes(self.k)
@@ -37,10 +37,10 @@ class Scores:
             self.metrics.total(name, 0)
 
     def add(self, graded: Sequence[Graded]) -> None:
-        """Take the responses to one prompt.
+        """Add the responses to one prompt.
 
         Args:
-            graded: As many as `evaluation.responses_per_prompt`.
+            graded: `evaluation.responses_per_prompt` responses.
         """
         valid = [g for g in graded if g.is_valid]
         self.metrics.total("failed", len(graded) - len(valid))
@@ -59,10 +59,10 @@ class Scores:
         self.metrics.mean(f"maj@{self.k}", majority_is_correct(answers, correct), 1)
 
     def numbers(self, reduced: Mapping[str, float]) -> dict[str, float]:
-        """What is reported.
+        """The scores.
 
         Args:
-            reduced: The metrics over all ranks.
+            reduced: Metrics of all ranks.
 
         Returns:
             By name as `evaluation/mean@4`; no majority where no response has an answer or there is one response only.
@@ -75,7 +75,7 @@ class Scores:
         return {f"evaluation/{name}": value for name, value in reduced.items() if name not in hidden}
 
     def _metric_of(self, graded: Graded) -> str | None:
-        """The reward that decides about a response; None where a named one does not apply."""
+        """The reward that decides whether a response is correct; None where a named one does not apply."""
         named, weights = self.recipe.evaluation.metric, self.recipe.reward.options()
         applying = [name for name in weights if name in graded.details]
         if named is not None:

@@ -22,7 +22,7 @@ class StepMetrics:
         """Begin with nothing.
 
         Args:
-            plan: Names the pools.
+            plan: Plan with the pools.
             transport: Process groups of the pools.
         """
         self._plan, self._transport = plan, transport
@@ -41,7 +41,7 @@ class StepMetrics:
         """Add up the step's numbers, and begin again with nothing. All ranks call it together.
 
         Args:
-            judge: Looks at the numbers of each pool.
+            judge: Function that looks at the numbers of each pool.
 
         Returns:
             All numbers on rank 0, some of them on others.

@@ -31,7 +31,7 @@ class Worker:
 
     Attributes:
         parts: Models, data and the other parts of the worker.
-        progress: Where the run is.
+        progress: Position of the run.
         chain: Entries of the plan that this rank executes.
         tracer: Times what the rank does.
     """
