@@ -65,7 +65,7 @@ def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path, run: Path) ->
         ((tmp_path / "nothing",), "is neither a model, nor a checkpoint, nor the folder of a run"),
         ((tmp_path / "nowhere",), "does not exist"),
         ((model, "--host", "0.0.0.0"), "--host 0.0.0.0: can be reached from other machines, so clients need a token"),
-        ((model, "--token", "two words"), "must be of printable ASCII characters, without blanks"),
+        ((model, "--token", "two words"), "must consist of printable ASCII characters, without blanks"),
         ((model, "--engine", "sglang"), "rollout.external.python: must name the interpreter of an environment"),
         ((model, "--max-context", 513), "is 513, but the model takes at most 512 tokens"),
     ):
