@@ -9,8 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor
 
-from leaderless.data.batch import Batch, Column, Jagged
-from leaderless.data.ids import make_sample_ids
+from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
 from leaderless.planner import Layout, Reshard
 
 Kind = Literal["balance", "pools"]

@@ -14,8 +14,7 @@ from tests.distributed.walks import Case, Step, Truth, cases, plan_of, walk
 
 from leaderless.config import Json
 from leaderless.data import transfer
-from leaderless.data.batch import Batch, Jagged
-from leaderless.data.ids import SIBLING_BITS, make_sample_ids
+from leaderless.data.batch import SIBLING_BITS, Batch, Jagged, make_sample_ids
 from leaderless.planner import Action, Cluster, Reshard, RunNode, make_plan
 
 SPLIT_GROUPS = Case(

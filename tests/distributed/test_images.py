@@ -11,8 +11,7 @@ from tests.distributed.ranks import RankPool
 from tests.distributed.user_stages import Context, Loop, recipe_of
 
 from leaderless.config import Json
-from leaderless.data.batch import Batch, Jagged
-from leaderless.data.ids import make_sample_ids
+from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.workflow import Workflow, stage
 
 HERE = "tests.distributed.test_images"

@@ -15,8 +15,7 @@ from tests.distributed.user_stages import Loop, recipe_of, short_workflow
 
 from leaderless.config import Json
 from leaderless.data import transfer, transport
-from leaderless.data.batch import Batch, Column, Jagged
-from leaderless.data.ids import make_sample_ids
+from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
 from leaderless.planner import Reshard
 
 MAX_RATIO = 2.5

@@ -11,8 +11,7 @@ import torch
 from tests.distributed.ranks import RankPool
 from tests.unit.costs.clusters import network
 
-from leaderless.data.batch import Batch, Jagged
-from leaderless.data.ids import make_sample_ids
+from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.reshard import reshard
 from leaderless.data.transport import Transport
 from leaderless.planner import Layout, Reshard

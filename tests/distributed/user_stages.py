@@ -9,9 +9,8 @@ import torch
 
 from leaderless.config import Json, Recipe
 from leaderless.config.functions import load_function
-from leaderless.data.batch import Batch, Jagged
+from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.databuffer import Databuffer
-from leaderless.data.ids import make_sample_ids
 from leaderless.data.transport import Transport
 from leaderless.planner import Cluster, Load, Plan, Reshard, RunNode, make_plan
 from leaderless.workflow import Workflow, stage

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from leaderless.config import Json, Recipe
-from leaderless.data.batch import Batch, Column, Jagged
+from leaderless.data.batch import SIBLING_BITS, Batch, Column, Jagged, make_sample_ids
 from leaderless.data.databuffer import Databuffer
-from leaderless.data.ids import SIBLING_BITS, make_sample_ids
 from leaderless.data.transport import Transport
 from leaderless.data.wire import DTYPES
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, RunNode, Windowed, flat

@@ -16,8 +16,7 @@ from tests.distributed.ranks import RankPool
 from tests.tiny import random_samples, tiny_model, write_additions, write_recipe
 from torch import Tensor
 
-from leaderless.data.batch import Batch
-from leaderless.data.ids import SIBLING_BITS
+from leaderless.data.batch import SIBLING_BITS, Batch
 from leaderless.observability.console import Display
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Cluster, Loop, make_plan

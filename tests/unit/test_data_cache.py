@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from tests.rows import Characters, open_sets, recipe_of, shards_of, take, write_
 from leaderless.config import Recipe, RecipeError
 from leaderless.data.cache import DataCache, whole_file
 from leaderless.data.dataset import Dataset
-from leaderless.data.encode import Encoded, RowEncoder
+from leaderless.data.encode import RowEncoder
 from leaderless.data.parquet import UnpackedSource
 from leaderless.data.rows import Row
 from leaderless.observability.run_directory import RunDirectory
@@ -26,13 +25,13 @@ from leaderless.observability.run_directory import RunDirectory
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The places of rows that are encoded."""
     places: list[str] = []
-    encode = RowEncoder.encode_all
+    texts = RowEncoder.texts
 
-    def watched(self: RowEncoder, rows: Sequence[Row], where: Sequence[str]) -> list[Encoded]:
-        places.extend(where)
-        return encode(self, rows, where)
+    def watched(self: RowEncoder, row: Row, place: str) -> tuple[str, str]:
+        places.append(place)
+        return texts(self, row, place)
 
-    monkeypatch.setattr(RowEncoder, "encode_all", watched)
+    monkeypatch.setattr(RowEncoder, "texts", watched)
     return places
 
 

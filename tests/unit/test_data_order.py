@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.rows import mixed_recipe, open_sets, recipe_of, shards_of, take, write_jsonl
 
 from leaderless.config import Json, RecipeError
-from leaderless.data.mixture import Interleaving
-from leaderless.data.order import RowOrder
+from leaderless.data.order import Interleaving, RowOrder
 
 weights = st.one_of(
     st.integers(1, 40).map(float),

@@ -16,8 +16,7 @@ from rich.console import Console
 from tests.unit.recipes import make_recipe, only_problem, plan_of
 
 from leaderless.config import RecipeError
-from leaderless.data.batch import Batch, Jagged
-from leaderless.data.ids import make_sample_ids
+from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.surplus import Surplus
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.metrics import Metrics

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leaderless.data.batch import Batch, Jagged
-from leaderless.data.ids import make_sample_ids
+from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.reshard import agree_on_routes
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard

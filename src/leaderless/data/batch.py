@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Json
+from leaderless.config.batch import MAX_RESPONSES
+
+SIBLING_BITS = (MAX_RESPONSES - 1).bit_length()
+"""Room for 65,536 responses to a prompt, and for 2^47 prompts in a run."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +295,24 @@ def concat_columns(columns: Sequence[Column]) -> Column:
             return Jagged(values, torch.cat([column.lengths for column in jagged]), axis)
         case _:
             return tuple(value for column in columns if isinstance(column, tuple) for value in column)
+
+
+def make_sample_ids(group_ids: Tensor, siblings: Tensor) -> Tensor:
+    """Globally unique ids of samples; ascending ids follow the order of the data.
+
+    A group id is the place of a prompt in the run's stream of prompts: epoch and row follow from it, and a prompt that
+    is asked again, in a later epoch or after a failure, has another one.
+
+    Args:
+        group_ids: [n] int64.
+        siblings: [n] int64, which of the responses to its prompt a sample is, from 0.
+
+    Returns:
+        [n] int64.
+    """
+    if siblings.numel() and int(siblings.max()) >= 1 << SIBLING_BITS:
+        raise ValueError(f"{int(siblings.max()) + 1} responses to one prompt: at most {1 << SIBLING_BITS} are possible")
+    return torch.bitwise_left_shift(group_ids, SIBLING_BITS) + siblings
 
 
 def _describe(tensor: Tensor) -> str:

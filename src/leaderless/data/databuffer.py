@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 
 import numpy as np
 import torch
@@ -19,13 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.courier import Courier
-from leaderless.data.objects import what_changes
 from leaderless.data.reshard import reshard, schemas_to_json
 from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
 from leaderless.data.transport import ProcessGroup, Transport, digest
-from leaderless.data.wire import schema_from_json
+from leaderless.data.wire import schema_from_json, what_changes
 from leaderless.planner import Action, Layout, Load, Loop, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
 
 WINDOWS_UNDER_WAY = 2
@@ -55,7 +55,7 @@ class Databuffer:
         self.surplus = Surplus()
         self._tables: dict[TableKey, Table] = {}
         self._windows: list[dict[TableKey, Table]] = []
-        self._courier = Courier()
+        self._background = _Background()
         self._arrivals: dict[tuple[TableKey, int], list[Future[None]]] = {}
         self._under_way: dict[Reshard, deque[Future[None]]] = {}
         self._loads: dict[Reshard, NDArray[np.int64]] = {}
@@ -221,7 +221,7 @@ class Databuffer:
             with timed:
                 self._reshard(action, self._windows[window], process_group, self._loads[action])
 
-        arrival = self._courier.give(bring)
+        arrival = self._background.run(bring)
         under_way.append(arrival)
         self._arrivals.setdefault((_key(action.row_set, action.target_layout), window), []).append(arrival)
 
@@ -240,7 +240,7 @@ class Databuffer:
     def close_windows(self) -> None:
         """Wait until all windows are here, and make one table of them."""
         with self.transport.activity.waiting("the last windows"):
-            self._courier.give(lambda: None).result()
+            self._background.run(lambda: None).result()
         self._arrivals.clear()
         self._under_way.clear()
         for key in list(self._windows[0]):
@@ -290,7 +290,7 @@ class Databuffer:
         if window is None:
             self._release(action, self._tables)
         elif action in self._released_after:
-            self._courier.give(partial(self._release, action, self._windows[window]))
+            self._background.run(partial(self._release, action, self._windows[window]))
 
     def _release(self, action: Action, tables: Mapping[TableKey, Table]) -> None:
         for key, column in self._released_after.get(action, ()):
@@ -306,6 +306,41 @@ class Databuffer:
         columns = [column for table in self._tables.values() for column in table.all_columns()]
         tensors = [column.values if isinstance(column, Jagged) else column for column in columns]
         return sum({id(tensor): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)}.values())
+
+
+class _Background:
+    """A thread that runs tasks in the order in which they were given. After a failure it runs no more.
+
+    All ranks give theirs the same exchanges in the same order, so that no two of them wait for each other crosswise.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._failure: BaseException | None = None
+
+    def run(self, task: Callable[[], None]) -> Future[None]:
+        """Run a task later; its error is that of all tasks behind it, too."""
+        if self._thread is None:
+            # When a worker fails, its process ends whatever the thread waits for.
+            self._thread = Thread(target=self._work, name="databuffer", daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._tasks.put((task, future))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            task, future = self._tasks.get()
+            try:
+                if self._failure is None:
+                    task()
+            except BaseException as error:  # noqa: BLE001 - it is raised where the future is waited for
+                self._failure = error
+            if self._failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(self._failure)
 
 
 def _key(row_set: str, layout: Layout) -> TableKey:

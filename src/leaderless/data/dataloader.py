@@ -11,7 +11,7 @@ from leaderless.data.batch import Batch
 from leaderless.data.cache import DataCache
 from leaderless.data.dataset import Progress, Prompt, TrainingSet, make_batch, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
-from leaderless.data.mixture import Interleaving
+from leaderless.data.order import Interleaving
 from leaderless.data.parquet import unpack
 from leaderless.data.read_ahead import ReadAhead
 from leaderless.data.sources import open_source, open_stream

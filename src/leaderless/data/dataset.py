@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -238,18 +240,27 @@ class _Scan:
         curriculum = config.curriculum if isinstance(config, TrainingSetConfig) else None
         kept: list[int] = []
         levels: list[float] = []
-        for first in range(0, len(rows), BATCH_ROWS):
-            batch = rows[first : first + BATCH_ROWS]
-            values = [self.source.row(index) for index in batch]
-            places = [self.source.describe(index) for index in batch]
-            encoded = self.encoder.encode_all(values, places)
-            for index, row, place, tokens in zip(batch, values, places, encoded, strict=True):
-                if fits(tokens, place, self.recipe.data, key):
-                    kept.append(index)
-                    levels.append(_level(row, curriculum, place, key) if curriculum else 0.0)
-            if self.progress is not None:
-                self.progress(num_before + first + len(batch), num_before + len(rows))
+        batches = [rows[first : first + BATCH_ROWS] for first in range(0, len(rows), BATCH_ROWS)]
+        # A fast tokenizer runs outside Python, so that the texts of the next batch are made meanwhile.
+        with ThreadPoolExecutor(1) as pool:
+            coming = deque(pool.submit(self._read, batch) for batch in batches[:1])
+            for number, batch in enumerate(batches, start=1):
+                values, places, texts = coming.popleft().result()
+                coming.extend(pool.submit(self._read, following) for following in batches[number : number + 1])
+                encoded = self.encoder.encode_texts(texts)
+                for index, row, place, tokens in zip(batch, values, places, encoded, strict=True):
+                    if fits(tokens, place, self.recipe.data, key):
+                        kept.append(index)
+                        levels.append(_level(row, curriculum, place, key) if curriculum else 0.0)
+                if self.progress is not None:
+                    self.progress(num_before + batch.stop - rows.start, num_before + len(rows))
         return kept, levels
+
+    def _read(self, batch: range) -> tuple[list[Row], list[str], list[tuple[str, str]]]:
+        """Some rows, their places, and their prompts and responses."""
+        values = [self.source.row(index) for index in batch]
+        places = [self.source.describe(index) for index in batch]
+        return values, places, list(map(self.encoder.texts, values, places))
 
 
 def _level(row: Row, curriculum: CurriculumConfig, place: str, key: str) -> float:

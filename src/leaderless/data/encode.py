@@ -92,7 +92,7 @@ class RowEncoder:
         return self.encode_all([row], [place])[0]
 
     def encode_all(self, rows: Sequence[Row], places: Sequence[str]) -> list[Encoded]:
-        """The token ids of several rows; a fast tokenizer encodes them on all cores.
+        """The token ids of several rows.
 
         Args:
             rows: Values by column of each row.
@@ -101,11 +101,16 @@ class RowEncoder:
         Raises:
             RecipeError: A column that is needed is missing or of the wrong type.
         """
-        texts = [self._texts(row, place) for row, place in zip(rows, places, strict=True)]
-        is_finished_chat = self.is_chat and "{" not in self.config.template  # the chat template writes special tokens
-        prompts = _encode_texts(
-            self.tokenizer, [prompt for prompt, _ in texts], add_special_tokens=not is_finished_chat
-        )
+        return self.encode_texts([self.texts(row, place) for row, place in zip(rows, places, strict=True)])
+
+    def encode_texts(self, texts: Sequence[tuple[str, str]]) -> list[Encoded]:
+        """The token ids of several rows; a fast tokenizer encodes them on all cores.
+
+        Args:
+            texts: Prompt and response of each row.
+        """
+        is_plain = "{" in self.config.template or not self.is_chat  # a chat template writes special tokens itself
+        prompts = _encode_texts(self.tokenizer, [prompt for prompt, _ in texts], add_special_tokens=is_plain)
         if self.config.response is None:
             return [Encoded(prompt, []) for prompt in prompts]
         assert self.tokenizer.eos_token_id is not None
@@ -113,8 +118,16 @@ class RowEncoder:
         responses = _encode_texts(self.tokenizer, [response for _, response in texts], add_special_tokens=False)
         return [Encoded(prompt, response + end) for prompt, response in zip(prompts, responses, strict=True)]
 
-    def _texts(self, row: Row, place: str) -> tuple[str, str]:
-        """Prompt and response of a row; the response is empty when the dataset names none."""
+    def texts(self, row: Row, place: str) -> tuple[str, str]:
+        """Prompt and response of a row; the response is empty when the dataset names none.
+
+        Args:
+            row: Values by column.
+            place: Location of the row, for errors.
+
+        Raises:
+            RecipeError: A column that is needed is missing or of the wrong type.
+        """
         for column in (self.config.answer, self.config.source):
             if column is not None:
                 self._value(row, column, place)

@@ -1,6 +1,11 @@
-"""The order in which a run takes rows: seeded, and the same on any number of ranks."""
+"""The order in which a run takes rows: seeded, and the same on any number of ranks; and the turns of a mixture."""
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from fractions import Fraction
+from math import gcd, lcm
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,3 +61,71 @@ class RowOrder:
         if self.levels is not None:
             order = order[np.argsort(self.levels[order], kind="stable")]
         return self.rows[order]
+
+
+class Interleaving:
+    """An endless sequence of turns, true to the weights from its beginning to any point within less than one turn.
+
+    Turns are given by earliest deadline, as to periodic tasks that fill one processor: the turn number `k` of a dataset
+    of weight `w` lies between `floor(k / w)` and `ceil((k + 1) / w)` (Baruah, Cohen, Plaxton and Varvel, 1996,
+    Proportionate progress, section 2). The seed decides between equal deadlines. Weights are taken as the decimal
+    fractions that they were written as, so that the sequence repeats itself when all shares are whole numbers.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        """Take the weights.
+
+        Args:
+            weights: Of each dataset, above 0; only their ratios count.
+            seed: Of the order between equals.
+        """
+        fractions = [Fraction(str(weight)) for weight in weights]
+        scale = lcm(*(fraction.denominator for fraction in fractions))
+        whole = [int(fraction * scale) for fraction in fractions]
+        self._shares = [share // gcd(*whole) for share in whole]
+        self._period = sum(self._shares)
+        self._rank = generator(seed, 0).permutation(len(weights)).tolist()
+        self._turns, self._places = array("H"), array("q")
+        self._taken = [0] * len(weights)
+        self._release = [0] * len(weights)
+        self._deadline = [self._last_turn(dataset) for dataset in range(len(weights))]
+
+    def at(self, position: int) -> tuple[int, int]:
+        """Whose turn it is, and how many it has had before.
+
+        Args:
+            position: From 0.
+
+        Returns:
+            The dataset, and the place in its own stream.
+        """
+        cycle, offset = divmod(position, self._period)
+        self._extend(offset + 1)
+        dataset = self._turns[offset]
+        return dataset, cycle * self._shares[dataset] + self._places[offset]
+
+    def counts(self, position: int) -> list[int]:
+        """How many turns each dataset has had before a position.
+
+        Args:
+            position: From 0.
+        """
+        cycle, offset = divmod(position, self._period)
+        self._extend(offset)
+        turns = np.array(self._turns[:offset], dtype=np.int64)
+        begun = np.bincount(turns, minlength=len(self._shares)).tolist()
+        return [cycle * share + count for share, count in zip(self._shares, begun, strict=True)]
+
+    def _last_turn(self, dataset: int) -> int:
+        return -(-(self._taken[dataset] + 1) * self._period // self._shares[dataset])
+
+    def _extend(self, length: int) -> None:
+        """Give turns until there are so many."""
+        for turn in range(len(self._turns), length):
+            ready = (dataset for dataset, release in enumerate(self._release) if release <= turn)
+            chosen = min(ready, key=lambda dataset: (self._deadline[dataset], self._rank[dataset]))
+            self._turns.append(chosen)
+            self._places.append(self._taken[chosen])
+            self._taken[chosen] += 1
+            self._release[chosen] = self._taken[chosen] * self._period // self._shares[chosen]
+            self._deadline[chosen] = self._last_turn(chosen)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.batch import Batch, Jagged
+from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.errors import memory_explained
-from leaderless.data.ids import make_sample_ids
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.stages.context import StageContext
 

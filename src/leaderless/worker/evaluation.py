@@ -9,10 +9,10 @@ from itertools import islice
 import torch
 
 from leaderless.config import Json, Recipe
+from leaderless.data.batch import make_sample_ids
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.errors import memory_explained
-from leaderless.data.ids import make_sample_ids
 from leaderless.planner import Layout, Plan, RoleInstance
 from leaderless.rewards.pool import Graded
 from leaderless.rollout.engine import Request, SamplingParams, generate
