@@ -5,7 +5,7 @@ BIN := .venv/bin
 TEST_WORKERS ?= 2
 KILLS ?= 200
 
-.PHONY: quickstart test test-thorough test-vllm chaos lint format docs clean
+.PHONY: quickstart test test-thorough test-vllm gpu chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -31,6 +31,11 @@ test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	.venv-vllm/bin/python -m pip install --quiet --editable .[test]
 	touch $@
+
+# On a machine with a CUDA GPU: its tests, then measurements, in eight minutes, with the Python and the torch that are there
+# and without a network. WHEELS=FOLDER names wheels of packages that are missing.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(if $(WHEELS),--wheels $(WHEELS))
 
 # Kills workers in every phase and compares with undisturbed runs; KILLS=20 makes it shorter.
 chaos: .venv/.installed-test

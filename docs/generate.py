@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 import typer
 from generate_algorithms import formulas_page, results_page, with_combinations
 from generate_generation import with_generation
+from generate_gpu import with_gpu
 from generate_hosts import with_hosts
 from generate_markup import cell, sections_of, table_of
 from generate_performance import with_real_size, with_training_step
@@ -95,7 +96,9 @@ def render() -> dict[Path, str]:
     scaling = DOCS / "scaling.md"
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
     performance = DOCS / "performance.md"
-    files[performance] = with_real_size(with_generation(with_training_step(performance.read_text(encoding="utf-8"))))
+    files[performance] = with_gpu(
+        with_real_size(with_generation(with_training_step(performance.read_text(encoding="utf-8"))))
+    )
     return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
 
 

@@ -20,12 +20,14 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import Transport
 from leaderless.device import peak_memory_bytes, setup_device
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.models.shared_prompts import Family, attention_over
+from leaderless.models.products import _can_write_float32, bmm_in_float32, linear_in_float32
+from leaderless.models.shared_prompts import Family, VarlenAttention, attention_over
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.segment_attention import attend_in_float32
 from leaderless.training.fsdp import FsdpEngine
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -121,6 +123,39 @@ def test_shared_prompts_are_attended_to_on_cuda_as_on_the_cpu(
         assert (result - expected).norm() / expected.norm() < limit
 
 
+def test_bfloat16_is_multiplied_into_float32_on_cuda() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(n, 64, generator=generator).mul(3).to(torch.bfloat16) for n in (32, 128))
+    expected = rows.double() @ weight.double().t()
+    rows, weight = rows.cuda(), weight.cuda()
+    assert _can_write_float32("cuda")
+    for result in (linear_in_float32(rows, weight), bmm_in_float32(rows[None], weight.t()[None])[0]):
+        assert result.dtype == torch.float32
+        assert float((result.cpu() - expected).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("bias", [0, 60, 150])
+def test_large_keys_cost_the_rollout_no_digits_on_cuda(bias: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 8, n, 128, generator=generator) for n in (6, 64, 64))
+    key = key + bias * torch.randn(2, 1, 1, 128, generator=generator).sign() / 4
+    inputs = [tensor.to(torch.bfloat16) for tensor in (query, key, value)]
+    q, k, v = (tensor.double() for tensor in inputs)
+    expected = (q @ k.transpose(2, 3) * 128**-0.5).softmax(dim=-1) @ v
+    q, k, v = (tensor.cuda() for tensor in inputs)
+    result, _ = attend_in_float32(q, k, v, None, 128**-0.5)
+    assert float((result.cpu().double() - expected).norm() / expected.norm()) < 0.006
+
+
+def test_gradients_of_shared_prompts_repeat_bit_for_bit_on_cuda() -> None:
+    attention = VarlenAttention([Family(200, (7,) * 64)], torch.device("cuda"))
+    assert attention._copies is not None
+    key = torch.randn(200 + 7 * 64, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    slope = torch.randn_like(attention._copies.lay_out(key))
+    first, second = (torch.autograd.grad(attention._copies.lay_out(key), key, slope)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
 @needs_two
 def test_two_gpus_give_the_update_of_one(ranks: RankPool) -> None:
     (expected,) = ranks.run(1, train_one_update, tiny_model(), "float32", "cuda", init_group=False)
@@ -194,8 +229,8 @@ def test_a_whole_run_on_cuda_logs_what_the_cpu_logs(ranks: RankPool, tmp_path: P
         "algorithm.kl.coefficient": 0.1,
     }
     recipe = write_recipe(tmp_path, tiny_model(), changes)
-    succeed(ranks, tmp_path, "train", recipe, "name=cuda", "models.policy.compute_dtype=bfloat16")
-    succeed(ranks, tmp_path, "train", recipe, "name=exact")
+    succeed(ranks, tmp_path, "train", recipe, "name=cuda")
+    succeed(ranks, tmp_path, "train", recipe, "name=exact", "models.policy.compute_dtype=float32")
     for name, mismatch in (("cuda", 0.05), ("exact", 1e-4)):
         lines = metrics(tmp_path / "runs" / name)
         assert [line["step"] for line in lines] == [1, 2]

@@ -1,0 +1,329 @@
+"""Tests and measurements on a CUDA GPU, in at most eight minutes and without a network: `make gpu`.
+
+    python benchmarks/gpu.py [--wheels FOLDER] [--parts training generation] && python docs/generate.py
+
+It runs with the Python and the torch of the machine (torch 2.11 or newer, transformers 5.10 or newer), from a checkout.
+Other packages that are missing are installed next to the results from wheels in the folder that `--wheels` names.
+
+Each part is a process of its own with a limit of time, and is kept in `docs/performance/gpu.json` as soon as it is
+done; a part that fails is kept with its error, and the others continue. `--parts` measures some parts again. Models are
+Qwen2 with random weights, of 1.5 or 0.5 billion parameters, whichever fits. `--draw` only draws the picture of what is
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs/performance/gpu.json"
+PICTURE = ROOT / "docs/images/gpu.png"
+PACKAGES = ROOT / "runs/gpu-packages"
+MARK = "MEASURED "
+LIMITS_S = {
+    "environment": 30,
+    "tests": 150,
+    "speeds": 30,
+    "agreement": 90,
+    "training": 90,
+    "generation": 150,
+    "decoding": 120,
+    "weights": 45,
+    "quickstart": 180,
+}
+"""Most seconds of each part, the most important first; all together have the minutes of the command line."""
+
+Results = dict[str, Any]
+Runner = Callable[[str, float], Results]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together")
+    parser.add_argument("--wheels", type=Path, help="folder with wheels of packages that are missing here")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries the script itself")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script itself")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--draw", action="store_true", help="draw what has been measured, and measure nothing")
+    options = parser.parse_args()
+    if not options.draw:
+        install(missing_packages(), options.wheels)
+        check_device(options.device)
+        preset = "tiny" if options.tiny else preset_of(options.device)
+
+        def run(part: str, limit_s: float) -> Results:
+            return run_part(part, options.device, preset, limit_s)
+
+        measure(options.parts, run, options.results, 60 * options.minutes)
+    results = json.loads(options.results.read_text(encoding="utf-8"))
+    draw(results, options.picture)
+    print(table(results))
+    sys.exit(any("error" in part for part in results["parts"].values()))
+
+
+def missing_packages() -> list[str]:
+    """Packages that this project needs, and that this Python does not have."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    names = [requirement.split(">")[0].split("[")[0].strip() for requirement in wanted]
+    return [name for name in names if name != "leaderless" and not is_installed(name)]
+
+
+def is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def install(names: Sequence[str], wheels: Path | None) -> None:
+    """Install packages into a folder of their own, which later processes look into."""
+    if names and wheels is not None:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
+        for name in names:  # one by one: what cannot be installed may not be needed either
+            subprocess.run([*command, "--target", str(PACKAGES), "--upgrade", name], check=False)
+    elif names:
+        print(f"not installed here: {', '.join(names)}; name a folder with their wheels with --wheels")
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT / "src", ROOT, PACKAGES]))
+
+
+def check_device(device: str) -> None:
+    """End with a reason if there is no CUDA device that torch can use."""
+    if device == "cpu":
+        return
+    code = "import torch; torch.cuda.init(); print(torch.cuda.get_device_name())"
+    tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        reason = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
+        sys.exit(f"nothing was measured: this machine has no CUDA GPU that torch can use: {reason}")
+
+
+def preset_of(device: str) -> str:
+    code = f"from benchmarks.gpu_parts import preset_for; print('{MARK}' + preset_for('{device}'))"
+    return answer_of([sys.executable, "-c", code], 120)
+
+
+def measure(parts: Sequence[str], run: Runner, path: Path, most_s: float) -> Results:
+    """Run parts and keep each as soon as it is done.
+
+    Args:
+        parts: Names of the parts.
+        run: Function that runs a part within some seconds.
+        path: File of the results; parts that are not run again stay in it.
+        most_s: Most seconds of all parts together.
+    """
+    results: Results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"parts": {}}
+    begin = time.monotonic()
+    for part in parts:
+        left = most_s - (time.monotonic() - begin)
+        started = time.monotonic()
+        try:
+            if left < 10:
+                raise TimeoutError("no time was left")
+            print(f"{part} ...", flush=True)
+            result = run(part, min(LIMITS_S[part], left))
+        except (RuntimeError, TimeoutError) as error:
+            result = {"error": str(error)}
+        result["seconds_in_all"] = round(time.monotonic() - started, 1)
+        results["parts"][part] = result
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print(f"{part}: {result.get('error', 'done')}, {result['seconds_in_all']:.0f} s", flush=True)
+    return results
+
+
+def run_part(part: str, device: str, preset: str, limit_s: float) -> Results:
+    """Run a part in processes of its own."""
+    if part == "tests":
+        return run_tests(limit_s)
+    if part == "quickstart":
+        return run_quickstart(device, limit_s)
+    script = str(ROOT / "benchmarks/gpu_parts.py")
+    result: Results = json.loads(answer_of([sys.executable, script, part, device, preset], limit_s))
+    return result
+
+
+def answer_of(command: Sequence[str], limit_s: float) -> str:
+    """What a process prints behind the mark.
+
+    Raises:
+        RuntimeError: It fails.
+        TimeoutError: It takes too long.
+    """
+    code, output = output_of(command, limit_s)
+    answers = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
+    if code or not answers:
+        raise RuntimeError(f"exit code {code}: " + " / ".join(output.strip().splitlines()[-3:]))
+    return answers[-1]
+
+
+def output_of(command: Sequence[str], limit_s: float) -> tuple[int, str]:
+    """Exit code and output of a process, of which nothing is left behind."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        last = " / ".join(output.strip().splitlines()[-2:])
+        raise TimeoutError(f"stopped after {limit_s:.0f} s; it said last: {last}") from None
+    return process.returncode, output
+
+
+def run_tests(limit_s: float) -> Results:
+    """The tests of `tests/gpu`."""
+    code, output = output_of([sys.executable, "-m", "pytest", "tests/gpu", "-rA", "--timeout", "120"], limit_s)
+    lines = output.splitlines()
+    kinds = {"passed": "PASSED ", "failed": "FAILED ", "errors": "ERROR ", "skipped": "SKIPPED "}
+    counts = {kind: sum(line.startswith(start) for line in lines) for kind, start in kinds.items()}
+    failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if not any(counts.values()):
+        raise RuntimeError(f"exit code {code}: " + " / ".join(lines[-3:]))
+    return {**counts, "failures": failures}
+
+
+def run_quickstart(device: str, limit_s: float) -> Results:
+    """Training by imitation, export, and reinforcement learning of the quickstart; few steps on a CPU."""
+    begin = time.monotonic()
+    few = ["steps=1", "evaluation.every_steps=0"] * (device == "cpu")
+    commands = [
+        [str(ROOT / "examples/quickstart/prepare.py")],
+        ["-m", "leaderless", "train", "recipes/quickstart/sft.yaml", "--workers", "1", "--fresh", *few],
+        ["-m", "leaderless", "export", "runs/quickstart-sft", "runs/quickstart-base"],
+        ["-m", "leaderless", "train", "recipes/quickstart/grpo.yaml", "--workers", "1", "--fresh", *few],
+    ]
+    seconds = []
+    for command in commands:
+        started = time.monotonic()
+        code, output = output_of([sys.executable, *command], limit_s - (time.monotonic() - begin))
+        if code:
+            raise RuntimeError(f"{' '.join(command[-3:])}: " + " / ".join(output.strip().splitlines()[-3:]))
+        seconds.append(round(time.monotonic() - started, 1))
+    text = (ROOT / "runs/quickstart/metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    accuracies = [value for line in lines for key, value in line.items() if key == "evaluation/accuracy"]
+    last = lines[-1]
+    return {
+        "seconds": dict(zip(("prepare", "imitate", "export", "reinforce"), seconds, strict=True)),
+        "accuracy": [accuracies[0], accuracies[-1]] if accuracies else [],
+        "mismatch": last.get("mismatch/abs_mean"),
+    }
+
+
+# --- what was measured ---------------------------------------------------------------------------------------------
+
+
+def rows(results: Results) -> list[tuple[str, str]]:
+    """Each figure with its name; parts that failed with their errors."""
+    parts: Mapping[str, Results] = results["parts"]
+    good = {name: part for name, part in parts.items() if "error" not in part}
+    lines: list[tuple[str, str]] = []
+    if "tests" in good:
+        tests = good["tests"]
+        lines.append(
+            (
+                "tests passed, failed, skipped",
+                f"{tests['passed']}, {tests['failed'] + tests['errors']}, {tests['skipped']}",
+            )
+        )
+    if "speeds" in good:
+        lines.append(("product of large matrices", f"{good['speeds']['flops'] / 1e12:,.0f} TFLOP/s"))
+        lines.append(("copying", f"{good['speeds']['bytes_per_s'] / 1e12:.2f} TB/s"))
+    for bias, difference in good.get("agreement", {}).get("key_bias", {}).items():
+        lines.append((f"rollout and trainer differ, keys with a bias of {bias}", f"{difference['mean']:.4f} per token"))
+    if "training" in good:
+        lines += training_rows(good["training"], good.get("speeds"))
+    if "generation" in good:
+        generation = good["generation"]
+        lines.append(("generation at best: products and cache", f"{generation['bound_tokens_per_s']:,.0f} tokens/s"))
+        for way, speed in generation["tokens_per_s"].items():
+            share = speed / generation["bound_tokens_per_s"]
+            lines.append((f"generation, {way}", f"{speed:,.0f} tokens/s ({share:.0%} of the best)"))
+    for name, steps in good.get("decoding", {}).get("steps", {}).items():
+        figures = (
+            f"{steps['ms_per_step']:.1f} ms, {steps['kernels_per_step']:,.0f} kernels, {steps['device_busy']:.0%} busy"
+        )
+        lines.append((f"a step of decoding, {name}", f"{figures}, {steps['clones_per_step']:.0f} clones"))
+    if "weights" in good:
+        sent = good["weights"]
+        lines.append(("weights packed for an engine", f"{sent['bytes'] / sent['seconds'] / 1e9:.1f} GB/s"))
+    if "quickstart" in good:
+        quickstart = good["quickstart"]
+        accuracy = " → ".join(f"{value:.1%}" for value in quickstart["accuracy"]) or "not evaluated"
+        lines.append(("quickstart", f"{sum(quickstart['seconds'].values()):.0f} s, accuracy {accuracy}"))
+    return lines + [(f"{name} failed", part["error"]) for name, part in parts.items() if "error" in part]
+
+
+def training_rows(training: Results, speeds: Results | None) -> list[tuple[str, str]]:
+    speed = training["model_flops"] / training["forward_backward_s"]
+    share = f", {speed / speeds['flops']:.0%} of a large product" if speeds else ""
+    lines = [
+        (
+            f"a pass of {training['tokens']:,} tokens, forward and backward",
+            f"{1e3 * training['forward_backward_s']:.0f} ms",
+        ),
+        ("operations that it has to do", f"{speed / 1e12:.0f} TFLOP/s{share}"),
+        ("of it the head", f"{training['head_s'] / training['forward_backward_s']:.0%}"),
+        ("an update with its optimizer step", f"{1e3 * training['step_s']:.0f} ms"),
+        ("log-probs of a pass", f"{1e3 * training['log_probs_s']:.0f} ms"),
+    ]
+    if training["planned_bytes"]:
+        peaks = f"{training['peak_bytes'] / 2**30:.1f} of {training['planned_bytes'] / 2**30:.1f} GiB"
+        lines.append(("peak memory, of what `plan` says", peaks))
+    return lines
+
+
+def table(results: Results) -> str:
+    """The figures as a table in Markdown, under what they were measured on."""
+    environment = results["parts"].get("environment", {})
+    packages = ", ".join(f"{name} {number}" for name, number in environment.get("packages", {}).items())
+    preset = next((p["preset"] for p in results["parts"].values() if "preset" in p), None)
+    model = f"; a Qwen2 of {preset['layers']} layers of {preset['hidden']}" if preset else ""
+    head = f"{environment.get('device', 'a CPU, to try the script')}; {packages}{model}."
+    body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows(results))
+    return f"{head}\n\n| figure | measured |\n| --- | ---: |\n{body}"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Tokens per second of the ways to generate, beside the best, where there is matplotlib."""
+    generation = results["parts"].get("generation", {"error": "not measured"})
+    if "error" in generation:
+        return
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("matplotlib is not installed here: draw the picture elsewhere with --draw")
+        return
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    speeds = {**generation["tokens_per_s"], "at best": generation["bound_tokens_per_s"]}
+    figure, panel = plt.subplots(figsize=(7, 2.6))
+    bars = panel.barh(list(speeds), list(speeds.values()), color=["#4269d0"] * (len(speeds) - 1) + ["#9498a0"])
+    panel.bar_label(bars, fmt="{:,.0f}", padding=3)
+    panel.invert_yaxis()
+    panel.margins(x=0.15)
+    panel.set_xlabel("tokens per second")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,498 @@
+"""The parts of `benchmarks/gpu.py`, each in a process of its own: `python benchmarks/gpu_parts.py PART DEVICE PRESET`.
+
+A part prints what it has measured as a line of JSON behind a mark. On a CPU, with the preset `tiny`, parts compute in
+float32 and measure nothing of interest: that way the script is tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import platform
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.transport import ProcessGroup
+from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
+from leaderless.models.scoring import score_tokens
+from leaderless.planner.memory import Memory
+from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.weights import LocalStaging, make_buckets
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.workflow import load_recipe, resolve_workflow
+
+MARK = "MEASURED "
+"""In front of the result of a part, between other output."""
+SIBLINGS = 8
+
+Result = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of the model and of the work.
+
+    Attributes:
+        hidden, layers, heads, key_heads, feed_forward, vocabulary: Shape of a Qwen2.
+        prompts: Prompts of generation, with `SIBLINGS` responses each.
+        prompt_tokens: Tokens of each prompt.
+        response_tokens: Tokens of each response.
+        pass_tokens: Tokens of a training pass.
+        square: Rows of the square matrices of which the product is timed.
+        copied: Bytes whose copying is timed.
+        least_gib: Least memory of a GPU for this preset.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    key_heads: int
+    feed_forward: int
+    vocabulary: int
+    prompts: int
+    prompt_tokens: int
+    response_tokens: int
+    pass_tokens: int
+    square: int = 8192
+    copied: int = 1 << 32
+    least_gib: int = 0
+
+
+PRESETS = {
+    "1.5B": Preset(1536, 28, 12, 2, 8960, 151936, 64, 128, 512, 16384, least_gib=70),
+    "0.5B": Preset(896, 24, 14, 2, 4864, 151936, 32, 128, 256, 8192, copied=1 << 30, least_gib=22),
+    "tiny": Preset(64, 2, 4, 2, 128, 512, 2, 5, 6, 64, square=64, copied=1 << 16),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Device, type and sizes of a measurement."""
+
+    device: torch.device
+    preset: Preset
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    @property
+    def config_dtype(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
+        """Median time of some work, after one run to warm up."""
+        times = []
+        for _ in range(repeats + 1):
+            self.synchronize()
+            begin = time.perf_counter()
+            work()
+            self.synchronize()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[1:])
+
+    @contextmanager
+    def model_folder(self, key_bias: float = 0.0) -> Iterator[str]:
+        """A Qwen2 with random weights."""
+        preset = self.preset
+        config = Qwen2Config(
+            vocab_size=preset.vocabulary,
+            hidden_size=preset.hidden,
+            intermediate_size=preset.feed_forward,
+            num_hidden_layers=preset.layers,
+            num_attention_heads=preset.heads,
+            num_key_value_heads=preset.key_heads,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as folder:
+            with torch.device(self.device):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            for layer in model.model.layers:
+                with torch.no_grad():
+                    layer.self_attn.k_proj.bias.copy_(key_bias * torch.randn(layer.self_attn.k_proj.bias.shape).sign())
+            model.save_pretrained(folder)
+            yield folder
+
+    def config(self, folder: str, *, compute_dtype: str | None = None) -> ModelConfig:
+        return ModelConfig(path=folder, compute_dtype=compute_dtype or self.config_dtype)  # type: ignore[arg-type]
+
+    def sampler(self, folder: str) -> CausalLM:
+        """A model in the type in which it generates."""
+        return load_causal_lm(self.config(folder), "policy").to(self.device, self.dtype).eval()
+
+    @contextmanager
+    def trainer(self, folder: str) -> Iterator[FsdpEngine]:
+        """The trainer of a run with one worker."""
+        config = self.config(folder)
+        if self.dtype != torch.float32:  # sharding, which mixed precision goes through, needs a process group
+            dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        engine = FsdpEngine(
+            load_causal_lm(config, "policy"),
+            config,
+            ProcessGroup((0,), 0),
+            self.device,
+            self.preset.pass_tokens,
+            optimizer=OptimizerConfig(),
+            num_updates=100,
+        )
+        try:
+            yield engine
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def requests(self, num_prompts: int | None = None) -> list[Request]:
+        generator = random.Random(0)
+        preset = self.preset
+        return [
+            Request(
+                [generator.randrange(1, preset.vocabulary) for _ in range(preset.prompt_tokens)],
+                [i << 16 | j for j in range(SIBLINGS)],
+            )
+            for i in range(num_prompts or preset.prompts)
+        ]
+
+    def native(self, model: CausalLM, *, has_graphs: bool = True) -> NativeEngine:
+        sequences = self.preset.prompts * SIBLINGS
+        engine = NativeEngine(model, None, frozenset(), sequences, self.device)  # type: ignore[arg-type]
+        if not has_graphs:
+            engine._graphs = None  # noqa: SLF001
+        return engine
+
+
+def num_weights(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def samples(preset: Preset, vocabulary: int) -> Batch:
+    """Families of a prompt and `SIBLINGS` responses that fill one pass."""
+    length = max(1, (preset.pass_tokens // 4 - preset.prompt_tokens) // SIBLINGS)
+    num_prompts = max(1, preset.pass_tokens // (preset.prompt_tokens + SIBLINGS * length))
+    rows = num_prompts * SIBLINGS
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.full((rows,), length)
+    tokens = torch.randint(0, vocabulary, (rows * length,), generator=generator)
+    prompts = torch.randint(0, vocabulary, (num_prompts, preset.prompt_tokens), generator=generator).tolist()
+    return Batch(
+        torch.arange(rows),
+        {
+            "tokens": Jagged(tokens, lengths, "tokens"),
+            "response_mask": Jagged(torch.ones(rows * length, dtype=torch.bool), lengths, "tokens"),
+        },
+        Batch(torch.arange(num_prompts), {"prompt_tokens": Jagged.from_lists(prompts, torch.int64, "prompt_tokens")}),
+        torch.arange(rows) // SIBLINGS,
+    )
+
+
+def environment(machine: Machine) -> Result:
+    """Versions, the device, and what compiling needs."""
+    packages = {}
+    for name in ("torch", "transformers", "triton", "numpy"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "none"
+    found: Result = {
+        "python": platform.python_version(),
+        "packages": packages,
+        "varlen_attn": str(inspect.signature(varlen_attn)),
+        "compiler": shutil.which("cc") or shutil.which("gcc") or "none",
+    }
+    if machine.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(machine.device)
+        found |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def speeds(machine: Machine) -> Result:
+    """What the device reaches with a large product, and with copying; bounds are computed from these."""
+    square = torch.randn(machine.preset.square, machine.preset.square, device=machine.device, dtype=machine.dtype)
+    data = torch.empty(machine.preset.copied, dtype=torch.uint8, device=machine.device)
+    target = torch.empty_like(data)
+    return {
+        "flops": 2 * machine.preset.square**3 / machine.seconds(lambda: square @ square, 10),
+        "bytes_per_s": 2 * machine.preset.copied / machine.seconds(lambda: target.copy_(data), 10),
+    }
+
+
+def generation(machine: Machine) -> Result:
+    """Tokens per second of the native engine and of `transformers`, beside the bound of products and cache together."""
+    preset = machine.preset
+    requests, tokens = machine.requests(), preset.prompts * SIBLINGS * preset.response_tokens
+    params = SamplingParams(SamplingConfig(), preset.response_tokens)
+    with machine.model_folder() as folder:
+        model = machine.sampler(folder)
+        reached = speeds(machine)
+        engines = {"native": machine.native(model), "native without graphs": machine.native(model, has_graphs=False)}
+        ways: dict[str, Callable[[], object]] = {
+            name: partial(generate, engine, requests, params) for name, engine in engines.items()
+        }
+        ways["transformers.generate"] = partial(whole_batch, machine, folder, requests)
+        seconds = {}
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()  # compilers work in the first
+            machine.synchronize()
+            first = time.perf_counter() - begin
+            seconds[name] = {"first": first, "then": machine.seconds(way, 1) if first < 60 else first}
+        bound = seconds_at_best(machine, num_weights(model), reached)
+    return {
+        "tokens": tokens,
+        "bound_tokens_per_s": tokens / bound,
+        "tokens_per_s": {name: tokens / spent["then"] for name, spent in seconds.items()},
+        "first_s": {name: spent["first"] for name, spent in seconds.items()},
+    }
+
+
+def seconds_at_best(machine: Machine, weights: int, reached: Mapping[str, object]) -> float:
+    """Seconds of all decoding steps: products at the measured speed or weights read once, and the cache read once.
+
+    A prompt's keys and values are read once for all of its responses.
+    """
+    preset, width = machine.preset, machine.dtype.itemsize
+    flops, bandwidth = (float(str(reached[name])) for name in ("flops", "bytes_per_s"))
+    rows = preset.prompts * SIBLINGS
+    products = max(2 * weights * rows / flops, weights * width / bandwidth)
+    per_token = 2 * preset.layers * preset.key_heads * (preset.hidden // preset.heads) * width
+    cached = preset.prompts * preset.prompt_tokens + rows * preset.response_tokens / 2
+    return preset.response_tokens * (products + cached * per_token / bandwidth)
+
+
+_WHOLE: dict[str, object] = {}
+
+
+def whole_batch(machine: Machine, folder: str, requests: list[Request]) -> None:
+    """What `transformers` does with all responses in one batch."""
+    if folder not in _WHOLE:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=machine.dtype, attn_implementation="sdpa")
+        _WHOLE[folder] = model.to(machine.device).eval()
+    inputs = torch.tensor([r.prompt for r in requests for _ in r.sample_ids], device=machine.device)
+    tokens = machine.preset.response_tokens
+    _WHOLE[folder].generate(  # type: ignore[attr-defined]
+        inputs, attention_mask=torch.ones_like(inputs), do_sample=True, top_k=0, max_new_tokens=tokens, pad_token_id=0
+    )
+
+
+def decoding(machine: Machine) -> Result:
+    """Twenty steps of decoding under the profiler, with and without graphs."""
+    from torch._dynamo.utils import counters
+
+    steps, results = 20, {}
+    is_cuda = machine.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * is_cuda
+    with machine.model_folder() as folder:
+        model = machine.sampler(folder)
+        for name, has_graphs in (("graphs", True), ("no graphs", False)):
+            engine = machine.native(model, has_graphs=has_graphs)
+            for request in machine.requests():
+                engine.submit(request, SamplingParams(SamplingConfig(), 10 * steps))
+            for _ in range(steps):
+                engine.step()
+            machine.synchronize()
+            begin = time.perf_counter()
+            with torch.profiler.profile(activities=activities) as profile:
+                for _ in range(steps):
+                    engine.step()
+                machine.synchronize()
+            wall = time.perf_counter() - begin
+            engine.close()
+            events = profile.key_averages()
+            kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+            results[name] = {
+                "ms_per_step": 1e3 * wall / steps,
+                "kernels_per_step": sum(e.count for e in kernels) / steps,
+                "device_busy": sum(e.self_device_time_total for e in kernels) / 1e6 / wall,
+                "clones_per_step": sum(e.count for e in events if e.key == "aten::clone") / steps,
+                "copies_to_host_per_step": sum(e.count for e in events if "DtoH" in e.key) / steps,
+            }
+    return {"steps": results, "graph_breaks": sum(counters["graph_break"].values()), **dict(counters["stats"])}
+
+
+def agreement(machine: Machine) -> Result:
+    """Mean difference between log-probs of the rollout and of the trainer, with small and with large keys."""
+    results = {}
+    for key_bias in (0.0, 50.0):
+        with machine.model_folder(key_bias) as folder, machine.trainer(folder) as trainer:
+            requests = machine.requests(min(4, machine.preset.prompts))
+            engine = NativeEngine(trainer.model, None, frozenset(), 64, machine.device)  # type: ignore[arg-type]
+            with engine.serving(trainer):
+                params = SamplingParams(SamplingConfig(), min(64, machine.preset.response_tokens))
+                groups = generate(engine, requests, params)
+            batch = sampled(requests, [completion.tokens for group in groups for completion in group])
+            found = torch.tensor([score for group in groups for completion in group for score in completion.log_probs])
+            difference = (trainer.log_probs(batch, 1.0).values - found).abs()
+            results[f"{key_bias:g}"] = {"mean": float(difference.mean()), "largest": float(difference.max())}
+    return {"key_bias": results}
+
+
+def sampled(requests: list[Request], responses: list[list[int]]) -> Batch:
+    tokens = Jagged.from_lists(responses, torch.int64, "tokens")
+    mask = Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens")
+    prompts = Jagged.from_lists([list(request.prompt) for request in requests], torch.int64, "prompt_tokens")
+    return Batch(
+        torch.arange(len(responses)),
+        {"tokens": tokens, "response_mask": mask},
+        Batch(torch.arange(len(requests)), {"prompt_tokens": prompts}),
+        torch.arange(len(responses)) // SIBLINGS,
+    )
+
+
+def training(machine: Machine) -> Result:
+    """Forward, backward and optimizer step of one pass of families of eight, and its peak of memory."""
+    preset = machine.preset
+    batch = samples(preset, preset.vocabulary)
+
+    def loss(outputs: TokenOutputs, _: object) -> Tensor:
+        return outputs.log_probs.sum() / len(outputs.log_probs)
+
+    with machine.model_folder() as folder, machine.trainer(folder) as trainer:
+        micro_batches = trainer.micro_batches(batch)
+        num_tokens = sum(len(m.tokens) for m in micro_batches)
+        num_scored = sum(len(m.targets) for m in micro_batches)
+        if machine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+        def update() -> None:
+            trainer.forward_backward(micro_batches, loss, 1.0)
+            trainer.optimizer_step()
+
+        step = machine.seconds(update)
+        backward = machine.seconds(lambda: trainer.forward_backward(micro_batches, loss, 1.0))
+        trainer.discard_gradient()
+        scoring = machine.seconds(lambda: trainer.log_probs(batch, 1.0))
+        peak = torch.cuda.max_memory_allocated() if machine.device.type == "cuda" else 0
+        weights = num_weights(trainer.model)
+        planned = planned_memory(machine, folder)
+    head = head_seconds(machine, num_scored)
+    flops = training_flops(preset, weights, num_tokens, num_scored)
+    return {
+        "tokens": num_tokens,
+        "step_s": step,
+        "forward_backward_s": backward,
+        "log_probs_s": scoring,
+        "head_s": head,
+        "model_flops": flops,
+        "peak_bytes": peak,
+        "planned_bytes": None if planned is None else planned.peak,
+        "planned": None if planned is None else planned.to_json(),
+    }
+
+
+def training_flops(preset: Preset, weights: int, num_tokens: int, num_scored: int) -> float:
+    """Operations that forward and backward pass have to do: layers at every token, the head at scored ones."""
+    head = preset.vocabulary * preset.hidden
+    attended = preset.prompt_tokens + max(1, (preset.pass_tokens // 4 - preset.prompt_tokens) // SIBLINGS) / 2
+    attention = 4 * preset.layers * preset.hidden * attended * num_tokens
+    return 3 * (2 * (weights - head) * num_tokens + 2 * head * num_scored + attention)
+
+
+def head_seconds(machine: Machine, rows: int) -> float:
+    """Scoring tokens with the head alone, forward and backward."""
+    preset = machine.preset
+    head = torch.nn.Linear(preset.hidden, preset.vocabulary, bias=False, device=machine.device, dtype=machine.dtype)
+    hidden = torch.randn(rows, preset.hidden, device=machine.device, dtype=machine.dtype, requires_grad=True)
+    targets = torch.randint(0, preset.vocabulary, (rows,), device=machine.device)
+    return machine.seconds(lambda: score_tokens(hidden, head, targets, 1.0, "value")[0].sum().backward())
+
+
+def planned_memory(machine: Machine, folder: str) -> Memory | None:
+    """The estimate of `plan` for a run that trains this model with passes of this size."""
+    from leaderless.planner import Cluster, make_plan
+
+    preset = machine.preset
+    recipe = {
+        "name": "gpu",
+        "workflow": "grpo",
+        "models": {"policy": {"path": folder, "compute_dtype": machine.config_dtype}},
+        "data": {
+            "train": {"path": "rows.jsonl", "prompt": "p", "answer": "a"},
+            "max_prompt_tokens": preset.prompt_tokens,
+        },
+        "batch": {
+            "prompts_per_step": preset.prompts,
+            "responses_per_prompt": SIBLINGS,
+            "micro_batch_tokens": preset.pass_tokens,
+        },
+        "rollout": {"max_response_tokens": preset.response_tokens, "engine": "native"},
+        "reward": {"exact_match": 1.0},
+        "steps": 1,
+    }
+    path = Path(folder) / "recipe.yaml"
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    loaded = load_recipe(path, ()).recipe
+    memory = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(1)).memory
+    return None if memory is None else (memory.cpu if machine.device.type == "cpu" else memory.accelerator)
+
+
+def weights(machine: Machine) -> Result:
+    """Packing all weights for an engine in another process: gathering, conversion, checksums."""
+    with machine.model_folder() as folder, machine.trainer(folder) as trainer:
+        num_bytes = 0
+
+        def send() -> None:
+            nonlocal num_bytes
+            buckets = make_buckets(trainer.full_weights(), machine.dtype, LocalStaging(machine.device))
+            num_bytes = sum(len(bucket.data) for bucket in buckets)
+
+        seconds = machine.seconds(send)
+    return {"bytes": num_bytes, "seconds": seconds}
+
+
+PARTS: dict[str, Callable[[Machine], Result]] = {
+    part.__name__: part for part in (environment, speeds, agreement, training, generation, decoding, weights)
+}
+
+
+def preset_for(device: str) -> str:
+    """The largest preset that fits into the device."""
+    if device == "cpu":
+        return "tiny"
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    for name, preset in PRESETS.items():
+        if gib >= preset.least_gib:
+            return name
+    raise AssertionError
+
+
+def main() -> None:
+    name, device, preset = sys.argv[1:]
+    result = PARTS[name](Machine(torch.device(device), PRESETS[preset]))
+    print(MARK + json.dumps(result | {"preset": asdict(PRESETS[preset])}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
