@@ -95,7 +95,7 @@ def test_each_engine_gets_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert isinstance(engine_of(tmp_path, "sglang", PYTHON)._driver, SglangServer)
     in_process = engine_of(tmp_path, "vllm", {}, world_size=2)._driver
     assert isinstance(in_process, InProcessVllm)
-    assert in_process._settings.is_one_of_many
+    assert in_process.settings.is_one_of_many
 
 
 def test_an_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_a_version_of_vllm_that_lacks_something_is_refused_at_the_start(monkeypa
 @pytest.mark.parametrize(("keep_weights", "level"), [(True, 1), (False, 2)])
 def test_weights_that_are_not_needed_again_are_not_copied_to_host_memory(keep_weights: bool, level: int) -> None:
     worker, engine = VllmWorker.__new__(VllmWorker), Mock()
-    worker._engine, worker._is_on_accelerator, worker._open = engine, True, {"3"}
+    worker._llm, worker._is_on_accelerator, worker._open = engine, True, {"3"}
     worker.sleep(keep_weights=keep_weights)
     engine.abort_request.assert_called_once_with(["3"])
     engine.sleep.assert_called_once_with(level=level)

@@ -31,7 +31,7 @@ START = (
 around it, which has all packages of this process, including other versions of the engine's."""
 
 
-class InProcessVllm:
+class InProcessVllm(VllmWorker):
     """See `Driver`. If vLLM fails, this process fails too."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
@@ -41,54 +41,14 @@ class InProcessVllm:
             settings: Settings of vLLM.
             device: Device of this rank.
         """
-        self._settings, self._device = settings, device
-        self._worker: VllmWorker | None = None
-
-    @property
-    def _engine(self) -> VllmWorker:
-        assert self._worker is not None, "it has been started"
-        return self._worker
-
-    def start(self) -> None:
-        """See `Driver`."""
-        self._worker = VllmWorker(self._settings)
-
-    def wake(self) -> None:
-        """See `Driver`."""
-        self._engine.wake()
-
-    def sleep(self, *, keep_weights: bool) -> None:
-        """See `Driver`."""
-        self._engine.sleep(keep_weights=keep_weights)
+        super().__init__(settings)
+        self._device = device
 
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
         """See `Driver`. Weights go through a bucket from the trainer's memory into vLLM's."""
-        staging = LocalStaging(self._device)
-        for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
-            self._engine.load(bucket.weights, bucket.data, bucket.checksum)
-        self._engine.finish_load(policy_version)
-
-    def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
-        """See `Driver`."""
-        return self._engine.prompt_log_probs(tokens)
-
-    def submit(self, asks: Sequence[Ask]) -> None:
-        """See `Driver`."""
-        self._engine.submit(asks)
-
-    def step(self) -> list[Gain]:
-        """See `Driver`."""
-        return self._engine.step()
-
-    def abort(self, ids: Sequence[int]) -> None:
-        """See `Driver`."""
-        self._engine.abort(ids)
-
-    def close(self) -> None:
-        """See `Driver`."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        for bucket in make_buckets(weights, self.settings.torch_dtype, LocalStaging(self._device)):
+            self.load_bucket(bucket.weights, bucket.data, bucket.checksum)
+        self.finish_load(policy_version)
 
 
 class VllmServer:

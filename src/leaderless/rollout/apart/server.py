@@ -45,7 +45,7 @@ class _Calls:
                 worker.abort(body["ids"])
             case "load":
                 data = self._memory.open(body["place"])[: body["bytes"]]
-                worker.load([PackedWeight(**weight) for weight in body["weights"]], data, body["checksum"])
+                worker.load_bucket([PackedWeight(**weight) for weight in body["weights"]], data, body["checksum"])
             case "finish_load":
                 self._memory.close()
                 worker.finish_load(body["policy_version"])
@@ -104,6 +104,8 @@ def main() -> None:
     server = HTTPServer(("127.0.0.1", start["port"]), _Handler, bind_and_activate=False)
     server.server_bind()
     _Handler.token = start["token"]
-    _Handler.calls = _Calls(VllmWorker(Settings(**start["settings"])))
+    worker = VllmWorker(Settings(**start["settings"]))
+    worker.start()
+    _Handler.calls = _Calls(worker)
     server.server_activate()  # connections are accepted from now on: the engine is ready
     server.serve_forever()

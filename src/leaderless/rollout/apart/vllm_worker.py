@@ -13,6 +13,7 @@ from torch import Tensor
 from .messages import Ask, Gain, PackedWeight, Settings, checksum
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.gpu_worker import Worker
 
 Result = TypeVar("Result")
@@ -26,15 +27,31 @@ class VllmWorker:
     """An engine that gets its weights from the rank, and sleeps while nothing is generated."""
 
     def __init__(self, settings: Settings) -> None:
-        """Start vLLM with meaningless weights.
+        """Start nothing yet.
 
         Args:
             settings: Settings of the engine.
+        """
+        self.settings = settings
+        self._open: set[str] = set()
+        self._arrived: set[str] | None = None
+        self._cache_bytes: list[int] = []
+        self._policy_version = -1
+        self._is_on_accelerator = torch.accelerator.is_available()
+        self._llm: LLMEngine | None = None
+
+    @property
+    def _engine(self) -> LLMEngine:
+        assert self._llm is not None, "it has been started"
+        return self._llm
+
+    def start(self) -> None:
+        """Start vLLM, asleep, with meaningless weights.
 
         Raises:
             RuntimeError: This version of vLLM is not supported.
         """
-        self._is_on_accelerator = torch.accelerator.is_available()
+        settings = self.settings
         if self._is_on_accelerator:
             # Each response has a seed. The first model runner loops over seeds on the host, in each step.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -64,11 +81,7 @@ class VllmWorker:
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
         )
-        self._engine = LLMEngine.from_engine_args(arguments)
-        self._open: set[str] = set()
-        self._arrived: set[str] | None = None
-        self._cache_bytes: list[int] = []
-        self._policy_version = -1
+        self._llm = LLMEngine.from_engine_args(arguments)
         self.sleep(keep_weights=False)
 
     def submit(self, asks: Iterable[Ask]) -> None:
@@ -152,7 +165,7 @@ class VllmWorker:
         else:
             self._on_worker(_take_memory, self._cache_bytes)
 
-    def load(self, weights: Sequence[PackedWeight], data: Tensor, expected: int) -> None:
+    def load_bucket(self, weights: Sequence[PackedWeight], data: Tensor, expected: int) -> None:
         """Load some weights; the first call begins a new set.
 
         Args:
@@ -205,7 +218,9 @@ class VllmWorker:
 
     def close(self) -> None:
         """Stop the engine and release all of its memory."""
-        self._engine.engine_core.shutdown()
+        if self._llm is not None:
+            self._llm.engine_core.shutdown()
+            self._llm = None
 
     def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function with vLLM's worker, which owns the model."""
