@@ -26,7 +26,6 @@ from leaderless.planner.costs.moves import (
     ROUND_BYTES,
     ROUNDS_AHEAD,
     SCHEMA_BYTES,
-    WEIGHT_BUCKET_BYTES,
     Cost,
     peer_cost,
     put_cost,
@@ -35,6 +34,7 @@ from leaderless.planner.costs.moves import (
 from leaderless.planner.costs.parcels import parcels_of
 from leaderless.planner.costs.placement import Routes, owners_of, speakers
 from leaderless.planner.costs.rows import Rows
+from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
 
 ONE_A_HOST = {"host__devices": 1}
 ROW_BYTES = 100 * 8
@@ -330,12 +330,7 @@ def test_weights_cross_once_and_in_buckets():
     assert cost.seconds == pytest.approx(2 + (2 + 1) / 1000), "over 1 GB/s; packed, and unpacked in quarters"
     assert cost.process_bytes == 2 * WEIGHT_BUCKET_BYTES
     late = weights_cost(action, count, network(6, **ONE_A_HOST, links__network__latency_us=1000)).seconds
-    assert late - cost.seconds == pytest.approx(2 * 15 * 2 * 1e-3), "sizes and bytes of 15 buckets, to two receivers"
-
-
-def test_a_bucket_is_as_large_as_the_one_that_is_sent():
-    weight_sync = pytest.importorskip("leaderless.training.weight_sync")
-    assert weight_sync.BUCKET_BYTES == WEIGHT_BUCKET_BYTES
+    assert late - cost.seconds == pytest.approx(60 * 2 * 1e-3), "120 buckets, two at a time, to two receivers"
 
 
 def test_a_prediction_is_that_of_the_way_that_is_named():

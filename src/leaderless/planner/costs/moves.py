@@ -13,6 +13,7 @@ from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds
 from leaderless.planner.costs.parcels import Parcels, parcels_of
 from leaderless.planner.costs.placement import Routes
 from leaderless.planner.costs.rows import Int
+from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
 
 TYPES_BYTES = 24
 """What ranks of a node compare before rows travel: digests of types and ids, and the number of rows."""
@@ -26,8 +27,6 @@ PLANNING_BYTES_PER_ROW = 208
 """Facts as they arrive and joined, and what the assignment works with: 204 bytes a row at the peak, measured."""
 ROUND_BYTES, PIECE_BYTES, ROUNDS_AHEAD = 1 << 25, (1 << 16, 1 << 22), 2
 """Bytes of a round to all peers and to one, and rounds under way, as in `leaderless.data.transfer`."""
-WEIGHT_BUCKET_BYTES = 1 << 28
-"""Weights travel in buckets of this size, as `leaderless.training.weight_sync` sends them."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +158,10 @@ def weights_cost(action: SyncWeights, num_parameters: int, network: Network) -> 
     senders = sources[np.searchsorted(borders[0], begins, side="right") - 1]
     receivers = targets[np.searchsorted(borders[1], begins, side="right") - 1]
     transfer = Transfer.of(senders, receivers, sizes)
-    # Every bucket is an exchange of its own: sizes first, then bytes.
-    latency = network.latency_seconds(transfer) * (2 * ceil(num_bytes / WEIGHT_BUCKET_BYTES) - 1)
+    num_rounds = ceil(num_bytes / WEIGHT_BUCKET_BYTES)
+    latency = network.latency_seconds(transfer) * (ceil(num_rounds / ROUNDS_AHEAD) - 1)
     out, into = network.interface_bytes(transfer)
     most = int((transfer.sent(network.num_ranks) + transfer.received(network.num_ranks)).max())
-    held = min(2 * WEIGHT_BUCKET_BYTES, most)
+    held = min(ROUNDS_AHEAD * WEIGHT_BUCKET_BYTES, most)
     took = latency + network.transfer_seconds(transfer) + _packing_seconds(transfer, network)
     return Cost(took, int((out + into).max()), held)
