@@ -18,7 +18,7 @@ from leaderless.planner.costs.events import Event, Loaded, Synced, Worked, event
 from leaderless.planner.costs.moves import Cost
 from leaderless.planner.costs.network import MICRO, Network, seconds
 from leaderless.planner.costs.placement import Routes
-from leaderless.planner.costs.rows import Int, Rows, Workload
+from leaderless.planner.costs.rows import Int, Rows, Workload, column_of
 from leaderless.planner.costs.step import Estimate, Walk, walk_peers
 
 FOLDER = Path(__file__).parent / "controllers"
@@ -109,7 +109,7 @@ class Controller:
             rows: All of them.
             columns: That travel.
         """
-        return rows.separate_bytes(columns, is_padded=self.config.pads_rows)
+        return separate_bytes(rows, columns, is_padded=self.config.pads_rows)
 
     def exchange(self, sizes: Int, ranks: Int) -> Cost:
         """Take rows from ranks, or give them some; it costs the same.
@@ -135,6 +135,21 @@ class Controller:
         # Parts and the whole that is made of them, and what the object store holds meanwhile.
         copies = 2 + (config.object_store_gb_per_s is not None)
         return Cost(took, remote, copies * total)
+
+
+def separate_bytes(rows: Rows, columns: Sequence[str], *, is_padded: bool) -> Int:
+    """[n] bytes of rows that each have their own prompt.
+
+    Args:
+        rows: The rows.
+        columns: Columns that travel.
+        is_padded: Whether prompts and responses are as long as the longest.
+    """
+    sizes = np.zeros(len(rows), dtype=np.int64)
+    for column in map(column_of, columns):
+        lengths = np.ones(len(rows), dtype=np.int64) if column.axis is None else rows.lengths_along(column.axis)
+        sizes += column.item_bytes * (lengths.max() if is_padded else lengths)
+    return sizes
 
 
 def controller_cost(routes: Routes, columns: Sequence[str], controller: Controller) -> Cost:

@@ -389,18 +389,7 @@ class Plan:
             "windows": 1 if self.windowed is None else self.windowed.num_windows,
             "pruned": list(self.pruned),
             "edges": [asdict(edge) for edge in self.edges],
-            "roles": [
-                {
-                    "role": instance.role,
-                    "layout": str(instance.layout),
-                    "is_trained": instance.is_trained,
-                    "generates": instance.generates,
-                    "scores": instance.scores,
-                    "is_critic": instance.is_critic,
-                    "num_updates": instance.num_updates,
-                }
-                for instance in self.instances
-            ],
+            "roles": [{**asdict(instance), "layout": str(instance.layout)} for instance in self.instances],
             "engine": self.engine,
             "chains": {format_ranks(ranks): [str(a) for a in actions] for ranks, actions in self.chains().items()},
             "memory_bytes": None if self.memory is None else self.memory.to_json(),

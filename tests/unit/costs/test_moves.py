@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from benchmarks.simulated.controllers import Controller, controller_cost
+from benchmarks.simulated.controllers import Controller, controller_cost, separate_bytes
 from benchmarks.simulated.prediction import errors_of, predict
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,7 +190,7 @@ def test_the_controllers_busiest_interface_carries_as_much_more_as_there_are_ran
     controller = Controller(links.cluster.controllers["one"], links)
     central = controller_cost(routes, ["tokens"], controller).interface_bytes
     # The controller's own rank has no row to send, and rows of one length need no padding.
-    expected = 2 * int(rows.separate_bytes(["tokens"], is_padded=True).sum()) * (1 - 1 / world_size)
+    expected = 2 * int(separate_bytes(rows, ["tokens"], is_padded=True).sum()) * (1 - 1 / world_size)
     assert central == pytest.approx(expected)
     # Ours: the even share of a rank in one pool, where the controller has all of it, in and out but for its own.
     assert central / ours == pytest.approx(world_size - 1, rel=0.05)

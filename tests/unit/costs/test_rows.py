@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from benchmarks.simulated.controllers import separate_bytes
 from tests.unit.costs.clusters import cluster, equal_rows
 from tests.unit.recipes import make_recipe
 
@@ -87,10 +88,10 @@ def test_rows_in_memory_have_ids_and_lengths_besides():
 
 def test_padded_rows_are_as_long_as_the_longest_and_have_their_own_prompt():
     rows = Rows(np.array([0, 1]), np.array([7, 4]), np.array([3, 50]), are_samples=True)
-    assert rows.separate_bytes(["tokens"], is_padded=True).tolist() == [50 * 8] * 2
+    assert separate_bytes(rows, ["tokens"], is_padded=True).tolist() == [50 * 8] * 2
     columns = ["tokens", "prompt_tokens", "rewards"]
-    assert rows.separate_bytes(columns, is_padded=True).tolist() == [50 * 8 + 7 * 8 + 4] * 2
-    assert rows.separate_bytes(columns, is_padded=False).tolist() == [3 * 8 + 7 * 8 + 4, 50 * 8 + 4 * 8 + 4]
+    assert separate_bytes(rows, columns, is_padded=True).tolist() == [50 * 8 + 7 * 8 + 4] * 2
+    assert separate_bytes(rows, columns, is_padded=False).tolist() == [3 * 8 + 7 * 8 + 4, 50 * 8 + 4 * 8 + 4]
 
 
 def test_a_prompt_is_a_row_before_there_are_samples():

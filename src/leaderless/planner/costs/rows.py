@@ -112,32 +112,17 @@ class Rows:
         chosen = tuple(columns)
         return self.row_bytes(chosen) + 2 * ID_BYTES + HELD_LENGTH_BYTES * self.num_lengths(chosen)[0]
 
-    def separate_bytes(self, columns: Iterable[str], *, is_padded: bool) -> Int:
-        """[n] bytes of rows that each have their own prompt.
-
-        Args:
-            columns: Columns that travel.
-            is_padded: Prompts and responses are as long as the longest.
-        """
-        sizes = np.zeros(len(self), dtype=np.int64)
-        for column in map(column_of, columns):
-            if column.axis is None:
-                sizes += column.item_bytes
-            else:
-                lengths = self._lengths_along(column.axis)
-                sizes += column.item_bytes * (lengths.max() if is_padded else lengths)
-        return sizes
-
     def _is_of_prompt(self, column: Column) -> bool:
         return column.is_prompt and self.are_samples
 
     def _values(self, columns: Iterable[Column]) -> Int:
         sizes = np.zeros(len(self), dtype=np.int64)
         for column in columns:
-            sizes += column.item_bytes * (1 if column.axis is None else self._lengths_along(column.axis))
+            sizes += column.item_bytes * (1 if column.axis is None else self.lengths_along(column.axis))
         return sizes
 
-    def _lengths_along(self, axis: Axis) -> Int:
+    def lengths_along(self, axis: Axis) -> Int:
+        """[n] length of each row along an axis."""
         return self.prompt_tokens if axis == "prompt_tokens" else self.response_tokens
 
 
