@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 
@@ -73,6 +74,30 @@ def test_the_summary_compares_the_first_with_the_last_value() -> None:
     row = next(line for line in text.getvalue().splitlines() if "(reward/mean)" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["reward (reward/mean)", "0.125", "0.875"]
     assert "kl (policy/kl)" in text.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_failed_rewards_are_on_the_progress_line_with_their_first_error(is_terminal: bool) -> None:
+    shown, text = display(is_terminal=is_terminal)
+    shown.start(2, 0)
+    shown.step(1, 2, NUMBERS | {"reward/failed_share": 0.0}, "")
+    assert "failed" not in text.getvalue()
+    shown.step(2, 2, NUMBERS | {"reward/failed_share": 0.25}, "math: KeyError: ':warning:' [/red] " + "x" * 1000)
+    shown.stop()
+    plain = " ".join(re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", text.getvalue()).split())
+    assert "rewards failed 25%," in plain
+    assert "KeyError: ':warning:' [/red]" in plain
+    assert plain.count("x") < 200
+
+
+def test_the_first_error_of_a_reward_is_kept(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.first_reward_error() == ""
+    directory.append_event("restart", {"rank": 0})
+    directory.note_reward_error(1, 0, "math", "KeyError: 'a'")
+    directory.note_reward_error(2, 1, "format", "another")
+    assert RunDirectory(tmp_path).first_reward_error() == "math: KeyError: 'a'"
+    assert len(directory.events.read_text().splitlines()) == 2
 
 
 def test_other_ranks_show_nothing() -> None:

@@ -10,8 +10,18 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
+from rich.text import Text
 
 console = Console(emoji=False)
 """What a person asked for, on standard output. A name such as `:key:` stays what it is."""
@@ -28,6 +38,10 @@ HEADLINES = (
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
 )
 """Metrics that are shown while a run goes on: their name, or what comes before its number, a label, and the format."""
+FAILED = "reward/failed_share"
+"""Share of the responses of a step whose reward could not be computed."""
+MAX_ERROR_CHARACTERS = 120
+"""A longer error of a reward is cut on the progress line."""
 LINE_EVERY_S = 10.0
 """Without a terminal, a line is printed at most this often."""
 
@@ -49,6 +63,19 @@ def print_path(label: str, path: Path) -> None:
         path: Where it is.
     """
     console.print(f"{label}: [bold]{escape(str(path))}", highlight=False, soft_wrap=True)
+
+
+class _FieldColumn(ProgressColumn):
+    """Shows a field of the task that holds a `Text`; nothing in it is taken for markup."""
+
+    def __init__(self, name: str, table_column: Column) -> None:
+        super().__init__(table_column)
+        self._name = name
+
+    def render(self, task: Task) -> Text:
+        """The field."""
+        text: Text = task.fields[self._name]
+        return text
 
 
 class Display:
@@ -121,11 +148,11 @@ class Display:
             TimeElapsedColumn(table_column=whole),
             TextColumn("left"),
             TimeRemainingColumn(table_column=whole),
-            TextColumn("[cyan]{task.fields[numbers]}", table_column=Column()),
-            TextColumn("[dim]{task.fields[activity]}", table_column=Column(no_wrap=True, max_width=16)),
+            _FieldColumn("numbers", table_column=Column()),
+            _FieldColumn("activity", table_column=Column(no_wrap=True, max_width=16)),
             console=self.console,
         )
-        self._task = self._progress.add_task("", total=num_steps, completed=done, numbers="", activity="")
+        self._task = self._progress.add_task("", total=num_steps, completed=done, numbers=Text(), activity=Text())
         self._progress.start()
 
     def activity(self, name: str, fraction: float | None = None) -> None:
@@ -137,20 +164,25 @@ class Display:
         """
         if self._progress is not None:
             share = "" if fraction is None else f" {fraction:.0%}"
-            self._progress.update(self._task, activity=escape(f"{name}{share}"))
+            self._progress.update(self._task, activity=Text(f"{name}{share}", "dim"))
 
-    def step(self, step: int, num_steps: int, numbers: Mapping[str, float]) -> None:
+    def step(self, step: int, num_steps: int, numbers: Mapping[str, float], reward_error: str = "") -> None:
         """Show a step that is done.
 
         Args:
             step: Its number.
-            num_steps: Of the whole run.
+            num_steps: Steps of the whole run.
             numbers: Its metrics.
+            reward_error: The first error of a reward in this run; shown next to the share of failed rewards.
         """
         for name, value in numbers.items():
             self._first.setdefault(name, value)
             self._latest[name] = value
-        text = "  ".join(f"{label} {layout.format(self._latest[name])}" for name, label, layout in self._headlines())
+        headlines = (f"{label} {layout.format(self._latest[name])}" for name, label, layout in self._headlines())
+        text = Text("  ".join(headlines), "cyan" if self._progress is not None else "")
+        if numbers.get(FAILED):
+            error = f", first {reward_error[:MAX_ERROR_CHARACTERS]}" if reward_error else ""
+            text.append(f"  rewards failed {numbers[FAILED]:.0%}{error}", "red")
         if self._progress is not None:
             self._progress.update(self._task, completed=step, numbers=text)
         elif self.is_shown and (time.monotonic() - self._last_line > LINE_EVERY_S or step == num_steps):
@@ -158,7 +190,8 @@ class Display:
             spent = self._last_line - self._begin
             left = spent / max(1, step - self._done) * (num_steps - step)
             times = f"{timedelta(seconds=round(spent))} left {timedelta(seconds=round(left))}"
-            self.console.print(f"step {step}/{num_steps}  {times}  {text}", highlight=False, soft_wrap=True)
+            line = Text(f"step {step}/{num_steps}  {times}  ").append_text(text)
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """End the live line."""

@@ -146,6 +146,27 @@ class RunDirectory:
         with self.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
+    def note_reward_error(self, step: int, rank: int, reward: str, error: str) -> None:
+        """Add the first error of a reward to `events.jsonl`.
+
+        Args:
+            step: Step in which the reward failed.
+            rank: Rank that computed it.
+            reward: Name of the reward.
+            error: What it raised.
+        """
+        if not self.first_reward_error():
+            with self.may_fail(self.events):
+                self.append_event("reward_failed", {"step": step, "rank": rank, "reward": reward, "error": error})
+
+    def first_reward_error(self) -> str:
+        """Name and error of the first reward that failed, as `note_reward_error` wrote it; empty if none did."""
+        for line, _ in self.read_events():
+            event = json.loads(line)
+            if event["event"] == "reward_failed":
+                return f"{event.get('reward')}: {event.get('error')}"
+        return ""
+
     def read_metrics(self) -> Iterator[dict[str, float]]:
         """The steps of `metrics.jsonl`, null as NaN; a line that was cut off by a crash is passed over."""
         if not self.metrics.exists():

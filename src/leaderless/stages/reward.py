@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 
@@ -43,6 +44,9 @@ def _report(
 ) -> None:
     context.metrics.spread("reward", rewards)
     context.metrics.total("reward/failed", num_samples - len(rewards))
+    errors = ((name, error) for detail in details for name in detail if (error := reward_error(detail, name)))
+    for name, error in islice(errors, 1):
+        context.run_directory.note_reward_error(context.step, context.process_group.rank, name, error)
     for name in context.recipe.reward.options():
         values = [value for detail in details if (value := reward_value(detail, name)) is not None]
         context.metrics.mean(f"reward/{name}", sum(values), len(values))
@@ -61,6 +65,18 @@ def reward_value(details: Mapping[str, Json], name: str) -> float | None:
     outcome = details.get(name)
     value = outcome.get("value") if isinstance(outcome, Mapping) else None
     return float(value) if isinstance(value, int | float) else None
+
+
+def reward_error(details: Mapping[str, Json], name: str) -> str:
+    """The error of one reward of a sample; empty where it did not fail.
+
+    Args:
+        details: What the rewards found of the sample.
+        name: Name of the reward.
+    """
+    outcome = details.get(name)
+    error = outcome.get("error") if isinstance(outcome, Mapping) else None
+    return error if isinstance(error, str) else ""
 
 
 def reward_inputs(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from rich.markup import escape
 
+from leaderless.observability.console import FAILED
 from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.planner import PlannedNode
@@ -144,7 +145,8 @@ class Worker:
         if self._log is not None and numbers:
             numbers = {"time_s": self.progress.seconds, **numbers}
             self._log.write(step, numbers)
-            self.parts.display.step(step, self.parts.recipe.steps, numbers)
+            error = self.parts.directory.first_reward_error() if numbers.get(FAILED) else ""
+            self.parts.display.step(step, self.parts.recipe.steps, numbers, error)
         if step >= self.parts.recipe.run.trace_steps:
             self.tracer.close()
 
