@@ -164,7 +164,7 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
     if section.__name__ == "RewardsConfig":
         yield "Each reward, built in or of one's own, also has:"
         yield _settings_table(RewardOptions.model_fields, "reward.<name>.")
-        yield "A reward of one's own is named `package.module:function`; see [Rewards](../concepts/rewards.md)."
+        yield "A custom reward is named `package.module:function`; see [Rewards](../concepts/rewards.md)."
     for name, field in fields.items():
         inner_sections = sections_of(field.annotation)
         if len(inner_sections) > 1 and "type" not in inner_sections[0].model_fields:

@@ -1,4 +1,4 @@
-"""Commands that start nothing: `plan`, `schema`, `report`, `--help`."""
+"""Commands that start nothing: `plan`, `reward`, `schema`, `report`, `--help`."""
 
 from __future__ import annotations
 
@@ -122,3 +122,22 @@ def test_a_report_can_be_written_again(ranks: RankPool, tmp_path: Path) -> None:
     outcome = run(ranks, tmp_path, "report", tmp_path)
     assert outcome.code == 2
     assert "holds no config.yaml" in outcome.errors
+
+
+def test_rewards_are_tried_without_large_libraries(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model(), {"reward": {"exact_match": 1.0, "format": {"pattern": "[0-9]+"}}})
+    done = light(tmp_path, "reward", recipe, "--rows", 2)
+    assert done.code == 0, done.errors
+    assert done.errors.splitlines()[-1] == ""
+    assert "the expected answer" in " ".join(done.output.split())
+    assert done.output.count("found") == 4
+
+
+def test_a_reward_that_fails_is_shown_with_its_traceback(ranks: RankPool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, tiny_model(), {"reward": {"tests.unit.reward_functions:what_is_said": 1.0}})
+    failed = run(ranks, tmp_path, "reward", recipe, "--rows", 1, "--response", "error")
+    assert failed.code == 1
+    assert "KeyError: 'missing'" in failed.output
+    assert "reward_functions.py" in failed.output
+    for bad in (["--response", "a", "--responses", "b"], ["--responses", "no/such/file"]):
+        assert run(ranks, tmp_path, "reward", recipe, *bad).code == 2

@@ -14,6 +14,7 @@ from leaderless.cli.evaluate import evaluate
 from leaderless.cli.export import export
 from leaderless.cli.plan import plan
 from leaderless.cli.report import report
+from leaderless.cli.reward import reward
 from leaderless.cli.schema import schema
 from leaderless.cli.serve import serve
 from leaderless.cli.simulate import simulate
@@ -39,6 +40,7 @@ app.command("eval")(evaluate)
 app.command()(export)
 app.command()(serve)
 app.command()(report)
+app.command()(reward)
 app.command()(schema)
 
 

@@ -1,0 +1,178 @@
+"""Tries the rewards of a recipe on rows of its data, in this process. Imports no torch."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from leaderless.config import Json, Recipe, RecipeError
+from leaderless.config.data import COMPRESSED, DATASET_COLUMN, DatasetConfig
+from leaderless.data.files import find_files
+from leaderless.observability.secrets import without_secrets
+from leaderless.rewards.grading import compute, describe, timed_out
+from leaderless.rewards.protocol import RewardInput
+from leaderless.rewards.registry import LoadedReward, make_rewards
+
+Row = dict[str, Json]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one reward found a response to be worth.
+
+    Attributes:
+        value: The value before weighting; None where the reward failed.
+        answer: Final answer found in the response.
+        error: Reason why there is no value, in one line.
+        trace: The error with its traceback, as Python prints it.
+        seconds: Time that the reward took.
+    """
+
+    value: float | None
+    answer: str | None
+    error: str
+    trace: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A response and what it is worth.
+
+    Attributes:
+        row: Number of the row, from 1.
+        kind: Where the response comes from: `given`, `expected` or `empty`.
+        sample: What the rewards were given.
+        scores: Results of the rewards that apply to the row, by name.
+        reward: Weighted sum; None where a reward failed or none applies.
+    """
+
+    row: int
+    kind: str
+    sample: RewardInput
+    scores: Mapping[str, Score]
+    reward: float | None
+
+
+def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) -> Iterator[Trial]:
+    """Grade responses to the first rows of the training data.
+
+    Args:
+        recipe: Names the rewards and the data.
+        num_rows: Number of rows of each dataset, at least 1.
+        responses: One response for each row, or one for all; without any, the row's expected answer where it is text,
+            and an empty response.
+
+    Raises:
+        RecipeError: A reward or the data cannot be loaded.
+        ValueError: There are fewer responses than rows.
+    """
+    rewards = make_rewards(recipe.reward, in_worker=True)
+    rows = list(_training_rows(recipe, num_rows))
+    if 1 < len(responses) < len(rows):
+        raise ValueError(f"there are {len(responses)} responses for {len(rows)} rows: give one, or one for each row")
+    for number, row in enumerate(rows):
+        config = recipe.data.train_set_of(row)
+        answer = row.get(config.answer) if config.answer else None
+        if config.answer and config.answer not in row:
+            raise RecipeError.at("data.train.answer", f"row {number + 1} has no column '{config.answer}'")
+        if responses:
+            made = {"given": responses[number if len(responses) > 1 else 0]}
+        else:
+            made = ({"expected": str(answer)} if isinstance(answer, str | int | float) else {}) | {"empty": ""}
+        source = recipe.data.source_of(row)
+        for kind, response in made.items():
+            sample = RewardInput(row.get(config.prompt), response, answer, row, is_truncated=False)
+            applying = {name: one for name, one in rewards.items() if not one.sources or source in one.sources}
+            scores = {name: _score(one, sample) for name, one in applying.items()}
+            yield Trial(number + 1, kind, sample, scores, _sum(applying, scores))
+
+
+def read_responses(path: Path) -> list[str]:
+    """Responses from a file.
+
+    Args:
+        path: JSON lines, each a text or an object with the key `response`; any other file has one response a line.
+
+    Raises:
+        ValueError: A line is neither.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if path.suffix != ".jsonl":
+        return lines
+    responses: list[str] = []
+    for number, line in enumerate(lines):
+        value = json.loads(line)
+        text = value.get("response") if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            raise ValueError(f"{path}:{number + 1} must be a text, or an object whose `response` is one")
+        responses.append(text)
+    return responses
+
+
+def _score(reward: LoadedReward, sample: RewardInput) -> Score:
+    begin = time.perf_counter()
+    try:
+        outcome = compute(reward, sample)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of the user's code: shown to the user
+        return Score(None, None, describe(error), _trace(error), time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    late = timed_out(reward.timeout_s).error if seconds > reward.timeout_s else None
+    return Score(outcome.value, outcome.answer, late or "", "", seconds)
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback, from the user's function on."""
+    place = error.__traceback__
+    while place and place.tb_next and Path(place.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        place = place.tb_next
+    return without_secrets("".join(traceback.format_exception(type(error), error, place)))
+
+
+def _sum(rewards: Mapping[str, LoadedReward], scores: Mapping[str, Score]) -> float | None:
+    if not scores or any(score.value is None or score.error for score in scores.values()):
+        return None
+    return sum(rewards[name].weight * (score.value or 0.0) for name, score in scores.items())
+
+
+def _training_rows(recipe: Recipe, num_rows: int) -> Iterator[Row]:
+    for key, config in recipe.data.train_sets().items():
+        name = {} if isinstance(recipe.data.train, DatasetConfig) else {DATASET_COLUMN: key.rpartition(".")[2]}
+        for row in islice(_rows(config, key), num_rows):
+            yield row | name
+
+
+def _rows(config: DatasetConfig, key: str) -> Iterator[Row]:
+    files = find_files(config, key)
+    if files is None:
+        from leaderless.data.hub import HubStream  # takes seconds to import
+
+        yield from (dict(row) for _, row in HubStream(config).rows())
+    for file in files or ():
+        if file.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            for batch in pq.ParquetFile(file).iter_batches(batch_size=64):
+                # Dates and decimals become text, as they do when rows are read to train on.
+                yield from json.loads(json.dumps(batch.to_pylist(), default=str))
+        else:
+            with gzip.open(file) if file.name.endswith(COMPRESSED) else file.open("rb") as lines:
+                for number, line in enumerate(lines):
+                    if line.strip():
+                        yield _parsed(line, f"{file}:{number + 1}")
+
+
+def _parsed(line: bytes, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RecipeError.at("data", f"{place} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RecipeError.at("data", f"{place} must be an object with the columns as its keys")
+    return row
