@@ -11,11 +11,11 @@ class Activity:
     """Kept by the main thread of a worker, and read by the thread that watches over it; a beat costs next to nothing.
 
     Attributes:
-        step: Of the run.
-        place: Of the chain's entry in the whole schedule, to tell which rank is furthest behind.
+        step: Step of the run.
+        place: Position of the chain's entry in the whole schedule, to tell which rank is furthest behind.
         doing: Name of that entry.
         waiting_for: What other ranks are waited for with; empty when they are not.
-        moved_at: When it last moved, in seconds of the monotonic clock.
+        moved_at: Time of the last movement, in seconds of the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class Activity:
         """Go on to another entry of the chain.
 
         Args:
-            step: Of the run.
+            step: Step of the run.
             doing: Its name.
-            place: In the schedule.
+            place: Position in the schedule.
         """
         self.step, self.doing, self.place = step, doing, place
         self.beat()

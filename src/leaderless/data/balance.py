@@ -46,7 +46,7 @@ def is_repeated(units: Int) -> NDArray[np.bool_]:
 def assign(costs: Int, units: Int, holders: Int, num_shards: int, before: Int | None = None) -> Int:
     """Give every row to a shard. Every rank that calls it with the same arguments gets the same answer.
 
-    Rows stay with their holder up to an even share; what is over goes, dearest first, to the shard with least work.
+    Rows stay with their holder up to an even share; the surplus goes, dearest first, to the shard with the least work.
     Where that is not even enough, all rows are spread anew. The fullest shard gets at most the dearest unit, or 4/3 of
     what the best assignment would give it (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 

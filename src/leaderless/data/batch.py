@@ -25,7 +25,7 @@ class Jagged:
     Attributes:
         values: [total, ...], of any dtype.
         lengths: [n] int64, non-negative, summing to `total`.
-        axis: What the runs go along. Jagged columns of one batch on the same axis have the same lengths.
+        axis: Axis along which the runs go. Jagged columns of one batch on the same axis have the same lengths.
     """
 
     values: Tensor
@@ -48,9 +48,9 @@ class Jagged:
         """A jagged column of a list for each row.
 
         Args:
-            rows: The values of each row.
-            dtype: Of the values.
-            axis: What the runs go along.
+            rows: Values of each row.
+            dtype: Type of the values.
+            axis: Axis along which the runs go.
         """
         values = torch.tensor([value for row in rows for value in row], dtype=dtype)
         return cls(values, torch.tensor([len(row) for row in rows], dtype=torch.int64), axis)
@@ -159,9 +159,6 @@ class Batch:
     def dense(self, name: str) -> Tensor:
         """A dense column.
 
-        Args:
-            name: Of the column.
-
         Returns:
             [n, ...].
         """
@@ -171,22 +168,14 @@ class Batch:
         return column
 
     def jagged(self, name: str) -> Jagged:
-        """A jagged column.
-
-        Args:
-            name: Of the column.
-        """
+        """A jagged column."""
         column = self[name]
         if not isinstance(column, Jagged):
             raise TypeError(f"column '{name}' is not jagged")
         return column
 
     def objects(self, name: str) -> tuple[Json, ...]:
-        """An object column.
-
-        Args:
-            name: Of the column.
-        """
+        """An object column."""
         column = self[name]
         if not isinstance(column, tuple):
             raise TypeError(f"column '{name}' does not hold objects")
@@ -203,8 +192,8 @@ class Batch:
         """The same rows with some columns added or replaced.
 
         Args:
-            columns: By name.
-            **more: By name.
+            columns: New columns by name.
+            **more: More of them, as keywords.
         """
         return Batch(self.ids, {**self.columns, **(columns or {}), **more}, self.prompts, self.prompt_index)
 
@@ -212,7 +201,7 @@ class Batch:
         """The same rows with these columns only, the prompts' included.
 
         Args:
-            names: Of columns that exist.
+            names: Columns that exist.
         """
         names = set(names)
         missing = names - set(self.names())
@@ -241,7 +230,7 @@ class Batch:
         """All rows of several batches with the same columns; a prompt that several point to is held once.
 
         Args:
-            batches: At least one.
+            batches: One or more batches.
         """
         if len(batches) == 1:
             return batches[0]
@@ -268,7 +257,7 @@ def select_rows(column: Column, index: Tensor) -> Column:
     """Some rows of a column, in the order asked for.
 
     Args:
-        column: Of any kind.
+        column: Column of any kind.
         index: [m] int64.
     """
     match column:
@@ -284,7 +273,7 @@ def concat_columns(columns: Sequence[Column]) -> Column:
     """The rows of several columns of the same kind, one behind the other.
 
     Args:
-        columns: At least one.
+        columns: One or more columns.
     """
     match columns[0]:
         case Tensor():

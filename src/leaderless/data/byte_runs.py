@@ -1,4 +1,4 @@
-"""Rows of columns as one stream of bytes, wherever in memory they lie: what is sent, and where it is received."""
+"""Rows of columns as one sequence of bytes, wherever in memory they lie: what is sent, and where it is received."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class ByteColumn:
 
 
 class ByteRuns:
-    """A stream of bytes made of runs of memory; what lies next to each other in memory is one run.
+    """A sequence of bytes made of runs of memory; what lies next to each other in memory is one run.
 
     Attributes:
-        size: Bytes of the stream.
+        size: Bytes of the sequence.
     """
 
     def __init__(self, columns: Sequence[tuple[ByteColumn, Int]]) -> None:
         """String rows of columns together.
 
         Args:
-            columns: Column after column, each with the rows that belong to the stream, in order.
+            columns: Column after column, each with the rows that belong to the sequence, in order.
         """
         self._data = [column.data for column, _ in columns]
         owners, starts, sizes = [], [], []
@@ -72,11 +72,11 @@ class ByteRuns:
         self.size = int(self._ends[-1]) if len(self._ends) else 0
 
     def view(self, begin: int, end: int) -> Bytes | None:
-        """Bytes of the stream where they lie, if they lie together.
+        """Bytes of the sequence where they lie, if they lie together.
 
         Args:
             begin: First byte.
-            end: Behind the last byte; not all of nothing.
+            end: First byte after the part, above `begin`.
         """
         run = int(np.searchsorted(self._ends, begin, side="right"))
         if end > self._ends[run]:
@@ -84,17 +84,17 @@ class ByteRuns:
         return self._part(run, begin, end)
 
     def read(self, begin: int, out: Bytes) -> None:
-        """Copy bytes out of the stream.
+        """Copy bytes out of the sequence.
 
         Args:
             begin: First byte.
-            out: As many bytes as are wanted.
+            out: Memory for as many bytes as are wanted.
         """
         for place, part, index in self._parts(begin, begin + len(out)):
             out[place] = part if index is None else part[index]
 
     def write(self, begin: int, content: Bytes) -> None:
-        """Copy bytes into the stream.
+        """Copy bytes into the sequence.
 
         Args:
             begin: First byte.

@@ -24,7 +24,7 @@ class DataCache:
 
     Attributes:
         process_group: All ranks that read the data; they call the methods together.
-        folder: That all of them see; None keeps nothing.
+        folder: Folder that all ranks see; None keeps nothing.
     """
 
     def __init__(self, process_group: ProcessGroup | None = None, folder: Path | None = None) -> None:
@@ -32,7 +32,7 @@ class DataCache:
 
         Args:
             process_group: All ranks that read the data; None for this process alone.
-            folder: Made when something is kept.
+            folder: Folder that all ranks see; made when something is kept.
         """
         self.process_group = process_group or ProcessGroup((0,), 0)
         self.folder = folder
@@ -48,7 +48,7 @@ class DataCache:
         Args:
             kind: What is kept.
             origin: What it follows from, as the first rank sees it.
-            suffix: Of the name.
+            suffix: End of the name.
         """
         if self.folder is None:
             return None
@@ -62,8 +62,8 @@ class DataCache:
         """What was kept, if all ranks can read it.
 
         Args:
-            path: As `path` gave it.
-            names: Of the arrays.
+            path: Path from `path`.
+            names: Arrays to read.
         """
         if path is None:
             return None
@@ -79,8 +79,8 @@ class DataCache:
         """Keep something; the first rank writes it.
 
         Args:
-            path: As `path` gave it.
-            arrays: By name.
+            path: Path from `path`.
+            arrays: Arrays by name.
         """
         if path is None or not self.is_first:
             return
@@ -97,11 +97,7 @@ class DataCache:
         return int(self.process_group.max(torch.tensor([int(not is_true)]), "what is known of the data")) == 0
 
     def share(self, count: int) -> range:
-        """This rank's part when so many things are divided among all.
-
-        Args:
-            count: Of things.
-        """
+        """This rank's part of some things that are divided among all ranks."""
         place = self.process_group.ranks.index(self.process_group.rank)
         return range(count * place // self.process_group.size, count * (place + 1) // self.process_group.size)
 

@@ -21,11 +21,7 @@ COPY_BYTES = 1 << 22
 
 
 def ragged_keys(schema: Schema) -> tuple[str, ...]:
-    """What rows of a schema have lengths along: the axes of jagged columns, and the text of each object column.
-
-    Args:
-        schema: Of a table.
-    """
+    """What rows of a schema have lengths along: the axes of jagged columns, and the text of each object column."""
     return tuple(dict.fromkeys(_ragged_key(column) for column in schema if column.kind != "dense"))
 
 
@@ -115,11 +111,7 @@ class HeldRows:
         )
 
     def column(self, name: str) -> ByteColumn:
-        """The memory of a column; of objects, of those whose lengths have been asked for.
-
-        Args:
-            name: Of the column.
-        """
+        """The memory of a column; of objects, of those whose lengths have been asked for."""
         if name not in self._columns:
             self._columns[name] = self._bytes_of(name, self.batch.columns[name])
         return self._columns[name]
@@ -142,7 +134,7 @@ class ArrivingRows:
         """Allocate the columns.
 
         Args:
-            schema: Of the columns.
+            schema: Types of the columns.
             ids: [n] of the rows.
             lengths: [n] for each of the schema's `ragged_keys`; 0 bytes for objects that are here already.
         """
@@ -164,20 +156,16 @@ class ArrivingRows:
         return torch.empty(int(self._sizes(column).sum()), *column.shape, dtype=dtype)
 
     def column(self, name: str) -> ByteColumn:
-        """The memory of a column.
-
-        Args:
-            name: Of the column.
-        """
+        """The memory of a column."""
         return self._columns[name]
 
     def take(self, held: HeldRows, at: Int, places: Int) -> None:
         """Copy rows that this rank has already.
 
         Args:
-            held: Has them.
-            at: [m] where they go.
-            places: [m] where they are.
+            held: Rows of which these are some.
+            at: [m] places where they go.
+            places: [m] places where they are.
         """
         if not len(at):
             return

@@ -1,7 +1,7 @@
-"""The databuffer: brings every node the columns that it reads, over any change of layout.
+"""The databuffer: gives every node the columns that it reads, over any change of layout.
 
 Each rank holds, for each row set and layout, one table of rows. Nodes on the same layout read and write the same
-tensors; for another layout the ranks concerned exchange bytes, as `reshard` says.
+tensors; for another layout the ranks concerned exchange bytes; see `reshard`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Databuffer:
 
         Args:
             plan: The plan of the run.
-            transport: Has a group for every change of layout that this rank takes part in.
+            transport: Process groups for every change of layout that this rank takes part in.
         """
         self.plan = plan
         self.transport = transport
@@ -66,7 +66,7 @@ class Databuffer:
         """Put in the prompts that this rank's dataloader gives.
 
         Args:
-            action: The entry of the chain.
+            action: Entry of the chain.
             batch: The prompts, with all columns that the action names.
         """
         self._tables[_key("data", action.layout)] = Table.of(batch.only(action.columns), "data")
@@ -75,8 +75,8 @@ class Databuffer:
         """The rows of this rank with the columns that a node reads.
 
         Args:
-            name: Of the node.
-            window: Of a stream; all rows when None.
+            name: Name of the node.
+            window: Number of a window; all rows when None.
         """
         node = self.plan[name]
         return self._tables_of(window)[_key(node.row_set, node.layout)].batch(node.reads)
@@ -85,8 +85,8 @@ class Databuffer:
         """Take what a node has put out.
 
         Args:
-            name: Of the node.
-            window: Of a stream, whose rows these are; all rows when None.
+            name: Name of the node.
+            window: Number of the window whose rows these are; all rows when None.
             batch: A `Batch` with every column that its stage declares to write, and, if it changes rows, those that
                 later nodes read through it. Whatever no node reads is left out.
 
@@ -146,19 +146,19 @@ class Databuffer:
         knowing = num_rows.nonzero().squeeze(1).tolist()
         for index in knowing:
             if types[index] != types[knowing[0]]:
-                told = process_group.broadcast_text(
+                known = process_group.broadcast_text(
                     text, process_group.ranks[knowing[0]], f"the columns of node '{node.name}'"
                 )
                 raise RuntimeError(
                     f"{place}: rank {process_group.ranks[index]} put out columns of another type than rank "
-                    f"{process_group.ranks[knowing[0]]}{_difference(text, told)}"
+                    f"{process_group.ranks[knowing[0]]}{_difference(text, known)}"
                 )
 
     def reshard(self, action: Reshard) -> None:
-        """Bring columns from one layout to another. All ranks of both layouts call it, in the order of the plan.
+        """Reshard columns. All ranks of both layouts call it, in the order of the plan.
 
         Args:
-            action: The entry of the chain.
+            action: Entry of the chain.
         """
         self._reshard(action, self._tables, self.transport.process_group(action.ranks), None)
 
@@ -189,27 +189,27 @@ class Databuffer:
         else:
             target.add(arrived, action.source)
 
-    def open_windows(self, stream: Windowed) -> None:
+    def open_windows(self, windowed: Windowed) -> None:
         """Divide the prompts that are here into windows.
 
         Args:
-            stream: The entry of the chain.
+            windowed: Entry of the chain.
         """
-        self._windows = [{} for _ in range(stream.num_windows)]
+        self._windows = [{} for _ in range(windowed.num_windows)]
         for key, table in self._tables.items():
-            for window, part in zip(self._windows, table.divided(stream.num_windows), strict=True):
+            for window, part in zip(self._windows, table.divided(windowed.num_windows), strict=True):
                 window[key] = part
-        edges = [action for action in stream.body if isinstance(action, Reshard)]
+        edges = [action for action in windowed.body if isinstance(action, Reshard)]
         self._loads = {action: np.zeros(action.target_layout.dp, dtype=np.int64) for action in edges}
 
     def reshard_window(self, action: Reshard, window: int, timed: AbstractContextManager[None]) -> None:
-        """Bring columns of a window from one layout to another in the background, with at most one window behind it.
+        """Reshard columns of a window in the background, with at most one window behind it.
 
         All ranks of both layouts call it, in the order of the plan.
 
         Args:
-            action: The entry of the chain.
-            window: Which one.
+            action: Entry of the chain.
+            window: Number of the window.
             timed: Entered while the rows travel.
         """
         under_way = self._under_way.setdefault(action, deque())
@@ -217,11 +217,11 @@ class Databuffer:
             under_way.popleft().result()
         process_group = self.transport.process_group(action.ranks, in_background=True)
 
-        def bring() -> None:
+        def reshard_now() -> None:
             with timed:
                 self._reshard(action, self._windows[window], process_group, self._loads[action])
 
-        arrival = self._background.run(bring)
+        arrival = self._background.run(reshard_now)
         under_way.append(arrival)
         self._arrivals.setdefault((_key(action.row_set, action.target_layout), window), []).append(arrival)
 
@@ -229,8 +229,8 @@ class Databuffer:
         """Wait until the rows of a window that a node reads are here.
 
         Args:
-            name: Of the node.
-            window: Which one.
+            name: Name of the node.
+            window: Number of the window.
         """
         node = self.plan[name]
         with self.transport.activity.waiting(f"window {window + 1} of '{name}'"):
@@ -260,10 +260,10 @@ class Databuffer:
         return self._tables if window is None else self._windows[window]
 
     def end_round(self, loop: Loop) -> None:
-        """Keep what has come out of a round of a loop, and forget all else that the round has made.
+        """Keep the groups that a round of a loop has chosen, and forget the rest of the round.
 
         Args:
-            loop: The entry of the chain.
+            loop: Entry of the chain.
         """
         if self.rank in loop.layout:
             chosen = self._tables.pop(_key(loop.last, loop.layout))
@@ -275,7 +275,7 @@ class Databuffer:
         """Give the step the groups that it is to have. All ranks of the loop's last node call it together.
 
         Args:
-            loop: The entry of the chain.
+            loop: Entry of the chain.
         """
         taken = self.surplus.take(loop.num_groups, self.transport.process_group(loop.layout.ranks))
         self._tables[_key(loop.last, loop.layout)] = Table.of(taken, loop.last)
@@ -285,7 +285,7 @@ class Databuffer:
 
         Args:
             action: The entry of the chain that has just been executed.
-            window: Of a stream; what travels in the background is waited for, in the background.
+            window: Number of a window; what travels in the background is waited for, in the background.
         """
         if window is None:
             self._release(action, self._tables)
@@ -298,7 +298,7 @@ class Databuffer:
                 tables[key].drop([column])
 
     def clear(self) -> None:
-        """Forget the step, but not what a loop has left over."""
+        """Forget the step, but not the surplus of a loop."""
         self._tables.clear()
 
     def num_bytes(self) -> int:
@@ -379,7 +379,7 @@ def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
 
 
 def _check_column(node: PlannedNode, name: str, batch: Batch) -> None:
-    """Every reader shall get the same values, whether they travel to it or not."""
+    """Check that every reader gets the same values, whether they travel to it or not."""
     place = f"node '{node.name}' (stage '{node.node.run}'): column '{name}'"
     column: object = batch.columns[name] if name in batch.columns or batch.prompts is None else batch.prompts[name]
     if isinstance(column, Tensor | Jagged):

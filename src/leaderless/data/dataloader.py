@@ -20,11 +20,11 @@ from leaderless.data.stream import StreamedDataset
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """A shard's prompts of a step, and how far the data have been gone through when it is done.
+    """A shard's prompts of a step, and how far into the data it leads.
 
     Attributes:
         batch: The prompts.
-        epochs: By key of the dataset.
+        epochs: Number of epochs by key of the dataset.
     """
 
     batch: Batch
@@ -45,8 +45,8 @@ class Dataloader:
         Args:
             sets: The datasets, in the order of `recipe.data.train_sets()`.
             recipe: Seed, order and prompts per step.
-            shard: Which part of every step is given.
-            num_shards: Into how many a step is divided.
+            shard: Number of the part of every step that is given.
+            num_shards: Number of parts of a step.
         """
         self.sets, self.recipe = sets, recipe
         self.shard, self.num_shards = shard, num_shards
@@ -61,7 +61,7 @@ class Dataloader:
 
     @property
     def position(self) -> int:
-        """Prompts that all shards together have been given; may be set, to go on from there."""
+        """Prompts that all shards together have been given; may be set, to continue from there."""
         return self._position
 
     @position.setter
@@ -157,9 +157,9 @@ def open_training_set(
     Args:
         config: The dataset.
         key: The recipe's section, for errors.
-        tokenizer: Of the model that is trained.
-        recipe: What is overlong, and what happens then.
-        cache: Of all ranks; Parquet is unpacked into its folder.
+        tokenizer: Tokenizer of the model that is trained.
+        recipe: Limits, and what happens to overlong rows.
+        cache: Cache of all ranks; Parquet is unpacked into its folder.
         progress: Receives the progress of this rank's share.
 
     Raises:

@@ -46,14 +46,14 @@ class Feed(Protocol):
         """Read rows.
 
         Args:
-            places: In the endless sequence, ascending, and none before those of an earlier call.
+            places: Places in the endless sequence, ascending, and none before those of an earlier call.
         """
 
     def epoch(self, count: int) -> float:
-        """How often the dataset has been gone through.
+        """Number of times that the dataset has been read through.
 
         Args:
-            count: Of rows that all ranks together have taken; as many as that are behind this rank, too.
+            count: Number of rows that all ranks together have taken, and that this rank has passed.
         """
 
 
@@ -70,8 +70,8 @@ class TrainingSet(Protocol):
         """Its rows in the order of a run.
 
         Args:
-            seed: Of the run.
-            number: Tells the datasets of a mixture from each other.
+            seed: Seed of the run.
+            number: Number of the dataset in a mixture.
             shuffle: Whether rows are in a random order.
         """
 
@@ -79,7 +79,7 @@ class TrainingSet(Protocol):
         """How many rows there are, for people.
 
         Args:
-            path: Of the dataset, as it shall be written.
+            path: Path of the dataset, as it is to be shown.
         """
 
 
@@ -101,7 +101,7 @@ class Dataset(TrainingSet):
         self.levels = levels
 
     def read(self, rows: Sequence[int]) -> list[Prompt]:
-        """Read and tokenise rows.
+        """Read and tokenize rows.
 
         Args:
             rows: Their numbers in the dataset.
@@ -138,7 +138,7 @@ def make_batch(group_ids: Sequence[int], prompts: Sequence[Prompt], *, has_respo
 
     Args:
         group_ids: Ascending; the ids of the prompts.
-        prompts: As many.
+        prompts: Prompt for each id.
         has_responses: Whether there are responses to imitate.
     """
     columns: dict[str, Column] = {
@@ -162,15 +162,15 @@ def open_dataset(
 ) -> Dataset:
     """Find the rows that may be used, before any are divided among ranks, so that all ranks agree on them.
 
-    Each rank reads and tokenises a contiguous share of the dataset once, unless that was done at an earlier start.
+    Each rank reads and tokenizes a contiguous share of the dataset once, unless that was done at an earlier start.
 
     Args:
         source: All rows.
         encoder: How they become tokens.
-        recipe: What is overlong, and what happens then.
-        cache: Of all ranks.
+        recipe: Limits, and what happens to overlong rows.
+        cache: Cache of all ranks.
         progress: Receives the progress of this rank's share.
-        max_rows: Look no further when so many rows that may be used are found; None takes all.
+        max_rows: Number of usable rows after which the search ends; None finds all.
 
     Raises:
         RecipeError: A row lacks a column, is overlong where that is an error, or none is left.

@@ -45,8 +45,8 @@ class Encoded:
     """A row as token ids.
 
     Attributes:
-        prompt: What the model is asked.
-        response: What it shall imitate, the end-of-sequence token included; empty when the dataset names none.
+        prompt: Question to the model.
+        response: Response to imitate, with the end-of-sequence token; empty when the dataset names none.
     """
 
     prompt: list[int]
@@ -60,7 +60,7 @@ class RowEncoder:
         """Decide how prompts are written.
 
         Args:
-            tokenizer: Of the model that is trained.
+            tokenizer: Tokenizer of the model that is trained.
             config: Columns and template.
             key: The recipe's section, for errors.
 
@@ -220,8 +220,8 @@ def fits(encoded: Encoded, place: str, data: DataConfig, key: str) -> bool:
 
     Args:
         encoded: The row.
-        place: Where it is, for errors.
-        data: What is overlong, and what happens then.
+        place: Location of the row, for errors.
+        data: Limits, and what happens to overlong rows.
         key: The recipe's section, for errors.
 
     Raises:
@@ -247,7 +247,7 @@ def all_overlong(what: str, config: DatasetConfig, data: DataConfig) -> RecipeEr
     """The error for a dataset of which nothing can be used.
 
     Args:
-        what: Is overlong.
+        what: Rows that are overlong.
         config: The dataset.
         data: The limits.
     """
@@ -261,7 +261,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """Tells a tokenizer from others, by the files that it would be saved as.
 
     Args:
-        tokenizer: Of the model that is trained.
+        tokenizer: Tokenizer of the model that is trained.
     """
     digest = hashlib.sha256()
     with TemporaryDirectory() as folder:

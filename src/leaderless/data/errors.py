@@ -1,4 +1,4 @@
-"""Errors that others tell apart. Imports no torch."""
+"""Errors with types of their own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class CollectiveError(RuntimeError):
 
 
 class MemoryExhausted(RuntimeError):  # noqa: N818
-    """Memory has run out; says what for, and what to lower."""
+    """Memory has run out; the message gives the purpose and what to lower."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that host or device memory has run out.
 
     Args:
-        error: Of Python, torch or the system.
+        error: Error of Python, torch or the system.
     """
     if isinstance(error, MemoryError | MemoryExhausted) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -33,10 +33,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_explained(what: str) -> Iterator[None]:
-    """Say what memory has run out for, and what to lower.
+    """Add to an error that memory has run out what it was for, and what to lower.
 
     Args:
-        what: As `too much is sampled at once: lower rollout.max_sequences`.
+        what: Cause and remedy, as `too much is sampled at once: lower rollout.max_sequences`.
 
     Raises:
         MemoryExhausted: Memory has run out.

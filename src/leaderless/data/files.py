@@ -15,7 +15,7 @@ def find_files(config: DatasetConfig, key: str) -> list[Path] | None:
     """The files that a dataset is made of, by name; None when it must be one of the hub.
 
     Args:
-        config: Names a file, a folder, a pattern or a hub dataset.
+        config: Name of a file, a folder, a pattern or a hub dataset.
         key: The recipe's section, for errors.
 
     Raises:

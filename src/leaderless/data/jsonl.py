@@ -30,7 +30,7 @@ class JsonlSource(RowSource):
 
         Args:
             path: The file.
-            columns: That rows keep; None for all.
+            columns: Columns that rows keep; None for all.
         """
         self.path, self.columns, self._bytes = path, columns, 0
         with path.open("rb") as file:
@@ -103,7 +103,7 @@ class JsonlStream(RowStream):
 
         Args:
             path: The file.
-            columns: That rows keep; None for all.
+            columns: Columns that rows keep; None for all.
         """
         self.path, self.columns, self._bytes = path, columns, 0
 

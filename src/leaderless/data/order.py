@@ -18,23 +18,23 @@ def generator(seed: int, *keys: int) -> np.random.Generator:
     """Random numbers that follow from a seed and from what they are for.
 
     Args:
-        seed: Of the order of a dataset.
-        keys: Such as the epoch.
+        seed: Seed of the run.
+        keys: Numbers that say what for, such as the epoch.
     """
     return np.random.Generator(np.random.PCG64([seed, *keys]))
 
 
 class RowOrder:
-    """An endless stream of rows, epoch after epoch, each in an order of its own."""
+    """An endless stream of rows, epoch after epoch, each in another order."""
 
     def __init__(self, rows: Int, seed: int, dataset: int = 0, levels: Float | None = None, *, shuffle: bool) -> None:
         """Take the rows that may be used.
 
         Args:
-            rows: [n] their numbers in the dataset, ascending.
-            seed: Of the order.
-            dataset: Tells the datasets of a mixture from each other.
-            levels: [n] what rows are sorted by, small ones first; equal ones keep the order that they have without.
+            rows: [n] numbers of the rows in the dataset, ascending.
+            seed: Seed of the order.
+            dataset: Number of the dataset in a mixture.
+            levels: [n] values by which rows are sorted, small ones first; equal ones keep their order.
             shuffle: Draw a new order every epoch; else rows come as they are in the dataset.
         """
         self.rows, self.seed, self.dataset, self.levels, self.shuffle = rows, seed, dataset, levels, shuffle
@@ -45,7 +45,7 @@ class RowOrder:
         """The row at a place in the stream.
 
         Args:
-            place: From 0.
+            place: Place, from 0.
         """
         epoch, index = divmod(place, len(self.rows))
         if epoch != self._epoch and (self.shuffle or self._epoch < 0):
@@ -76,8 +76,8 @@ class Interleaving:
         """Take the weights.
 
         Args:
-            weights: Of each dataset, above 0; only their ratios count.
-            seed: Of the order between equals.
+            weights: Weight of each dataset, above 0; only their ratios count.
+            seed: Seed of the order between equals.
         """
         fractions = [Fraction(str(weight)) for weight in weights]
         scale = lcm(*(fraction.denominator for fraction in fractions))
@@ -94,7 +94,7 @@ class Interleaving:
         """Whose turn it is, and how many it has had before.
 
         Args:
-            position: From 0.
+            position: Number of the turn, from 0.
 
         Returns:
             The dataset, and the place in its own stream.
@@ -108,7 +108,7 @@ class Interleaving:
         """How many turns each dataset has had before a position.
 
         Args:
-            position: From 0.
+            position: Number of the turn, from 0.
         """
         cycle, offset = divmod(position, self._period)
         self._extend(offset)
@@ -120,7 +120,7 @@ class Interleaving:
         return -(-(self._taken[dataset] + 1) * self._period // self._shares[dataset])
 
     def _extend(self, length: int) -> None:
-        """Give turns until there are so many."""
+        """Extend the sequence of turns to a length."""
         for turn in range(len(self._turns), length):
             ready = (dataset for dataset, release in enumerate(self._release) if release <= turn)
             chosen = min(ready, key=lambda dataset: (self._deadline[dataset], self._rank[dataset]))

@@ -42,7 +42,7 @@ class ParquetSource(RowSource):
 
         Args:
             path: The file.
-            columns: That are read; None for all.
+            columns: Columns that are read; None for all.
         """
         import pyarrow as pa
         from pyarrow import parquet
@@ -60,7 +60,7 @@ class ParquetSource(RowSource):
 
     @override
     def prepare(self, cache: DataCache) -> None:
-        """The file itself says where its row groups are."""
+        """Nothing to do: the footer of the file locates its row groups."""
 
     def _read_group(self, group: int) -> pa.Table:
         import pyarrow as pa
@@ -163,11 +163,7 @@ class UnpackedSource(ConcatenatedSource):
 
 
 def needs_unpacking(source: RowSource) -> bool:
-    """Whether reading a row means to read many.
-
-    Args:
-        source: Of a dataset.
-    """
+    """Whether reading a row means to read many."""
     return isinstance(source, ParquetSource) or (
         isinstance(source, ConcatenatedSource) and any(map(needs_unpacking, source.parts))
     )

@@ -1,4 +1,4 @@
-"""Makes things before they are asked for, beside what else a process does."""
+"""Makes results before they are needed, in a thread."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 POLL_S = 0.1
-"""After so long, a thread that waits for room looks whether it shall end."""
+"""Time after which a thread that waits for room checks whether it is to end."""
 
 CLOSE_S = 2.0
-"""So long it is waited for: whoever stops a process shall not wait for a step that takes minutes to read."""
+"""Longest wait for the thread to end: a process does not stay for a step that takes minutes to read."""
 
 T = TypeVar("T")
 
@@ -26,9 +26,9 @@ class ReadAhead(Generic[T]):
         """Take a function.
 
         Args:
-            make: Called by one thread at a time only.
-            num_ahead: Results that are made ahead; 0 makes each one when it is asked for, without a thread.
-            name: Of the thread, for people.
+            make: Function, called by one thread at a time.
+            num_ahead: Number of results made ahead; 0 makes each one when it is asked for, without a thread.
+            name: Name of the thread, for people.
             timeout_s: Longest wait for a result.
         """
         self._make, self._num_ahead, self._timeout_s = make, num_ahead, timeout_s

@@ -1,8 +1,8 @@
 """One change of layout: who has which rows, who gets them, and the bytes between the two.
 
-The ranks concerned tell each other the id, group and cost of every row (24 bytes a row) and compute the same
+The ranks concerned exchange the id, group and cost of every row (24 bytes a row) and compute the same
 assignment. Each then sends the rows that go elsewhere straight from its columns into those of their new owners: first
-the lengths of ragged rows, then all bytes as a stream in pieces. A piece that lies together in memory on a side is
+the lengths of ragged rows, then all bytes in pieces. A piece that lies together in memory on a side is
 taken from there, or received there; others go through a small buffer. Ranks that hold the same rows share the sending,
 a prompt travels once to each owner of some of its samples, and peers on one host get one copy from another host.
 """
@@ -34,13 +34,13 @@ def reshard(
     spare: Batch | None = None,
     loads: Int | None = None,
 ) -> Batch | None:
-    """Bring rows from one layout to another. All ranks of both layouts call it together.
+    """Reshard rows. All ranks of both layouts call it together.
 
     Args:
-        action: What travels, and between which layouts.
+        action: Columns that travel, and both layouts.
         process_group: The ranks of both layouts.
         held: The rows that this rank has under the source layout, in ascending order of their ids.
-        wanted: Ids of the rows that this rank speaks for under the target layout, when an earlier change of layout has
+        wanted: Ids of the rows that this rank represents under the target layout, when an earlier change of layout has
             decided that already.
         spare: Rows with the same columns that this rank has from an earlier change of layout, ascending; they are not
             sent to it again. Only where `action.spare_layout` names that layout.
@@ -65,18 +65,14 @@ def _agree_on_schemas(
 
     A rank without rows may not know the types of its columns.
     """
-    speaker = int(routes.holders.min()) if len(routes.holders) else action.source_layout.ranks[0]
-    text = schemas_to_json(held) if held is not None and process_group.rank == speaker else ""
-    told: list[str] = json.loads(process_group.broadcast_text(text, speaker, f"the columns of edge {action.name}"))
-    return tuple(map(schema_from_json, told))
+    first = int(routes.holders.min()) if len(routes.holders) else action.source_layout.ranks[0]
+    text = schemas_to_json(held) if held is not None and process_group.rank == first else ""
+    known: list[str] = json.loads(process_group.broadcast_text(text, first, f"the columns of edge {action.name}"))
+    return tuple(map(schema_from_json, known))
 
 
 def schemas_to_json(batch: Batch) -> str:
-    """Types of a batch's columns, and of its prompts' columns if it has prompts, as text.
-
-    Args:
-        batch: May have no rows.
-    """
+    """Types of a batch's columns, and of its prompts' columns if it has prompts, as text."""
     tables = [batch] if batch.prompts is None else [batch, batch.prompts]
     return json.dumps([schema_to_json(schema_of(table)) for table in tables])
 
@@ -92,17 +88,17 @@ def agree_on_routes(
     """Where every row goes. All ranks of both layouts call it together and compute the same from the same facts.
 
     Args:
-        action: Between which layouts.
+        action: Both layouts.
         process_group: The ranks of both.
-        held: As for `reshard`.
-        wanted: As for `reshard`.
-        spare: As for `reshard`.
-        loads: As for `reshard`.
+        held: Argument of `reshard`.
+        wanted: Argument of `reshard`.
+        spare: Argument of `reshard`.
+        loads: Argument of `reshard`.
     """
     source, target = action.source_layout, action.target_layout
     facts = torch.empty((0, 3), dtype=torch.int64)
     if held is not None:
-        facts = _facts(held)[_spoken_for(len(held), source, process_group.rank)]
+        facts = _facts(held)[_represented(len(held), source, process_group.rank)]
     what = f"the rows of edge {action.name}"
     gathered = process_group.gather(facts, what)
     rows = torch.cat(gathered).numpy()
@@ -135,8 +131,8 @@ def _no_ids() -> Tensor:
     return torch.empty(0, dtype=torch.int64)
 
 
-def _spoken_for(num_rows: int, layout: Layout, rank: int) -> slice:
-    """The part of a rank's rows that it answers for, as one of several that hold the same rows."""
+def _represented(num_rows: int, layout: Layout, rank: int) -> slice:
+    """The part of a rank's rows that it represents, as one of several that hold the same rows."""
     size = layout.ranks_per_shard
     place = layout.ranks.index(rank) % size
     return slice(num_rows * place // size, num_rows * (place + 1) // size)

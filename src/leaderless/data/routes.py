@@ -20,10 +20,10 @@ class Delivery:
 
     Attributes:
         ids: [n] its rows, ascending.
-        group_ids: [n] the prompt of each.
-        senders: [n] the rank that sends each; the rank itself for rows that it has already.
+        group_ids: [n] id of each row's prompt.
+        senders: [n] rank that sends each row; the receiver itself for rows that it has already.
         prompts: [m] ids of its prompts, ascending.
-        prompt_senders: [m] the rank that sends each.
+        prompt_senders: [m] rank that sends each prompt.
     """
 
     ids: Int
@@ -33,11 +33,7 @@ class Delivery:
     prompt_senders: Int
 
     def from_rank(self, sender: int) -> Parcel:
-        """What one rank sends.
-
-        Args:
-            sender: The rank.
-        """
+        """What one rank sends."""
         return Parcel((np.flatnonzero(self.senders == sender), np.flatnonzero(self.prompt_senders == sender)))
 
     @property
@@ -70,24 +66,24 @@ class Parcel:
         """Whether another rank gets the very same from the same sender.
 
         Args:
-            other: Of a rank of the same shard.
+            other: Parcel for a rank of the same shard.
         """
         return all(map(np.array_equal, self.places, other.places))
 
 
 @dataclass(frozen=True)
 class Routes:
-    """For every row of the edge, in any order that all ranks share: its id, its process_group, who has it, who gets it.
+    """For every row of the edge, in any order that all ranks share: its id, its group, who has it, who gets it.
 
     Attributes:
         ids: [n] of the rows.
         group_ids: [n] ids of their prompts.
-        holders: [n] the rank that speaks for each row.
-        owners: [n] the shard of the target layout that gets it.
-        source: The layout that it leaves.
-        target: The layout that it enters.
-        hosts: The machine of each rank.
-        spares: For each rank, the ids of rows that it has already from an earlier change of layout.
+        holders: [n] rank that represents each row.
+        owners: [n] shard of the target layout that gets the row.
+        source: Layout that rows leave.
+        target: Layout that rows enter.
+        hosts: Number of each rank's machine.
+        spares: Ids of the rows that each rank already has from an earlier change of layout.
     """
 
     ids: Int
@@ -118,10 +114,12 @@ class Routes:
         return _split(self._source_shards, self.source.dp)
 
     def delivery(self, rank: int) -> Delivery:
-        """What a rank gets. A row comes from who speaks for it; a prompt from the lowest of those who send its samples.
+        """What a rank gets.
+
+        A row comes from the rank that represents it, a prompt from the lowest rank that sends samples of it.
 
         Args:
-            rank: Of the target layout.
+            rank: Rank of the target layout.
         """
         if rank not in self._deliveries:
             self._deliveries[rank] = self._deliver(rank)
@@ -148,27 +146,27 @@ class Routes:
         """Ranks of the target layout that may get something from a rank, itself left out, the next one first.
 
         Args:
-            rank: Of the source layout.
+            rank: Rank of the source layout.
         """
-        spoken_for = np.unique(self.owners[self.holders == rank]).tolist()
-        ranks = [peer for shard in spoken_for for peer in self.ranks_of_shard(shard) if peer != rank]
+        shards = np.unique(self.owners[self.holders == rank]).tolist()
+        ranks = [peer for shard in shards for peer in self.ranks_of_shard(shard) if peer != rank]
         return sorted(ranks, key=lambda peer: (peer < rank, peer))
 
     def ranks_of_shard(self, shard: int) -> tuple[int, ...]:
         """The ranks that hold a shard of the target layout.
 
         Args:
-            shard: Which one.
+            shard: Number of the shard.
         """
         size = self.target.ranks_per_shard
         return self.target.ranks[shard * size : (shard + 1) * size]
 
     def parcel(self, sender: int, receiver: int) -> Parcel:
-        """What a rank gets of the rows that another speaks for.
+        """What a rank gets of the rows that another represents.
 
         Args:
-            sender: Who speaks for the rows.
-            receiver: Who gets them.
+            sender: Rank that represents the rows.
+            receiver: Rank that gets the rows.
         """
         return self.delivery(receiver).from_rank(sender)
 
@@ -179,8 +177,8 @@ class Routes:
         others; which one depends on the sender, so that all peers share that work.
 
         Args:
-            sender: Who speaks for the rows.
-            receiver: Who gets them.
+            sender: Rank that represents the rows.
+            receiver: Rank that gets the rows.
         """
         if self.target.ranks_per_shard == 1 or self.hosts[sender] == self.hosts[receiver]:
             return sender

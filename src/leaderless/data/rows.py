@@ -1,4 +1,4 @@
-"""Rows of tables, and what gives them: sources, that can be asked for any row, and streams, that cannot."""
+"""Rows of tables, from sources, which give any row, or from streams, which give one after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = dict[str, Json]
 BLOCK_ROWS = 1024
 """Rows that are divided among ranks together, where the format does not say otherwise."""
 DIGEST_BYTES = 1 << 16
-"""Bytes at each end of a file that tell it from others."""
+"""Bytes at each end of a file by which it is recognized."""
 
 
 class RowSource(Protocol):
@@ -31,25 +31,21 @@ class RowSource(Protocol):
         """Find where rows are, before any is read. All ranks call it together, and each looks at a share.
 
         Args:
-            cache: Knows what an earlier start has found.
+            cache: Results of earlier starts.
         """
 
     def __len__(self) -> int:
         """Number of rows."""
 
     def row(self, index: int) -> Row:
-        """One row by column.
-
-        Args:
-            index: From 0.
-        """
+        """One row by column."""
 
     def read(self, first: int, last: int) -> Iterator[Row]:
         """Rows one behind the other, with little in memory.
 
         Args:
-            first: Where a block begins.
-            last: Where a block ends.
+            first: First row of a block.
+            last: First row after a block.
         """
         return map(self.row, range(first, last))
 
@@ -143,8 +139,8 @@ def parse_line(text: bytes, place: str, columns: Collection[str] | None) -> Row:
 
     Args:
         text: A line.
-        place: Where it is, for errors.
-        columns: That are kept; None for all.
+        place: Location of the line, for errors.
+        columns: Columns that are kept; None for all.
 
     Raises:
         RecipeError: It is no row.
@@ -164,8 +160,8 @@ def plain_row(values: Mapping[str, object], place: str) -> Row:
     """A row of what JSON can hold, as rows travel and are recorded as JSON; dates and decimals become text.
 
     Args:
-        values: By column.
-        place: Where the row is, for errors.
+        values: Values by column.
+        place: Location of the row, for errors.
 
     Raises:
         RecipeError: A column holds what JSON cannot.
@@ -184,11 +180,7 @@ def plain_row(values: Mapping[str, object], place: str) -> Row:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Of a file: its size and its two ends.
-
-    Args:
-        path: The file.
-    """
+    """Of a file: its size and its two ends."""
     size = path.stat().st_size
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(DIGEST_BYTES))
@@ -198,11 +190,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def file_version(path: Path) -> str:
-    """Of a file: its name, its fingerprint, and when it was changed.
-
-    Args:
-        path: The file.
-    """
+    """Of a file: its name, its fingerprint, and when it was changed."""
     return f"{path.resolve()} {file_fingerprint(path)} {path.stat().st_mtime_ns}"
 
 

@@ -49,9 +49,9 @@ def open_source(config: DatasetConfig, key: str, cache: DataCache | None = None)
     """Open a dataset whose rows are read in any order. All ranks call it together.
 
     Args:
-        config: Names a `.jsonl` or `.parquet` file, several of them, or a hub dataset.
+        config: Name of a `.jsonl` or `.parquet` file, several of them, or a hub dataset.
         key: The recipe's section, for errors.
-        cache: Of all ranks that read the dataset; None for this process alone.
+        cache: Cache of all ranks that read the dataset; None for this process alone.
 
     Raises:
         RecipeError: It does not exist, cannot be read, or has no rows.
@@ -82,9 +82,9 @@ def open_stream(config: DatasetConfig, key: str, cache: DataCache | None = None)
     """Open a dataset whose rows are read in their order. All ranks call it together.
 
     Args:
-        config: Names files, or a hub dataset.
+        config: Name of files, or of a hub dataset.
         key: The recipe's section, for errors.
-        cache: Of all ranks that read the dataset; None for this process alone.
+        cache: Cache of all ranks that read the dataset; None for this process alone.
 
     Raises:
         RecipeError: It does not exist or cannot be read.
@@ -100,10 +100,10 @@ def check_same(dataset: RowSource | RowStream, config: DatasetConfig, key: str, 
     """Stop on all ranks when some have other rows: each row is read by whoever needs it.
 
     Args:
-        dataset: As this rank has opened it.
-        config: What it is.
+        dataset: Dataset that this rank has opened.
+        config: Section of the recipe.
         key: The recipe's section, for errors.
-        cache: Of all ranks that read the dataset.
+        cache: Cache of all ranks that read the dataset.
 
     Raises:
         RuntimeError: Ranks have different datasets of this name.

@@ -24,9 +24,9 @@ class StreamRow:
     """A row that may be used.
 
     Attributes:
-        place: Where it is, for errors.
-        row: By column.
-        encoded: Its token ids; None where they were not needed to know whether it may be used.
+        place: Location of the row, for errors.
+        row: Values by column.
+        encoded: Token ids; None where they were not needed to know whether the row may be used.
     """
 
     place: str
@@ -52,7 +52,7 @@ class StreamedDataset(TrainingSet):
             stream: All rows.
             encoder: How they become tokens.
             config: The dataset.
-            data: What is overlong, and what happens then.
+            data: Limits, and what happens to overlong rows.
 
         Raises:
             RecipeError: There is no row, or the first one lacks a column.
@@ -98,9 +98,9 @@ class StreamFeed(Feed):
         """Begin before the first row.
 
         Args:
-            dataset: Whose rows.
-            seed: Of the run.
-            number: Tells the datasets of a mixture from each other.
+            dataset: Dataset that is read.
+            seed: Seed of the run.
+            number: Number of the dataset in a mixture.
             shuffle: Whether rows are shuffled within windows.
         """
         self.dataset, self.seed, self.number, self.shuffle = dataset, seed, number, shuffle

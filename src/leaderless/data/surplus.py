@@ -1,7 +1,7 @@
 """Groups that a loop has chosen and no step has taken yet: collected round by round, carried over from step to step.
 
 A checkpoint holds them as one safetensors file for each shard: the rows and their prompts as bytes, the schemas of both
-as text beside them.
+as text next to them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Surplus:
         """Take in what has come out of a round.
 
         Args:
-            batch: Whole groups, none of them here already.
+            batch: Whole groups, none of which is here already.
         """
         self.batch = batch if self.batch is None else _concat([self.batch, batch])
 
@@ -46,8 +46,8 @@ class Surplus:
     def take(self, num_groups: int, process_group: ProcessGroup) -> Batch:
         """Take out the groups with the lowest ids of all shards. All ranks of the layout call it together.
 
-        Ids follow the order of the data, so which groups go on depends on no layout, and those that have waited are
-        first.
+        Ids follow the order of the data, so which groups are taken depends on no layout, and those that have waited
+        come first.
 
         Args:
             num_groups: Over all shards; all groups when there are fewer.
@@ -64,9 +64,9 @@ class Surplus:
         """Write the groups.
 
         Args:
-            folder: Of a checkpoint.
-            shard: Which one this is.
-            num_shards: Of how many.
+            folder: Folder of a checkpoint.
+            shard: Number of this shard.
+            num_shards: Number of shards.
         """
         if self.batch is None:
             return
@@ -84,9 +84,9 @@ class Surplus:
         """Read a shard of what was written, by as many shards or by others.
 
         Args:
-            folder: Of a checkpoint.
-            shard: Which one this is now.
-            num_shards: Of how many.
+            folder: Folder of a checkpoint.
+            shard: Number of this shard now.
+            num_shards: Number of shards.
         """
         files = sorted(folder.glob("surplus-*.safetensors"))
         if len(files) == num_shards:  # the very rows on the very shards: sums come out the same to the last bit

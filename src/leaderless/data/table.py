@@ -76,7 +76,7 @@ class Table:
         """The rows with the columns that a reader asks for.
 
         Args:
-            sources: Which node each column comes from.
+            sources: Node that wrote each column.
         """
         own = {name: self.columns[source, name] for name, source in sources.items() if (source, name) in self.columns}
         if self.prompt_ids is None:
@@ -89,11 +89,7 @@ class Table:
         return [*self.columns.values(), *self.prompt_columns.values()]
 
     def drop(self, keys: Iterable[ColumnKey]) -> None:
-        """Free columns that nobody will read any more.
-
-        Args:
-            keys: Of columns, of rows or of their prompts.
-        """
+        """Free columns that nobody will read any more."""
         for key in keys:
             self.columns.pop(key, None)
             self.prompt_columns.pop(key, None)
@@ -102,7 +98,7 @@ class Table:
         """The rows in parts of about equal size, in order.
 
         Args:
-            num_parts: How many; some may have no rows.
+            num_parts: Number of parts; some may have no rows.
         """
         borders = [len(self.ids) * place // num_parts for place in range(num_parts + 1)]
         return [self._part(torch.arange(begin, end)) for begin, end in pairwise(borders)]
@@ -117,7 +113,7 @@ class Table:
         """The rows of several tables with the same columns, and no row in common; the parts give up their columns.
 
         Args:
-            parts: At least one.
+            parts: One or more tables.
         """
         joined = cls(torch.cat([part.ids for part in parts]).sort().values, None, None)
         for key in list(parts[0].columns):

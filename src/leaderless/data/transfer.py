@@ -1,6 +1,6 @@
 """The bytes of one change of layout, as one rank sends, receives and passes them on.
 
-Every parcel is a stream of bytes, column after column, whose size both sides know. It travels in pieces, one piece of
+Every parcel is a sequence of bytes, column after column, whose size both sides know. It travels in pieces, one piece of
 each parcel at a time. A piece that lies together in memory is sent from there, or received there; others go through a
 small buffer.
 """
@@ -60,11 +60,11 @@ class Transfer:
 
         Args:
             process_group: The ranks of both layouts.
-            routes: Where every row goes.
-            schemas: Of rows, and of prompts if rows are samples.
-            held: The rows that this rank has under the source layout.
+            routes: Way of every row.
+            schemas: Schema of rows, and of prompts if rows are samples.
+            held: Rows that this rank has under the source layout.
             spare: Rows that it has from an earlier change of layout.
-            what: The edge, for errors.
+            what: Name of the edge, for errors.
         """
         self.process_group, self.routes, self.schemas, self.held, self.what = process_group, routes, schemas, held, what
         self.rank = process_group.rank
@@ -88,9 +88,9 @@ class Transfer:
         return parcels
 
     def _received(self, mine: Delivery) -> dict[int, tuple[int, Parcel]]:
-        """Parcels that arrive here, by the rank that speaks for the rows, each with the rank that it comes from.
+        """Parcels that arrive here, by the rank that represents the rows, each with the rank that it comes from.
 
-        Those that come from who speaks for them are first: at both ends the parcels of a pair are in this order.
+        Those that come straight from that rank are first: at both ends the parcels of a pair are in this order.
         """
         parcels = {sender: mine.from_rank(sender) for sender in mine.all_senders if sender != self.rank}
         origins = {sender: self.routes.relay(sender, self.rank) for sender in parcels}
@@ -98,7 +98,7 @@ class Transfer:
         return {sender: (origins[sender], parcels[sender]) for sender in in_order}
 
     def _passed_on(self) -> list[tuple[int, int]]:
-        """Parcels that come here and go on to peers: the rank that speaks for the rows, and the peer."""
+        """Parcels that are passed on to peers: the rank that represents the rows, and the peer."""
         shard = self.routes.ranks_of_shard(self.routes.target.shard_of(self.rank)) if self.received else ()
         return [
             (sender, peer)
@@ -129,7 +129,7 @@ class Transfer:
         return Batch(rows.ids, rows.columns, arriving[1].batch(), index)
 
     def _kept(self) -> Batch | None:
-        """The rows that are here, when they are those that shall be: the same tensors, not a copy."""
+        """The rows that are here, when they are those that are to be here: the same tensors, not a copy."""
         if self.mine is None or self.held is None or self.received:
             return None
         num_prompts = len(self.held if self.held.prompts is None else self.held.prompts)
@@ -141,7 +141,7 @@ class Transfer:
         return [(table, key) for table, schema in enumerate(self.schemas) for key in ragged_keys(schema)]
 
     def _exchange_lengths(self) -> dict[int, Tensor]:
-        """The lengths of all ragged rows that arrive here, by the rank that speaks for them."""
+        """The lengths of all ragged rows that arrive here, by the rank that represents them."""
         headers = {
             sender: torch.empty(sum(len(parcel.places[table]) for table, _ in self._keys()), dtype=torch.int32)
             for sender, (_, parcel) in self.received.items()
@@ -230,7 +230,7 @@ def _arriving_runs(arriving: Sequence[ArrivingRows], parcel: Parcel) -> ByteRuns
 
 
 class _Pieces:
-    """Cuts streams into pieces. A piece that is passed on was received, and put in its place, in an earlier round."""
+    """Cuts parcels into pieces. A piece that is passed on was received, and put in its place, in an earlier round."""
 
     def __init__(self, receiving: Sequence[_Link], sending: Sequence[_Link], num_ranks: int) -> None:
         self.receiving, self.sending = receiving, sending
@@ -258,7 +258,7 @@ class _Pieces:
             yield sent, received
 
     def _spans(self, links: Sequence[_Link], number: int) -> Iterator[tuple[_Link, tuple[int, int]]]:
-        """The part of each stream that travels in a round."""
+        """The part of each parcel that travels in a round."""
         for link in links:
             begin = (number - link.delay) * self.size
             if 0 <= begin < link.runs.size:

@@ -1,7 +1,7 @@
 """How ranks communicate: small numbers that all agree on, and bytes from peer to peer.
 
-Every wait has the deadline that the run gave its process groups, and an error says which rank waited for what. Nothing
-is pickled.
+Every wait has the deadline that the run gave its process groups, and an error names the rank and what it waited for.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ProcessGroup:
     """Some ranks that decide and exchange together.
 
     Attributes:
-        ranks: Ascending, as numbered in the whole run.
+        ranks: Members, ascending, as numbered in the whole run.
         rank: This process, as numbered in the whole run.
         handle: Process group of torch; None stands for all ranks.
         payload_device: Device from and to which the backend moves payload.
@@ -97,8 +97,8 @@ class ProcessGroup:
         """The sum over all ranks, the same on each.
 
         Args:
-            values: Of the same shape on every rank.
-            what: What is waited for, for the error.
+            values: Tensor of the same shape on every rank.
+            what: Purpose, for the error.
         """
         return self._all_reduce(values, dist.ReduceOp.SUM, what)
 
@@ -106,8 +106,8 @@ class ProcessGroup:
         """The largest over all ranks, the same on each.
 
         Args:
-            values: Of the same shape on every rank.
-            what: What is waited for, for the error.
+            values: Tensor of the same shape on every rank.
+            what: Purpose, for the error.
         """
         return self._all_reduce(values, dist.ReduceOp.MAX, what)
 
@@ -123,7 +123,7 @@ class ProcessGroup:
 
         Args:
             rows: [n, ...], with an n of its own on each rank.
-            what: What is waited for, for the error.
+            what: Purpose, for the error.
 
         Returns:
             One tensor for each rank, in the order of `ranks`.
@@ -144,8 +144,8 @@ class ProcessGroup:
         """The ranks whose text is not that of the first, the same answer on all; short however long the text is.
 
         Args:
-            text: Of this rank.
-            what: What is waited for, for the error.
+            text: Text of this rank.
+            what: Purpose, for the error.
         """
         mine = digest(text.encode())
         bounds = self.max(torch.tensor([mine, -mine]), what)
@@ -155,12 +155,12 @@ class ProcessGroup:
         return tuple(self.ranks[place] for place in (digests != digests[0]).nonzero().squeeze(1).tolist())
 
     def broadcast_text(self, text: str, source: int, what: str) -> str:
-        """A text of one rank, told to all.
+        """Send a text of one rank to all.
 
         Args:
-            text: What `source` says; not looked at on other ranks.
-            source: The rank that speaks, as numbered in the whole run.
-            what: What is waited for, for the error.
+            text: Text, which counts only on `source`.
+            source: Rank that sends it, as numbered in the whole run.
+            what: Purpose, for the error.
         """
         if self.size == 1:
             return text
@@ -177,9 +177,9 @@ class ProcessGroup:
         """Send bytes to some ranks and receive from some, directly.
 
         Args:
-            messages: [num_bytes] uint8 for each rank that gets one; no message to oneself.
+            messages: [num_bytes] uint8 for each rank that gets one; none for this rank itself.
             senders: Ranks that have a message for this one.
-            what: What is waited for, for the error.
+            what: Purpose, for the error.
 
         Returns:
             [num_bytes] uint8 in host memory, by sender.
@@ -275,7 +275,7 @@ class ProcessGroup:
 
 
 def digest(content: bytes) -> int:
-    """A number that tells a content from others; it fits int64, negated too.
+    """A number by which a content is recognized; it fits int64, negated too.
 
     Args:
         content: Any bytes.
@@ -348,7 +348,7 @@ def _in_pieces(messages: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
 def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:
     """Of some ranks those that have not given up waiting too, so that they are late or gone.
 
-    Whoever gives up says so in the rendezvous store, which nobody asks while all goes well.
+    A rank that gives up reports it in the rendezvous store, which nobody reads while all is well.
     """
     end = time.monotonic() + ROLL_CALL_S
     try:
@@ -358,7 +358,7 @@ def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:
         while silent and time.monotonic() < end:
             time.sleep(0.05)
             silent = [other for other in silent if not store.check([f"given up/{other}"])]
-    except (RuntimeError, ValueError):  # the store is gone, and who else is cannot be told
+    except (RuntimeError, ValueError):  # the store is gone, and nobody else can be named
         return ()
     return tuple(silent)
 
@@ -376,10 +376,10 @@ class Transport:
         """Take the whole world as the first process group. All ranks call it together.
 
         Args:
-            payload_device: Where the backend wants bytes that travel.
-            timeout_s: Longest wait in any group that is made here.
-            host: Name of this machine, the same for all its ranks; as the machine calls itself when None.
-            activity: Of the main thread, which uses all groups but those in the background; its own when None.
+            payload_device: Device from and to which the backend moves payload.
+            timeout_s: Longest wait in any process group that is made here.
+            host: Name of this machine, the same for all its ranks; its own name for itself when None.
+            activity: Activity of the main thread, which uses all other process groups; a new one when None.
         """
         self.rank = dist.get_rank()
         self.payload_device = payload_device
@@ -397,10 +397,10 @@ class Transport:
         return _get_default_store().clone()  # type: ignore[attr-defined, no-any-return]
 
     def add_process_group(self, ranks: tuple[int, ...]) -> None:
-        """Make the group of some ranks, if there is none yet. All ranks of the world call it, members or not.
+        """Make the process group of some ranks, if there is none yet. All ranks of the world call it, members or not.
 
         Args:
-            ranks: Ascending.
+            ranks: Members, ascending.
         """
         if ranks not in self._groups:
             handle = dist.new_group(list(ranks), timeout=self.timeout)
@@ -422,23 +422,23 @@ class Transport:
         return dict(enumerate(numbers.tolist()))
 
     def add_background_process_group(self, ranks: tuple[int, ...]) -> None:
-        """Make a group of some ranks for a thread of its own. All ranks of the world call it, members or not.
+        """Make a process group of some ranks for a background thread. All ranks of the world call it, members or not.
 
         Its bytes travel through host memory: on an accelerator they would compete with those of the main thread.
 
         Args:
-            ranks: Ascending.
+            ranks: Members, ascending.
         """
         if ranks not in self._background:
             handle = dist.new_group(list(ranks), timeout=self.timeout, backend="gloo")
             self._background[ranks] = ProcessGroup(ranks, self.rank, handle, hosts=self.world.hosts)
 
     def process_group(self, ranks: tuple[int, ...], *, in_background: bool = False) -> ProcessGroup:
-        """The group of some ranks, which this rank belongs to.
+        """The process group of some ranks, which this rank belongs to.
 
         Args:
-            ranks: Ascending, and passed to `add_process_group` before.
-            in_background: That of `add_background_process_group`.
+            ranks: Members, ascending, passed to `add_process_group` before.
+            in_background: Take the one of `add_background_process_group`.
         """
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
         return (self._background if in_background else self._groups)[ranks]

@@ -31,11 +31,11 @@ class ColumnSchema:
     """How one column is stored.
 
     Attributes:
-        name: Of the column.
-        kind: Of its storage.
-        dtype: Of its values; `json` for objects.
-        shape: Of one value.
-        axis: Of a jagged column; empty for others.
+        name: Name of the column.
+        kind: Kind of storage.
+        dtype: Type of the values; `json` for objects.
+        shape: Shape of one value.
+        axis: Axis of a jagged column; empty for others.
     """
 
     name: str
@@ -54,11 +54,7 @@ Schema = tuple[ColumnSchema, ...]
 
 
 def schema_of(batch: Batch) -> Schema:
-    """The schema of a batch's own columns, in order of their names.
-
-    Args:
-        batch: May have no rows.
-    """
+    """The schema of a batch's own columns, in order of their names."""
     return tuple(_column_schema(name, column) for name, column in sorted(batch.columns.items()))
 
 
@@ -80,20 +76,12 @@ def _dtype_name(name: str, values: Tensor) -> str:
 
 
 def schema_to_json(schema: Schema) -> str:
-    """The schema as text.
-
-    Args:
-        schema: What to write.
-    """
+    """The schema as text."""
     return json.dumps([[c.name, c.kind, c.dtype, list(c.shape), c.axis] for c in schema])
 
 
 def schema_from_json(text: str) -> Schema:
-    """The schema that `schema_to_json` wrote.
-
-    Args:
-        text: What was written.
-    """
+    """The schema that `schema_to_json` wrote."""
     return tuple(ColumnSchema(n, kind, dtype, tuple(shape), axis) for n, kind, dtype, shape, axis in json.loads(text))
 
 
@@ -133,8 +121,8 @@ def to_json(name: str, value: Json) -> bytes:
     """A value of an object column as text.
 
     Args:
-        name: Of the column, for the error.
-        value: That JSON can hold.
+        name: Name of the column, for the error.
+        value: Value that JSON can hold.
 
     Raises:
         TypeError: It cannot.
@@ -150,7 +138,7 @@ def what_changes(value: object) -> str:
     """What of a value would be something else after it has travelled to another rank.
 
     Args:
-        value: Of an object column.
+        value: Value of an object column.
 
     Returns:
         As `tuple (1, 2)`; empty when all of it is plain.
@@ -184,8 +172,8 @@ def unpack(message: Tensor, schema: Schema) -> tuple[Batch, int]:
     """The batch that `pack` made bytes of. Tensors are views of the message: nothing is copied.
 
     Args:
-        message: [num_bytes] uint8, in host memory; may go on behind the batch.
-        schema: Of its columns.
+        message: [num_bytes] uint8, in host memory; may continue after the batch.
+        schema: Schema of its columns.
 
     Returns:
         The batch, and how many bytes it took.
