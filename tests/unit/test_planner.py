@@ -489,3 +489,12 @@ def test_a_workflow_without_any_effect_is_refused():
     problem = refused(begin())
     assert problem.key == "nodes"
     assert "no node trains a role or has another effect" in problem.message
+
+
+def test_columns_for_the_report_alone_do_not_travel():
+    settings = {"batch": {"updates_per_step": 2}, "algorithm": {"kl": {"coefficient": 0.1}}}
+    together = plan_of("grpo", 4, **settings)
+    assert together["samples"].reads["old_log_probs"] == "old"
+    apart = plan_of("grpo", 4, **settings, layout={"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}})
+    assert "old_log_probs" not in apart["samples"].reads
+    assert not [action for action in apart.chain(0) if str(action).startswith("reshard(old->")]

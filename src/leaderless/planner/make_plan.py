@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import EngineName
-from leaderless.planner.flow import DATA, make_flow
-from leaderless.planner.layout import Cluster, make_layouts
+from leaderless.planner.flow import DATA, Flow, make_flow
+from leaderless.planner.layout import Cluster, Layout, make_layouts
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import BatchSizes, Edge, Plan, PlannedNode, RoleInstance
@@ -39,7 +39,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             node=node,
             spec=flow.specs[node.name],
             layout=layouts[node.name],
-            reads=flow.sources[node.name],
+            reads=_reads(flow, layouts, node.name),
             writes=flow.specs[node.name].writes_of(recipe, node, workflow),
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
@@ -71,6 +71,16 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         memory=estimate_memory(recipe, instances, sizes, longest, engine),
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
     )
+
+
+def _reads(flow: Flow, layouts: Mapping[str, Layout], name: str) -> dict[str, str]:
+    """The columns of a node; those that it can do without are not sent to other ranks for its sake."""
+    optional, layout = flow.specs[name].reads_if_written, layouts[name]
+    return {
+        column: source
+        for column, source in flow.sources[name].items()
+        if column not in optional or source == DATA or layouts[source].holds_rows_like(layout)
+    }
 
 
 def _max_staleness(recipe: Recipe, workflow: Workflow, name: str) -> int:

@@ -83,7 +83,6 @@ def pools_recipe(folder, **sections: object) -> Recipe:
         "rollout": {"max_response_tokens": 192, "max_sequences": 8},
         "algorithm": {"kl": {"coefficient": 0.1}},
         "layout": {"rollout": {"ranks": "0%-50%"}, "policy": {"ranks": "50%-100%"}},
-        "run": {"recorded_prompts": 0},
     }
     return make_recipe(**(settings | sections))
 
