@@ -110,12 +110,7 @@ class LengthBuckets:
     """The sequences of a pass, sorted into buckets."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Plan the calls.
-
-        Args:
-            lengths: Tokens of each sequence, at least 1; the sequences lie one after the other.
-            device: Device of the pass.
-        """
+        """Plan calls for sequences of some lengths, at least 1, which lie one after the other."""
         sequences = torch.split(torch.arange(sum(lengths)), list(lengths))
         order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
         grouped: list[list[Tensor]] = []
@@ -144,14 +139,7 @@ class LengthBuckets:
         return iter(self._buckets)
 
     def join(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Put the results of all buckets into the order of the tokens.
-
-        Args:
-            outputs: [count, heads, longest, ...] for each bucket.
-
-        Returns:
-            [T, heads, ...].
-        """
+        """Put results of all buckets, [count, heads, longest, ...], into the order of the tokens: [T, heads, ...]."""
         flat = [output.transpose(1, 2).flatten(0, 1) for output in outputs]
         return (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, self._place)
 
@@ -164,12 +152,7 @@ class PackedAttention:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Plan the calls.
-
-        Args:
-            lengths: Tokens of each sequence, at least 1.
-            device: Device of the pass.
-        """
+        """Plan calls for sequences of some lengths, at least 1."""
         self.longest = max(lengths)
         self._buckets = LengthBuckets(lengths, device)
 

@@ -1,4 +1,4 @@
-"""Causal language models as this package uses them: packed tokens in, log-probabilities or logits out."""
+"""Causal language models for packed tokens, with log-probabilities or logits as results."""
 
 from __future__ import annotations
 

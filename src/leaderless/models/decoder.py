@@ -1,4 +1,4 @@
-"""Decoders of `transformers` over packed sequences, whatever head they have."""
+"""Decoders of `transformers` for packed sequences, with any head."""
 
 from __future__ import annotations
 
@@ -18,28 +18,24 @@ from leaderless.models.support import check_supported
 
 
 class Decoder(nn.Module):
-    """A model of `transformers`, of which the layers and the head are used apart."""
+    """A model of `transformers` whose layers and head are called separately."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a model that was loaded with this package's attention.
-
-        Args:
-            model: Its weights keep their names.
-        """
+        """Wrap a model that was loaded with this package's attention; weights keep their names."""
         super().__init__()
         self.model = model
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
-        """What the layers make of some tokens.
+        """Compute hidden states of selected tokens.
 
         Args:
-            tokens: [T] int64, sequences one behind the other.
+            tokens: [T] int64, sequences one after the other.
             positions: [T] int64, place of each token in its sequence.
-            attention: How they attend.
-            select: [R] int64, the tokens that are meant.
+            attention: Attention of the pass.
+            select: [R] int64, indices of the selected tokens.
 
         Returns:
-            [R, hidden_size], in the type that the layers compute in.
+            [R, hidden_size], in the type in which the layers compute.
         """
         output = self.model.base_model(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
@@ -48,7 +44,7 @@ class Decoder(nn.Module):
         return hidden
 
     def float32_modules(self) -> list[nn.Module]:
-        """Modules that compute in float32 whatever the rest does."""
+        """List modules that always compute in float32."""
         return []
 
 
@@ -58,14 +54,14 @@ def load_decoder(
     """Load a model's weights in float32 into host memory.
 
     Args:
-        auto_class: Of `transformers`; says which head the model has.
-        config: Where it is.
-        role: That it plays, for errors.
-        scalar_head: Names of the weights of a head with one output. What the folder lacks of them is 0.
+        auto_class: Class of `transformers`, which determines the head.
+        config: Model to load.
+        role: Role of the model, for errors.
+        scalar_head: Weights of a head with one output, by name. Missing ones are set to 0.
 
     Raises:
-        RecipeError: It cannot be found or read, weights are missing, or it does something in its attention or logits
-            that this package does not do.
+        RecipeError: The model cannot be found or read, weights are missing, or its attention or logits need something
+            that this package does not support.
     """
     key = f"models.{role}"
     unreachable = unreachable_hub(config.path)
@@ -82,7 +78,7 @@ def load_decoder(
                 **({"num_labels": 1} if scalar_head else {}),
             )
     except Exception as error:
-        # Whatever a folder holds, `transformers` and what it calls have errors of every kind for it.
+        # `transformers` raises errors of every kind for damaged folders.
         raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}{unreachable}") from error
     if info["mismatched_keys"]:
         name, saved, expected = sorted(info["mismatched_keys"])[0]
@@ -104,7 +100,7 @@ def load_decoder(
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """What is wrong with a model's weights is said by this package, in one line."""
+    """Silence `transformers`: this package reports problems with weights itself, in one line."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -125,13 +121,13 @@ def _files_read_by_weight() -> Iterator[None]:
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:
-    """The policy that is trained shall be the one that sampled and was scored, in every pass."""
+    """Remove dropout, so that the policy is the same in training, sampling and scoring."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
 
 
 def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """By the name that the installed version of `transformers` has for it."""
+    """Use the name that the installed version of `transformers` has for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

@@ -51,17 +51,9 @@ def linear_for_few(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def linear_in_float32(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a linear layer whose results are not rounded to bfloat16. Without a gradient for half precision.
+    """Compute a linear layer of [n, inputs] in at least float32. Without a gradient for half precision.
 
-    A logit between 16 and 32 would be rounded to a multiple of 0.125.
-
-    Args:
-        rows: [n, inputs].
-        weight: [outputs, inputs].
-        bias: [outputs].
-
-    Returns:
-        [n, outputs], in at least float32.
+    Rounded to bfloat16, a logit between 16 and 32 would become a multiple of 0.125.
     """
     if rows.dtype.itemsize >= 4:
         return linear_for_few(rows, weight, bias)
@@ -76,15 +68,7 @@ def linear_in_float32(rows: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def bmm_in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply batches of matrices without rounding the results to bfloat16. Without a gradient for half precision.
-
-    Args:
-        left: [b, n, k].
-        right: [b, k, m].
-
-    Returns:
-        [b, n, m], in at least float32.
-    """
+    """Multiply [b, n, k] and [b, k, m] into at least float32. Without a gradient for half precision."""
     if left.dtype.itemsize >= 4:
         return torch.bmm(left, right)
     if _can_write_float32(left.device.type):

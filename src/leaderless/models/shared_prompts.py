@@ -44,13 +44,7 @@ class Family:
 
 
 def attention_over(families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:
-    """Choose the fastest attention for a pass.
-
-    Args:
-        families: Families of the pass, one after the other.
-        device: Device of the pass.
-        compute_dtype: Type of queries, keys and values.
-    """
+    """Choose the fastest attention for a pass over families that lie one after the other."""
     if device.type == "cpu":
         return CpuAttention(families)
     if device.type == "cuda" and compute_dtype in {torch.bfloat16, torch.float16}:
@@ -86,11 +80,7 @@ class CpuAttention:
     """Attention of tokens to their own blocks, and of continuations to their prompts, joined into one result."""
 
     def __init__(self, families: Sequence[Family]) -> None:
-        """Plan the calls.
-
-        Args:
-            families: Families of the pass, one after the other.
-        """
+        """Plan the calls for families that lie one after the other."""
         self.longest = max(family.longest for family in families)
         self._buckets = LengthBuckets([len(block.own) for block in _blocks(families)], torch.device("cpu"))
         self._crossings: list[tuple[slice, slice]] = []
@@ -158,12 +148,7 @@ class VarlenAttention:
     """FlashAttention over blocks of any length; the keys of a prompt are copied before those of each continuation."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        """Plan the call.
-
-        Args:
-            families: Families of the pass, one after the other.
-            device: Device of the pass.
-        """
+        """Plan the call for families that lie one after the other."""
         self.longest = max(family.longest for family in families)
         blocks = list(_blocks(families))
         lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
@@ -197,12 +182,7 @@ class ExpandedAttention:
     """Attention of continuations that each have a copy of their prompt."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        """Plan the calls.
-
-        Args:
-            families: Families of the pass, one after the other.
-            device: Device of the pass.
-        """
+        """Plan the calls for families that lie one after the other."""
         blocks = list(_blocks(families))
         self._copies = _Copies(blocks, device)
         self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)

@@ -1,4 +1,4 @@
-"""Refuses models that this package would compute wrongly in silence."""
+"""Refuses models that this package would compute incorrectly without an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leaderless.config import RecipeError
 from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttention
 
 _LENGTHS = (5, 9)
-"""Tokens of the two sequences by which a model is tried."""
+"""Lengths of the two sequences with which a model is tried."""
 _TOLERANCE = 1e-2
 """Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
 
@@ -24,17 +24,17 @@ class _TextConfig(Protocol):
 
 
 def check_supported(model: PreTrainedModel, key: str) -> None:
-    """Refuse a model that does something that this package does not do.
+    """Refuse a model that needs something this package does not support.
 
-    What it is known to lack is looked up in its settings. Then the model is tried on two short sequences: packed
-    into one pass, with this package's attention, it must say what it says of each alone with its own attention.
+    Known obstacles are looked up in its settings. Then the model is tried on two short sequences: packed into one pass,
+    with this package's attention, it has to give the logits of each sequence alone with its own attention.
 
     Args:
-        model: In float32, with this package's attention.
-        key: The setting that names it, for errors.
+        model: Model in float32, with this package's attention.
+        key: Setting that names the model, for errors.
 
     Raises:
-        RecipeError: It is not supported.
+        RecipeError: The model is not supported.
     """
     _check_settings(model, key)
     was_training = model.training
@@ -69,7 +69,7 @@ def _check_settings(model: PreTrainedModel, key: str) -> None:
 
 @torch.no_grad()
 def _try_packed(model: PreTrainedModel) -> str:
-    """What is wrong with a model; nothing when it is right."""
+    """Describe what is wrong with a model; empty if nothing is."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     sequences = [torch.arange(length) * 7919 % vocabulary for length in _LENGTHS]
     watched = _Watched(PackedAttention(_LENGTHS, torch.device("cpu")))
@@ -83,7 +83,7 @@ def _try_packed(model: PreTrainedModel) -> str:
     if watched.calls != Counter(range(num_layers)):
         return f"their attention runs {sum(watched.calls.values())} times in a pass through {num_layers} layers"
     model.set_attn_implementation("eager")
-    # A language model is judged by its logits, which it may do more to; another model by what its own head is given.
+    # A language model may change its logits further, so these are compared; else the inputs of the head.
     head = model.get_output_embeddings()
     if head is None:
         packed, outputs = hidden, [model.base_model(input_ids=s[None], use_cache=False)[0][0] for s in sequences]
@@ -97,7 +97,7 @@ def _try_packed(model: PreTrainedModel) -> str:
 
 
 class _Watched:
-    """An attention that counts its calls."""
+    """Attention that counts its calls."""
 
     def __init__(self, attention: Attention) -> None:
         self.attention, self.longest = attention, attention.longest

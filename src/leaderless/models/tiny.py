@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers, made from nothing: for the quickstart, for tests and for benchmarks."""
+"""Tiny models and tokenizers, made from scratch for the quickstart, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def write_tiny_model(  # noqa: PLR0913
     chat_template: str | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a randomly initialised model and a tokenizer of single bytes as a Hugging Face folder.
+    """Write a randomly initialized model and a tokenizer of single bytes as a Hugging Face folder.
 
     Args:
-        folder: To write.
-        characters: What the tokenizer knows, besides its end-of-sequence token; it passes over anything else.
+        folder: Folder to write.
+        characters: Characters of the tokenizer, besides its end token; it skips all others.
         family: Architecture.
         hidden_size: Width; a multiple of `num_heads`.
-        num_layers: Decoder layers.
-        num_heads: Query heads; half as many key-value heads.
+        num_layers: Number of decoder layers.
+        num_heads: Number of query heads; there are half as many key-value heads.
         max_positions: Longest sequence.
-        chat_template: Of the tokenizer, in Jinja.
-        seed: Of the weights.
+        chat_template: Chat template of the tokenizer, in Jinja.
+        seed: Seed of the weights.
 
     Returns:
         The folder.

@@ -11,14 +11,14 @@ from leaderless.data.hub import unreachable_hub
 
 
 def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
-    """Load the tokenizer that lies beside a model.
+    """Load the tokenizer of a model.
 
     Args:
-        config: Where it is.
-        role: That the model plays, for errors.
+        config: Model of the tokenizer.
+        role: Role of the model, for errors.
 
     Raises:
-        RecipeError: There is none.
+        RecipeError: There is no tokenizer.
     """
     unreachable = unreachable_hub(config.path)
     try:
@@ -26,23 +26,18 @@ def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
             config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:
-        # Whatever a folder holds, `transformers` and what it calls have errors of every kind for it.
+        # `transformers` raises errors of every kind for damaged folders.
         raise RecipeError.at(
             f"models.{role}", f"the tokenizer of '{config.path}' cannot be loaded: {error}{unreachable}"
         ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # Without its files, transformers makes an empty one.
-        raise RecipeError.at(f"models.{role}", f"'{config.path}' has no tokenizer: put its files beside the model")
+        # Without files, `transformers` makes an empty tokenizer.
+        raise RecipeError.at(f"models.{role}", f"'{config.path}' has no tokenizer: put its files next to the model")
     return tokenizer
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end a response: the tokenizer's, and those that the model's generation settings add.
-
-    Args:
-        config: Where the model is.
-        tokenizer: Of the model.
-    """
+    """Find tokens that end a response: the tokenizer's, and others in the model's generation settings."""
     from transformers import GenerationConfig
 
     ends = {tokenizer.eos_token_id}

@@ -1,4 +1,4 @@
-"""Value models: decoders with a scalar head, which say how much reward is still to be expected."""
+"""Value models: decoders with a scalar head, which predict the reward that is still to come."""
 
 from __future__ import annotations
 
@@ -16,20 +16,10 @@ HEAD = ("score.weight", "score.bias")
 
 
 class ValueModel(Decoder):
-    """A token classifier of `transformers` with one output, over packed sequences."""
+    """A token classifier of `transformers` with one output, for packed sequences."""
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
-        """Values of the states that end with some tokens.
-
-        Args:
-            tokens: [T] int64, sequences one behind the other.
-            positions: [T] int64, place of each token in its sequence.
-            attention: How they attend.
-            select: [R] int64, tokens behind which the value is wanted.
-
-        Returns:
-            [R] float32.
-        """
+        """Compute values [R] float32 of the states that end with selected tokens; see `Decoder.hidden_states`."""
         hidden = self.hidden_states(tokens, positions, attention, select)
         values: Tensor = self._head(hidden.float())
         return values.squeeze(1).clone()  # FSDP hooks onto what is returned, and a view could lose the hook
@@ -39,7 +29,7 @@ class ValueModel(Decoder):
         return cast("nn.Module", self.model.score)
 
     def float32_modules(self) -> list[nn.Module]:
-        """See `Decoder`. In bfloat16 a value of 1 could not be told from 1.003."""
+        """See `Decoder`. In bfloat16, 1 and 1.003 are the same value."""
         return [self._head]
 
 
@@ -47,9 +37,9 @@ def load_value_model(config: ModelConfig, role: str) -> ValueModel:
     """Load a value model's weights in float32 into host memory.
 
     Args:
-        config: A language model, which gets a head of zeros: the same on every rank, and every value is 0 at first; or
-            a token or sequence classifier with one output, such as an exported critic or a reward model.
-        role: That it plays, for errors.
+        config: Language model, which gets a head of zeros, so that every value is 0 at first; or a token or sequence
+            classifier with one output, such as an exported critic or a reward model.
+        role: Role of the model, for errors.
 
     Raises:
         RecipeError: As for a language model; or its head has several outputs, or `transformers` has no classifier of

@@ -1,4 +1,4 @@
-"""A server on this machine that serves this rank alone: started, asked, watched and ended."""
+"""A server process on this machine that serves only this rank: started, called, watched and stopped."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from leaderless.config import Json
 
 LOG_LINES = 30
-"""Of a server's log in an error."""
+"""Lines of a server's log in an error."""
 POLL_S = 0.5
-"""Between two looks at a server that starts."""
+"""Time between two checks of a server that starts."""
 END_S = 10.0
 """Time for a server to end before it is killed."""
 
@@ -31,7 +31,7 @@ BOUND = (
     "if os.getppid() != int(sys.argv.pop(1)):\n"
     "    sys.exit('the process that has started this one is gone')\n"
 )
-"""Asks the kernel for SIGKILL when the parent ends (PR_SET_PDEATHSIG), which does nothing if it has ended before."""
+"""Code that asks the kernel for SIGKILL when the parent ends (PR_SET_PDEATHSIG); a parent that has ended is noticed."""
 
 LAUNCH_VARIABLES = (
     "RANK",
@@ -43,7 +43,7 @@ LAUNCH_VARIABLES = (
     "MASTER_",
     "TORCHELASTIC_",
 )
-"""They say which worker this process is, and would tell an engine that it is one of many."""
+"""Prefixes of variables that describe this worker, from which an engine would conclude that it is one of many."""
 
 
 class EngineError(RuntimeError):
@@ -51,11 +51,11 @@ class EngineError(RuntimeError):
 
 
 class ChildServer:
-    """An HTTP server in a process of its own, on the loopback interface, with a token that only this rank has.
+    """An HTTP server in a process of its own, on the loopback interface, with a token that only this rank knows.
 
     Attributes:
-        port: Where it listens.
-        token: It wants with every call.
+        port: Port on which it listens.
+        token: Token of every call.
         answer_timeout_s: Longest wait for an answer.
     """
 
@@ -65,11 +65,11 @@ class ChildServer:
         """Start nothing yet.
 
         Args:
-            name: For errors.
-            log: Takes what the server prints.
+            name: Name for errors.
+            log: File for the output of the server.
             start_timeout_s: Longest time until it answers.
             answer_timeout_s: Longest wait for an answer.
-            beat: Called now and then while the server starts.
+            beat: Function to call while the server starts, as a sign of life.
         """
         self._name, self._log, self._beat = name, log, beat
         self._start_timeout_s, self.answer_timeout_s = start_timeout_s, answer_timeout_s
@@ -88,9 +88,9 @@ class ChildServer:
         """Start the server, and wait until it answers.
 
         Args:
-            command: To run.
-            environment: Of the process.
-            greeting: A line for its standard input.
+            command: Command to run.
+            environment: Environment of the process.
+            greeting: Line for its standard input.
             health: Path of a call that succeeds as soon as it is ready.
 
         Raises:
@@ -99,7 +99,7 @@ class ChildServer:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.touch(mode=0o600)  # engines may print their settings, and the token among them
         with self._log.open("ab") as log:
-            # A session of its own: Ctrl-C at the terminal is for this process, which decides how the server ends.
+            # In a session of its own: Ctrl-C at the terminal goes only to this process, which stops the server.
             try:
                 self._process = subprocess.Popen(  # noqa: S603
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -107,7 +107,7 @@ class ChildServer:
             except OSError as error:
                 raise EngineError(f"{self._name} cannot be started: {command[0]}: {error.strerror}") from error
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as stdin:  # one that has ended already is seen below
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # a server that has ended is noticed below
             stdin.write(greeting.encode() + b"\n")
         end = time.monotonic() + self._start_timeout_s
         while not self._is_ready(health):
@@ -130,19 +130,12 @@ class ChildServer:
         return response.status == http.client.OK
 
     def call(self, path: str, body: Json) -> Json:
-        """Ask for something.
-
-        Args:
-            path: Of the call, with a slash in front.
-            body: Of the call.
-
-        Returns:
-            The answer; text that is no JSON as it is.
+        """Call a path of the server, and return the answer; text that is not JSON is returned as it is.
 
         Raises:
             EngineError: The server is not there, does not answer in time, or answers with an error.
         """
-        # A connection that is kept may be closed by the server at any time, and it could not be told what has arrived.
+        # The server may close a kept connection at any time, and nobody would know which calls have arrived.
         with closing(self._connect()) as connection, self._failures_explained(path):
             answer = self._ask(connection, path, body).read()
         try:
@@ -152,14 +145,10 @@ class ChildServer:
         return content
 
     def stream(self, path: str, body: Json) -> Iterator[bytes]:
-        """Ask for something that is answered line by line; may be done beside other calls, in a thread.
-
-        Args:
-            path: Of the call.
-            body: Of the call.
+        """Call a path that answers line by line; other calls may be made meanwhile, from other threads.
 
         Yields:
-            The lines that are not empty, without their ends.
+            The lines that are not empty, without line ends.
 
         Raises:
             EngineError: As in `call`.
@@ -194,24 +183,16 @@ class ChildServer:
             raise self.broke_off(path) from error
 
     def broke_off(self, path: str) -> EngineError:
-        """The error for an answer that has no end.
-
-        Args:
-            path: Of the call.
-        """
+        """Make the error for an answer to a path that has no end."""
         return self._failed(f"broke off at {path}, {self._state()}")
 
     def failed_to_answer(self, path: str) -> EngineError:
-        """The error for a server that has taken too long.
-
-        Args:
-            path: Of the call.
-        """
+        """Make the error for an answer to a path that takes too long."""
         limit = f"rollout.external.answer_timeout_s={self.answer_timeout_s:g} s"
         return self._failed(f"did not answer {path} within {limit}")
 
     def _state(self) -> str:
-        """Whether the process is there; a moment later, as its end is seen after that of its connections."""
+        """Say whether the process is running; wait a moment, as its end is seen after that of its connections."""
         if self._process is None:
             return "and is not running"
         with suppress(subprocess.TimeoutExpired):
@@ -229,14 +210,14 @@ class ChildServer:
         return "\n".join(f"  {line}" for line in lines[-LOG_LINES:])
 
     def close(self) -> None:
-        """End the server and all that it has started."""
+        """Stop the server and everything that it has started."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        # Its leader may have ended and left others of its group behind.
+        # Its leader may have ended and left other processes behind.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -244,16 +225,16 @@ class ChildServer:
 
 
 def bound_command(python: str, program: str, *arguments: str) -> list[str]:
-    """A command that runs a program which ends with this process, however this process ends.
+    """Make a command for a program that ends with this process, however this process ends.
 
     Args:
-        python: An interpreter; neither this process's path nor a user's own packages are those of its environment.
-        program: What it runs.
-        arguments: Of the program.
+        python: Interpreter; it uses neither this process's path nor packages of the user's home.
+        program: Program to run.
+        arguments: Arguments of the program.
     """
     return [python, "-I", "-c", BOUND + program, str(os.getpid()), *arguments]
 
 
 def worker_free_environment() -> dict[str, str]:
-    """This process's environment, without what says which worker it is."""
+    """Copy this process's environment, without variables that describe its place among workers."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCH_VARIABLES)}

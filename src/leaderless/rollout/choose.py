@@ -9,10 +9,6 @@ from leaderless.device import find_accelerator
 
 
 def choose_engine(rollout: RolloutConfig) -> EngineName:
-    """Choose vLLM if there is a CUDA device, and vLLM here or in an environment that the recipe names; else native.
-
-    Args:
-        rollout: Rollout section of the recipe.
-    """
+    """Choose vLLM if there is a CUDA device, and vLLM here or in an environment that the recipe names; else native."""
     has_vllm = rollout.external.python is not None or find_spec("vllm") is not None
     return "vllm" if has_vllm and find_accelerator() == "cuda" else "native"

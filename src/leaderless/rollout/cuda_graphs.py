@@ -1,9 +1,10 @@
-"""Passes of one new token a response, recorded as CUDA graphs: begun by one call instead of thousands."""
+"""Decoding passes recorded as CUDA graphs: started by one call instead of thousands."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,20 +14,16 @@ from leaderless.rollout.lean_forward import Forward
 from leaderless.rollout.segment_attention import DecodeAttention
 
 EAGER_PASSES = 2
-"""Passes of the same shapes before one is recorded; they let compilers and libraries make ready what they need."""
+"""Passes of the same shapes before one is recorded; they let compilers and libraries prepare themselves."""
 MOST_GRAPHS = 256
-"""More are not kept; the oldest goes."""
+"""Most graphs; the oldest is dropped for a new one."""
 
 
 class DecodeGraphs:
-    """A way through a model that records passes whose shapes come again, and replays them."""
+    """A forward pass that records shapes that recur, and replays them."""
 
     def __init__(self, forward: Forward) -> None:
-        """Record nothing yet.
-
-        Args:
-            forward: The way through the model.
-        """
+        """Record nothing yet."""
         self._forward = forward
         self._is_enabled = True
         self._allocations = frozenset[int]()
@@ -35,12 +32,7 @@ class DecodeGraphs:
         self._logits = torch.empty(0, 0)
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
-        """A pass.
-
-        Args:
-            tokens: [n] int64, on the device.
-            positions: [n] int64, on the device.
-            attention: How they attend.
+        """Run a pass over tokens [n] and positions [n] on the device.
 
         Returns:
             [n, vocabulary] float32 logits, which the next pass may overwrite.
@@ -56,10 +48,10 @@ class DecodeGraphs:
             try:
                 recorded = self._record(inputs, attention, everywhere)
             except RuntimeError as error:
-                self._recorded.clear()  # their memory may be what is missing
+                self._recorded.clear()  # this may free the memory that is missing
                 self._seen.clear()
                 if not is_out_of_memory(error):
-                    # Some models decide on the host what comes next, as by which expert gets how many tokens.
+                    # Some models decide on the host what to compute, such as how many tokens an expert gets.
                     warnings.warn(f"decoding is slower, since no CUDA graph can be recorded: {error}", stacklevel=2)
                     self._is_enabled = False
             else:
@@ -74,7 +66,7 @@ class DecodeGraphs:
         return logits
 
     def _drop_stale(self, allocations: frozenset[int]) -> None:
-        """Forget graphs of memory that keys and values have left for good."""
+        """Drop graphs of memory that keys and values no longer use."""
         if allocations != self._allocations:
             self._allocations = allocations
             self._seen.clear()
@@ -82,27 +74,23 @@ class DecodeGraphs:
 
     def _record(self, inputs: list[Tensor], attention: DecodeAttention, everywhere: Tensor) -> _Recorded:
         graph, others = torch.cuda.CUDAGraph(), list(self._recorded.values())
-        # Graphs are never replayed at the same time, so that they can use the same memory in between; that of what they
-        # leave behind lies outside, since it would be one for each of them.
+        # Graphs are never replayed at the same time, so that they can share memory for intermediate results. Their
+        # logits lie outside: inside, each graph would have memory of its own for them.
         logits = self._logits[: len(everywhere)]
         with torch.cuda.graph(graph, pool=others[0].graph.pool() if others else None):
             logits.copy_(self._forward(inputs[0], inputs[1], attention, everywhere))
         return _Recorded(graph, inputs, [attention, everywhere], logits, attention.allocations())
 
 
+@dataclass(frozen=True)
 class _Recorded:
     """A graph with the memory that it reads and writes."""
 
-    def __init__(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        inputs: list[Tensor],
-        kept: list[object],
-        logits: Tensor,
-        allocations: frozenset[int],
-    ) -> None:
-        self.graph, self.inputs, self.kept = graph, inputs, kept
-        self.logits, self.allocations = logits, allocations
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    kept: list[object]
+    logits: Tensor
+    allocations: frozenset[int]
 
     def replay(self, inputs: list[Tensor]) -> Tensor:
         for own, new in zip(self.inputs, inputs, strict=True):

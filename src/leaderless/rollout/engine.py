@@ -106,33 +106,18 @@ class RolloutEngine(Protocol):
     def serving(self, trainer: TrainEngine) -> AbstractContextManager[None]:
         """Generate with the trainer's current weights within a context. All ranks of the trainer call it together.
 
-        Args:
-            trainer: Trainer of the weights.
-
         Raises:
             RuntimeError: The engine does not use these weights after they were loaded.
         """
 
     def submit(self, request: Request, params: SamplingParams) -> int:
-        """Ask for responses.
-
-        Args:
-            request: Prompt with at least one response.
-            params: Sampling parameters.
-
-        Returns:
-            The number of the request.
-        """
+        """Ask for the responses of a request; return its number."""
 
     def step(self) -> list[Delta]:
         """Continue until some responses have new tokens or have ended; return nothing if none is in progress."""
 
     def abort(self, request: int) -> None:
-        """Abort the responses of a request that have not ended; a later step reports them.
-
-        Args:
-            request: Number that `submit` returned.
-        """
+        """Abort the responses of a request that have not ended; a later step reports them."""
 
     def close(self) -> None:
         """Release memory and stop helper processes."""

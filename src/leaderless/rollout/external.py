@@ -39,43 +39,22 @@ class Driver(Protocol):
         """Allocate memory; weights that were kept are there again."""
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Abort everything in progress and release memory.
-
-        Args:
-            keep_weights: Whether the weights are needed again.
-        """
+        """Abort everything in progress and release memory, except for weights that are needed again."""
 
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
-        """Use these weights from now on.
-
-        Args:
-            weights: Names in `transformers` and whole weights.
-            policy_version: Version of the weights.
-        """
+        """Use weights from now on: names in `transformers`, and whole weights."""
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
-        """Compute the log-probability of each token of a text except the first, at temperature 1.
-
-        Args:
-            tokens: Token ids, at least two.
-        """
+        """Compute the log-probability of each token of a text except the first, at temperature 1."""
 
     def submit(self, asks: Sequence[Ask]) -> None:
-        """Ask for responses.
-
-        Args:
-            asks: Requests with different ids.
-        """
+        """Ask for responses; each request has a number of its own."""
 
     def step(self) -> list[Gain]:
         """Continue until some responses have new tokens."""
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Abort responses; tokens that they still get are ignored.
-
-        Args:
-            ids: Numbers of the responses.
-        """
+        """Abort responses; tokens that they still get are ignored."""
 
     def close(self) -> None:
         """Stop the engine."""
@@ -353,16 +332,7 @@ class ExternalEngine:
 
 
 def derive_seed(seed: int, sample_id: int, position: int) -> int:
-    """Derive the seed of one response's noise.
-
-    Args:
-        seed: Seed of the run.
-        sample_id: Number of the sample.
-        position: Number of tokens that the response has already.
-
-    Returns:
-        31 bits, which every engine takes.
-    """
+    """Derive the seed of the noise of a response that has `position` tokens: 31 bits, which every engine takes."""
     digest = hashlib.blake2b(f"{seed}/{sample_id}/{position}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -380,15 +350,7 @@ def _reason(gain: Gain) -> FinishReason | None:
 
 
 def make_probe(num_tokens: int, max_tokens: int) -> list[int]:
-    """Make a text that is the same on every rank and in every step.
-
-    Args:
-        num_tokens: Size of the vocabulary.
-        max_tokens: Most tokens of a sequence, of which one is left free.
-
-    Returns:
-        Token ids, at least two.
-    """
+    """Make a text of at least two tokens, the same on every rank, that leaves one token of the context free."""
     length = max(2, min(PROBE_TOKENS, max_tokens - 1))
     return [derive_seed(0, 0, position) % num_tokens for position in range(length)]
 

@@ -55,11 +55,7 @@ class Slots:
         self.allocation = 0
 
     def layer(self, layer: int) -> LayerKeysValues:
-        """Give the keys and values of a layer.
-
-        Args:
-            layer: Number of the layer.
-        """
+        """Give the keys and values of a layer."""
         if layer not in self._layers:  # the first pass makes the shapes known
             self._layers[layer] = self._room(layer)
         return self._layers[layer]
@@ -79,22 +75,14 @@ class Slots:
             tensor.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
 
     def add(self, length: int) -> Segment:
-        """Start a segment in a free slot.
-
-        Args:
-            length: Number of tokens of the segment.
-        """
+        """Start a segment of some length in a free slot."""
         segment = Segment(length, self, len(self.segments))
         self.reserve(len(self.segments) + 1)
         self.segments.append(segment)
         return segment
 
     def adopt(self, segment: Segment) -> None:
-        """Move a segment here from smaller slots.
-
-        Args:
-            segment: Segment to move, with its keys and values.
-        """
+        """Move a segment here from smaller slots, with its keys and values."""
         slot = len(self.segments)
         self.reserve(slot + 1)
         for layer in self._shapes:
@@ -105,11 +93,7 @@ class Slots:
         self.segments.append(segment)
 
     def remove(self, segment: Segment) -> None:
-        """Free a slot and move the last segment into it. Without segments, memory is released.
-
-        Args:
-            segment: Segment to remove.
-        """
+        """Free the slot of a segment and move the last segment into it. Without segments, memory is released."""
         last = self.segments.pop()
         if last is not segment:
             for keys_values in self._layers.values():
@@ -120,11 +104,7 @@ class Slots:
             self._layers, self._num_slots = {}, 0
 
     def reserve(self, num_segments: int) -> None:
-        """Allocate slots for a number of segments.
-
-        Args:
-            num_segments: Number of segments, at least 1.
-        """
+        """Allocate slots for a number of segments."""
         if num_segments <= self._num_slots:
             return
         wanted = max(num_segments, min(2 * self._num_slots, self._num_slots + MOST_SPARE_SLOTS))
@@ -147,11 +127,7 @@ class SegmentStore:
     """Segments of any length, each in a slot of the smallest size or less than twice as long as the segment."""
 
     def __init__(self, multiple: int = 1) -> None:
-        """Start without segments.
-
-        Args:
-            multiple: Divisor of the number of slots of each size.
-        """
+        """Start without segments. The number of slots of each size is a multiple of `multiple`."""
         self._shapes: dict[int, LayerKeysValues] = {}
         self._sizes: dict[int, Slots] = {}
         self._multiple = multiple
@@ -161,20 +137,11 @@ class SegmentStore:
         return (self._sizes[capacity] for capacity in sorted(self._sizes) if self._sizes[capacity].segments)
 
     def add(self, length: int, room: int = 0) -> Segment:
-        """Start a segment.
-
-        Args:
-            length: Number of tokens at the start.
-            room: Number of tokens that can be added before the segment has to move.
-        """
+        """Start a segment that can grow by `room` tokens before it has to move."""
         return self._slots(length + room).add(length)
 
     def grow(self) -> bool:
-        """Move segments that fill their slots into larger ones.
-
-        Returns:
-            Whether any segment was moved.
-        """
+        """Move segments that fill their slots into larger ones; whether there were any."""
         moved = False
         for slots in list(self):
             full = [segment for segment in slots.segments if segment.length == slots.capacity]

@@ -1,7 +1,7 @@
-"""Passes through families of decoders that are known, without what their modules do besides.
+"""A shorter way through decoders of known families.
 
-With few rows or a small model most of a decoding step is Python and small kernels. `transformers` spends them on masks,
-caches, transposes and wrappers that this package does not need. Here the same weights go through the same steps: norm,
+With few rows or a small model, most of a decoding step is Python and small kernels. `transformers` spends them on
+masks, caches, transposes and wrappers that are not needed here. The same weights go through the same steps: norm,
 queries, keys and values, rotary positions, attention, and the layer's own feed-forward module, experts included.
 """
 
@@ -24,18 +24,18 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Forward = Callable[[Tensor, Tensor, Attention, Tensor], Tensor]
-"""From tokens [T], positions [T], how they attend, and selected tokens [R] to [R, vocabulary] float32 logits."""
+"""From tokens [T], positions [T], their attention and selected tokens [R] to [R, vocabulary] float32 logits."""
 
 
 def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
-    """The fastest way through a model, for passes without a gradient.
+    """Choose the fastest way through a model, for passes without a gradient.
 
     Args:
-        model: With whole weights whenever it is called.
-        enable_compile: Compile what is between attentions, where the family is known.
+        model: Model with whole weights.
+        enable_compile: Whether to compile the parts between attentions of known families.
 
     Returns:
-        The model itself, unless it is of a known family whose attention has no window and turns whole heads.
+        The model itself, unless its family is known, and its attention has no window and rotates whole heads.
     """
     config = model.model.config
     if config.model_type not in FAMILIES:
@@ -59,12 +59,7 @@ class LeanForward:
     """A pass through a decoder of a known family."""
 
     def __init__(self, model: CausalLM, enable_compile: bool) -> None:
-        """Use a model's modules.
-
-        Args:
-            model: Of one of `FAMILIES`.
-            enable_compile: Compile what is between attentions.
-        """
+        """Use the modules of a model of one of `FAMILIES`."""
         self._model = model
         self._project, self._finish = project, finish
         if enable_compile:
@@ -88,13 +83,13 @@ class LeanForward:
 
 
 def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Projected:
-    """The first half of a layer.
+    """Compute the first half of a layer.
 
     Args:
-        layer: Of a known family.
+        layer: Layer of a known family.
         hidden: [T, hidden_size].
         cosine: [T, 1, head_dim].
-        sine: [T, 1, head_dim], with minus in the first half.
+        sine: [T, 1, head_dim], negated in the first half.
     """
     attention = cast("nn.Module", layer.self_attn)
     normed = normalize(cast("nn.Module", layer.input_layernorm), hidden)
@@ -110,11 +105,11 @@ def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> P
 
 
 def finish(layer: nn.Module, hidden: Tensor, attended: Tensor) -> Tensor:
-    """The second half of a layer.
+    """Compute the second half of a layer.
 
     Args:
-        layer: Of a known family.
-        hidden: [T, hidden_size], which went into the layer.
+        layer: Layer of a known family.
+        hidden: [T, hidden_size], input of the layer.
         attended: [T, query_heads, head_dim].
 
     Returns:
@@ -126,12 +121,7 @@ def finish(layer: nn.Module, hidden: Tensor, attended: Tensor) -> Tensor:
 
 
 def feed_forward(mlp: nn.Module, hidden: Tensor) -> Tensor:
-    """The feed-forward part of a layer.
-
-    Args:
-        mlp: With a gate; or a mixture of experts, which is asked as a whole.
-        hidden: [T, hidden_size].
-    """
+    """Apply the feed-forward part of a layer to [T, hidden_size]; a mixture of experts is called as a module."""
     if not hasattr(mlp, "gate_proj"):
         return cast("Tensor", mlp(hidden.unsqueeze(0))).squeeze(0)
     gate, up, down, act = cast("tuple[nn.Module, ...]", (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn))
@@ -139,23 +129,16 @@ def feed_forward(mlp: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def multiply(linear: nn.Module, values: Tensor) -> Tensor:
-    """What a linear module makes of values; anything else in its place is asked itself.
-
-    Args:
-        linear: The module.
-        values: [T, inputs].
-    """
+    """Apply a linear module to [T, inputs]; any other module in its place is called itself."""
     if type(linear) is not nn.Linear:
         return cast("Tensor", linear(values))
     return linear_for_few(values, linear.weight, linear.bias)
 
 
 def normalize(norm: nn.Module, values: Tensor) -> Tensor:
-    """What a norm makes of values: in float32 by one call, else by its own steps, which round in between.
+    """Apply a root-mean-square norm to [..., size].
 
-    Args:
-        norm: Root mean square.
-        values: [..., size].
+    In float32 that is one call, else the steps of the module, which round in between.
     """
     weight = cast("Tensor", norm.weight)
     if values.dtype == weight.dtype == torch.float32:
@@ -164,12 +147,12 @@ def normalize(norm: nn.Module, values: Tensor) -> Tensor:
 
 
 def _turn(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions: each half of a head is turned with the other. Rounded as `transformers` does, step by step."""
+    """Apply rotary positions: rotate each half of a head with the other, rounded step by step as in `transformers`."""
     return values * cosine + values.roll(values.shape[-1] // 2, -1) * sine
 
 
 def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function compiled for any number of tokens; where that fails, the function, and a warning."""
+    """Compile a function for any number of tokens; if that fails, warn, and use the function itself."""
     best: Callable[Arguments, Result] = torch.compile(function, dynamic=True)
 
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -177,7 +160,7 @@ def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
         try:
             return best(*args, **kwargs)
         except Exception as error:
-            # Compilers, drivers and versions fail in every way; if it was not for them, the function fails by itself.
+            # Compilers and drivers fail in many ways. If they are not the reason, the function itself fails below.
             if best is function or is_out_of_memory(error):
                 raise
             warnings.warn(f"decoding is slower, since torch.compile failed: {error}", RuntimeWarning, stacklevel=2)

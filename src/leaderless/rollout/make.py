@@ -63,17 +63,7 @@ def make_engine(
     tokenizer: Tokenizer,
     around: Surroundings,
 ) -> RolloutEngine:
-    """Make an engine; an engine in another process is started when it is first needed.
-
-    Args:
-        name: Name of the engine.
-        rollout: Rollout section of the recipe.
-        config: Settings of the model.
-        role: Role of the model.
-        max_tokens: Most tokens of a prompt with its response.
-        model: Module of the trainer.
-        tokenizer: Tokenizer of the policy.
-        around: Rank on which the engine is made.
+    """Make an engine for at most `max_tokens` of prompt and response; one in another process starts when it is needed.
 
     Raises:
         RecipeError: The engine is not installed here.

@@ -31,23 +31,23 @@ from leaderless.rollout.stop_texts import has_stopped
 from leaderless.training.engine import TrainEngine
 
 PREFILL_TOKENS = 8192
-"""Prompts are read in passes of at most so many tokens, a longer one in parts."""
+"""Most tokens of a pass that reads prompts; a longer prompt is read in parts."""
 EXACT = Rounding(rows=1, tokens=1)
 COARSE = Rounding(rows=16, tokens=64)
-"""On accelerators passes are cheaper to begin than to compute, where their shapes have been met before."""
+"""Accelerators spend more time on starting passes than on padding, and shapes that recur can be recorded."""
 
 
 @dataclass(eq=False)
 class _Prompt:
-    """Tokens to be read once, and the responses that go on from them.
+    """A prompt, and the responses that continue it.
 
     Attributes:
-        tokens: Of a prompt; behind it what a resumed response began with.
+        tokens: Tokens of the prompt, followed by those with which a response was resumed.
         waiting: Responses that are not decoded yet.
-        num_left: Responses that have not ended.
-        is_shared: Several responses attend to its segment; a single one goes on in it.
-        segment: Its keys and values; None until it has been read.
-        logits: [vocabulary] float32, of the first token.
+        num_left: Number of responses that have not ended.
+        is_shared: Whether several responses attend to its segment; a single response extends the segment itself.
+        segment: Keys and values; None until the prompt has been read.
+        logits: [vocabulary] float32, for the first token.
     """
 
     tokens: tuple[int, ...]
@@ -60,17 +60,17 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _Sequence:
-    """A response that is being decoded, or waits for it.
+    """A response that is being decoded, or is waiting.
 
     Attributes:
-        request: What `submit` returned.
-        sibling: Which response of the request.
-        sample_id: Fixes the noise.
-        completion: Has what a resumed response began with, too.
-        params: How it is sampled.
-        prompt: That it goes on from.
-        segment: Keys and values of its own tokens; None while it waits.
-        num_tokens: Of the prompt and the response.
+        request: Number that `submit` returned.
+        sibling: Index of the response in the request.
+        sample_id: Number that determines the noise.
+        completion: Tokens so far, including those with which the response was resumed.
+        params: Sampling parameters.
+        prompt: Prompt of the response.
+        segment: Keys and values of its own tokens; None while it is waiting.
+        num_tokens: Number of tokens of the prompt and the response.
     """
 
     request: int
@@ -88,12 +88,12 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Draw:
-    """Rows that are sampled alike, and drawn together.
+    """Rows with the same sampling settings, which are drawn together.
 
     Attributes:
-        seed: Of the noise.
-        distribution: That is drawn from.
-        rows: Of the logits.
+        seed: Seed of the noise.
+        distribution: Sampling settings.
+        rows: Indices of the rows of the logits.
         sample_ids: [n] int64.
     """
 
@@ -105,13 +105,13 @@ class _Draw:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What is the same from pass to pass, until responses come, go or move.
+    """Everything that stays the same from pass to pass until responses come, go or move.
 
     Attributes:
-        sequences: Of each row, in the order of their segments; None for rows that only fill up a shape.
-        real: [n] int64, rows that are responses.
-        shared: Their prompts; None where all are in their own segments.
-        draws: How they are sampled.
+        sequences: Response of each row, in the order of the segments; None for rows that only fill up a shape.
+        real: [n] int64, rows with responses.
+        shared: Attention to shared prompts; None if there are none.
+        draws: Rows by their sampling settings.
     """
 
     sequences: list[_Sequence | None]
@@ -121,10 +121,11 @@ class _Rows:
 
 
 class NativeEngine:
-    """Samples with the weights that are being trained; there is no second copy of them.
+    """Samples with the weights that are being trained, without a second copy of them.
 
-    The same seed and sample id give the same tokens, on any number of ranks, with any batching, aborted and resumed, as
-    far as float32 sums in another order agree.
+    In float32 the same seed and sample id give the same tokens on any number of ranks, with any batching, aborted and
+    resumed, as far as sums in another order agree. In bfloat16 products of other shapes round differently, and tokens
+    may differ.
     """
 
     def __init__(
@@ -136,15 +137,15 @@ class NativeEngine:
         device: torch.device,
         rounding: Rounding | None = None,
     ) -> None:
-        """Use a module that holds its whole weights while responses are sampled.
+        """Use a module that has its whole weights while responses are sampled.
 
         Args:
-            model: The trainer's.
-            tokenizer: For stop texts.
+            model: Module of the trainer.
+            tokenizer: Tokenizer for stop texts.
             end_tokens: Tokens that end a response.
-            max_sequences: Decoded at the same time.
-            device: Of the module.
-            rounding: Of the shapes of passes; what suits the device, unless given.
+            max_sequences: Most responses that are decoded at the same time.
+            device: Device of the module.
+            rounding: Rounding of the shapes of passes; by default what suits the device.
         """
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
@@ -164,7 +165,7 @@ class NativeEngine:
 
     @contextmanager
     def serving(self, trainer: TrainEngine) -> Iterator[None]:
-        """See `RolloutEngine`. The module is the trainer's own; here it is made whole."""
+        """See `RolloutEngine`. The module is the trainer's own; its weights are gathered here."""
         with trainer.unsharded() as module:
             assert module is self.model
             was_training = module.training
@@ -184,7 +185,7 @@ class NativeEngine:
             if len(completion.tokens) >= params.max_tokens:
                 self._deltas.append(_ended(sequence, "length"))
                 continue
-            # Other requests may ask the same at the same time.
+            # Other requests may have the same prompt.
             sequence.prompt = self._unread.setdefault(sequence.prompt.tokens, sequence.prompt)
             sequence.prompt.waiting.append(sequence)
             sequence.prompt.num_left += 1
@@ -206,7 +207,7 @@ class NativeEngine:
         self._release(sequence)
 
     def _release(self, sequence: _Sequence) -> None:
-        """Let go of the keys and values that nobody needs any more."""
+        """Release keys and values that are no longer needed."""
         if sequence.segment is not None:
             sequence.segment.home.remove(sequence.segment)
             del self._active[sequence.segment]
@@ -231,13 +232,13 @@ class NativeEngine:
                 self._decode()
             self._admit()
         except BaseException:
-            self.close()  # what a pass has left half done cannot be gone on with
+            self.close()  # a pass that was interrupted cannot be continued
             raise
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _admit(self) -> None:
-        """Fill free places, and draw the first token of each response that gets one."""
+        """Fill free places, and draw the first token of each new response."""
         while len(self._active) < self.max_sequences and (self._read or self._unread):
             if not self._read:
                 self._prefill()
@@ -255,11 +256,11 @@ class NativeEngine:
             logits = torch.stack([sequence.prompt.logits for sequence in admitted])
             for prompt in {sequence.prompt for sequence in admitted}:
                 if not prompt.waiting:
-                    prompt.logits = torch.empty(0)  # they are part of those of all prompts that were read together
+                    prompt.logits = torch.empty(0)  # a view would keep the logits of all prompts of the pass
             self._extend(admitted, logits, self._draws(admitted))
 
     def _prefill(self) -> None:
-        """Read as many waiting prompts as free places and one pass can take, or one that is longer."""
+        """Read as many waiting prompts as free places and one pass can take, or a single longer one."""
         free = self.max_sequences - len(self._active)
         taken: list[_Prompt] = []
         num_tokens = num_responses = 0
@@ -284,7 +285,7 @@ class NativeEngine:
         self._read += taken
 
     def _read_parts(self, prompts: Sequence[_Prompt], begin: int) -> Tensor:
-        """One pass over prompts, from some token on; logits of the last tokens, [n, vocabulary] float32."""
+        """Read prompts from some token on in one pass; return logits of their last tokens, [n, vocabulary] float32."""
         read = [prompt.tokens[begin : begin + PREFILL_TOKENS] for prompt in prompts]
         parts = [PromptPart(_segment(prompt), begin, len(tokens)) for prompt, tokens in zip(prompts, read, strict=True)]
         positions = torch.cat([torch.arange(begin, begin + part.count) for part in parts])
@@ -293,7 +294,7 @@ class NativeEngine:
         return self._forward(flat, positions, PrefillAttention(parts, self.device), last)
 
     def _decode(self) -> None:
-        """One more token for each active response."""
+        """Decode one more token of each active response."""
         if self._responses.grow() or self._rows is None:
             self._rows = self._arrange()
         rows = self._rows
@@ -306,7 +307,7 @@ class NativeEngine:
         self._extend([s for s in rows.sequences if s is not None], logits, rows.draws)
 
     def _arrange(self) -> _Rows:
-        """Rows in the order of their segments, and what follows from it."""
+        """Arrange rows in the order of their segments."""
         sequences: list[_Sequence | None] = []
         for slots in self._responses:
             sequences += [self._active[segment] for segment in slots.segments]
@@ -322,7 +323,7 @@ class NativeEngine:
         )
 
     def _forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
-        """[n, vocabulary] float32 logits at the selected tokens."""
+        """Compute [n, vocabulary] float32 logits at the selected tokens."""
         tokens, positions, select = (tensor.to(self.device) for tensor in (tokens, positions, select))
         if self._graphs is not None and isinstance(attention, DecodeAttention):
             return self._graphs(tokens, positions, attention).index_select(0, select)
@@ -338,7 +339,7 @@ class NativeEngine:
         ]
 
     def _extend(self, sequences: Sequence[_Sequence], logits: Tensor, draws: Sequence[_Draw]) -> None:
-        """Draw a token for each response, and let go of those that end with it."""
+        """Draw a token for each response, and release those that end with it."""
         tokens, log_probs = [0] * len(sequences), [0.0] * len(sequences)
         for draw in draws:
             places = torch.tensor([len(sequences[row].completion.tokens) for row in draw.rows], device=self.device)

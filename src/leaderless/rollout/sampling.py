@@ -1,4 +1,4 @@
-"""The next token: which ones may be drawn, and which one is, with noise that depends on the sample alone."""
+"""Sampling of the next token, with noise that depends only on the sample."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from leaderless.config.rollout import SamplingConfig
 _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 """Constants of splitmix64 (Steele, Lea and Flood, 2014)."""
 CHUNK = 256
-"""Tokens of the vocabulary that are first looked at together."""
+"""Tokens of the vocabulary whose weights are summed up first."""
 
 
 def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """A number between 0 and 1 for each token, fixed by seed, sample and position.
+    """Compute a number between 0 and 1 for each token from seed, sample and position.
 
-    However samples are spread over ranks, batches and steps of decoding, the same token meets the same number.
+    However samples are spread over ranks, batches and decoding steps, the same token gets the same number.
 
     Args:
-        seed: Of the run.
+        seed: Seed of the run.
         sample_ids: [n] int64.
         positions: [n] int64, place of the token in its response, from 0.
 
     Returns:
         [n] float64, at least 0 and below 1.
     """
-    # A few numbers and many steps: NumPy has done each before torch, or an accelerator, has begun it.
+    # These are many steps on few numbers, for which NumPy has the least overhead.
     ids, places = (values.cpu().numpy().view(np.uint64) for values in (sample_ids, positions))
     key = _mix(np.array([seed], dtype=np.int64).view(np.uint64))
     state = _mix(_mix(ids ^ key) ^ (places + np.uint64(1)))
@@ -37,7 +37,7 @@ def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The splitmix64 output function; products wrap around."""
+    """Compute the splitmix64 output function; products wrap around."""
     state = state + _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
@@ -45,7 +45,7 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row, by inverting the cumulative distribution at the row's noise.
+    """Draw one token for each row by inverting the cumulative distribution at the row's noise.
 
     Args:
         logits: [n, vocabulary] float32.
@@ -53,8 +53,8 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
         distribution: Temperature, and which tokens may be drawn.
 
     Returns:
-        [n] int64 tokens, and [n] float32 log-probabilities of each under the distribution that it was drawn from; for
-        temperature 0 the likeliest token, and its log-probability at temperature 1.
+        [n] int64 tokens, and [n] float32 log-probabilities under the distribution they were drawn from; for temperature
+        0 the likeliest token, and its log-probability at temperature 1.
     """
     if distribution.temperature == 0:
         tokens = logits.argmax(dim=-1)
@@ -65,12 +65,12 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
         logits = truncate(logits, distribution)
     peak = logits.amax(dim=-1, keepdim=True)
     tokens, total = _invert(_weights(logits, peak), noise.unsqueeze(1))
-    tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # of logits that are no numbers, some token
+    tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # if logits are NaN, any token
     return tokens.squeeze(1), (logits.gather(1, tokens) - peak - total.log()).squeeze(1).float()
 
 
 def _weights(logits: Tensor, peak: Tensor) -> Tensor:
-    """What each token weighs beside the likeliest, [n, chunks, CHUNK]; nothing behind the vocabulary."""
+    """Weights of tokens relative to the likeliest, [n, chunks, CHUNK]; 0 behind the vocabulary."""
     count, vocabulary = logits.shape
     weights = logits.new_empty(count, -(-vocabulary // CHUNK) * CHUNK)
     weights[:, vocabulary:] = 0
@@ -79,16 +79,9 @@ def _weights(logits: Tensor, peak: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The place at which cumulative weights pass a fraction of their sum: first which chunk, then where in it.
+    """Find where cumulative weights exceed a fraction of their sum, [n, 1]: first the chunk, then the place in it.
 
-    Sums of chunks are float32; all that is summed up from them is float64.
-
-    Args:
-        weights: [n, chunks, CHUNK] float32.
-        noise: [n, 1] float64, the fraction.
-
-    Returns:
-        [n, 1] int64 places, and [n, 1] float64 sums of all weights.
+    Sums of chunks are float32; sums of these are float64, [n, 1], and are returned too.
     """
     ends = torch.nn.functional.pad(weights.sum(dim=-1).double().cumsum(dim=-1), (1, 0))
     total = ends[:, -1:].contiguous()
@@ -101,25 +94,25 @@ def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _search(cumulative: Tensor, threshold: Tensor) -> Tensor:
-    """The first place beyond a threshold; never behind the last one that adds to the sum."""
+    """Find the first place beyond a threshold, but no place behind the last one that adds to the sum."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     place = torch.searchsorted(cumulative, threshold, right=True)
     return torch.minimum(place, last).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def truncate(logits: Tensor, distribution: SamplingConfig) -> Tensor:
-    """Remove the tokens that may not be drawn.
+    """Remove tokens that may not be drawn.
 
     `top_k` keeps the likeliest k, then `top_p` the smallest set of the rest that reaches its probability (Holtzman et
-    al., arXiv 1904.09751), then `min_p` those at least as likely as that fraction of the likeliest (arXiv 2407.01082).
+    al., arXiv 1904.09751), then `min_p` tokens at least as likely as that fraction of the likeliest (arXiv 2407.01082).
     The likeliest token always stays.
 
     Args:
-        logits: [n, vocabulary], divided by the temperature already.
-        distribution: What is kept.
+        logits: [n, vocabulary], already divided by the temperature.
+        distribution: Sampling settings.
 
     Returns:
-        [n, vocabulary] with minus infinity where tokens were removed.
+        [n, vocabulary] with minus infinity for removed tokens.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if 0 < distribution.top_k < logits.shape[-1]:

@@ -37,12 +37,7 @@ class PrefillAttention(PackedAttention):
     """Causal attention over prompts, which writes keys and values into their segments."""
 
     def __init__(self, parts: Sequence[PromptPart], device: torch.device) -> None:
-        """Plan a pass.
-
-        Args:
-            parts: Whole prompts, or a single later part of one prompt.
-            device: Device of the pass.
-        """
+        """Plan a pass over whole prompts, or over a single later part of one prompt."""
         super().__init__([part.count for part in parts], device)
         self._late = parts[0] if parts[0].begin else None
         self.longest = max(part.begin + part.count for part in parts)
@@ -91,12 +86,7 @@ class Rounding(NamedTuple):
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Round up to the next multiple.
-
-    Args:
-        value: Number to round, at least 0.
-        multiple: Divisor of the result, at least 1.
-    """
+    """Round up to the next multiple."""
     return -(-value // multiple) * multiple
 
 

@@ -38,14 +38,7 @@ class SglangServer:
     """
 
     def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
-        """Start nothing yet.
-
-        Args:
-            python: Interpreter of an environment with SGLang.
-            settings: Settings of the engine.
-            device: Device of this rank.
-            server: Server process.
-        """
+        """Start nothing yet; `python` is an interpreter that has SGLang, and `server` runs it."""
         self._python, self._settings, self._device, self._server = python, settings, device, server
         self._waiting: list[Ask] = []
         self._streams: list[threading.Thread] = []

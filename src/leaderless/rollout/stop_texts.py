@@ -8,14 +8,9 @@ from leaderless.data.encode import Tokenizer
 
 
 def has_stopped(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> bool:
-    """Check whether the last token of a response completes a stop text.
+    """Check whether the last token of a response, which had not stopped before, completes a stop text.
 
     A stop text begins at most as many tokens earlier as it has bytes.
-
-    Args:
-        tokens: Tokens of the response, which had not stopped before the last one.
-        stop: Texts that end a response.
-        tokenizer: Tokenizer of the model.
     """
     if not stop:
         return False

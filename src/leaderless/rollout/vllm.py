@@ -35,12 +35,7 @@ class InProcessVllm(VllmWorker):
     """See `Driver`. If vLLM fails, this process fails too."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
-        """Start nothing yet.
-
-        Args:
-            settings: Settings of vLLM.
-            device: Device of this rank.
-        """
+        """Start nothing yet."""
         super().__init__(settings)
         self._device = device
 
@@ -55,14 +50,7 @@ class VllmServer:
     """See `Driver`. vLLM runs in a process of another interpreter, which serves only this rank."""
 
     def __init__(self, python: str, settings: Settings, device: torch.device, server: ChildServer) -> None:
-        """Start nothing yet.
-
-        Args:
-            python: Interpreter of an environment with vLLM.
-            settings: Settings of vLLM.
-            device: Device of this rank.
-            server: Server process.
-        """
+        """Start nothing yet; `python` is an interpreter that has vLLM, and `server` runs it."""
         self._python, self._settings, self._device, self._server = python, settings, device, server
 
     def start(self) -> None:

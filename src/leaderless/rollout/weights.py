@@ -24,7 +24,7 @@ class WeightBucket:
     """Weights that are sent together, one after the other.
 
     Attributes:
-        weights: Names, shapes and offsets of the weights.
+        weights: Weights in the bucket.
         data: [bytes] uint8; overwritten by the next bucket.
         checksum: Checksum of the data.
     """
@@ -38,14 +38,7 @@ class Staging(Protocol):
     """Memory in which buckets are packed and from which the engine reads them."""
 
     def room(self, num_bytes: int) -> Tensor:
-        """Give at least a number of bytes, the same memory as before if it is large enough.
-
-        Args:
-            num_bytes: Number of bytes that are needed.
-
-        Returns:
-            [bytes] uint8.
-        """
+        """Give [bytes] uint8, at least as many as asked for; the same memory as before if it is large enough."""
 
     def close(self) -> None:
         """Release the memory."""
@@ -57,7 +50,7 @@ def make_buckets(
     """Pack weights. The caller has to use each bucket before it asks for the next.
 
     Args:
-        named: Names and whole weights.
+        named: Whole weights with their names.
         dtype: Type in which the engine computes.
         staging: Memory for the buckets.
         max_bytes: Most bytes of a bucket with more than one weight.
@@ -88,11 +81,7 @@ class LocalStaging:
     """Memory of this process, on any device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate no memory yet.
-
-        Args:
-            device: Device of the memory.
-        """
+        """Allocate no memory yet."""
         self._device = device
         self._data = torch.empty(0, dtype=torch.uint8)
 
@@ -118,11 +107,7 @@ class CudaStaging(LocalStaging):
     """Memory of a CUDA device that other processes map by its IPC handle."""
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate no memory yet.
-
-        Args:
-            device: Device of the memory.
-        """
+        """Allocate no memory yet."""
         super().__init__(device)
         self._place: Json = None
 

@@ -111,22 +111,14 @@ class PackedWeight:
     offset: int
 
     def view(self, data: Tensor) -> Tensor:
-        """View the weight in its bucket.
-
-        Args:
-            data: [bytes] uint8.
-        """
+        """View the weight in the [bytes] uint8 of its bucket."""
         dtype = torch_dtype(self.dtype)
         num_bytes = math.prod(self.shape) * dtype.itemsize
         return data[self.offset : self.offset + num_bytes].view(dtype).view(tuple(self.shape))
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Look up a type of torch.
-
-    Args:
-        name: Name such as `float32`.
-    """
+    """Look up a type of torch, such as `float32`."""
     return cast("torch.dtype", getattr(torch, name))
 
 

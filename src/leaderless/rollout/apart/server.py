@@ -23,18 +23,7 @@ class _Calls:
         self._worker, self._memory = worker, SharedMemory()
 
     def answer(self, name: str, body: Mapping[str, Any]) -> object:
-        """Carry out a call.
-
-        Args:
-            name: Name of the call.
-            body: Arguments of the call.
-
-        Returns:
-            JSON-able values.
-
-        Raises:
-            ValueError: There is no such call.
-        """
+        """Carry out a call, and return JSON-able values."""
         worker = self._worker
         match name:
             case "submit":

@@ -16,7 +16,7 @@ class SharedMemory:
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def open(self, place: Mapping[str, object]) -> Tensor:
-        """Map the memory, unless it is mapped already, and return it as bytes.
+        """Map memory, unless it is mapped already, and return it as bytes.
 
         Args:
             place: Path `file` and size `bytes`, or the fields of a CUDA IPC handle.

@@ -27,11 +27,7 @@ class VllmWorker:
     """An engine that gets its weights from the rank, and sleeps while nothing is generated."""
 
     def __init__(self, settings: Settings) -> None:
-        """Start nothing yet.
-
-        Args:
-            settings: Settings of the engine.
-        """
+        """Start nothing yet."""
         self.settings = settings
         self._open: set[str] = set()
         self._arrived: set[str] | None = None
@@ -85,11 +81,7 @@ class VllmWorker:
         self.sleep(keep_weights=False)
 
     def submit(self, asks: Iterable[Ask]) -> None:
-        """Ask for responses.
-
-        Args:
-            asks: Requests with different ids.
-        """
+        """See `Driver`."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -114,7 +106,7 @@ class VllmWorker:
             self._open.add(str(ask.id))
 
     def step(self) -> list[Gain]:
-        """Continue until some responses have new tokens; return nothing if no response is in progress."""
+        """See `Driver`."""
         gains: list[Gain] = []
         while not gains and self._engine.has_unfinished_requests():
             for output in self._engine.step():
@@ -128,24 +120,13 @@ class VllmWorker:
         return gains
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Abort responses.
-
-        Args:
-            ids: Numbers of the responses.
-        """
+        """See `Driver`."""
         names = [str(number) for number in ids]
         self._engine.abort_request(names)
         self._open.difference_update(names)
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
-        """Compute log-probabilities of a text.
-
-        Args:
-            tokens: Token ids, at least two.
-
-        Returns:
-            The log-probability of each token except the first.
-        """
+        """See `Driver`."""
         from vllm import SamplingParams, TokensPrompt
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -159,7 +140,7 @@ class VllmWorker:
         return log_probs
 
     def wake(self) -> None:
-        """Allocate memory for weights and KV cache; weights that were kept are there again."""
+        """See `Driver`."""
         if self._is_on_accelerator:
             self._engine.wake_up()
         else:
@@ -169,7 +150,7 @@ class VllmWorker:
         """Load some weights; the first call begins a new set.
 
         Args:
-            weights: Names, shapes and offsets of the weights.
+            weights: Weights in the bucket.
             data: [bytes] uint8, on this engine's device.
             expected: Checksum of the data.
 
@@ -189,9 +170,6 @@ class VllmWorker:
     def finish_load(self, policy_version: int) -> None:
         """Use the weights that have been loaded, and drop everything computed with earlier ones.
 
-        Args:
-            policy_version: Version of the weights.
-
         Raises:
             RuntimeError: Some weights are missing.
         """
@@ -203,11 +181,7 @@ class VllmWorker:
         self._policy_version = policy_version
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Abort all responses and release memory.
-
-        Args:
-            keep_weights: Whether the weights are needed again; an accelerator copies them to host memory then.
-        """
+        """See `Driver`. An accelerator copies weights that are kept to host memory."""
         self._engine.abort_request(list(self._open))
         self._open.clear()
         if self._is_on_accelerator:
