@@ -14,7 +14,7 @@ def length_penalty(batch: Batch, context: StageContext) -> Batch:
 
     Args:
         batch: Samples.
-        context: Takes what is reported.
+        context: Metrics and settings of the step.
     """
     penalty = PENALTY * batch.dense("response_lengths").float()
     context.metrics.mean("length_penalty", penalty.sum(), len(batch))

@@ -13,7 +13,7 @@ def informative(batch: Batch, context: StageContext) -> Batch:
 
     Args:
         batch: Samples with advantages, the same for all tokens of one.
-        context: Takes what is reported.
+        context: Metrics and settings of the step.
     """
     keep = torch.tensor([bool(row.any()) for row in batch.jagged("advantages").rows()], dtype=torch.bool)
     context.metrics.mean("informative/kept", keep.sum(), len(batch))

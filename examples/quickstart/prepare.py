@@ -24,8 +24,8 @@ def prepare(folder: Path, seed: int = 0) -> None:
     No question of `test.jsonl` is in another file.
 
     Args:
-        folder: To write into.
-        seed: Of the model's weights, of the order of the questions and of the teacher's mistakes.
+        folder: Folder to write into.
+        seed: Seed of the model's weights, the order of the questions and the teacher's mistakes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(folder / "model", "0123456789+=", hidden_size=128, num_layers=2, seed=seed)
@@ -40,11 +40,11 @@ def prepare(folder: Path, seed: int = 0) -> None:
 
 
 def demonstrate(row: dict[str, str], generator: random.Random) -> dict[str, str]:
-    """What the teacher writes below a question.
+    """Write what the teacher writes below a question.
 
     Args:
-        row: The question and its answer.
-        generator: Decides whether the teacher is careless.
+        row: Question with its answer.
+        generator: Random numbers that decide whether the teacher is careless.
     """
     is_careless = generator.random() < CARELESSNESS
     written = int(row["answer"]) % 100 if is_careless else int(row["answer"])
@@ -55,8 +55,8 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     """Write a JSON-lines file.
 
     Args:
-        path: The file.
-        rows: One mapping each.
+        path: File to write.
+        rows: One mapping for each line.
     """
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
