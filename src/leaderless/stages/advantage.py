@@ -50,15 +50,7 @@ from leaderless.stages.mini_batches import counted_samples
 
 
 def advantage(batch: Batch, context: StageContext) -> Batch:
-    """The recipe's advantage for every token that was sampled.
-
-    Args:
-        batch: Samples with rewards, in whole groups.
-        context: Whose recipe says which advantage.
-
-    Returns:
-        The samples with `advantages`, and with `returns` where a critic is trained.
-    """
+    """Compute the recipe's advantage of every sampled token, and the returns for a critic."""
     lengths = batch.dense("response_lengths")
     rewards, penalties = _shaped_rewards(batch, context)
     if context.recipe.algorithm.advantage.type in TOKEN_ADVANTAGES:
@@ -72,15 +64,7 @@ def advantage(batch: Batch, context: StageContext) -> Batch:
 
 
 def remax(batch: Batch, context: StageContext) -> Batch:
-    """Rewards less that of the greedy response to the same prompt, which then leaves.
-
-    Args:
-        batch: Samples in whole groups, each with one greedy response.
-        context: Whose recipe shapes rewards.
-
-    Returns:
-        The samples that are not greedy, with `advantages`.
-    """
+    """Subtract the reward of the greedy response to the same prompt from the others', then drop the greedy response."""
     is_greedy, is_valid = batch.dense("is_greedy"), batch.dense("reward_valid")
     rewards, penalties = _shaped_rewards(batch, context)
     totals = rewards - segment_sum(penalties, batch.dense("response_lengths"))
@@ -96,13 +80,13 @@ def remax(batch: Batch, context: StageContext) -> Batch:
 
 
 def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor]:
-    """Rewards less what too long responses lose, [n], and the penalty of each token, [total]; 0 where they failed."""
+    """Rewards with the penalty for length, [n], and the KL penalty of each token, [total]; 0 for failed rows."""
     algorithm, lengths, is_valid = (
         context.recipe.algorithm,
         batch.dense("response_lengths"),
         batch.dense("reward_valid"),
     )
-    # A greedy response is a baseline and trains nothing, so that nothing is reported of it.
+    # A greedy response is only a baseline: metrics and the adapted weight leave it out.
     is_reported = is_valid & ~batch.dense("is_greedy") if "is_greedy" in batch else is_valid
     rewards = torch.where(is_valid, batch.dense("rewards"), 0.0)
     if algorithm.overlong.buffer_tokens:
@@ -143,7 +127,7 @@ def _sample_advantages(rewards: Tensor, batch: Batch, context: StageContext) -> 
         case PassAtKAdvantage(k=k, correct_at=correct_at):
             return pass_at_k_advantages(rewards >= correct_at, is_valid, group_ids, k=k)
         case RejectionAdvantage(correct_at=correct_at):
-            # The share is one of the tokens that the update takes its mean over.
+            # The same tokens count here as in the mean of the update.
             is_correct, counted = rewards >= correct_at, lengths * counted_samples(batch, context)
             tokens = context.sum(torch.stack([(counted * is_correct).sum(), counted.sum()]).double())
             return rejection_advantages(is_correct, is_valid, correct_share=float(tokens[0] / tokens[1].clamp(min=1)))
@@ -165,7 +149,7 @@ def _signal_share(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, context:
 
 
 def _token_advantages(batch: Batch, rewards: Tensor, penalties: Tensor, context: StageContext) -> dict[str, Tensor]:
-    """[total] each: advantages that differ from token to token. Failed samples have none, and no part in whitening."""
+    """Advantages that differ from token to token, [total] each; failed samples get 0 and do not count in whitening."""
     config = context.recipe.algorithm.advantage
     lengths, is_valid = batch.dense("response_lengths"), batch.dense("reward_valid")
     is_counted = repeat_per_token(is_valid, lengths)

@@ -1,4 +1,4 @@
-"""What a stage is given besides its rows."""
+"""The context of a stage: everything that it is given besides its rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leaderless.rollout.engine import RolloutEngine
 from leaderless.training.engine import TrainEngine, ValueEngine
 
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
-"""Computes rewards: the responses, and the source of each."""
+"""Function that computes rewards, given the responses and the source of each."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ModelRole:
     """A language model on the ranks of a node.
 
     Attributes:
-        train_engine: Scores and trains it.
-        rollout_engine: Generates with its weights; None where no node does.
+        train_engine: Engine that scores and trains it.
+        rollout_engine: Engine that generates with its weights; None if no node does.
     """
 
     train_engine: TrainEngine
@@ -43,19 +43,19 @@ class StageContext:
     """The recipe, the ranks and the tools of a node.
 
     Attributes:
-        recipe: What the user set.
-        node: Name, stage and layout.
-        step: From 1.
-        process_group: The ranks of the node.
-        metrics: Takes what the stage reports.
-        run_directory: Where the run writes.
-        tokenizer: Of the policy.
-        model: Of the node's role; None for a node without one.
-        grade: Computes the recipe's rewards.
-        state: What the node remembers from step to step, the same on all of its ranks; checkpoints hold it.
-        events: Takes what guards say, the same on all ranks of the node.
-        num_roll_backs: How often the run has rolled back.
-        progress: Told a fraction between 0 and 1 of the node's work.
+        recipe: Resolved recipe.
+        node: Planned node: `node.name`, its stage, role and columns, and `node.layout`, the ranks that it runs on.
+        step: Number of the step, from 1.
+        process_group: Ranks of the node, for collectives; `process_group.rank` is this one.
+        metrics: Collector of the numbers that the stage reports.
+        run_directory: Folder of the run and its files.
+        tokenizer: Tokenizer of the policy.
+        model: Model of the node's role; None for a node without a role.
+        grade: Function that computes the recipe's rewards.
+        state: Numbers that the node keeps from step to step, the same on all of its ranks; they are checkpointed.
+        events: Events reported by guards, the same on all ranks of the node.
+        num_roll_backs: Number of times that the run has rolled back.
+        progress: Function that takes the finished fraction of the node's work, for the progress line.
     """
 
     recipe: Recipe
@@ -86,13 +86,13 @@ class StageContext:
         return self.model
 
     def report_event(self, guard: str, value: float, limit: float | None, action: GuardAction) -> None:
-        """Tell the run what a guard says; all ranks of the node do so alike.
+        """Report that a guard was violated, in the same way on all ranks of the node.
 
         Args:
-            guard: Its setting.
-            value: That was seen.
-            limit: That it broke; None where the value has to be finite.
-            action: That follows.
+            guard: Setting of the guard.
+            value: Observed value.
+            limit: Limit that the value violates; None if the value has to be finite.
+            action: Action to take.
         """
         node = self.node.node
         self.events.append(
@@ -100,21 +100,13 @@ class StageContext:
         )
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the rows of all ranks, each row counted once however many ranks hold it.
-
-        Args:
-            values: This rank's sum, of the same shape on every rank.
-        """
+        """The sum of a tensor over the node's ranks; ranks that hold the same rows count once."""
         layout = self.node.layout
         counted = values if layout.is_first_of_shard(self.process_group.rank) else torch.zeros_like(values)
         return self.process_group.sum(counted, f"a sum in node '{self.node.name}'")
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, each once.
-
-        Args:
-            rows: [n, ...], with an n of its own on each rank.
-        """
+        """The rows of all ranks, each once, from tensors [n, ...] in which n may differ between ranks."""
         layout = self.node.layout
         counted = rows if layout.is_first_of_shard(self.process_group.rank) else rows[:0]
         return torch.cat(self.process_group.gather(counted, f"rows in node '{self.node.name}'"))

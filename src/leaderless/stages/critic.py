@@ -1,4 +1,4 @@
-"""The stages of a critic: what it expects, and how it learns to."""
+"""The stages that use and train a critic."""
 
 from __future__ import annotations
 
@@ -17,29 +17,14 @@ from leaderless.training.micro_batches import MicroBatch
 
 
 def values(batch: Batch, context: StageContext) -> Batch:
-    """What the critic expects before each sampled token.
-
-    Args:
-        batch: Samples.
-        context: Whose role expects.
-
-    Returns:
-        The samples with `values`.
-    """
+    """Add the critic's value before each sampled token."""
     return batch.with_columns(values=context.critic.values(batch))
 
 
 def update_critic(batch: Batch, context: StageContext) -> Batch:
-    """`batch.updates_per_step` steps on the clipped squared error, a mean over tokens.
+    """Make `batch.updates_per_step` updates on the clipped squared error, averaged over tokens.
 
-    The mini-batches, and the samples that carry a gradient, are those of the policy.
-
-    Args:
-        batch: Samples with values and returns.
-        context: Whose role is trained.
-
-    Returns:
-        The samples as they are.
+    Mini-batches, and the samples that carry a gradient, are the same as for the policy.
     """
     engine, is_counted = context.critic, counted_samples(batch, context)
 
@@ -62,7 +47,7 @@ class _CriticLoss:
     def __call__(self, outputs: Tensor, micro_batch: MicroBatch) -> Tensor:
         weights = take(self.weights, micro_batch, outputs)
         is_counted = weights > 0
-        # What does not count is replaced before anything is computed with it: 0 times NaN is NaN.
+        # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
         old, returns = (
             torch.where(is_counted, take(self.batch.jagged(name).values, micro_batch, outputs), outputs.detach())
             for name in ("values", "returns")
@@ -75,7 +60,7 @@ class _CriticLoss:
 
 
 def _report_fit(batch: Batch, is_counted: Tensor, context: StageContext) -> None:
-    """How good the critic was before this step's updates: 1 - Var(returns - values) / Var(returns), over all ranks."""
+    """Report how good the critic was before the updates: 1 - Var(returns - values) / Var(returns), over all ranks."""
     expected, returns = batch.jagged("values"), batch.jagged("returns").values
     counts = repeat_per_token(is_counted, expected.lengths)
     context.metrics.mean(metric_name(context, "value_mean"), expected.values[counts].sum(), counts.sum())

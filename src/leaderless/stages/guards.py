@@ -1,7 +1,7 @@
-"""Guards of an update: whether an optimiser step is made with the numbers that lead to it.
+"""Guards: checks of the loss, gradient and entropy that may prevent an optimizer update.
 
-All numbers are sums over the ranks of the node, so that every rank decides alike without asking the others again. What
-a guard remembers is in the state of its node, which checkpoints hold and a roll-back takes back.
+All numbers are sums over the ranks of the node, so every rank reaches the same decision without further communication.
+A guard's memory is part of the node's state, which is checkpointed and restored by a roll-back.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from leaderless.stages.context import StageContext
 from leaderless.training.engine import Trainable, UpdateInfo
 
 NORM_WINDOW = 50
-"""Updates whose gradient norms the next one is compared with."""
+"""Number of past gradient norms that a new one is compared with."""
 MIN_NORMS = 5
-"""Updates without which nothing is usual yet."""
+"""Least number of past norms for a comparison."""
 _SKIPPED, _IN_A_ROW, _NUM_NORMS = "guard/skipped", "guard/skipped_in_a_row", "guard/num_norms"
 
 
 @dataclass(frozen=True)
 class Breach:
-    """A guard that speaks.
+    """A guard whose condition is violated.
 
     Attributes:
-        guard: The setting that holds its limit, or its action where it has none.
-        value: That was seen.
-        limit: That it broke.
-        action: That it asks for.
+        guard: Setting that holds its limit, or its action if it has no limit.
+        value: Observed value.
+        limit: Limit that the value violates; None if the value has to be finite.
+        action: Action that the guard asks for.
     """
 
     guard: str
@@ -42,13 +42,13 @@ class Breach:
 
 @dataclass(frozen=True)
 class UpdateNumbers:
-    """What is known of an update before it is made, over all ranks.
+    """Numbers of an update before it is made, over all ranks.
 
     Attributes:
-        loss: Of the mini-batch.
-        grad_norm: Before clipping.
-        entropy: Mean over the tokens of the mini-batch; None where there is none.
-        usual_norm: Median of the norms of the updates before; None while there are too few.
+        loss: Loss of the mini-batch.
+        grad_norm: Norm of the gradient before clipping.
+        entropy: Mean entropy over the tokens of the mini-batch; None without one.
+        usual_norm: Median of the norms of earlier updates; None while there are too few.
     """
 
     loss: float
@@ -58,12 +58,7 @@ class UpdateNumbers:
 
 
 def find_breaches(config: GuardsConfig, numbers: UpdateNumbers) -> list[Breach]:
-    """The guards that speak against an update.
-
-    Args:
-        config: Limits and actions.
-        numbers: Of the update.
-    """
+    """The guards that an update violates."""
     norm, is_finite = numbers.grad_norm, math.isfinite(numbers.grad_norm)
     times_usual = norm / numbers.usual_norm if is_finite and numbers.usual_norm else None
     watched: tuple[tuple[str, float | None, float | None, GuardAction], ...] = (
@@ -83,13 +78,13 @@ def find_breaches(config: GuardsConfig, numbers: UpdateNumbers) -> list[Breach]:
 
 
 def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy: float | None) -> UpdateInfo:
-    """Make an optimiser step, unless a guard speaks against it. All ranks of the node call it together.
+    """Make an optimizer update unless a guard prevents it. All ranks of the node call it together.
 
     Args:
-        engine: Has the gradient.
-        context: Of the node; is told what guards say.
-        loss: Of the mini-batch, over all ranks.
-        entropy: Mean over all ranks; None where there is none.
+        engine: Engine that holds the gradient.
+        context: Context of the node; receives the events of guards.
+        loss: Loss of the mini-batch over all ranks.
+        entropy: Mean entropy over all ranks; None without one.
     """
     config, history = context.recipe.guards, _History(context.state)
     breaches: list[Breach] = []
@@ -113,24 +108,24 @@ def guarded_step(engine: Trainable, context: StageContext, loss: float, entropy:
 
 
 class _History:
-    """What guards remember of the updates of a node."""
+    """The guards' memory of a node's updates."""
 
     def __init__(self, state: MutableMapping[str, float]) -> None:
         self._state = state
 
     @property
     def usual_norm(self) -> float | None:
-        """The median of the last norms; None while there are too few."""
+        """Median of the last norms; None while there are too few."""
         norms = [value for name, value in self._state.items() if name.startswith("guard/norm/")]
         return statistics.median(norms) if len(norms) >= MIN_NORMS else None
 
     @property
     def num_skipped(self) -> float:
-        """Updates that have been left out since the run began."""
+        """Updates that have been skipped since the run began."""
         return self._state.get(_SKIPPED, 0.0)
 
     def made(self, grad_norm: float, *, keep_norm: bool) -> None:
-        """An update has been made. One without a gradient says nothing about the usual size of one."""
+        """Note that an update was made. Norms of 0 are ignored: they say nothing about the usual size."""
         self._state.pop(_IN_A_ROW, None)
         if keep_norm and grad_norm > 0:
             count = int(self._state.get(_NUM_NORMS, 0))
@@ -138,7 +133,7 @@ class _History:
             self._state[_NUM_NORMS] = count + 1
 
     def skipped(self) -> float:
-        """An update has been left out; gives how many have been, one after the other."""
+        """Note that an update was skipped; returns how many were skipped in a row."""
         self._state[_SKIPPED] = self.num_skipped + 1
         self._state[_IN_A_ROW] = self._state.get(_IN_A_ROW, 0.0) + 1
         return self._state[_IN_A_ROW]

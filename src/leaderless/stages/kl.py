@@ -13,25 +13,21 @@ STATE = "kl_coefficient"
 
 
 def coefficient_of(context: StageContext) -> float:
-    """The weight in this step.
-
-    Args:
-        context: Of the node that applies the penalty, whose state remembers it.
-    """
+    """The weight in this step, from the state of the node that applies the penalty."""
     return context.state.get(STATE, context.recipe.algorithm.kl.coefficient)
 
 
 def adapt_coefficient(context: StageContext, total: Tensor, num_tokens: int, num_samples: int) -> None:
-    """Move the weight for the next step, if it has a target and the policy is trained in this one.
+    """Adapt the weight for the next step, if there is a target and the policy is trained in this step.
 
-    While only the critic is trained, the divergence is what it was at the beginning, whatever the weight: to adapt it
-    would drive it away, further with each step of the warm-up.
+    While only the critic is trained, the divergence does not respond to the weight: adapting it would drive it further
+    away with each step of the warm-up.
 
     Args:
-        context: Of the node that applies the penalty.
+        context: Context of the node that applies the penalty.
         total: Sum of the divergence over this rank's tokens.
-        num_tokens: How many these are.
-        num_samples: Of this rank.
+        num_tokens: Number of these tokens.
+        num_samples: Number of this rank's samples.
     """
     algorithm, coefficient = context.recipe.algorithm, coefficient_of(context)
     config = algorithm.kl
@@ -42,7 +38,7 @@ def adapt_coefficient(context: StageContext, total: Tensor, num_tokens: int, num
         return
     divergence, tokens, samples = context.sum(tensor([float(total), num_tokens, num_samples]).double()).tolist()
     if not math.isfinite(divergence):
-        return  # guards decide what becomes of the step
+        return  # guards decide what happens to the step
     context.state[STATE] = adapted_coefficient(
         coefficient,
         divergence / max(tokens, 1.0),

@@ -7,15 +7,10 @@ from leaderless.stages.context import StageContext
 
 
 def log_probs(batch: Batch, context: StageContext) -> Batch:
-    """Log-probabilities of the sampled tokens, at the temperature that they were sampled with.
+    """Add the log-probabilities of the sampled tokens under the node's role, at the temperature of sampling.
 
-    Args:
-        batch: Samples.
-        context: Whose role scores.
-
-    Returns:
-        The samples with `old_log_probs` for a role that is trained, `ref_log_probs` for the reference, and
-        `<role>_log_probs` for any other.
+    The column is `old_log_probs` for a role that is trained, `ref_log_probs` for the reference, and `<role>_log_probs`
+    for any other.
     """
     scores = context.role.train_engine.log_probs(batch, context.recipe.rollout.temperature)
     (column,) = context.node.writes

@@ -54,7 +54,7 @@ class LossInputs:
         old_log_probs: [total] under the policy before this step's updates.
         advantages: [total].
         lengths: [n] int64, response tokens of each sample.
-        is_chosen: [total] bool, tokens that a loss treats apart; see `chosen_tokens`.
+        is_chosen: [total] bool, tokens that the loss treats differently; see `chosen_tokens`.
     """
 
     log_probs: Tensor
@@ -65,12 +65,7 @@ class LossInputs:
 
 
 def policy_loss(config: PolicyLossConfig, inputs: LossInputs) -> PolicyLoss:
-    """The loss of each token.
-
-    Args:
-        config: Which loss, and its settings.
-        inputs: Of a micro-batch.
-    """
+    """The loss of each token of a micro-batch."""
     new, old, gain, lengths = inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.lengths
     match config:
         case PpoLoss(clip_low=low, clip_high=high, dual_clip=dual):
@@ -96,7 +91,7 @@ def policy_loss(config: PolicyLossConfig, inputs: LossInputs) -> PolicyLoss:
 
 
 def _own_loss(name: str, inputs: LossInputs) -> PolicyLoss:
-    """What a user's function makes of a micro-batch."""
+    """The loss by a custom function."""
     function = load_function(name, "algorithm.policy_loss.function", num_arguments=4)
     loss = function(inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.lengths)
     if not isinstance(loss, Tensor) or loss.shape != inputs.log_probs.shape:
@@ -109,11 +104,7 @@ def _own_loss(name: str, inputs: LossInputs) -> PolicyLoss:
 
 
 def needs_chosen_tokens(config: PolicyLossConfig) -> bool:
-    """Whether a loss treats some tokens of the mini-batch apart.
-
-    Args:
-        config: Which loss.
-    """
+    """Whether a loss treats some tokens of the mini-batch differently."""
     return isinstance(config, ClipCovLoss | KlCovLoss)
 
 
@@ -124,14 +115,14 @@ def chosen_tokens(
     noise: Tensor,
     sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Tokens of a mini-batch that Clip-Cov or KL-Cov treats apart, chosen among those of all ranks.
+    """Tokens of a mini-batch that Clip-Cov or KL-Cov treats differently, chosen among those of all ranks.
 
     Args:
-        config: Which loss.
+        config: Settings of the loss.
         log_probs: [total] under the current policy.
         advantages: [total].
-        noise: [total], uniform between 0 and 1, fixed by sample and position.
-        sum_over_ranks: Sum over ranks; all call it equally often.
+        noise: [total], uniform between 0 and 1, determined by sample and position.
+        sum_over_ranks: Sum over ranks; all ranks call it equally often.
 
     Returns:
         [total] bool.
@@ -151,16 +142,13 @@ def chosen_tokens(
 
 
 def correction_weights(config: CorrectionConfig, old: Tensor, rollout: Tensor, lengths: Tensor) -> Tensor:
-    """The weight of each token that makes up for another policy having sampled it.
+    """[total]: the weight of each token that corrects for its having been sampled by another policy.
 
     Args:
-        config: Which correction.
+        config: Settings of the correction.
         old: [total], the trainer's log-probabilities before this step's updates.
-        rollout: [total], those of the engine as it sampled.
+        rollout: [total], the engine's log-probabilities at sampling time.
         lengths: [n] int64, response tokens of each sample.
-
-    Returns:
-        [total].
     """
     if config.type == "none":
         return torch.ones_like(old)

@@ -1,4 +1,4 @@
-"""The optimiser steps that are made from one step's samples, whatever the model and its loss."""
+"""The optimizer updates made from one step's samples, for any model and loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from leaderless.training.engine import LossOf, Outputs, Trainable
 from leaderless.training.micro_batches import MicroBatch, response_lengths
 
 LossOfBatch = Callable[[Batch, Tensor, int], LossOf[Outputs]]
-"""Makes the loss of a mini-batch, given the weight of each of its response tokens and its number, from 1."""
+"""Function that makes the loss of a mini-batch from the weights of its response tokens and its number, from 1."""
 
 
 def train_mini_batches(
@@ -30,16 +30,16 @@ def train_mini_batches(
     make_loss: LossOfBatch[Outputs],
     backward: Callable[[Sequence[MicroBatch], LossOf[Outputs]], None],
 ) -> None:
-    """Make `batch.updates_per_step` optimiser steps, each on its share of the prompts.
+    """Make `batch.updates_per_step` optimizer updates, each on its share of the prompts.
 
     Args:
         batch: Samples, or rows to imitate.
-        is_counted: [n] bool; what does not count carries no gradient.
-        context: Of the node.
-        engine: Is trained.
-        aggregation: How the losses of tokens become one number.
-        make_loss: Of each mini-batch.
-        backward: Adds the gradient of a loss to what the engine has.
+        is_counted: [n] bool; rows that do not count carry no gradient.
+        context: Context of the node.
+        engine: Engine to train.
+        aggregation: Rule by which the losses of tokens become one number.
+        make_loss: Factory of each mini-batch's loss.
+        backward: Function that adds the gradient of a loss to the engine's.
     """
     num_updates = context.recipe.batch.updates_per_step
     for number, chosen in enumerate(_mini_batches(batch, context), start=1):
@@ -57,21 +57,13 @@ def train_mini_batches(
 
 
 def counted_samples(batch: Batch, context: StageContext) -> Tensor:
-    """Samples that carry a gradient: their reward did not fail, and `algorithm.overlong.filter` leaves them in.
-
-    Args:
-        batch: Samples with `reward_valid`, and with `truncated` where the filter is set.
-        context: Context of the node.
-
-    Returns:
-        [n] bool.
-    """
+    """[n] bool: samples that carry a gradient, as their reward is valid and `algorithm.overlong.filter` keeps them."""
     is_valid = batch.dense("reward_valid")
     return is_valid & ~batch.dense("truncated") if context.recipe.algorithm.overlong.filter else is_valid
 
 
 class _Tally(Generic[Outputs]):
-    """The loss of a mini-batch, which is added up as its micro-batches go by, and the entropy with it."""
+    """The loss and the entropy of a mini-batch, summed over its micro-batches."""
 
     def __init__(self, loss: LossOf[Outputs], context: StageContext, num_updates: int) -> None:
         self._loss, self._context, self._num_updates = loss, context, num_updates
@@ -90,17 +82,17 @@ class _Tally(Generic[Outputs]):
     def passes(
         self, backward: Callable[[Sequence[MicroBatch], LossOf[Outputs]], None]
     ) -> Callable[[Sequence[MicroBatch]], None]:
-        """What adds the gradient of this loss to what an engine has."""
+        """Function that adds the gradient of this loss for some micro-batches."""
         return lambda micro_batches: backward(micro_batches, self)
 
     def undo(self, engine: Trainable) -> None:
-        """Take back passes that ran out of memory: what they reported, and their gradient."""
+        """Undo passes that ran out of memory: their metrics and their gradient."""
         self._context.metrics.go_back_to(self._metrics)
         self._totals = torch.zeros_like(self._totals)
         engine.discard_gradient()
 
     def over_all_ranks(self) -> tuple[float, float | None]:
-        """The loss, and the mean entropy of a token; None without one."""
+        """The loss and the mean entropy of a token; None without one."""
         loss, entropy, count = self._context.sum(self._totals.cpu()).tolist()
         return loss, entropy / count if count else None
 
@@ -108,8 +100,7 @@ class _Tally(Generic[Outputs]):
 def _mini_batches(batch: Batch, context: StageContext) -> Iterator[Tensor]:
     """[n] bool for each update: this rank's rows of its mini-batch.
 
-    Which prompts share an update follows from their ids alone, whatever rank their samples are on and whichever role is
-    trained.
+    Which prompts share an update depends on their ids alone, not on ranks or on the role that is trained.
     """
     groups = torch.unique(context.gather(torch.unique(batch.group_ids)))
     place = torch.searchsorted(groups, batch.group_ids)
@@ -120,21 +111,10 @@ def _mini_batches(batch: Batch, context: StageContext) -> Iterator[Tensor]:
 
 
 def metric_name(context: StageContext, measure: str) -> str:
-    """A metric of the role that is trained, as `policy/loss`.
-
-    Args:
-        context: Of the node that trains it.
-        measure: What is measured.
-    """
+    """Name of a metric of the node's role, such as `policy/loss`."""
     return f"{context.node.node.role}/{measure}"
 
 
 def take(values: Tensor, micro_batch: MicroBatch, like: Tensor) -> Tensor:
-    """A column of response tokens, as a micro-batch orders them.
-
-    Args:
-        values: [total].
-        micro_batch: Of the batch that has the column.
-        like: On the device that is wanted.
-    """
+    """A column of response tokens in the order of a micro-batch, on the device of `like`."""
     return values[micro_batch.response_index].to(like.device)

@@ -22,15 +22,7 @@ LOG_PROBS = {"rollout": "rollout_log_probs", "old": "old_log_probs"}
 
 
 def record(batch: Batch, context: StageContext) -> Batch:
-    """Write all samples of the first prompts of this rank, on the first rank of the node, into the run's folder.
-
-    Args:
-        batch: Samples, in whole groups.
-        context: Context of the node; its recipe says how many prompts are kept.
-
-    Returns:
-        The samples as they are.
-    """
+    """On the node's first rank, write all samples of its first `run.recorded_prompts` prompts into the run's folder."""
     if context.process_group.rank == context.node.layout.ranks[0] and len(batch):
         kept = torch.unique(batch.group_ids)[: context.recipe.run.recorded_prompts]
         chosen = batch.select((batch.group_ids[:, None] == kept).any(dim=1))

@@ -1,4 +1,4 @@
-"""The stage that computes what responses are worth."""
+"""The stage that computes rewards."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ from leaderless.stages.context import StageContext
 
 
 def reward(batch: Batch, context: StageContext) -> Batch:
-    """Grade each response by the recipe's rewards that apply to its source.
-
-    Args:
-        batch: Samples.
-        context: Whose `grade` computes rewards.
-
-    Returns:
-        The samples with `rewards`, `reward_valid` and `reward_details`.
-    """
+    """Grade each response by the recipe's rewards that apply to its source."""
     rows = [row for row in batch.objects("rows") if isinstance(row, Mapping)]
     texts = decode_responses(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe)
     truncated = batch.dense("truncated").tolist()
@@ -53,14 +45,11 @@ def _report(
 
 
 def reward_value(details: Mapping[str, Json], name: str) -> float | None:
-    """The value of one reward of a sample, before weighting.
+    """The value of one reward of a sample, before weighting; None if it failed or does not apply.
 
     Args:
-        details: What the rewards said of the sample.
-        name: Of the reward.
-
-    Returns:
-        None where the reward failed or does not apply.
+        details: Outcome of each reward of the sample.
+        name: Name of the reward.
     """
     outcome = details.get(name)
     value = outcome.get("value") if isinstance(outcome, Mapping) else None
@@ -85,13 +74,13 @@ def reward_inputs(
     texts: Sequence[str],
     truncated: Sequence[bool],
 ) -> list[RewardInput]:
-    """What rewards are given.
+    """The inputs of rewards.
 
     Args:
-        configs: Which columns of each row mean what.
-        rows: One for each response.
-        texts: The responses.
-        truncated: Which of them were cut.
+        configs: Dataset of each row, which names its columns.
+        rows: Row of each response.
+        texts: Text of each response.
+        truncated: Whether each response was cut.
     """
     return [
         RewardInput(
@@ -109,9 +98,9 @@ def decode_responses(tokenizer: Tokenizer, responses: Sequence[Sequence[int]], r
     """Responses as text, without special tokens and without the stop text that ended them.
 
     Args:
-        tokenizer: Of the policy.
-        responses: Token ids.
-        recipe: Names the stop texts.
+        tokenizer: Tokenizer of the policy.
+        responses: Token ids of each response.
+        recipe: Recipe with the stop texts.
     """
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in responses]
     for stop in recipe.rollout.stop:

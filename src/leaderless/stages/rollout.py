@@ -20,29 +20,13 @@ TOO_MUCH = (
 
 
 def rollout(batch: Batch, context: StageContext) -> Batch:
-    """Sample `batch.responses_per_prompt` responses to each prompt.
-
-    Args:
-        batch: Prompts.
-        context: Whose role generates.
-
-    Returns:
-        Samples that point to their prompts.
-    """
+    """Sample `batch.responses_per_prompt` responses to each prompt."""
     siblings = context.recipe.batch.responses_per_prompt
     return _generate(batch, context, [context.recipe.rollout] * siblings)
 
 
 def rollout_with_greedy(batch: Batch, context: StageContext) -> Batch:
-    """Sample `batch.responses_per_prompt` responses to each prompt, and decode one more greedily.
-
-    Args:
-        batch: Prompts.
-        context: Whose role generates.
-
-    Returns:
-        Samples that point to their prompts, with `is_greedy`.
-    """
+    """Sample `batch.responses_per_prompt` responses to each prompt, and decode one more greedily."""
     siblings = context.recipe.batch.responses_per_prompt
     greedy = SamplingConfig(temperature=0.0)
     samples = _generate(batch, context, [*[context.recipe.rollout] * siblings, greedy])
@@ -51,7 +35,7 @@ def rollout_with_greedy(batch: Batch, context: StageContext) -> Batch:
 
 
 def _generate(batch: Batch, context: StageContext, distributions: Sequence[SamplingConfig]) -> Batch:
-    """A response of each distribution to each prompt."""
+    """Sample one response from each distribution for each prompt; samples point to their prompts."""
     siblings = len(distributions)
     prompt_index = torch.arange(len(batch)).repeat_interleave(siblings)
     ids = make_sample_ids(batch.ids[prompt_index], torch.arange(siblings).repeat(len(batch)))
@@ -62,7 +46,7 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     truncated = torch.tensor([c.is_truncated for c in completions], dtype=torch.bool)
     context.metrics.mean("rollout/response_tokens", tokens.lengths.sum(), len(ids))
     context.metrics.mean("rollout/truncated", truncated.sum(), len(ids))
-    # The mean speed of a rank times their number: a sum of speeds would grow with the rounds of a loop.
+    # Mean speed of a rank times the number of ranks: a sum of speeds would grow with the rounds of a loop.
     context.metrics.mean("rollout/tokens_per_s", context.process_group.size * len(tokens.values), seconds)
     return Batch(
         ids,
@@ -84,7 +68,7 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
 def _complete(
     batch: Batch, context: StageContext, distributions: Sequence[SamplingConfig], ids: Sequence[Sequence[int]]
 ) -> list[Completion]:
-    """The responses to each prompt in turn, in the order of the distributions."""
+    """The responses to the first prompt in the order of the distributions, then those to the next."""
     recipe, role = context.recipe, context.role
     assert role.rollout_engine is not None
     prompts = batch.jagged("prompt_tokens").to_lists()

@@ -23,18 +23,10 @@ from leaderless.training.micro_batches import MicroBatch
 
 
 def update(batch: Batch, context: StageContext) -> Batch:
-    """`batch.updates_per_step` steps on the policy loss, with the penalties and corrections of the recipe.
-
-    Args:
-        batch: Samples with advantages.
-        context: Whose role is trained.
-
-    Returns:
-        The samples as they are.
+    """Make `batch.updates_per_step` updates on the policy loss, with the recipe's penalties and corrections.
 
     Raises:
-        RuntimeError: A sample was drawn with other weights than those that are about to be trained, and was not carried
-            over by a loop.
+        RuntimeError: A sample was drawn with other weights than those about to be trained, and is not a loop's surplus.
     """
     algorithm, engine = context.recipe.algorithm, context.role.train_engine
     _check_version(batch, context)
@@ -62,7 +54,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
 
 
 def _check_version(batch: Batch, context: StageContext) -> None:
-    """Samples must come from the weights that are about to be trained, or from those that a loop may have kept."""
+    """Samples must come from the weights about to be trained, or be as old as a loop's surplus may be."""
     version, limit = context.role.train_engine.policy_version, context.node.max_staleness
     staleness = version - batch.dense("policy_versions")
     wrong = (staleness < 0) | (staleness > limit)
@@ -78,7 +70,7 @@ def _check_version(batch: Batch, context: StageContext) -> None:
 
 
 def _choose(mini_batch: Batch, is_counted: Tensor, context: StageContext, number: int) -> Tensor:
-    """[total] bool: tokens that the loss treats apart, among those that count; none for most losses."""
+    """[total] bool: tokens that the loss treats differently, among those that count; none for most losses."""
     config, temperature = context.recipe.algorithm.policy_loss, context.recipe.rollout.temperature
     advantages = mini_batch.jagged("advantages")
     if not needs_chosen_tokens(config):
@@ -88,7 +80,7 @@ def _choose(mini_batch: Batch, is_counted: Tensor, context: StageContext, number
         mini_batch.jagged("old_log_probs") if is_fresh else context.role.train_engine.log_probs(mini_batch, temperature)
     )
     positions = torch.cat([torch.arange(length) for length in advantages.lengths.tolist()] or [torch.empty(0).long()])
-    # Another stream of numbers than that which sampled the tokens.
+    # Independent of the noise that sampled the tokens.
     noise = uniform_noise(
         context.recipe.seed + context.step * 2**32, repeat_per_token(mini_batch.ids, advantages.lengths), positions
     )
@@ -99,15 +91,7 @@ def _choose(mini_batch: Batch, is_counted: Tensor, context: StageContext, number
 
 
 def sft(batch: Batch, context: StageContext) -> Batch:
-    """`batch.updates_per_step` steps on the negative log-likelihood of the given responses, a mean over tokens.
-
-    Args:
-        batch: Prompts with their responses.
-        context: Whose role is trained.
-
-    Returns:
-        The rows as they are.
-    """
+    """Make `batch.updates_per_step` updates on the negative log-likelihood of the given responses."""
 
     def make_loss(mini_batch: Batch, weights: Tensor, number: int) -> TokenLoss:  # noqa: ARG001
         return _ImitationLoss(weights, context)
@@ -121,7 +105,7 @@ def sft(batch: Batch, context: StageContext) -> Batch:
 
 
 def _report_size(batch: Batch, context: StageContext) -> None:
-    """Tokens of the step's samples, each once however many roles are trained on them."""
+    """Count the tokens of the step's samples."""
     count = batch.jagged("prompt_tokens").lengths.sum() + batch.jagged("tokens").lengths.sum()
     context.metrics.total("throughput/tokens", count)
 
@@ -140,7 +124,7 @@ class _PolicyGradientLoss:
     def __call__(self, outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
         weights = take(self.weights, micro_batch, outputs.log_probs)
         is_counted = weights > 0
-        # What does not count is replaced before anything is computed with it: 0 times NaN is NaN.
+        # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
         log_probs = torch.where(is_counted, outputs.log_probs, 0.0)
         columns = {
             name: torch.where(is_counted, take(self.batch.jagged(name).values, micro_batch, log_probs), 0.0)
@@ -167,7 +151,7 @@ class _PolicyGradientLoss:
         if self.config.correction.type != "none":
             report("correction/weight", correction)
             report("correction/dropped", correction == 0)
-        # How far the engine's log-probabilities are from the trainer's, before this step's updates.
+        # Distance between the engine's log-probabilities and the trainer's before this step's updates.
         difference = columns["rollout_log_probs"] - old_log_probs
         report("mismatch/abs_mean", difference.abs())
         self.context.metrics.max("mismatch/abs_max", difference.abs().max() if len(difference) else 0.0)
