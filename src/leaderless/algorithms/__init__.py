@@ -1,102 +1,54 @@
-"""The mathematics: pure functions of tensors, in packed form. Nothing here knows of ranks, models or recipes."""
+"""The mathematics: pure functions of packed tensors. Nothing here knows of ranks, models or recipes."""
 
-from leaderless.algorithms.advantages import (
-    count_groups_without_signal,
-    cpgd_advantages,
-    distillation_advantages,
-    gpg_advantages,
-    grpo_advantages,
-    opo_advantages,
-    pass_at_k_advantages,
-    rejection_advantages,
-    remax_advantages,
-    rloo_advantages,
-)
-from leaderless.algorithms.aggregation import Aggregation, Denominators, token_weights
-from leaderless.algorithms.correction import (
-    CorrectionLevel,
-    importance_ratios,
-    is_within,
-    masked_weights,
-    truncated_weights,
-)
-from leaderless.algorithms.covariance import (
-    choose_for_clip_cov,
-    clip_cov_loss,
-    covariances,
-    kl_cov_loss,
-    threshold_of_top,
-)
-from leaderless.algorithms.groups import Groups, count_groups
-from leaderless.algorithms.kl import KlEstimator, adapted_coefficient, kl_penalty
-from leaderless.algorithms.moments import Moments, whiten
-from leaderless.algorithms.padded import pack, unpack
-from leaderless.algorithms.policy_loss import (
-    PolicyLoss,
-    cispo_loss,
-    clipped_policy_loss,
-    cpgd_loss,
-    reinforce_loss,
-    sapo_loss,
-)
-from leaderless.algorithms.returns import gae_advantages, reinforce_advantages, token_level_rewards
-from leaderless.algorithms.scores import majority_is_correct, pass_at_k
-from leaderless.algorithms.segments import add_to_last, decayed_sum, repeat_per_token, segment_mean, segment_sum
-from leaderless.algorithms.sequence_loss import gmpo_loss, gspo_loss
-from leaderless.algorithms.shaping import overlong_penalty
-from leaderless.algorithms.value_loss import clipped_value_loss
-
-__all__ = [
-    "Aggregation",
-    "CorrectionLevel",
-    "Denominators",
-    "Groups",
-    "KlEstimator",
-    "Moments",
-    "PolicyLoss",
-    "adapted_coefficient",
-    "add_to_last",
-    "choose_for_clip_cov",
-    "cispo_loss",
-    "clip_cov_loss",
-    "clipped_policy_loss",
-    "clipped_value_loss",
-    "count_groups",
-    "count_groups_without_signal",
-    "covariances",
-    "cpgd_advantages",
-    "cpgd_loss",
-    "decayed_sum",
-    "distillation_advantages",
-    "gae_advantages",
-    "gmpo_loss",
-    "gpg_advantages",
-    "grpo_advantages",
-    "gspo_loss",
-    "importance_ratios",
-    "is_within",
-    "kl_cov_loss",
-    "kl_penalty",
-    "majority_is_correct",
-    "masked_weights",
-    "opo_advantages",
-    "overlong_penalty",
-    "pack",
-    "pass_at_k",
-    "pass_at_k_advantages",
-    "reinforce_advantages",
-    "reinforce_loss",
-    "rejection_advantages",
-    "remax_advantages",
-    "repeat_per_token",
-    "rloo_advantages",
-    "sapo_loss",
-    "segment_mean",
-    "segment_sum",
-    "threshold_of_top",
-    "token_level_rewards",
-    "token_weights",
-    "truncated_weights",
-    "unpack",
-    "whiten",
-]
+from leaderless.algorithms.advantages import count_groups_without_signal as count_groups_without_signal
+from leaderless.algorithms.advantages import cpgd_advantages as cpgd_advantages
+from leaderless.algorithms.advantages import distillation_advantages as distillation_advantages
+from leaderless.algorithms.advantages import gpg_advantages as gpg_advantages
+from leaderless.algorithms.advantages import grpo_advantages as grpo_advantages
+from leaderless.algorithms.advantages import opo_advantages as opo_advantages
+from leaderless.algorithms.advantages import pass_at_k_advantages as pass_at_k_advantages
+from leaderless.algorithms.advantages import rejection_advantages as rejection_advantages
+from leaderless.algorithms.advantages import remax_advantages as remax_advantages
+from leaderless.algorithms.advantages import rloo_advantages as rloo_advantages
+from leaderless.algorithms.aggregation import Aggregation as Aggregation
+from leaderless.algorithms.aggregation import Denominators as Denominators
+from leaderless.algorithms.aggregation import token_weights as token_weights
+from leaderless.algorithms.correction import CorrectionLevel as CorrectionLevel
+from leaderless.algorithms.correction import importance_ratios as importance_ratios
+from leaderless.algorithms.correction import is_within as is_within
+from leaderless.algorithms.correction import masked_weights as masked_weights
+from leaderless.algorithms.correction import truncated_weights as truncated_weights
+from leaderless.algorithms.covariance import choose_for_clip_cov as choose_for_clip_cov
+from leaderless.algorithms.covariance import clip_cov_loss as clip_cov_loss
+from leaderless.algorithms.covariance import covariances as covariances
+from leaderless.algorithms.covariance import kl_cov_loss as kl_cov_loss
+from leaderless.algorithms.covariance import threshold_of_top as threshold_of_top
+from leaderless.algorithms.groups import Groups as Groups
+from leaderless.algorithms.groups import count_groups as count_groups
+from leaderless.algorithms.groups import majority_is_correct as majority_is_correct
+from leaderless.algorithms.groups import pass_at_k as pass_at_k
+from leaderless.algorithms.kl import KlEstimator as KlEstimator
+from leaderless.algorithms.kl import adapted_coefficient as adapted_coefficient
+from leaderless.algorithms.kl import kl_penalty as kl_penalty
+from leaderless.algorithms.policy_loss import PolicyLoss as PolicyLoss
+from leaderless.algorithms.policy_loss import cispo_loss as cispo_loss
+from leaderless.algorithms.policy_loss import clipped_policy_loss as clipped_policy_loss
+from leaderless.algorithms.policy_loss import clipped_value_loss as clipped_value_loss
+from leaderless.algorithms.policy_loss import cpgd_loss as cpgd_loss
+from leaderless.algorithms.policy_loss import gmpo_loss as gmpo_loss
+from leaderless.algorithms.policy_loss import gspo_loss as gspo_loss
+from leaderless.algorithms.policy_loss import reinforce_loss as reinforce_loss
+from leaderless.algorithms.policy_loss import sapo_loss as sapo_loss
+from leaderless.algorithms.returns import Moments as Moments
+from leaderless.algorithms.returns import gae_advantages as gae_advantages
+from leaderless.algorithms.returns import overlong_penalty as overlong_penalty
+from leaderless.algorithms.returns import reinforce_advantages as reinforce_advantages
+from leaderless.algorithms.returns import token_level_rewards as token_level_rewards
+from leaderless.algorithms.returns import whiten as whiten
+from leaderless.algorithms.segments import add_to_last as add_to_last
+from leaderless.algorithms.segments import decayed_sum as decayed_sum
+from leaderless.algorithms.segments import pack as pack
+from leaderless.algorithms.segments import repeat_per_token as repeat_per_token
+from leaderless.algorithms.segments import segment_mean as segment_mean
+from leaderless.algorithms.segments import segment_sum as segment_sum
+from leaderless.algorithms.segments import unpack as unpack

@@ -1,7 +1,7 @@
-"""How much better a response was than could be expected, judged by the other responses to its prompt.
+"""Advantages of whole responses, most of them relative to the other responses to the same prompt.
 
-All functions here follow one rule about rewards without a signal. A response whose reward failed leaves its group's
-statistics and has advantage 0. So has every response of a group with fewer than two rewards, or with equal ones.
+A response whose reward failed is left out of its group's statistics and has advantage 0. In advantages that compare
+the responses of a group, so has every response of a group with fewer than two rewards or with equal ones.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def grpo_advantages(
     Formula: (r - mean) / (std + epsilon), or r - mean.
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome supervision); Dr. GRPO, arXiv 2503.20783, section
-    3.2. GRPO's paper does not say which standard deviation it means; this is that of a sample (n - 1), as is common.
+    3.2. GRPO's paper does not say which standard deviation it means; this is the sample's (n - 1), as is common.
 
     Args:
         rewards: [n] float.
-        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        is_valid: [n] bool, false where the reward failed.
         group_ids: [n] int64; whole groups, in any order.
-        normalize_by_std: Divide by the standard deviation; else only the mean is subtracted.
-        epsilon: Added to the standard deviation, above 0.
+        normalize_by_std: Whether to divide by the standard deviation as well.
+        epsilon: Constant added to the standard deviation, above 0.
 
     Returns:
         [n] float32.
@@ -40,7 +40,7 @@ def grpo_advantages(
 
 
 def rloo_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Tensor:
-    """Leave-one-out advantages: each reward less the mean of the others of its group.
+    """Leave-one-out advantages: each reward minus the mean of the others in its group.
 
     Formula: n / (n - 1) (r - mean).
 
@@ -49,7 +49,7 @@ def rloo_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Ten
 
     Args:
         rewards: [n] float.
-        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        is_valid: [n] bool, false where the reward failed.
         group_ids: [n] int64; whole groups, in any order.
 
     Returns:
@@ -61,15 +61,16 @@ def rloo_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Ten
 
 
 def opo_advantages(rewards: Tensor, is_valid: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Advantages over the length-weighted baseline, of least variance on policy.
+    """Advantages over a length-weighted baseline, which has the least variance on policy.
 
     Formula: r - sum(l r) / sum(l), with l the response's tokens.
 
-    Source: OPO, arXiv 2505.23585, its practical form: tokens' gradients are taken as orthogonal and of equal size.
+    Source: OPO, arXiv 2505.23585, in its practical form: gradients of tokens are taken to be orthogonal and equally
+    large.
 
     Args:
         rewards: [n] float.
-        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        is_valid: [n] bool, false where the reward failed.
         lengths: [n] int64, response tokens.
         group_ids: [n] int64; whole groups, in any order.
 
@@ -82,18 +83,18 @@ def opo_advantages(rewards: Tensor, is_valid: Tensor, lengths: Tensor, group_ids
 
 
 def gpg_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, signal_share: float) -> Tensor:
-    """Mean-centred rewards, scaled up for the groups that say nothing.
+    """Mean-centered rewards, scaled up to make up for groups without a signal.
 
-    A mean over all groups shrinks the gradient by the share of groups with a signal; the scale undoes that.
+    A mean over all groups shrinks the gradient by the share of groups with a signal; the scale undoes this.
 
     Formula: (r - mean) / signal_share.
 
-    Source: GPG, arXiv 2504.02546, with F_norm = 1. The paper counts samples, B / (B - M); groups are the same where all
-    are equally large.
+    Source: GPG, arXiv 2504.02546, with F_norm = 1. The paper counts samples, B / (B - M), which is the same for groups
+    of equal size.
 
     Args:
         rewards: [n] float.
-        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        is_valid: [n] bool, false where the reward failed.
         group_ids: [n] int64; whole groups, in any order.
         signal_share: Groups with a signal over all groups, on all ranks; see `count_groups`.
 
@@ -107,19 +108,19 @@ def gpg_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, sign
 def cpgd_advantages(
     rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, signal_share: float, max_weight: float
 ) -> Tensor:
-    """CPGD's clip-filter-like weighting: mean-centred rewards, scaled up for the groups that say nothing, to a limit.
+    """CPGD's clip-filter-like weighting: mean-centered rewards, scaled up for groups without a signal, to a limit.
 
     Formula: min(max_weight, 1 / signal_share) (r - mean).
 
-    Source: CPGD, arXiv 2505.12504. Its two other weightings are 1, Dr. GRPO's, and 1 / std, GRPO's. The
-    paper leaves open over what the share is taken; here it is over the groups of the step, on all ranks.
+    Source: CPGD, arXiv 2505.12504. Its two other weightings are 1 (Dr. GRPO) and 1 / std (GRPO). The paper does not say
+    over what the share is taken; here it is over the groups of the step, on all ranks.
 
     Args:
         rewards: [n] float.
-        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        is_valid: [n] bool, false where the reward failed.
         group_ids: [n] int64; whole groups, in any order.
         signal_share: Groups with a signal over all groups, on all ranks; see `count_groups`.
-        max_weight: At least 1.
+        max_weight: Largest weight, at least 1.
 
     Returns:
         [n] float32.
@@ -130,19 +131,19 @@ def cpgd_advantages(
 
 
 def pass_at_k_advantages(is_correct: Tensor, is_valid: Tensor, group_ids: Tensor, *, k: int) -> Tensor:
-    """Advantages under which a set of k responses is worth the best of them, averaged over all such sets.
+    """Advantages for which a set of k responses is worth as much as its best one, averaged over all such sets.
 
     Formula: (1 - p) / s for a correct response and (1 - p - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / s for a wrong one,
     with p = 1 - C(wrong, k) / C(n, k) and s = sqrt(p (1 - p)).
 
-    Source: Pass@k Training, arXiv 2508.10751, analytical derivation. A group with fewer than k rewards has no
-    signal, nor has one in which every set of k holds a correct response.
+    Source: Pass@k Training, arXiv 2508.10751, analytical derivation. A group has no signal if it has fewer than k
+    rewards, or if every set of k holds a correct response.
 
     Args:
         is_correct: [n] bool.
-        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
+        is_valid: [n] bool, false where the reward failed.
         group_ids: [n] int64; whole groups, in any order.
-        k: Size of the sets, at least 1.
+        k: Size of a set, at least 1.
 
     Returns:
         [n] float32.
@@ -166,17 +167,17 @@ def _ratio_of_binomials(top: Tensor, bottom: Tensor, k: int) -> Tensor:
 
 
 def remax_advantages(rewards: Tensor, is_valid: Tensor, greedy_rewards: Tensor, is_greedy_valid: Tensor) -> Tensor:
-    """Rewards less that of the greedy response to the same prompt.
+    """Rewards minus the reward of the greedy response to the same prompt.
 
     Formula: r - r_greedy.
 
-    Source: ReMax, arXiv 2310.10505, its greedy baseline. No group is needed: one response to a prompt is enough.
+    Source: ReMax, arXiv 2310.10505. No group is needed: one sampled response per prompt is enough.
 
     Args:
         rewards: [n] float.
-        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
-        greedy_rewards: [n] float, of the greedy response to each sample's prompt.
-        is_greedy_valid: [n] bool.
+        is_valid: [n] bool, false where the reward failed.
+        greedy_rewards: [n] float, reward of the greedy response to each sample's prompt.
+        is_greedy_valid: [n] bool, false where that reward failed.
 
     Returns:
         [n] float32; 0 where either reward failed.
@@ -186,13 +187,13 @@ def remax_advantages(rewards: Tensor, is_valid: Tensor, greedy_rewards: Tensor, 
 
 
 def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """How much likelier a teacher finds each token than the student that sampled it.
+    """How much more likely each token is under a teacher than under the student that sampled it.
 
-    Formula: A_t = log p_teacher - log p. With the plain policy gradient that is the gradient of the reverse divergence
-    from student to teacher, one token at a time; no reward is looked at.
+    Formula: A_t = log p_teacher - log p. With the plain policy gradient this is the gradient of the reverse divergence
+    from student to teacher, token by token; rewards are not used.
 
     Source: on-policy distillation: MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649, with the student's samples only.
-    One deviation from both: what a token does to the tokens behind it is left out (a discount of 0).
+    One deviation from both: the effect of a token on later tokens is left out (a discount of 0).
 
     Args:
         log_probs: [total] under the student, before this step's updates.
@@ -205,17 +206,17 @@ def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Ten
 
 
 def rejection_advantages(is_correct: Tensor, is_valid: Tensor, *, correct_share: float) -> Tensor:
-    """1 for correct responses and 0 for all others, scaled so that a mean over all is a mean over the correct ones.
+    """1 for correct responses and 0 for others, scaled so that a mean over all is a mean over the correct ones.
 
-    Formula: A = [correct] / correct_share. With the plain policy gradient and the aggregation `token_mean` that is
-    fine-tuning on the model's own correct responses, where the share is one of tokens.
+    Formula: A = [correct] / correct_share. With the plain policy gradient, the aggregation `token_mean` and a share of
+    tokens, this is fine-tuning on the model's own correct responses.
 
     Source: rejection-sampling fine-tuning, arXiv 2308.01825; RAFT, arXiv 2304.06767.
 
     Args:
         is_correct: [n] bool.
-        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
-        correct_share: Tokens of correct responses over those of all that count, on all ranks.
+        is_valid: [n] bool, false where the reward failed.
+        correct_share: Tokens of correct responses over tokens of all responses that count, on all ranks.
 
     Returns:
         [n] float32.
@@ -224,14 +225,11 @@ def rejection_advantages(is_correct: Tensor, is_valid: Tensor, *, correct_share:
 
 
 def count_groups_without_signal(advantages: Tensor, group_ids: Tensor) -> tuple[int, int]:
-    """How many groups teach nothing.
+    """Number of groups whose advantages are all 0, and number of all groups.
 
     Args:
         advantages: [n], of whole groups.
         group_ids: [n] int64.
-
-    Returns:
-        Groups whose advantages are all 0, and all groups.
     """
     groups, group = torch.unique(group_ids, return_inverse=True)
     size = torch.zeros(len(groups), dtype=torch.float64, device=advantages.device).index_add(

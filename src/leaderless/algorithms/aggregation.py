@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: as a weight for each token, so that sums may be split at will."""
+"""How the losses of tokens become one number: by a weight for each token, so that the sum can be split at will."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Denominators:
 
     @staticmethod
     def count(lengths: Tensor, is_valid: Tensor) -> Tensor:
-        """What one rank contributes; summed over ranks it makes the denominators.
+        """One rank's contribution; its sum over ranks makes the denominators.
 
         Args:
             lengths: [n] int64, response tokens of each sample.
@@ -47,23 +47,23 @@ def token_weights(
 ) -> Tensor:
     """The weight of each token, such that the loss is the weighted sum over all tokens of all ranks.
 
-    Because the weights hold the global denominators, the loss and its gradient depend on neither micro-batches nor
-    ranks nor packing. Of N samples with tokens, and T tokens in all:
+    Because the weights contain the global denominators, the loss and its gradient do not depend on micro-batches, ranks
+    or packing. With N samples that have tokens, and T tokens in all:
 
     - `token_mean`: 1 / T; DAPO, arXiv 2503.14476, equation 8.
     - `sequence_mean_token_mean`: 1 / (N |o_i|); GRPO, arXiv 2402.03300, equation 3.
     - `sequence_mean_token_sum`: 1 / N; the policy gradient itself.
     - `sequence_mean_token_sum_norm`: 1 / (N norm_tokens); Dr. GRPO, arXiv 2503.20783, section 3.2.
 
-    Source: as named; each paper writes its mean for the responses to one prompt. Here, as in their code, it is over
-    the whole mini-batch, which differs for `token_mean`: prompts with longer responses weigh more.
+    Source: as named; each paper states its mean for the responses to one prompt. Here, as in their code, it is over the
+    whole mini-batch, which makes a difference for `token_mean`: prompts with longer responses weigh more.
 
     Args:
-        aggregation: The mean that is meant.
+        aggregation: Kind of mean.
         lengths: [n] int64, response tokens of each sample.
         is_valid: [n] bool; samples that do not count have weight 0.
-        totals: Over the whole mini-batch.
-        norm_tokens: The constant of `sequence_mean_token_sum_norm`, as the longest response allowed.
+        totals: Denominators over the whole mini-batch.
+        norm_tokens: Constant of `sequence_mean_token_sum_norm`, such as the longest response allowed.
 
     Returns:
         [sum(lengths)] float32.

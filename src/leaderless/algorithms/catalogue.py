@@ -1,4 +1,4 @@
-"""What there is to train with, each with its formula and its source, as the docstrings have them."""
+"""All algorithms, each with the formula and the source that its docstring gives."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from leaderless.algorithms import (
     correction,
     covariance,
     kl,
-    moments,
     policy_loss,
     returns,
-    sequence_loss,
-    shaping,
-    value_loss,
 )
 
 Function = Callable[..., object]
 
 FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
-    "reward": (returns.token_level_rewards, shaping.overlong_penalty),
+    "reward": (returns.token_level_rewards, returns.overlong_penalty),
     "advantage": (
         advantages.grpo_advantages,
         advantages.rloo_advantages,
@@ -41,13 +37,13 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
         advantages.rejection_advantages,
         returns.gae_advantages,
         returns.reinforce_advantages,
-        moments.whiten,
+        returns.whiten,
     ),
     "policy loss": (
         policy_loss.reinforce_loss,
         policy_loss.clipped_policy_loss,
-        sequence_loss.gspo_loss,
-        sequence_loss.gmpo_loss,
+        policy_loss.gspo_loss,
+        policy_loss.gmpo_loss,
         policy_loss.cispo_loss,
         policy_loss.sapo_loss,
         policy_loss.cpgd_loss,
@@ -56,7 +52,7 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
         covariance.covariances,
         covariance.choose_for_clip_cov,
     ),
-    "value loss": (value_loss.clipped_value_loss,),
+    "value loss": (policy_loss.clipped_value_loss,),
     "KL": (kl.kl_penalty, kl.adapted_coefficient),
     "aggregation": (aggregation.token_weights,),
     "correction": (
@@ -74,9 +70,9 @@ class Entry:
     """One algorithm.
 
     Attributes:
-        kind: As `advantage`.
-        name: Of the function, or of the variant that one of its arguments selects.
-        formula: In one line.
+        kind: Kind of algorithm, such as `advantage`.
+        name: Name of the function, or of the variant that one of its arguments selects.
+        formula: Formula in one line.
         source: Paper and equation.
     """
 
@@ -98,14 +94,10 @@ def entries() -> Iterator[Entry]:
 
 
 def show(console: Console) -> None:
-    """Print all algorithms: as a table to a terminal, as lines with tabs to a file or a pipe.
-
-    Args:
-        console: Where to.
-    """
+    """Print all algorithms: a table to a terminal, tab-separated lines to a file or a pipe."""
     if not console.is_terminal:
         for entry in entries():
-            # Straight to the file, because a console makes spaces of tabs.
+            # Straight to the file, because a console turns tabs into spaces.
             console.file.write("\t".join((entry.kind, entry.name, entry.formula, entry.source)) + "\n")
         return
     table = Table("kind", "name", "formula", "source", show_lines=True)

@@ -1,9 +1,9 @@
-"""Correction for samples that came from another policy than the trainer's: an engine's arithmetic, or older weights.
+"""Correction for samples that another policy drew than the trainer's: an engine with other arithmetic or older weights.
 
-The weight of a token is the ratio w = p_old / p_rollout of the trainer's probability before this step's updates to
-that of the engine as it sampled. The loss is multiplied by it; a token that is dropped has weight 0 and still counts in
-the denominator of the mean. Decoupled PPO (AReaL, arXiv 2505.24298) is the clipped loss with such a weight: its
-proximal policy is the trainer's before this step's updates.
+The weight of a token is the ratio w = p_old / p_rollout of the trainer's probability before this step's updates to the
+engine's probability at sampling time. It multiplies the loss; a dropped token has weight 0 and still counts in the
+denominator of the mean. Decoupled PPO (AReaL, arXiv 2505.24298) is the clipped loss with such a weight: its proximal
+policy is the trainer's before this step's updates.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from leaderless.algorithms.ratios import log_ratio_of, ratio_of
-from leaderless.algorithms.segments import repeat_per_token, segment_mean, segment_sum
+from leaderless.algorithms.segments import log_ratio_of, ratio_of, repeat_per_token, segment_mean, segment_sum
 
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 
@@ -22,7 +21,7 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 def importance_ratios(
     old_log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tensor, level: CorrectionLevel
 ) -> Tensor:
-    """How much likelier each token, or its response, is for the trainer than it was for the engine.
+    """How much more likely each token, or its response, is for the trainer than it was for the engine.
 
     - `token`: p_old / p_rollout of the token; Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
       RL Training", 2025.
@@ -33,13 +32,12 @@ def importance_ratios(
 
     Args:
         old_log_probs: [total] under the trainer's policy before this step's updates.
-        rollout_log_probs: [total] as the engine sampled.
+        rollout_log_probs: [total] under the engine at sampling time.
         lengths: [n] int64, response tokens; summing to `total`.
         level: A ratio for each token, for the product of a response's tokens, or for their geometric mean.
 
     Returns:
-        [total], without gradient, at least float32; for the levels other than token the same for all tokens of a
-        response.
+        [total], without gradient, at least float32; at other levels than `token`, equal for all tokens of a response.
     """
     difference = log_ratio_of(old_log_probs, rollout_log_probs).detach()
     match level:
@@ -53,7 +51,7 @@ def importance_ratios(
 
 
 def truncated_weights(ratios: Tensor, *, highest: float) -> Tensor:
-    """Weights that are cut from above.
+    """Weights cut off at an upper bound.
 
     Formula: min(w, highest).
 
@@ -61,7 +59,7 @@ def truncated_weights(ratios: Tensor, *, highest: float) -> Tensor:
 
     Args:
         ratios: [total].
-        highest: Above 0.
+        highest: Upper bound, above 0.
 
     Returns:
         [total].
@@ -78,8 +76,8 @@ def masked_weights(ratios: Tensor, *, lowest: float, highest: float) -> Tensor:
 
     Args:
         ratios: [total].
-        lowest: At least 0.
-        highest: At least `lowest`.
+        lowest: Lower bound, at least 0.
+        highest: Upper bound, at least `lowest`.
 
     Returns:
         [total].
@@ -88,7 +86,7 @@ def masked_weights(ratios: Tensor, *, lowest: float, highest: float) -> Tensor:
 
 
 def is_within(ratios: Tensor, lowest: float, highest: float) -> Tensor:
-    """Which tokens are kept by rejection, with their weight unchanged.
+    """The tokens that rejection keeps, with their weight unchanged.
 
     Formula: lowest <= w <= highest.
 
@@ -96,8 +94,8 @@ def is_within(ratios: Tensor, lowest: float, highest: float) -> Tensor:
 
     Args:
         ratios: [total]; of the geometric level, to reject whole responses.
-        lowest: At least 0.
-        highest: At least `lowest`.
+        lowest: Lower bound, at least 0.
+        highest: Upper bound, at least `lowest`.
 
     Returns:
         [total] bool.

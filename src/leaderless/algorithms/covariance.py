@@ -1,8 +1,8 @@
-"""Restraint where entropy is lost: at tokens whose probability and advantage rise together.
+"""Losses that slow the loss of entropy, at tokens whose probability and advantage are high together.
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617.
-The covariance of a token is taken with respect to the means over its mini-batch on all ranks, so that it depends on
-neither micro-batches nor ranks.
+Covariances are taken with respect to the means over the mini-batch on all ranks, so that they depend on neither
+micro-batches nor ranks.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from leaderless.algorithms.policy_loss import PolicyLoss, clipped_policy_loss
-from leaderless.algorithms.ratios import log_ratio_of, ratio_of, widen
+from leaderless.algorithms.segments import log_ratio_of, ratio_of, widen
 
 _THRESHOLDS = 64
 _ROUNDS = 8
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, *, mean_log_prob: float, mean_advantage: float) -> Tensor:
-    """How much each token adds to the covariance of log-probability and advantage.
+    """The contribution of each token to the covariance of log-probability and advantage.
 
     Formula: (log p - mean log p) (A - mean A).
 
@@ -29,8 +29,8 @@ def covariances(log_probs: Tensor, advantages: Tensor, *, mean_log_prob: float, 
     Args:
         log_probs: [total] under the current policy.
         advantages: [total].
-        mean_log_prob: Over all tokens of the mini-batch, on all ranks.
-        mean_advantage: Over the same tokens.
+        mean_log_prob: Mean over all tokens of the mini-batch, on all ranks.
+        mean_advantage: Mean over the same tokens.
 
     Returns:
         [total], without gradient.
@@ -39,19 +39,19 @@ def covariances(log_probs: Tensor, advantages: Tensor, *, mean_log_prob: float, 
 
 
 def choose_for_clip_cov(is_in_range: Tensor, noise: Tensor, *, probability: float) -> Tensor:
-    """Tokens that Clip-Cov takes the gradient from: some at random of those with a covariance in its range.
+    """Tokens whose gradient Clip-Cov removes: a random part of those with a covariance in its range.
 
     Formula: is_in_range and noise < probability.
 
-    Source: Clip-Cov, arXiv 2505.22617. The paper draws a fixed number of them; here each is drawn by itself with the
-    probability that gives this number on average, so that ranks need not agree on more than a count. The published code
-    leaves tokens out of the draw whose ratio is clipped already; here they take part, as the paper says nothing of it,
-    so that some of those drawn had no gradient to lose.
+    Source: Clip-Cov, arXiv 2505.22617. The paper draws a fixed number of tokens; here each is drawn independently, with
+    the probability that gives this number on average, so that ranks only have to agree on a count. The published code
+    leaves out tokens whose ratio is already clipped; here they take part, as in the paper, so that some of the drawn
+    tokens had no gradient to lose.
 
     Args:
         is_in_range: [total] bool.
-        noise: [total], uniform between 0 and 1, fixed by sample and position.
-        probability: The number that is wanted over the number in range, on all ranks.
+        noise: [total], uniform between 0 and 1, determined by sample and position.
+        probability: Intended number of tokens over the number in range, on all ranks.
 
     Returns:
         [total] bool.
@@ -72,17 +72,17 @@ def clip_cov_loss(
 
     Formula: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), of which sg[...] at the chosen tokens.
 
-    Source: Clip-Cov, arXiv 2505.22617. The paper's formula has the plain surrogate for the other tokens, its code the
-    clipped one; this follows the code. Chosen tokens count 0 there; here they keep their value and lose only the
-    gradient, so that the loss remains comparable.
+    Source: Clip-Cov, arXiv 2505.22617. For the other tokens, the paper's formula has the plain surrogate and its code
+    the clipped one; this follows the code. There, chosen tokens have loss 0; here they keep their value and lose only
+    the gradient, so that losses remain comparable.
 
     Args:
         log_probs: [total] under the current policy, with gradient.
         old_log_probs: [total] under the policy before this step's updates.
         advantages: [total].
         is_chosen: [total] bool; see `choose_for_clip_cov`.
-        clip_low: Between 0 and 1.
-        clip_high: Above 0.
+        clip_low: Lower clip range, between 0 and 1.
+        clip_high: Upper clip range, above 0.
 
     Returns:
         The loss of each token.
@@ -94,7 +94,7 @@ def clip_cov_loss(
 def kl_cov_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, is_chosen: Tensor, *, coefficient: float
 ) -> PolicyLoss:
-    """The unclipped surrogate, with a penalty at the chosen tokens for leaving the old policy.
+    """The unclipped surrogate, with a penalty at the chosen tokens for moving away from the old policy.
 
     Formula: -ratio A, plus coefficient |log-ratio| at the chosen tokens.
 
@@ -105,8 +105,8 @@ def kl_cov_loss(
         log_probs: [total] under the current policy, with gradient.
         old_log_probs: [total] under the policy before this step's updates.
         advantages: [total].
-        is_chosen: [total] bool: the tokens of largest covariance; see `threshold_of_top`.
-        coefficient: Of the penalty.
+        is_chosen: [total] bool, the tokens of largest covariance; see `threshold_of_top`.
+        coefficient: Weight of the penalty.
 
     Returns:
         The loss of each token; chosen tokens count as clipped.
@@ -117,20 +117,16 @@ def kl_cov_loss(
 
 
 def threshold_of_top(values: Tensor, count: int, reduce_sum: Callable[[Tensor], Tensor], highest: float) -> float:
-    """A number that `count` values of all ranks are at least as large as, and never more.
+    """A threshold that `count` values of all ranks reach, or fewer if values are equal, but never more.
 
-    Values that differ by less than highest / 2^46 count as equal. Of equal values either all or none are above the
-    threshold, so that fewer than `count` may be. Found by counting values above 64 thresholds at a time, so that ranks
-    exchange counts and no values.
+    Values that differ by less than highest / 2^46 count as equal, and equal values either all reach the threshold or
+    none does. It is found by counting values above 64 thresholds at a time: ranks exchange counts, not values.
 
     Args:
-        values: [total], finite, at most `highest` in size.
-        count: How many are wanted, over all ranks.
-        reduce_sum: Sum over ranks; all call it equally often.
-        highest: At least the size of every value of every rank.
-
-    Returns:
-        The threshold.
+        values: [total], finite, of magnitude at most `highest`.
+        count: Number of values over all ranks.
+        reduce_sum: Sum over ranks; all ranks call it equally often.
+        highest: Upper bound of the magnitude of every value on every rank.
     """
     low, high = -highest, highest * (1 + 1e-9) + 1e-30
     for _ in range(_ROUNDS):
@@ -138,7 +134,7 @@ def threshold_of_top(values: Tensor, count: int, reduce_sum: Callable[[Tensor], 
         above = reduce_sum((values.double()[None, :] >= thresholds[:, None]).sum(dim=1).double())
         first = int((above <= count).double().argmax())
         low, high = float(thresholds[max(0, first - 1)]), float(thresholds[first])
-    # Rounded up to a number of the values' own kind, because a comparison rounds it to one.
+    # Rounded up to the type of the values, because a comparison converts it to that type.
     rounded = torch.tensor(high, dtype=values.dtype)
     if rounded.double() < high:
         rounded = torch.nextafter(rounded, torch.tensor(torch.inf, dtype=values.dtype))

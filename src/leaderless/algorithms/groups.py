@@ -1,8 +1,11 @@
-"""What the rewards of the responses to one prompt have in common."""
+"""Statistics of the responses to one prompt."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
 import torch
 from torch import Tensor
@@ -10,14 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """Statistics of groups of samples, in double precision; failed rewards are in none of them.
+    """Statistics of groups of samples, in double precision, without failed rewards.
 
     Attributes:
         index: [n] int64, the group of each sample, from 0.
         values: [n], each sample's reward; 0 where it failed.
-        is_valid: [n] bool.
-        count: [g], samples with a reward.
-        mean: [g], of their rewards.
+        is_valid: [n] bool, false where the reward failed.
+        count: [g], number of samples with a reward.
+        mean: [g], mean of their rewards.
         has_signal: [g] bool: at least two rewards, and not all the same.
     """
 
@@ -33,7 +36,7 @@ class Groups:
         """Sort samples into groups.
 
         Args:
-            rewards: [n] float; what failed may be anything, NaN included.
+            rewards: [n] float; failed ones may have any value, including NaN.
             is_valid: [n] bool; false where the reward failed.
             group_ids: [n] int64; whole groups, in any order.
         """
@@ -47,39 +50,25 @@ class Groups:
         return cls(index, values, is_valid, count, mean, (count >= 2) & (highest > lowest))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the samples of each group that have a reward.
-
-        Args:
-            values: [n].
-
-        Returns:
-            [g] float64.
-        """
+        """[g] float64: sum of [n] values over the samples of each group that have a reward."""
         counted = torch.where(self.is_valid, values.double(), 0.0)
         return torch.zeros_like(self.mean).index_add(0, self.index, counted)
 
     def centered(self) -> Tensor:
-        """[n] float64: each reward less its group's mean."""
+        """[n] float64: each reward minus its group's mean."""
         return self.values - self.mean[self.index]
 
     def std(self) -> Tensor:
-        """[g] float64: standard deviation of a sample (n - 1)."""
+        """[g] float64: sample standard deviation (n - 1)."""
         return (self.sum(self.centered().square()) / (self.count - 1).clamp(min=1)).sqrt()
 
     def keep_signal(self, advantages: Tensor) -> Tensor:
-        """Advantages with 0 for failed rewards and for groups without signal.
-
-        Args:
-            advantages: [n].
-
-        Returns:
-            [n] float32.
-        """
+        """[n] float32: advantages with 0 for failed rewards and for groups without a signal."""
         return torch.where(self.is_valid & self.has_signal[self.index], advantages, 0.0).float()
 
 
 def count_groups(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Tensor:
-    """How many groups have a signal; summed over ranks, for what scales by their share.
+    """Number of groups with a signal, to be summed over ranks for their share.
 
     Args:
         rewards: [n] float.
@@ -91,3 +80,32 @@ def count_groups(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Tensor
     """
     has_signal = Groups.of(rewards, is_valid, group_ids).has_signal
     return torch.tensor([int(has_signal.sum()), len(has_signal)], dtype=torch.float64)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate, from n >= k responses, of the chance that at least one of k responses is correct.
+
+    Source: Chen et al., arXiv 2107.03374, equation 1: 1 - C(n - c, k) / C(n, k).
+
+    Args:
+        num_samples: Number of graded responses, n.
+        num_correct: Number of correct ones, c.
+        k: Number of responses that count together, at most n.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k={k}: must be between 1 and the {num_samples} responses there are")
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def majority_is_correct(answers: Sequence[str | None], is_correct: Sequence[bool]) -> bool:
+    """Whether the most frequent answer is correct; of equally frequent answers, the first counts.
+
+    Args:
+        answers: Final answer of each response; None if it has none and therefore no vote.
+        is_correct: Correctness of each response.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return False
+    winner, _ = votes.most_common(1)[0]
+    return is_correct[answers.index(winner)]

@@ -1,4 +1,4 @@
-"""The divergence to a reference, estimated at sampled tokens, and how its weight is controlled."""
+"""The KL divergence from a reference, estimated at sampled tokens, and the control of its weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from leaderless.algorithms.ratios import MAX_LOG_RATIO, log_ratio_of, widen, with_gradient_of
+from leaderless.algorithms.segments import MAX_LOG_RATIO, log_ratio_of, widen, with_gradient_of
 
 KlEstimator = Literal["k1", "k2", "k3", "absolute"]
 
@@ -15,17 +15,17 @@ KlEstimator = Literal["k1", "k2", "k3", "absolute"]
 def kl_penalty(
     log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, unbiased_gradient: bool = False
 ) -> Tensor:
-    """The KL divergence from the current policy to the reference, estimated at each sampled token.
+    """The KL divergence of the current policy from the reference, estimated at each sampled token.
 
     With x = log p - log p_ref, for tokens sampled from p:
 
     - `k1`: x, unbiased in value, of either sign; Schulman, "Approximating KL divergence", 2020.
     - `k2`: x^2 / 2, biased in value but not in gradient; Schulman, 2020.
     - `k3`: e^-x - 1 + x, unbiased in value, never negative; Schulman, 2020; GRPO, arXiv 2402.03300, equation 4.
-    - `absolute`: |x|, how far apart the two are, not an estimate of the divergence; as offered by verl.
+    - `absolute`: |x|, a distance rather than an estimate of the divergence; as offered by verl.
 
-    As a term of the loss only k2 has the gradient of the divergence (k1's is 0 on average, k3's is that of the reverse
-    divergence), which `unbiased_gradient` therefore gives to each of them.
+    As a term of the loss, only k2 has the gradient of the divergence (k1's is 0 on average, k3's is the gradient of the
+    reverse divergence); `unbiased_gradient` therefore gives each of them the gradient of k2.
 
     Source: Schulman, "Approximating KL divergence", 2020; gradients: Tang and Munos, arXiv 2506.09477. One deviation:
     for k3, x is at least -20, without gradient below, so that nothing overflows.
@@ -33,8 +33,8 @@ def kl_penalty(
     Args:
         log_probs: [total] under the current policy.
         ref_log_probs: [total] under the reference.
-        estimator: How to estimate.
-        unbiased_gradient: The estimate's value with the gradient of k2.
+        estimator: Kind of estimate.
+        unbiased_gradient: Whether the estimate gets the gradient of k2.
 
     Returns:
         [total], at least float32.
@@ -57,7 +57,7 @@ def kl_penalty(
 
 
 def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
-    """The weight of the KL penalty for the next step, such that the divergence comes to its target.
+    """The weight of the KL penalty for the next step, moved such that the divergence approaches its target.
 
     Formula: b (1 + clip(kl / target - 1, -0.2, 0.2) min(1, n / horizon)).
 
@@ -65,11 +65,11 @@ def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon
     deviation: the gain is at most 1, without which a short horizon would make the weight negative.
 
     Args:
-        coefficient: So far, above 0.
-        kl: Mean divergence of the step's samples, as measured.
-        target: Above 0.
-        horizon: Samples over which the weight can change by about a fifth, above 0.
-        num_samples: Of the step.
+        coefficient: Weight so far, above 0.
+        kl: Measured mean divergence of the step's samples.
+        target: Intended divergence, above 0.
+        horizon: Number of samples over which the weight can change by about a fifth, above 0.
+        num_samples: Number of the step's samples.
 
     Returns:
         The new weight, above 0.

@@ -1,7 +1,9 @@
-"""Objectives whose gradient makes good tokens likelier: those that judge each token by itself.
+"""Losses of the policy and of the critic, token by token.
 
 Log-ratios are cut at +-20 before they are exponentiated, here and in the other losses, so that nothing overflows:
-e^20 is far outside any clipping range. Half-precision inputs are computed with, and the loss returned, in float32.
+e^20 is far outside any clipping range. Half-precision inputs are computed with, and losses returned, in float32.
+GSPO and GMPO judge a response as a whole, by a mean over its tokens; a micro-batch holds whole samples, so that these
+losses can be split like the others.
 """
 
 from __future__ import annotations
@@ -12,16 +14,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leaderless.algorithms.ratios import log_ratio_of, ratio_of, widen, with_gradient_of
+from leaderless.algorithms.segments import (
+    log_ratio_of,
+    ratio_of,
+    repeat_per_token,
+    segment_mean,
+    widen,
+    with_gradient_of,
+)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of each token, and what is worth watching.
+    """The loss of each token, and which tokens it clips.
 
     Attributes:
         loss: [total], at least float32.
-        is_clipped: [total] bool, tokens whose gradient has been removed or cut.
+        is_clipped: [total] bool, tokens whose gradient is removed or cut.
     """
 
     loss: Tensor
@@ -37,7 +46,7 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float = math.inf,
 ) -> PolicyLoss:
-    """The clipped surrogate of PPO and GRPO; with clip-higher and dual clip.
+    """The clipped surrogate of PPO and GRPO, with clip-higher and dual clip.
 
     Formula: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), at most -dual_clip A if A < 0.
 
@@ -48,9 +57,9 @@ def clipped_policy_loss(
         log_probs: [total] under the current policy, with gradient.
         old_log_probs: [total] under the policy before this step's updates.
         advantages: [total].
-        clip_low: Between 0 and 1.
-        clip_high: Above 0.
-        dual_clip: Above 1 + clip_high; the largest ratio that a token with negative advantage is pushed down by.
+        clip_low: Lower clip range, between 0 and 1.
+        clip_high: Upper clip range, above 0.
+        dual_clip: Largest ratio for tokens with negative advantage, above 1 + clip_high.
 
     Returns:
         The loss of each token.
@@ -62,18 +71,7 @@ def clipped_policy_loss(
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = math.inf
 ) -> PolicyLoss:
-    """The clipped surrogate of a given log-ratio; see `clipped_policy_loss`.
-
-    Args:
-        log_ratio: [total], with gradient.
-        advantages: [total].
-        clip_low: Between 0 and 1.
-        clip_high: Above 0.
-        dual_clip: Above 1 + clip_high.
-
-    Returns:
-        The loss of each token.
-    """
+    """The clipped surrogate of a given log-ratio; see `clipped_policy_loss`."""
     ratio, advantages = ratio_of(log_ratio), widen(advantages)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -105,7 +103,7 @@ def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
 def cispo_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """The policy gradient, weighted with a clipped ratio that has no gradient. No token loses its own.
+    """The policy gradient, weighted by a clipped ratio without gradient, so that no token loses its gradient.
 
     Formula: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p.
 
@@ -115,8 +113,8 @@ def cispo_loss(
         log_probs: [total] under the current policy, with gradient.
         old_log_probs: [total] under the policy before this step's updates.
         advantages: [total].
-        clip_low: The ratio is clipped from below at 1 - clip_low; 1 leaves it open, as the paper does.
-        clip_high: The ratio is clipped from above at 1 + clip_high.
+        clip_low: Lower clip range: the ratio is at least 1 - clip_low; 1 for no bound, as in the paper.
+        clip_high: Upper clip range: the ratio is at most 1 + clip_high.
 
     Returns:
         The loss of each token.
@@ -136,7 +134,7 @@ def sapo_loss(
 ) -> PolicyLoss:
     """A soft gate instead of clipping, with a temperature t for each sign of A.
 
-    At ratio 1 its gradient is that of -ratio A.
+    At ratio 1 it has the gradient of -ratio A.
 
     Formula: -(4 / t) sigmoid(t (ratio - 1)) A.
 
@@ -146,8 +144,8 @@ def sapo_loss(
         log_probs: [total] under the current policy, with gradient.
         old_log_probs: [total] under the policy before this step's updates.
         advantages: [total].
-        temperature_positive: For A > 0, above 0.
-        temperature_negative: For A <= 0, above 0.
+        temperature_positive: Temperature for A > 0, above 0.
+        temperature_negative: Temperature for A <= 0, above 0.
 
     Returns:
         The loss of each token; none counts as clipped.
@@ -182,9 +180,9 @@ def cpgd_loss(
         log_probs: [total] under the current policy, with gradient.
         old_log_probs: [total] under the policy before this step's updates.
         advantages: [total].
-        clip_low: Between 0 and 1, both excluded.
-        clip_high: Above 0.
-        drift_coefficient: At least 0.
+        clip_low: Lower clip range, strictly between 0 and 1.
+        clip_high: Upper clip range, above 0.
+        drift_coefficient: Weight of the drift, at least 0.
         drift_clip: Largest factor of the drift's gradient, above 0.
 
     Returns:
@@ -196,3 +194,94 @@ def cpgd_loss(
     excess = ratio_of(log_ratio).detach() - 1
     drift = with_gradient_of(excess - log_ratio, excess.clamp(max=drift_clip) * widen(log_probs))
     return PolicyLoss(drift_coefficient * drift - torch.minimum(unclipped, clipped), unclipped > clipped)
+
+
+def gspo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    lengths: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """The clipped surrogate with the ratio s of whole responses.
+
+    Each token has the value of s and the gradient of its own probability (GSPO-token). If all tokens of a response
+    share one advantage, as in group-relative methods, value and gradient are those of GSPO.
+
+    Formula: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), with s = exp(mean of the response's log-ratios).
+
+    Source: GSPO, arXiv 2507.18071, equations 13 and 14 (GSPO-token); the same as equation 5 if A is per response.
+
+    Args:
+        log_probs: [total] under the current policy, with gradient.
+        old_log_probs: [total] under the policy before this step's updates.
+        advantages: [total].
+        lengths: [n] int64, response tokens; summing to `total`.
+        clip_low: Lower clip range, between 0 and 1.
+        clip_high: Upper clip range, above 0.
+
+    Returns:
+        The loss of each token.
+    """
+    log_ratio = log_ratio_of(log_probs, old_log_probs)
+    mean = repeat_per_token(segment_mean(log_ratio.detach(), lengths), lengths)
+    return clipped_surrogate(with_gradient_of(mean, log_ratio), advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def gmpo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    lengths: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """The geometric mean of the tokens' ratios times the advantage, each ratio clipped by itself.
+
+    Formula: -A exp(mean of c), with c the log-ratio, at most clip_high if A > 0 and at least -clip_low if A < 0.
+
+    Source: GMPO, arXiv 2507.20673: the clipped product of its objective. For A < 0 its published code cuts at the other
+    bound, which has the same value in all its experiments; this follows the paper. The bounds are those of the
+    log-ratio: the paper's range (e^-0.4, e^0.4) is 0.4 and 0.4.
+
+    Args:
+        log_probs: [total] under the current policy, with gradient.
+        old_log_probs: [total] under the policy before this step's updates.
+        advantages: [total], the same for all tokens of a response.
+        lengths: [n] int64, response tokens; summing to `total`.
+        clip_low: Lower clip range of the log-ratio, above 0.
+        clip_high: Upper clip range of the log-ratio, above 0.
+
+    Returns:
+        The loss of each token, equal for all tokens of a response.
+    """
+    log_ratio = log_ratio_of(log_probs, old_log_probs)
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    mean = repeat_per_token(segment_mean(clipped, lengths), lengths)
+    return PolicyLoss(-ratio_of(mean) * advantages, (clipped != log_ratio) & (advantages != 0))
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> PolicyLoss:
+    """Half the squared error of a critic, or of its clipped value where that is larger.
+
+    Formula: max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
+
+    Source: PPO's published code; written out in "The 37 Implementation Details of PPO", 2022, detail 9.
+
+    Args:
+        values: [total] by the current critic, with gradient.
+        old_values: [total] by the critic before this step's updates.
+        returns: [total], the targets.
+        clip: Largest change of a value in one step; infinity for the plain squared error.
+
+    Returns:
+        The loss of each token.
+    """
+    values, old_values, returns = widen(values), widen(old_values), widen(returns)
+    # Clamp to bounds rather than add a clipped change: within them, the clipped value is exactly the value.
+    moved = torch.clamp(values, old_values - clip, old_values + clip)
+    plain, clipped = (values - returns).square(), (moved - returns).square()
+    return PolicyLoss(0.5 * torch.maximum(plain, clipped), clipped > plain)

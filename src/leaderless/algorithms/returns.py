@@ -1,29 +1,49 @@
-"""Advantages of single tokens, from rewards along the response.
+"""Shaped rewards, advantages of single tokens, and whitening over all ranks.
 
-Tensors hold the tokens that the policy sampled and no others: what tools or an environment wrote between two turns is
-not there, so that each token is followed by the next one that the policy chose.
+Tensors hold only the tokens that the policy sampled. What tools or an environment wrote between two turns is left out,
+so each token is followed by the next one that the policy chose.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from leaderless.algorithms.ratios import widen
-from leaderless.algorithms.segments import add_to_last, decayed_sum, repeat_per_token
+from leaderless.algorithms.segments import add_to_last, decayed_sum, repeat_per_token, widen
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
+    """The penalty added to the reward of a response that comes close to the longest length allowed.
+
+    Formula: 0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens.
+
+    Source: DAPO, arXiv 2503.14476, equation 13 (soft overlong punishment).
+
+    Args:
+        lengths: [n] int64, response tokens.
+        max_tokens: Longest length allowed.
+        buffer_tokens: Number of tokens before it over which the penalty grows, at least 1.
+
+    Returns:
+        [n] float32, between -1 and 0.
+    """
+    excess = lengths - (max_tokens - buffer_tokens)
+    return -(excess.float() / buffer_tokens).clamp(0, 1)
 
 
 def token_level_rewards(rewards: Tensor, is_valid: Tensor, penalties: Tensor, lengths: Tensor) -> Tensor:
-    """The reward at the last token, less a penalty at each.
+    """The reward at the last token, minus a penalty at each token.
 
     Formula: r_t = (reward if t is the last token) - penalty_t; 0 at all tokens of a sample whose reward failed.
 
-    Source: InstructGPT, arXiv 2203.02155, with the penalty spread over tokens as is common.
+    Source: InstructGPT, arXiv 2203.02155, with the penalty spread over the tokens, as is common.
 
     Args:
         rewards: [n] float.
-        is_valid: [n] bool; where false, the reward failed and its value is not looked at.
-        penalties: [total], as a coefficient times the KL divergence to the reference.
+        is_valid: [n] bool, false where the reward failed.
+        penalties: [total], such as a coefficient times the KL divergence from the reference.
         lengths: [n] int64, response tokens; summing to `total`.
 
     Returns:
@@ -36,15 +56,15 @@ def token_level_rewards(rewards: Tensor, is_valid: Tensor, penalties: Tensor, le
 def gae_advantages(
     token_rewards: Tensor, values: Tensor, lengths: Tensor, *, discount: float, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation.
+    """Generalized advantage estimation.
 
     Formula: A_t = d_t + discount decay A_{t+1}, with d_t = r_t + discount V_{t+1} - V_t.
 
-    Source: Schulman et al., arXiv 1506.02438, equations 11 and 16. The state behind the last token is worth 0.
+    Source: Schulman et al., arXiv 1506.02438, equations 11 and 16. The state after the last token has value 0.
 
     Args:
         token_rewards: [total].
-        values: [total], V_t: what the critic expected before each token.
+        values: [total], V_t: the critic's value before each token.
         lengths: [n] int64, response tokens; summing to `total`.
         discount: Gamma, between 0 and 1.
         decay: Lambda, between 0 and 1.
@@ -62,7 +82,7 @@ def gae_advantages(
 
 
 def reinforce_advantages(token_rewards: Tensor, lengths: Tensor, *, discount: float) -> Tensor:
-    """Returns to go; REINFORCE++ whitens them over all tokens of all ranks.
+    """Returns to go, which REINFORCE++ whitens over all tokens of all ranks.
 
     Formula: A_t = r_t + discount A_{t+1}.
 
@@ -77,3 +97,68 @@ def reinforce_advantages(token_rewards: Tensor, lengths: Tensor, *, discount: fl
         [total].
     """
     return decayed_sum(token_rewards, lengths, discount)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and deviation of values that are spread over several ranks.
+
+    Attributes:
+        mean: Arithmetic mean; 0 without values.
+        std: Sample standard deviation (n - 1); 0 for fewer than two values.
+    """
+
+    mean: float
+    std: float
+
+    @staticmethod
+    def count(values: Tensor, is_counted: Tensor) -> Tensor:
+        """One rank's contribution; its sum over ranks makes the moments.
+
+        Args:
+            values: Values of any shape; those that do not count may be anything, including NaN.
+            is_counted: Mask of the same shape, bool.
+
+        Returns:
+            [3] float64: number of values that count, their sum and the sum of their squares.
+        """
+        counted = torch.where(is_counted, values.double(), 0.0)
+        return torch.stack([is_counted.sum().double(), counted.sum(), counted.square().sum()])
+
+    @classmethod
+    def of(cls, totals: Tensor) -> Moments:
+        """Moments of all ranks' values, from the sum of all ranks' `count`."""
+        count, total, squares = totals.tolist()
+        if count == 0:
+            return cls(0.0, 0.0)
+        mean = total / count
+        # Rounding may leave a trace of variance where all values are equal.
+        variance = max(0.0, squares / count - mean * mean)
+        is_constant = variance <= 1e-14 * squares / count
+        return cls(mean, 0.0 if is_constant or count < 2 else (variance * count / (count - 1)) ** 0.5)
+
+
+def whiten(values: Tensor, is_counted: Tensor, moments: Moments, *, epsilon: float) -> Tensor:
+    """Values with mean 0 and deviation 1; all 0 where all are equal.
+
+    Applied to returns to go this is REINFORCE++; applied to mean-centered rewards (`grpo_advantages` without the
+    division, repeated for each token), it is REINFORCE++-baseline.
+
+    Formula: (v - mean) / (std + epsilon).
+
+    Source: REINFORCE++, arXiv 2501.03262, global advantage normalization. The paper does not say whether its batch
+    consists of responses or of tokens; its code normalizes over tokens, as is intended here.
+
+    Args:
+        values: Values of any shape; those that do not count may be anything, including NaN.
+        is_counted: Mask of the same shape, bool.
+        moments: Moments of the values that count, over all ranks.
+        epsilon: Constant added to the deviation, above 0.
+
+    Returns:
+        The same shape, float32; 0 where a value does not count.
+    """
+    if moments.std == 0:
+        return torch.zeros_like(values, dtype=torch.float32)
+    whitened = (values.double() - moments.mean) / (moments.std + epsilon)
+    return torch.where(is_counted, whitened, 0.0).float()

@@ -1,6 +1,6 @@
-"""Sums over the tokens of each sample, in packed form: values one behind the other, and lengths.
+"""Packed values, the tokens of one sample after those of another, and ratios of probabilities.
 
-Half-precision values are summed, and the sums returned, in float32: in bfloat16, 256 + 1 is 256.
+Half-precision values are summed, and sums returned, in float32: in bfloat16, 256 + 1 is 256.
 """
 
 from __future__ import annotations
@@ -8,7 +8,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leaderless.algorithms.ratios import widen
+MAX_LOG_RATIO = 20.0
+"""Bound of log-ratios before they are exponentiated, far outside any clipping range."""
+
+
+def widen(values: Tensor) -> Tensor:
+    """Half-precision numbers as float32, others unchanged.
+
+    With its three digits, bfloat16 can express neither sums over a response nor ratios within 1e-4 of 1.
+    """
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def log_ratio_of(log_probs: Tensor, others: Tensor) -> Tensor:
+    """The logarithm of the ratio of two probabilities, at least in float32."""
+    return widen(log_probs) - widen(others)
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """The ratio of two probabilities; constant and without gradient beyond the bound."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def with_gradient_of(value: Tensor, source: Tensor) -> Tensor:
+    """A tensor with the value of one and the gradient of another, which has the same shape and is finite."""
+    return value.detach() + (source - source.detach())
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
@@ -53,7 +77,7 @@ def repeat_per_token(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def add_to_last(values: Tensor, per_sample: Tensor, lengths: Tensor) -> Tensor:
-    """Add each sample's value to that of its last token; a sample without tokens has nowhere to put it.
+    """Add each sample's value to its last token; values of samples without tokens are dropped.
 
     Args:
         values: [total].
@@ -70,12 +94,12 @@ def add_to_last(values: Tensor, per_sample: Tensor, lengths: Tensor) -> Tensor:
 
 
 def decayed_sum(values: Tensor, lengths: Tensor, decay: float) -> Tensor:
-    """For each token the sum over itself and all later ones of its sample, `s_t = v_t + decay s_{t+1}`.
+    """For each token, the decayed sum over itself and later tokens of its sample: `s_t = v_t + decay s_{t+1}`.
 
     Args:
         values: [total].
         lengths: [n] int64, summing to `total`.
-        decay: Between 0 and 1.
+        decay: Factor per token, between 0 and 1.
 
     Returns:
         [total].
@@ -83,8 +107,42 @@ def decayed_sum(values: Tensor, lengths: Tensor, decay: float) -> Tensor:
     values = widen(values)
     result = values.clone()
     last = lengths.cumsum(0) - 1
-    # All samples take a step back from their ends at a time: as many steps as the longest sample has tokens.
+    # All samples step back from their ends together, in as many steps as the longest sample has tokens.
     for back in range(1, int(lengths.max()) if len(lengths) else 0):
         place = last[lengths > back] - back
         result[place] = values[place] + decay * result[place + 1]
     return result
+
+
+def pack(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The masked values of padded rows `[B, T]`, as other frameworks use them, one row after the other.
+
+    Args:
+        values: [B, T]; values outside the mask may be anything.
+        mask: [B, T] bool, or numbers that are 0 outside the mask.
+
+    Returns:
+        [total] values, and [B] int64 lengths.
+    """
+    is_counted = mask.bool()
+    return values[is_counted], is_counted.sum(dim=1)
+
+
+def unpack(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """Packed values in their padded places.
+
+    Args:
+        values: [total], as `pack` gives them.
+        mask: [B, T] bool, or numbers that are 0 outside the mask.
+        fill: Value outside the mask.
+
+    Returns:
+        [B, T].
+
+    Raises:
+        ValueError: The number of values differs from the number of places.
+    """
+    places = int(mask.bool().sum())
+    if places != len(values):
+        raise ValueError(f"values: {len(values)} of them for the {places} places of the mask; pack with the same mask")
+    return torch.full(mask.shape, fill, dtype=values.dtype, device=values.device).masked_scatter(mask.bool(), values)
