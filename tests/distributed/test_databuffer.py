@@ -50,10 +50,10 @@ IN_WINDOWS = Case(
 
 
 def test_the_walk_in_windows_streams_its_first_four_nodes() -> None:
-    stream = plan_of(IN_WINDOWS).stream
-    assert stream is not None
-    assert [str(action) for action in stream.body if isinstance(action, RunNode)] == ["n0", "n1", "n2", "n3"]
-    assert stream.delays == (0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3)
+    windowed = plan_of(IN_WINDOWS).windowed
+    assert windowed is not None
+    assert [str(action) for action in windowed.body if isinstance(action, RunNode)] == ["n0", "n1", "n2", "n3"]
+    assert windowed.delays == (0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3)
 
 
 @settings(

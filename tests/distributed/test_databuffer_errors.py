@@ -206,7 +206,7 @@ def meet_a_bad_peer(how: str) -> tuple[str, float]:
             time.sleep(STALL_S)
             return "", 0.0
         if how == "stalls between":
-            loop.transport.process_group((0, 1, 2, 3)).stream = stall
+            loop.transport.process_group((0, 1, 2, 3)).exchange_rounds = stall
             error_of(loop.step)
             return "", 0.0
         loop.step(stop_before="sample")

@@ -103,7 +103,7 @@ def test_every_row_reaches_the_copy_once(
 def bring_damaged(action: SyncWeights, model: str) -> str:
     """The error where one byte changes on its way."""
     group, source, target = prepare(action, model, 5)
-    stream = group.stream
+    exchange_rounds = group.exchange_rounds
 
     def damage(rounds: Iterable[Round], what: str) -> None:
         arrived: list[Tensor] = []
@@ -113,11 +113,11 @@ def bring_damaged(action: SyncWeights, model: str) -> str:
                 arrived.extend(message for _, message in received)
                 yield sent, received
 
-        stream(watched(), what)
+        exchange_rounds(watched(), what)
         for message in arrived:
             message[len(message) // 2] ^= 1
 
-    group.stream = damage  # type: ignore[method-assign]
+    group.exchange_rounds = damage  # type: ignore[method-assign]
     try:
         sync_weights(action, group, source, target)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ import json
 import os
 import ssl
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -67,14 +67,15 @@ def _go_offline() -> None:
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
 
 
-class HubSource(RowSource):
-    """Rows of a dataset on the hub, in the library's cache on this machine."""
+class HubRows:
+    """What readers of a dataset on the hub share."""
 
-    def __init__(self, config: DatasetConfig) -> None:
-        """Find a dataset, and download it where that has not been done.
+    def __init__(self, config: DatasetConfig, **options: bool) -> None:
+        """Find a dataset.
 
         Args:
-            config: Its name, subset and split, and the columns that rows keep.
+            config: Name, subset and split of the dataset, and the columns that rows keep.
+            **options: Options of `datasets.load_dataset`.
 
         Raises:
             RecipeError: There is none.
@@ -82,17 +83,40 @@ class HubSource(RowSource):
         unreachable = unreachable_hub(config.path)
         import datasets
 
-        self.name, self._bytes = _name(config), 0
+        self.name = f"{config.path}/{config.subset or 'default'}/{config.split}"
+        self.columns, self._bytes = config.wanted_columns(), 0
         try:
-            dataset = datasets.load_dataset(config.path, config.subset, split=config.split)
+            self._dataset = datasets.load_dataset(config.path, config.subset, split=config.split, **options)
         except Exception as error:
-            raise _not_there(config, error, unreachable) from error
-        columns = config.wanted_columns()
-        self._dataset = dataset if columns is None else dataset.select_columns(_kept(dataset.column_names, columns))
+            raise RecipeError.at(
+                "data",
+                f"'{config.path}' is no local file or folder, and the hub does not give it: {type(error).__name__}: "
+                f"{error}{unreachable}",
+            ) from error
+
+    def bytes_read(self) -> int:
+        """Bytes of rows that this rank has read, as JSON: what is mapped into memory is not seen from here."""
+        return self._bytes
+
+    def plain(self, values: Mapping[str, object], place: str) -> Row:
+        """A row with the columns that are kept."""
+        row = plain_row({c: v for c, v in values.items() if self.columns is None or c in self.columns}, place)
+        self._bytes += len(json.dumps(row))
+        return row
+
+
+class HubSource(HubRows, RowSource):
+    """Rows of a dataset on the hub, in the library's cache on this machine."""
+
+    def __init__(self, config: DatasetConfig) -> None:
+        super().__init__(config)
+        if self.columns is not None:  # of others nothing is decoded
+            names = self._dataset.column_names
+            self._dataset = self._dataset.select_columns([name for name in names if name in self.columns])
 
     @override
     def prepare(self, cache: DataCache) -> None:
-        """The library knows where rows are."""
+        """Nothing to do: the library knows where rows are."""
 
     @override
     def __len__(self) -> int:
@@ -100,17 +124,11 @@ class HubSource(RowSource):
 
     @override
     def row(self, index: int) -> Row:
-        row = plain_row(self._dataset[index], self.describe(index))
-        self._bytes += len(json.dumps(row))  # what is mapped into memory is not seen from here
-        return row
+        return self.plain(self._dataset[index], self.describe(index))
 
     @override
     def describe(self, index: int) -> str:
         return f"{self.name} row {index}"
-
-    @override
-    def bytes_read(self) -> int:
-        return self._bytes
 
     @override
     def fingerprint(self) -> str:
@@ -125,36 +143,17 @@ class HubSource(RowSource):
         return self.fingerprint()
 
 
-class HubStream(RowStream):
+class HubStream(HubRows, RowStream):
     """Rows of a dataset on the hub, fetched while they are read."""
 
     def __init__(self, config: DatasetConfig) -> None:
-        """Find a dataset.
-
-        Args:
-            config: Its name, subset and split, and the columns that rows keep.
-
-        Raises:
-            RecipeError: There is none.
-        """
-        unreachable = unreachable_hub(config.path)
-        import datasets
-
-        self.name, self._bytes = _name(config), 0
-        self._columns = config.wanted_columns()
-        try:
-            self._dataset = datasets.load_dataset(config.path, config.subset, split=config.split, streaming=True)
-        except Exception as error:
-            raise _not_there(config, error, unreachable) from error
+        super().__init__(config, streaming=True)
 
     @override
     def rows(self) -> Iterator[tuple[str, Row]]:
         for index, values in enumerate(self._fetched()):
             place = f"{self.name} row {index}"
-            kept = values if self._columns is None else {c: values[c] for c in _kept(values, self._columns)}
-            row = plain_row(kept, place)
-            self._bytes += len(json.dumps(row))
-            yield place, row
+            yield place, self.plain(values, place)
 
     def _fetched(self) -> Iterator[Mapping[str, object]]:
         num_rows = 0
@@ -169,25 +168,5 @@ class HubStream(RowStream):
             ) from error
 
     @override
-    def bytes_read(self) -> int:
-        return self._bytes
-
-    @override
     def fingerprint(self) -> str:
         return json.dumps([self.name, *islice(self.rows(), 1)])
-
-
-def _name(config: DatasetConfig) -> str:
-    return f"{config.path}/{config.subset or 'default'}/{config.split}"
-
-
-def _kept(names: Collection[str], wanted: Collection[str]) -> list[str]:
-    return [name for name in names if name in wanted]
-
-
-def _not_there(config: DatasetConfig, error: Exception, unreachable: str) -> RecipeError:
-    return RecipeError.at(
-        "data",
-        f"'{config.path}' is no local file or folder, and the hub does not give it: {type(error).__name__}: "
-        f"{error}{unreachable}",
-    )

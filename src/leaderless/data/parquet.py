@@ -22,7 +22,7 @@ from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.data.cache import DataCache, whole_file
 from leaderless.data.jsonl import JsonlSource
-from leaderless.data.rows import ConcatenatedSource, Row, RowSource, file_fingerprint, file_version, plain_row
+from leaderless.data.rows import ConcatenatedSource, FileRows, Row, RowSource, file_fingerprint, plain_row
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +34,7 @@ DONE = "parts.json"
 """File that lists the parts of a folder, with their fingerprints, when all of them are complete."""
 
 
-class ParquetSource(RowSource):
+class ParquetSource(FileRows, RowSource):
     """Rows of a Parquet file; a row group is read when one of its rows is, and the last few are kept."""
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
@@ -47,13 +47,13 @@ class ParquetSource(RowSource):
         import pyarrow as pa
         from pyarrow import parquet
 
-        self.path, self._bytes = path, 0
+        super().__init__(path, columns)
         try:
             self._file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
             names = self._file.schema_arrow.names
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise RecipeError.at("data", f"{path} is not a readable Parquet file: {error}") from error
-        self.columns = [name for name in names if columns is None or name in columns]
+        self._names = [name for name in names if columns is None or name in columns]
         self._sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
         self._group = lru_cache(maxsize=GROUPS_KEPT)(self._read_group)
@@ -71,7 +71,7 @@ class ParquetSource(RowSource):
         """The rows of a row group, some at a time."""
         num_rows = 0
         with self._damage_named(group):
-            for batch in self._file.iter_batches(batch_rows, row_groups=[group], columns=self.columns):
+            for batch in self._file.iter_batches(batch_rows, row_groups=[group], columns=self._names):
                 num_rows += len(batch)
                 # Decoded: where metadata of a column chunk are damaged, asking for its size would end the process.
                 self._bytes += batch.nbytes
@@ -124,18 +124,6 @@ class ParquetSource(RowSource):
     @override
     def describe(self, index: int) -> str:
         return f"{self.path} row {index}"
-
-    @override
-    def bytes_read(self) -> int:
-        return self._bytes
-
-    @override
-    def fingerprint(self) -> str:
-        return file_fingerprint(self.path)
-
-    @override
-    def version(self) -> str:
-        return file_version(self.path)
 
 
 class UnpackedSource(ConcatenatedSource):

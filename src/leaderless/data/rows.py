@@ -67,6 +67,30 @@ class RowSource(Protocol):
         """Tells the dataset from itself before a change, on one machine."""
 
 
+class FileRows:
+    """What readers of a file share.
+
+    Attributes:
+        path: The file.
+        columns: Columns that rows keep; None for all.
+    """
+
+    def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
+        self.path, self.columns, self._bytes = path, columns, 0
+
+    def bytes_read(self) -> int:
+        """Bytes that this rank has read."""
+        return self._bytes
+
+    def fingerprint(self) -> str:
+        """Size and both ends of the file."""
+        return file_fingerprint(self.path)
+
+    def version(self) -> str:
+        """Name, fingerprint and time of change of the file."""
+        return file_version(self.path)
+
+
 class ConcatenatedSource(RowSource):
     """The rows of several sources, one behind the other."""
 

@@ -68,7 +68,7 @@ def open_source(config: DatasetConfig, key: str, cache: DataCache | None = None)
             remedy = "unpack it" if key == "data.evaluation" else "set `streaming: true`, or unpack it"
             raise RecipeError.at(f"{key}.path", f"{packed} can only be read from its beginning: {remedy}")
         columns = config.wanted_columns()
-        kinds = {".jsonl": JsonlSource, ".parquet": ParquetSource}
+        kinds: dict[str, type[JsonlSource | ParquetSource]] = {".jsonl": JsonlSource, ".parquet": ParquetSource}
         sources: list[RowSource] = [kinds[file.suffix](file, columns) for file in files]
         source = sources[0] if len(sources) == 1 else ConcatenatedSource(sources)
     check_same(source, config, key, cache)
