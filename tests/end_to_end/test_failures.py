@@ -248,7 +248,7 @@ def test_a_disk_that_is_full_is_named_and_the_last_checkpoint_stays(
     [
         (30_000, "checkpoint.asynchronous=true", "a checkpoint could not be written"),
         (30_000, "checkpoint.asynchronous=false", "a checkpoint could not be written"),
-        (1, "checkpoint.every_steps=0", "metrics.jsonl cannot be written: File too large; training goes on"),
+        (1, "checkpoint.every_steps=0", "metrics.jsonl cannot be written: File too large; training continues"),
     ],
 )
 def test_training_goes_on_while_a_disk_is_full_and_says_so(

@@ -265,7 +265,7 @@ def test_a_run_that_a_guard_stops_says_why_keeps_its_checkpoint_and_goes_on_when
     run = tmp_path / "runs/tiny"
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000001", "step-000002"][-2:]
     report = (run / "report.html").read_text()
-    assert "Guards have spoken: 1 skipped update, 1 stop." in report
+    assert "Guards have acted: 1 skipped update, 1 stop." in report
     outcome = run_alone(tmp_path, "train", recipe, "guards.non_finite_gradient=skip")
     assert outcome.code == 0, outcome
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]

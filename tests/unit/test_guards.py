@@ -132,7 +132,7 @@ def test_an_event_names_value_limit_place_and_remedy() -> None:
     text = "step 3, node 'policy' of role 'policy': guards.grad_norm_limit=2: 5 is above it; the update was left out"
     assert str(event()) == text
     low = event(guard="entropy_limit", value=0.01, limit=0.1, action="warn")
-    assert "guards.entropy_limit=0.1: 0.01 is below it; training goes on" in str(low)
+    assert "guards.entropy_limit=0.1: 0.01 is below it; training continues" in str(low)
     assert "the value is nan" in str(event(guard="non_finite_loss", value=NAN, limit=None))
     assert all(event(guard=guard).remedy for guard in GUARDS)
     assert {*GUARDS} <= {*GuardsConfig.model_fields}

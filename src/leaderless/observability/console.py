@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a run goes on."""
+"""What a person sees in the terminal during a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEADLINES = (
     ("rollout/response_tokens", "length", "{:.1f}"),
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
 )
-"""Metrics that are shown while a run goes on: their name, or what comes before its number, a label, and the format."""
+"""Metrics that are shown during a run: name, or the part of it before its number, label, and format."""
 FAILED = "reward/failed_share"
 """Share of the responses of a step whose reward could not be computed."""
 MAX_ERROR_CHARACTERS = 120
@@ -60,7 +60,7 @@ def print_path(label: str, path: Path) -> None:
 
     Args:
         label: What it is.
-        path: Where it is.
+        path: Its path.
     """
     console.print(f"{label}: [bold]{escape(str(path))}", highlight=False, soft_wrap=True)
 
@@ -79,13 +79,13 @@ class _FieldColumn(ProgressColumn):
 
 
 class Display:
-    """A live progress line, or now and then a plain one where output does not go to a terminal."""
+    """A live progress line; where output does not go to a terminal, a plain line from time to time."""
 
     def __init__(self, console: Console, *, is_shown: bool) -> None:
         """Prepare.
 
         Args:
-            console: Where to.
+            console: Console to print on.
             is_shown: Whether this rank is the one that shows something.
         """
         self.console, self.is_shown = console, is_shown
@@ -99,7 +99,7 @@ class Display:
         """Print a line for people to read.
 
         Args:
-            text: With rich markup.
+            text: Text with rich markup.
         """
         if self.is_shown:
             self.console.print(text, highlight=False, soft_wrap=True)
@@ -133,8 +133,8 @@ class Display:
         """Begin to show steps.
 
         Args:
-            num_steps: Of the whole run.
-            done: Before this start.
+            num_steps: Number of steps of the whole run.
+            done: Number of steps done before this start.
         """
         self._begin, self._done = time.monotonic(), done
         if not self.is_shown or not self.console.is_terminal:
@@ -159,8 +159,8 @@ class Display:
         """Show what is being done within a step.
 
         Args:
-            name: Of a node.
-            fraction: Of its work that is done, between 0 and 1.
+            name: Name of a node.
+            fraction: Share of its work that is done, between 0 and 1.
         """
         if self._progress is not None:
             share = "" if fraction is None else f" {fraction:.0%}"

@@ -1,4 +1,4 @@
-"""What guards have seen and done, as it is recorded. Imports no torch."""
+"""Events of guards, as they are recorded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from leaderless.config.guards import GuardAction
 STRENGTH: tuple[GuardAction, ...] = ("warn", "skip", "roll_back", "stop")
 """Actions from the mildest to the strongest."""
 _DONE = {
-    "warn": "training goes on",
+    "warn": "training continues",
     "skip": "the update was left out",
     "roll_back": "back to the newest checkpoint, past the prompts since",
     "stop": "the run stops",
 }
 _REMEDIES = {
-    "non_finite_loss": "look at the rewards and advantages of this step, and at what stages of your own divide by",
+    "non_finite_loss": "look at the rewards and advantages of this step, and at what your own stages divide by",
     "non_finite_gradient": "lower the learning rate, or look at the rewards and advantages of this step",
     "max_skips": "what makes updates bad does not pass: lower the learning rate, look at the samples, or raise it",
     "grad_norm_limit": "lower the learning rate, look at the samples of this step, or raise the limit",
@@ -32,22 +32,22 @@ _REMEDIES = {
 GUARDS = tuple(_REMEDIES)
 """Guards, by the setting of the section `guards` that holds their limit or their action."""
 LOWER_BOUNDS = ("entropy_limit",)
-"""Guards that speak below their limit; all others do above it."""
+"""Guards that act below their limit; all others act above it."""
 
 
 @dataclass(frozen=True)
 class GuardEvent:
-    """A guard has spoken.
+    """A guard has acted.
 
     Attributes:
-        step: In which.
+        step: Number of the step.
         guard: One of `GUARDS`.
-        value: That was seen; may be NaN or infinite.
-        limit: That it broke; None where the value has to be finite.
-        action: That follows.
-        node: That saw it.
-        role: Of the node; empty for a node without one.
-        num_roll_backs: How often the run had rolled back before.
+        value: The value that it saw; may be NaN or infinite.
+        limit: The limit that the value exceeds; None where the value has to be finite.
+        action: What the run does about it.
+        node: Name of the node with the value.
+        role: Role of the node; empty for a node without one.
+        num_roll_backs: Number of roll-backs of the run before.
     """
 
     step: int
@@ -83,10 +83,10 @@ class GuardEvent:
         """An event that was written down.
 
         Args:
-            values: As `to_json` gives them.
+            values: Values as `to_json` gives them.
 
         Raises:
-            TypeError: It is none.
+            TypeError: The values are no event.
         """
         value = values.get("value")
         number = float(value) if isinstance(value, int | float) else math.nan
@@ -101,6 +101,6 @@ def strongest(actions: Iterable[GuardAction]) -> GuardAction | None:
     """The strongest of some actions; None when there is none.
 
     Args:
-        actions: Of the guards that have spoken.
+        actions: Actions of the guards that have acted.
     """
     return max(actions, key=STRENGTH.index, default=None)

@@ -22,7 +22,7 @@ class Reducer(Protocol):
 
 @dataclass
 class _Measure:
-    """One number on its way; tensors stay on their device until the end of the step, so that nothing waits for them."""
+    """A number that is being collected; tensors stay on their device until the step ends, so none is waited for."""
 
     kind: Literal["mean", "total", "spread", "max"]
     count: float | Tensor = 0.0
@@ -46,9 +46,9 @@ class Metrics:
         """Add to a mean over the values of all ranks.
 
         Args:
-            name: As `rollout/truncated`.
+            name: Name such as `rollout/truncated`.
             total: Sum of this rank's values.
-            count: How many they are.
+            count: Number of them.
         """
         measure = self._measures.setdefault(name, _Measure("mean"))
         if not self._is_replica:
@@ -59,7 +59,7 @@ class Metrics:
         """Add to a sum over all ranks.
 
         Args:
-            name: As `reward/failed`.
+            name: Name such as `reward/failed`.
             value: This rank's share.
         """
         measure = self._measures.setdefault(name, _Measure("total"))
@@ -70,7 +70,7 @@ class Metrics:
         """Report the mean and the standard deviation over the values of all ranks, as `name/mean` and `name/std`.
 
         Args:
-            name: As `reward`.
+            name: Prefix of the two names, such as `reward`.
             values: This rank's, of any shape.
         """
         measure = self._measures.setdefault(name, _Measure("spread"))
@@ -83,7 +83,7 @@ class Metrics:
         """Report the largest over all ranks; also a number that is the same on all.
 
         Args:
-            name: As `policy/learning_rate`.
+            name: Name such as `policy/learning_rate`.
             value: This rank's.
         """
         measure = self._measures.setdefault(name, _Measure("max"))
@@ -99,7 +99,7 @@ class Metrics:
         """Forget what has been reported since a copy was made.
 
         Args:
-            earlier: The copy.
+            earlier: The copy to return to.
         """
         self._measures = {name: replace(measure) for name, measure in earlier._measures.items()}
 
@@ -107,7 +107,7 @@ class Metrics:
         """The numbers over all ranks of a pool, the same on each; means of nothing are left out.
 
         Args:
-            group: All of it calls this together.
+            group: The ranks of the pool, which all call this together.
 
         Raises:
             RuntimeError: Ranks report different names.

@@ -22,7 +22,7 @@ from leaderless.observability.events import GuardEvent
 MANIFEST = "manifest.json"
 """Lists the files of a checkpoint; there is none without it."""
 TELL_EVERY_S = 60.0
-"""Time between two complaints of the same file."""
+"""Seconds between two complaints about the same file."""
 
 
 class RunDirectory:
@@ -31,7 +31,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tell: Callable[[str], None] | None = None
-        """Hears of files for people to read that could not be written, and training goes on; else errors are raised."""
+        """Called when a file for people to read cannot be written, and training continues; else errors are raised."""
         self._told: dict[str, float] = {}
         self._unwritten = ""
         self.config = path / "config.yaml"
@@ -71,7 +71,7 @@ class RunDirectory:
         """Keep other processes from writing here; one that is killed lets go.
 
         Raises:
-            BlockingIOError: Another process holds it; the error says which.
+            BlockingIOError: Another process holds it; the error names it.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         path = self.path.with_name(f".{self.path.name}.lock")
@@ -103,10 +103,10 @@ class RunDirectory:
         """Rename the folder, so that a new run can take its name; the new one may begin from the same `config.yaml`.
 
         Args:
-            keep_limits: It is the same run once more, and shall not run out of memory for the same reason.
+            keep_limits: Keep the bounds that were lowered for lack of memory: it is the same run again.
 
         Returns:
-            Where it is now.
+            The new path.
         """
         number = 1
         while (target := self.path.with_name(f"{self.path.name}.{number}")).exists():
@@ -122,7 +122,7 @@ class RunDirectory:
         """Add one step to `metrics.jsonl`, after those that could not be written before.
 
         Args:
-            record: With `step`.
+            record: Numbers by name; one of them is `step`.
         """
         self._unwritten += _to_line(record)
         with self.may_fail(self.metrics):
@@ -136,11 +136,11 @@ class RunDirectory:
             self._unwritten = ""
 
     def append_event(self, event: str, details: Mapping[str, Json]) -> None:
-        """Add to `events.jsonl` what has befallen the run. Any process may; a line is written at once.
+        """Add an event to `events.jsonl`. Any process may call this; a line is written at once.
 
         Args:
-            event: What it is called.
-            details: What else is to be said of it.
+            event: Name of the event.
+            details: Further values to record.
         """
         record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details}
         with self.events.open("a", encoding="utf-8") as file:
@@ -168,7 +168,7 @@ class RunDirectory:
         return ""
 
     def read_metrics(self) -> Iterator[dict[str, float]]:
-        """The steps of `metrics.jsonl`, null as NaN; a line that was cut off by a crash is passed over."""
+        """The steps of `metrics.jsonl`, null as NaN; a line that was cut off by a crash is skipped."""
         if not self.metrics.exists():
             return
         with self.metrics.open(encoding="utf-8") as file:
@@ -181,7 +181,7 @@ class RunDirectory:
                     yield {name: math.nan if value is None else value for name, value in record.items()}
 
     def read_events(self) -> Iterator[tuple[str, GuardEvent | None]]:
-        """The lines of `events.jsonl`, with what guards said in those that are theirs; cut-off ones are passed over."""
+        """The lines of `events.jsonl`, each with the guard's event if it is one; cut-off lines are skipped."""
         for line in self.events.read_text(encoding="utf-8").splitlines() if self.events.exists() else ():
             try:
                 record = json.loads(line)
@@ -197,8 +197,8 @@ class RunDirectory:
         Events that ended an attempt at these steps, and those of earlier attempts, are history and stay.
 
         Args:
-            step: The last one that is kept.
-            num_roll_backs: How often the run has rolled back so far.
+            step: Last step that is kept.
+            num_roll_backs: Number of roll-backs of the run so far.
         """
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.metrics, "".join(map(_to_line, kept)))
@@ -235,10 +235,10 @@ class RunDirectory:
 
     @contextmanager
     def may_fail(self, what: Path) -> Iterator[None]:
-        """Let training go on when a file for people to read cannot be written, if somebody is told.
+        """Let training continue when a file for people to read cannot be written, if `tell` is set.
 
         Args:
-            what: Is written inside.
+            what: File that is written inside.
         """
         try:
             yield
@@ -247,14 +247,14 @@ class RunDirectory:
                 raise
             if time.monotonic() - self._told.get(str(what), -math.inf) > TELL_EVERY_S:
                 self._told[str(what)] = time.monotonic()
-                self.tell(f"{what} cannot be written: {error.strerror}; training goes on: make room")
+                self.tell(f"{what} cannot be written: {error.strerror}; training continues: make room")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first.
 
     Args:
-        folder: Of the run's checkpoints.
+        folder: Folder of the run's checkpoints.
     """
     named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
     return sorted((path for path in named if (path / MANIFEST).exists()), key=step_of)
@@ -264,7 +264,7 @@ def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint was written after, by its name.
 
     Args:
-        checkpoint: Its folder.
+        checkpoint: Folder of the checkpoint.
     """
     return int(checkpoint.name.removeprefix("step-"))
 
@@ -273,7 +273,7 @@ def finite_or_none(numbers: Mapping[str, float]) -> dict[str, float | None]:
     """Numbers as JSON can hold them, which has neither NaN nor infinity.
 
     Args:
-        numbers: By name.
+        numbers: Numbers by name.
     """
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 

@@ -14,7 +14,7 @@ def without_secrets(text: str) -> str:
     """A text in which the values of environment variables that seem secret, by their names, are replaced by the names.
 
     Args:
-        text: As the message of an error, which may quote an address or a header.
+        text: Any text, such as the message of an error that quotes an address or a header.
     """
     secrets = {value: name for name, value in os.environ.items() if len(value) >= _MIN_LENGTH and _NAME.search(name)}
     # The longest first: one may be a part of another.

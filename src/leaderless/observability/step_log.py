@@ -18,7 +18,7 @@ class StepLog:
         """Nothing is written yet.
 
         Args:
-            directory: Of the run.
+            directory: Folder of the run.
             enable_tensorboard: Write TensorBoard events as well.
         """
         self.directory = directory
@@ -26,11 +26,11 @@ class StepLog:
         self._enable_tensorboard = enable_tensorboard
 
     def open(self, step: int, num_roll_backs: int = 0) -> None:
-        """Begin to log, or go on; what has been logged from there on is forgotten.
+        """Begin to log, or continue; what was logged from this step on is dropped.
 
         Args:
-            step: The first that will be logged.
-            num_roll_backs: How often the run has rolled back so far.
+            step: First step that will be logged.
+            num_roll_backs: Number of roll-backs of the run so far.
         """
         self.close()
         self.directory.forget_after(step - 1, num_roll_backs)
@@ -46,7 +46,7 @@ class StepLog:
 
         Args:
             step: Its number.
-            numbers: By name.
+            numbers: Numbers by name.
         """
         self.directory.append_metrics({"step": step, **numbers})
         if self._writer is not None:

@@ -14,15 +14,15 @@ MayFail = Callable[[Path], AbstractContextManager[object]]
 
 
 class Tracer:
-    """Times spans, and writes them as long as it is asked to."""
+    """Times spans, and writes them until it is closed."""
 
     def __init__(self, path: Path | None, rank: int, may_fail: MayFail = nullcontext) -> None:
         """Begin a trace.
 
         Args:
-            path: The file; None times without writing. What an earlier start of the run has traced there is kept.
+            path: File to write; None to time without writing. What an earlier start of the run traced there is kept.
             rank: Shown as the process.
-            may_fail: Takes errors of writing, so that who is timed goes on.
+            may_fail: Context in which errors of writing are caught, so that training continues.
         """
         self.rank, self._path, self._may_fail = rank, path, may_fail
         self._file: TextIO | None = None
@@ -44,9 +44,9 @@ class Tracer:
         """Time what happens inside. Threads may do so at the same time, each in a lane of its own.
 
         Args:
-            name: Of a node or another part of the step.
-            step: That it belongs to.
-            lane: Where it is drawn; 0 is the main thread.
+            name: Name of a node or another part of the step.
+            step: Step that it belongs to.
+            lane: Row in which it is drawn; 0 is the main thread.
         """
         wall_us = time.time_ns() / 1000
         begin = time.perf_counter()

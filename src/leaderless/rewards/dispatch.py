@@ -173,7 +173,7 @@ class Dispatcher:
     Args:
         config: The recipe's `reward` section.
         num_processes: Number of processes, at least 1.
-        on_news: Called whenever some responses have been graded.
+        on_news: Function to call whenever some responses have been graded.
     """
 
     def __init__(self, config: RewardsConfig, num_processes: int, on_news: Callable[[], None]) -> None:
@@ -198,7 +198,7 @@ class Dispatcher:
 
         Args:
             samples: All responses.
-            work: By reward, the indices of the responses that it grades.
+            work: Indices of the responses that each reward grades, by reward.
 
         Returns:
             The outcomes by reward and index.

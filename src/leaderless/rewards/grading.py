@@ -50,7 +50,7 @@ class Graders(Protocol):
 
         Args:
             samples: All responses.
-            work: By reward, the indices of the responses that it grades.
+            work: Indices of the responses that each reward grades, by reward.
 
         Raises:
             RuntimeError: The rewards cannot be loaded or computed.
@@ -64,7 +64,7 @@ class InProcess:
 
     Args:
         config: The recipe's `reward` section.
-        on_news: Called after each response.
+        on_news: Function to call after each response.
     """
 
     def __init__(self, config: RewardsConfig, on_news: Callable[[], None]) -> None:

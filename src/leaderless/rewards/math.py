@@ -9,9 +9,9 @@ from functools import lru_cache
 
 from math_verify import parse, verify
 
-from leaderless.rewards.answers import expected_text
 from leaderless.rewards.canonical import Extracted, canonical
 from leaderless.rewards.protocol import RewardInput, RewardResult
+from leaderless.rewards.text import expected_text
 
 _MARKED = re.compile(r"\\boxed|\$|(?<!\\)\\[(\[]|answer", re.IGNORECASE)
 """What shows the library where the mathematics is in a text."""

@@ -22,9 +22,9 @@ class Graded:
 
     Attributes:
         value: Weighted sum over the rewards that apply to it, finite; 0 when not valid.
-        is_valid: All of them could be computed. A response that is not valid must not be trained on.
-        details: By reward `{"value": 1.0, "answer": "42"}`, before weighting, or `{"error": "TimeoutError: ..."}`; the
-            key `reward` holds an error of the sum itself, as when no reward applies.
+        is_valid: Whether all of them could be computed. A response that is not valid must not be trained on.
+        details: Results by reward, `{"value": 1.0, "answer": "42"}` before weighting or `{"error": "..."}`; the key
+            `reward` holds an error of the sum itself, as when no reward applies.
     """
 
     value: float
@@ -41,7 +41,7 @@ class RewardPool:
         config: The recipe's `reward` section; without any reward, no process is started.
         num_processes: Number of processes. With 0, rewards are computed in this process: for debuggers and notebooks.
             Then no time limit is enforced, and a reward that crashes ends this process.
-        on_news: Called whenever some responses have been graded.
+        on_news: Function to call whenever some responses have been graded.
 
     Raises:
         ValueError: `num_processes` is negative.
@@ -62,7 +62,7 @@ class RewardPool:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the processes now, so that the first responses need not wait for them; returns at once.
+        """Start the processes now, so that the first responses need not wait for them; return at once.
 
         Call it from a thread that lives as long as the pool: the system ends the processes together with the thread
         that started them.
@@ -79,13 +79,13 @@ class RewardPool:
 
         Args:
             samples: The responses.
-            sources: Where the row of each comes from; None where the recipe names no such column.
+            sources: Source of the row of each; None where the recipe names no such column.
 
         Returns:
             One for each response, in their order.
 
         Raises:
-            ValueError: There are more or fewer sources than samples.
+            ValueError: The numbers of sources and samples differ.
             RuntimeError: The pool is closed, or its processes cannot load the rewards or do not stay alive.
         """
         self._check_open()

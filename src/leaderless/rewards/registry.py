@@ -16,9 +16,8 @@ from leaderless.config.rewards import (
     RewardOptions,
     RewardsConfig,
 )
-from leaderless.rewards.exact_match import ExactMatchReward
-from leaderless.rewards.format import FormatReward
 from leaderless.rewards.protocol import Reward
+from leaderless.rewards.text import ExactMatchReward, FormatReward
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,10 @@ class LoadedReward:
     """A reward of the recipe, ready to be called.
 
     Attributes:
-        grade: Grades one response.
+        grade: Function that grades one response.
         weight: Its share in the sample's reward.
         timeout_s: Seconds one response may take, above 0.
-        sources: Of the rows that it applies to; empty for all.
+        sources: Sources of the rows that it applies to; empty for all.
     """
 
     grade: Reward
@@ -39,7 +38,7 @@ class LoadedReward:
 
 
 def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str, LoadedReward]:
-    """Load the rewards of a recipe, importing what the user's own need.
+    """Load the rewards of a recipe, importing what custom ones need.
 
     Args:
         config: The recipe's `reward` section.
@@ -49,7 +48,7 @@ def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str,
         The rewards by name, in the order of `config.options()`.
 
     Raises:
-        RecipeError: A function of the user's cannot be imported or does not take one argument.
+        RecipeError: A custom function cannot be imported or does not take one argument.
     """
     return {
         name: LoadedReward(_load(name, options, in_worker), options.weight, options.timeout_s, options.sources)
@@ -65,7 +64,7 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
         in_worker: They are called in the process that runs the main script, which may define them.
 
     Raises:
-        RecipeError: Functions of the user's cannot be imported, do not take one argument, or could not be called from
+        RecipeError: Custom functions cannot be imported, do not take one argument, or could not be called from
             a reward process; or programs cannot be run safely on this machine. All problems are named.
     """
     problems: list[Problem] = []
@@ -88,8 +87,8 @@ def applies_to(options: RewardOptions, source: str | None) -> bool:
     """Whether a reward grades rows of a source.
 
     Args:
-        options: Of the reward.
-        source: Where a row comes from; None where the recipe names no such column.
+        options: Options of the reward.
+        source: Source of a row; None where the recipe names no such column.
     """
     return not options.sources or source in options.sources
 

@@ -47,8 +47,8 @@ class Trial:
 
     Attributes:
         row: Number of the row, from 1.
-        kind: Where the response comes from: `given`, `expected` or `empty`.
-        sample: What the rewards were given.
+        kind: Origin of the response: `given`, `expected` or `empty`.
+        sample: Input of the rewards.
         scores: Results of the rewards that apply to the row, by name.
         reward: Weighted sum; None where a reward failed or none applies.
     """
@@ -64,7 +64,7 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
     """Grade responses to the first rows of the training data.
 
     Args:
-        recipe: Names the rewards and the data.
+        recipe: Recipe with the rewards and the data.
         num_rows: Number of rows of each dataset, at least 1.
         responses: One response for each row, or one for all; without any, the row's expected answer where it is text,
             and an empty response.

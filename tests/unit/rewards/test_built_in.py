@@ -11,10 +11,9 @@ from tests.unit.rewards.calls import (
 
 from leaderless.config import Json
 from leaderless.config.rewards import ExactMatchOptions, FormatOptions
-from leaderless.rewards.exact_match import ExactMatchReward
-from leaderless.rewards.format import FormatReward
 from leaderless.rewards.math import MathReward
 from leaderless.rewards.protocol import RewardResult
+from leaderless.rewards.text import ExactMatchReward, FormatReward
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from leaderless.observability.report.curves import Series
 from leaderless.observability.report.run_files import RunFiles
 
 MAX_OWN_CHARTS = 60
-"""Charts of metrics that the catalogue does not know."""
+"""Largest number of charts of metrics that the catalogue does not know."""
 
 Unit = Literal["number", "share"]
 
@@ -20,9 +20,9 @@ class Topic:
     """A chart that a run may have.
 
     Attributes:
-        title: In plain words.
+        title: Title in plain words.
         explanation: One line.
-        metrics: Names or patterns of the metrics that it shows.
+        metrics: Metrics that it shows, by name or pattern.
         unit: `share` writes 0.25 as 25 %.
         is_log: Whether its axis is logarithmic at first.
         band: A metric drawn as a band of its size around the first one.
@@ -74,7 +74,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Loss",
-            "What the optimiser lowers. Near zero by design in on-policy reinforcement learning.",
+            "What the optimizer lowers. Near zero by design in on-policy reinforcement learning.",
             ("policy/loss",),
         ),
     ),
@@ -91,7 +91,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Prompts asked",
-            "What became of the prompts of a step with dynamic sampling; only those kept have something to teach.",
+            "Prompts of a step with dynamic sampling; only those kept have something to teach.",
             ("sampling/kept", "sampling/dropped_*"),
         ),
         Topic(
@@ -148,7 +148,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Staleness",
-            "Optimiser steps that the policy was ahead of the weights that sampled a response, on average.",
+            "Optimizer steps that the policy was ahead of the weights that sampled a response, on average.",
             ("rollout/staleness",),
         ),
         Topic("Mismatch as KL", "The same disagreement as a divergence, in nats per token.", ("mismatch/kl",)),
@@ -160,7 +160,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Updates left out",
-            "Optimiser steps that guards have skipped since the run began, by role.",
+            "Optimizer steps that guards have skipped since the run began, by role.",
             ("guard/skipped/*",),
         ),
         Topic("Roll-backs", "How often guards have sent the run back to a checkpoint.", ("guard/roll_backs",)),
@@ -192,7 +192,7 @@ def charts_of(run: RunFiles) -> tuple[list[ChartGroup], int]:
         run: What was read of the run.
 
     Returns:
-        Groups of charts, the user's own metrics last, by prefix; and how many of those are left out.
+        Groups of charts, custom metrics last, by prefix; and the number of custom metrics left out.
     """
     # The specific names first, so that a pattern such as `reward/*` takes what they leave.
     topics = [topic for group in CATALOGUE.values() for topic in group]

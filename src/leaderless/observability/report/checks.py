@@ -1,4 +1,4 @@
-"""What in a run is worth a look, and what to do about it."""
+"""Checks that find what is worth a look in a run, with advice."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MAX_TRUNCATED = 0.2
 MIN_ENTROPY_LEFT = 0.1
 """Fraction of its entropy at the start that the policy should keep."""
 SPIKE_FACTOR = 10.0
-"""A gradient norm so many times its running median is a spike."""
+"""A gradient norm of more than this many times its running median is a spike."""
 SPIKE_WINDOW = 50
 """Steps before a step whose median it is compared with."""
 RECENT = 0.25
-"""Part of the run that counts as lately."""
+"""Part of the run, at its end, that counts as lately."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Finding:
     """Something worth a look.
 
     Attributes:
-        title: What it is.
-        seen: Where and how much.
-        meaning: Why it matters.
-        remedy: What to do.
-        example: A text from the run that shows it, or nothing.
+        title: Name of the problem.
+        seen: The place and the size of it.
+        meaning: Reason why it matters.
+        remedy: Advice on what to do.
+        example: Text from the run that shows it; may be empty.
     """
 
     title: str
@@ -49,10 +49,10 @@ class Check:
     """A question that every run is asked.
 
     Attributes:
-        rule: What holds in a run without the problem.
+        rule: Statement that holds in a run without the problem.
         metric: The metric that answers it; None for all of them.
         min_points: Logged values that an answer needs.
-        find: Looks for the problem.
+        find: Function that looks for the problem.
     """
 
     rule: str
@@ -146,7 +146,7 @@ def _mismatch(run: RunFiles) -> Finding | None:
         f"The mean difference was above {MAX_MISMATCH:g} in {len(above)} of {len(points)} logged steps, "
         f"at most {format_number(worst)} at step {step}.",
         "Samples come from another policy than the one that is trained, so the gradient is off-policy "
-        "without the loss knowing of it.",
+        "and the loss does not account for it.",
         "Check that new weights reach the engine (a jump right after an update), that both sides use the same "
         "compute_dtype, temperature and chat template; importance sampling corrects what remains.",
     )

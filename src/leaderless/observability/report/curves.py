@@ -9,7 +9,7 @@ from functools import cached_property
 from leaderless.observability.report.untrusted import as_number, as_step
 
 MAX_POINTS = 2000
-"""Points that a curve on the page has at most."""
+"""Largest number of points of a curve on the page."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Series:
     """One metric.
 
     Attributes:
-        steps: Where it was logged, ascending.
-        values: What was logged; None where it was no finite number.
+        steps: Steps at which it was logged, ascending.
+        values: Logged values; None where one was no finite number.
     """
 
     steps: tuple[int, ...]
@@ -33,7 +33,7 @@ class Series:
         """The last finite points, at least one if there is any.
 
         Args:
-            share: How many of all, from 0 to 1.
+            share: Their share of all points, from 0 to 1.
         """
         return self.finite[-max(1, round(share * len(self.finite))) :]
 
@@ -56,7 +56,7 @@ def collect_series(rows: Mapping[int, Mapping[str, object]]) -> dict[str, Series
     """All metrics in the rows, in order of their first appearance.
 
     Args:
-        rows: By step, ascending.
+        rows: Rows by step, ascending.
     """
     points: dict[str, list[tuple[int, float | None]]] = {}
     for step, row in rows.items():
@@ -74,7 +74,7 @@ def duration_s(rows: Mapping[int, Mapping[str, object]]) -> float | None:
     """Seconds that the rows took, or None when no row says.
 
     Args:
-        rows: By step, ascending; `time_s` may begin again at 0 after a resume.
+        rows: Rows by step, ascending; `time_s` may begin again at 0 after a resume.
     """
     total, previous = 0.0, 0.0
     times = [time for row in rows.values() if (time := as_number(row.get("time_s"))) is not None]
@@ -85,13 +85,13 @@ def duration_s(rows: Mapping[int, Mapping[str, object]]) -> float | None:
 
 
 def thin(series: Series, max_points: int = MAX_POINTS) -> Series:
-    """The series with at most so many points; every spike of it is still there.
+    """The series with fewer points; every spike of it is still there.
 
     The points between the first and the last are cut into equal runs, and the lowest and the highest of each are kept.
 
     Args:
-        series: Any length.
-        max_points: At least 4.
+        series: A series of any length.
+        max_points: Largest number of points, at least 4.
     """
     count = len(series.steps)
     if count <= max_points:
@@ -113,8 +113,8 @@ def mean_per_run(series: Mapping[str, Series], max_runs: int) -> tuple[list[int]
     """Several series on one grid, so that they can be stacked; a step on which one was not logged counts as 0.
 
     Args:
-        series: By name.
-        max_runs: Steps are averaged in at most so many runs of equal length.
+        series: Metrics by name.
+        max_runs: Largest number of runs of equal length over which steps are averaged.
 
     Returns:
         The first step of each run, and for each name the mean over the run.

@@ -36,17 +36,17 @@ class RunFiles:
     Attributes:
         directory: The run directory.
         recipe_text: `config.yaml`.
-        settings: What is set in it.
+        settings: Settings of the recipe.
         plan: `plan.json`.
         picture: `plan.svg`, safe to stand in the page.
         series: Metrics by name.
         steps: Steps of `metrics.jsonl`, ascending.
-        duration_s: Seconds that they took; None when no line says.
-        last_logged: When `metrics.jsonl` was last written; None when it was not.
-        samples: Recorded samples of training that the page shows.
+        duration_s: Seconds that the steps took; None if no line says.
+        last_logged: Time at which `metrics.jsonl` was last written; None if it was not.
+        samples: Recorded samples of training, as far as the page shows them.
         held_out: Those of held-out prompts.
-        events: What guards have seen and done, in order.
-        notes: What is missing or could not be read.
+        events: Lines of `events.jsonl`, in order.
+        notes: Sentences on what is missing or could not be read.
     """
 
     directory: Path
@@ -94,7 +94,7 @@ class RunFiles:
         """Metrics by name or pattern, in the order of the patterns.
 
         Args:
-            patterns: Names in which `*` stands for any text.
+            patterns: Patterns in which `*` stands for any text.
         """
         found: dict[str, Series] = {}
         for pattern in patterns:
@@ -107,7 +107,7 @@ def read_run(directory: Path) -> RunFiles:
     """Read a run directory.
 
     Args:
-        directory: As a run writes it, or as much of it as there is.
+        directory: A folder as a run writes it, or as much of it as there is.
     """
     notes: list[str] = []
     recipe_text = _read(directory / "config.yaml", "the recipe", notes)
@@ -169,7 +169,7 @@ def judge_of(settings: Settings) -> Judge:
     """How a recipe tells correct responses from wrong ones: by `evaluation.metric`, else the reward of largest weight.
 
     Args:
-        settings: Of the recipe.
+        settings: Settings of the recipe.
     """
     weights = {
         path[1]: _number(value) for path, value in settings.items() if path[0] == "reward" and path[2:] == ("weight",)
@@ -202,10 +202,10 @@ def _read(path: Path, content: str, notes: list[str]) -> str:
 
 
 def _read_events(path: Path, notes: list[str]) -> Sequence[Mapping[str, object]]:
-    """What has befallen the run; most have nothing to tell."""
+    """Failures, restarts and events of guards; most runs have none."""
     if not path.exists() or not path.stat().st_size:
         return ()
-    lines, num_broken = parse_json_lines(_read(path, "what has befallen the run", notes))
+    lines, num_broken = parse_json_lines(_read(path, "its failures and the events of guards", notes))
     if num_broken:
         notes.append(f"events.jsonl: {num_broken} lines are no JSON objects and were passed over.")
     return lines

@@ -108,7 +108,7 @@ class RecordedStep:
 
     Attributes:
         step: Its number.
-        groups: What the page shows of it.
+        groups: Prompts with their responses, as far as the page shows them.
         num_recorded: Number of samples in the files, of which the groups may hold fewer.
         tokens: Tokens of responses one by one, by sample id.
     """
@@ -195,7 +195,7 @@ def read_samples(
 
     Args:
         folder: `samples/` of a run directory; it may be missing.
-        judge: Tells correct from wrong.
+        judge: Rule that tells correct from wrong.
         budget_bytes: Largest size in the page, without tokens.
         kind: Samples of training steps, or of evaluations after them.
     """
@@ -217,7 +217,7 @@ def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> 
     Args:
         step: Its number.
         rows: Lines of its files, in order; of a sample that was recorded again after a resume the last counts.
-        judge: Tells correct from wrong.
+        judge: Rule that tells correct from wrong.
     """
     last = {as_text(row.get("sample_id")) or f"line {line}": row for line, row in enumerate(rows)}
     groups: dict[tuple[str, str, str], dict[Sample, Sample]] = {}

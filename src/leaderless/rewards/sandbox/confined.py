@@ -29,17 +29,17 @@ class Confined:
     """A confined process, as the supervisor sees it.
 
     Args:
-        run: What it does once it is confined; it must not return.
-        setting: Where it runs.
-        limits: What it may use.
+        run: Function that it calls once it is confined; it must not return.
+        setting: Folder and layers that it runs with.
+        limits: Bounds of what it may use.
         stdin: A file descriptor; not closed here.
         kept: File descriptors that it needs besides, by the numbers they have here.
 
     Attributes:
-        pid: Of the process, and of its process group.
-        listener: Where its filter asks; None without.
-        counter: Answers for it.
-        outputs: What it printed so far, by the file descriptors to read from: standard output first.
+        pid: Number of the process, and of its process group.
+        listener: File descriptor on which its filter asks; None without.
+        counter: Counter that answers there.
+        outputs: Bytes that it printed so far, by the file descriptors to read from: standard output first.
 
     Raises:
         RuntimeError: It could not be confined, and has run nothing.
@@ -72,7 +72,7 @@ class Confined:
             self.listener = _await(here)
 
     def close(self) -> None:
-        """Let go of its file descriptors and its folder, after it has ended."""
+        """Close its file descriptors and remove its folder, after it has ended."""
         for fd in (*self.outputs, *([] if self.listener is None else [self.listener])):
             os.close(fd)
         remove(self._folder)

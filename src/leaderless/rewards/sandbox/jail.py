@@ -18,7 +18,7 @@ from typing import Self
 
 from leaderless.config import Json
 from leaderless.rewards.sandbox.kernel import ask_layers, is_supported
-from leaderless.rewards.sandbox.messages import Ended, Limits, Order, Run, Setting, Trial
+from leaderless.rewards.sandbox.messages import Ended, Limits, Order, ScriptRequest, Setting, TestRequest
 
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 """What the interpreter reads besides its own library, wherever it is installed."""
@@ -32,7 +32,7 @@ def refusal(*, allow_weaker: bool) -> str | None:
     """Why programs cannot be run safely on this machine; None where they can.
 
     Args:
-        allow_weaker: The user accepts that a layer is missing.
+        allow_weaker: Whether the user accepts that a layer is missing.
     """
     if not is_supported():
         system = os.uname()
@@ -46,8 +46,8 @@ class Jail:
 
     Args:
         program: Source of the program.
-        limits: Of each run.
-        has_tests: It is run once, by `run_tests`; else any number of times, by `run_input`.
+        limits: Limits of each run.
+        has_tests: Whether it is run once, by `run_tests`; else any number of times, by `run_input`.
 
     Raises:
         RuntimeError: From the methods: the sandbox does not work here. What a program does never raises.
@@ -82,10 +82,10 @@ class Jail:
         """Run the program as a script.
 
         Args:
-            text: Its standard input.
-            deadline: When the run ends at the latest, by the monotonic clock.
+            text: Standard input of the program.
+            deadline: End of the run at the latest, by the monotonic clock.
         """
-        self._send(Run(input=text, deadline=deadline))
+        self._send(ScriptRequest(input=text, deadline=deadline))
         return self._ended()
 
     def run_tests(self, pieces: Sequence[tuple[str, str]], deadline: float) -> Ended:
@@ -93,10 +93,10 @@ class Jail:
 
         Args:
             pieces: Statements in their order, each with its kind: `test`, or `import` and `other` for what tests need.
-            deadline: When the run ends at the latest, by the monotonic clock.
+            deadline: End of the run at the latest, by the monotonic clock.
         """
         self._receive()
-        self._send(Trial(pieces=list(pieces), deadline=deadline))
+        self._send(TestRequest(pieces=list(pieces), deadline=deadline))
         return self._ended()
 
     def __enter__(self) -> Self:
@@ -115,7 +115,7 @@ class Jail:
         if Path(self._scratch).exists():  # The supervisor was ended before it could remove it.
             shutil.rmtree(self._scratch)
 
-    def _send(self, message: Order | Run | Trial) -> None:
+    def _send(self, message: Order | ScriptRequest | TestRequest) -> None:
         assert self._supervisor.stdin is not None
         # What is read next says why nobody listens.
         with suppress(BrokenPipeError):

@@ -22,8 +22,8 @@ class Layers(NamedTuple):
 
     Attributes:
         landlock: Version of its interface; 0 where there is none.
-        has_filter: System calls can be filtered.
-        has_listener: A filter can ask a process outside, which counts what the program creates.
+        has_filter: Whether system calls can be filtered.
+        has_listener: Whether a filter can ask a process outside, which counts what the program creates.
     """
 
     landlock: int
@@ -68,7 +68,7 @@ def call(number: int, *arguments: _Argument) -> int:
     """Make a system call that the standard library has no function for.
 
     Args:
-        number: Of the call on this machine.
+        number: Number of the call on this machine.
         arguments: Numbers, buffers and pointers.
 
     Returns:
@@ -89,8 +89,8 @@ def succeeds(number: int, *arguments: _Argument) -> bool:
     """Whether a system call can be made.
 
     Args:
-        number: Of the call on this machine.
-        arguments: As for `call`.
+        number: Number of the call on this machine.
+        arguments: Arguments as for `call`.
     """
     try:
         call(number, *arguments)
@@ -103,8 +103,8 @@ def control(option: int, value: int) -> None:
     """Set an attribute of this process (`prctl`).
 
     Args:
-        option: Its number.
-        value: To set.
+        option: Number of the attribute.
+        value: Value to set.
 
     Raises:
         OSError: The kernel refuses.

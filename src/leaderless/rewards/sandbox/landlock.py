@@ -25,8 +25,8 @@ def restrict(version: int, folder: str, readable: Iterable[str], listable: Itera
     """Leave this process, for ever, its folder, and what it may read; nothing may be executed, bound or connected to.
 
     Args:
-        version: Of the kernel's interface, at least 1.
-        folder: May be read and written; neither links nor sockets nor devices can be made there.
+        version: Version of the kernel's interface, at least 1.
+        folder: Folder that may be read and written; neither links nor sockets nor devices can be made there.
         readable: Files and folders with all that is in them; what does not exist is passed over.
         listable: Folders whose names may be listed, at any depth.
 

@@ -1,4 +1,4 @@
-"""What a program may use, and how it ended: what the grader and the supervisor tell each other. Imports no torch."""
+"""Messages between the grader and the supervisor: what a program may use, and how it ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Limits(NamedTuple):
         max_processes: Processes and threads that it may start.
         max_files: Files and folders that it may make.
         max_file_bytes: Size of each of its files.
-        max_output_bytes: What it may print, on standard output and on standard error each.
+        max_output_bytes: Bytes that it may print, on standard output and on standard error each.
     """
 
     test_timeout_s: float
@@ -33,8 +33,8 @@ class Setting(NamedTuple):
         readable: Files and folders that a program may read: the interpreter's own.
         listable: Folders whose names it may list.
         landlock: Version of the kernel's Landlock; 0 to do without.
-        has_filter: Filter system calls.
-        has_listener: Count what is created; without, nothing may be created.
+        has_filter: Whether system calls are filtered.
+        has_listener: Whether what is created is counted; without, nothing may be created.
     """
 
     scratch: str
@@ -52,8 +52,8 @@ class Ended(NamedTuple):
         cause: `exited`, `timeout` or `output` (it printed too much).
         code: Exit code, negative for the signal that ended it; meaningful for `exited` only.
         output: What it printed on standard output, bytes that are no UTF-8 replaced.
-        passed: Of each test that came to an end, whether it passed; empty for a run with input.
-        unfit: Why the tests themselves cannot be run; empty where they can.
+        passed: Outcome of each test that came to an end; empty for a script.
+        unfit: Reason why the tests themselves cannot be run; empty where they can.
     """
 
     cause: str
@@ -64,13 +64,13 @@ class Ended(NamedTuple):
 
 
 class Order(TypedDict):
-    """The first that the grader says.
+    """First message of the grader.
 
     Attributes:
         setting: A `Setting`, as a list.
         limits: `Limits`, as a list.
-        program: Source.
-        has_tests: Whether a `Trial` follows, once, or a `Run` any number of times.
+        program: Source of the program.
+        has_tests: Whether one `TestRequest` follows, or any number of `ScriptRequest`s.
     """
 
     setting: list[str | int | list[str]]
@@ -79,24 +79,24 @@ class Order(TypedDict):
     has_tests: bool
 
 
-class Run(TypedDict):
-    """Have the program run as a script.
+class ScriptRequest(TypedDict):
+    """Asks to run the program as a script.
 
     Attributes:
-        input: Its standard input.
-        deadline: When it ends at the latest, by the monotonic clock.
+        input: Standard input of the program.
+        deadline: End of the run at the latest, by the monotonic clock.
     """
 
     input: str
     deadline: float
 
 
-class Trial(TypedDict):
-    """Have what the program defines tested.
+class TestRequest(TypedDict):
+    """Asks to test what the program defines.
 
     Attributes:
         pieces: Statements in their order, each with its kind: `test`, or `import` and `other` for what tests need.
-        deadline: When the tests end at the latest, by the monotonic clock.
+        deadline: End of the tests at the latest, by the monotonic clock.
     """
 
     pieces: list[tuple[str, str]]

@@ -15,7 +15,7 @@ def run_as_script(source: str) -> None:
     """Run a program as `python program.py` would, and end this process with its exit code.
 
     Args:
-        source: Of the program.
+        source: Source of the program.
     """
     sys.argv = [FILE_NAME]
     code = 0
@@ -34,8 +34,8 @@ def execute(source: str, name: str) -> ModuleType:
     """Execute a program as a module of this interpreter.
 
     Args:
-        source: Of the program.
-        name: Of the module.
+        source: Source of the program.
+        name: Name of the module.
 
     Returns:
         The module with what the program defined.

@@ -40,8 +40,8 @@ def encode(value: object, refer: Callable[[object], int]) -> Wire:
     """A value as JSON; subclasses of built-in types become these types.
 
     Args:
-        value: To send.
-        refer: Gives the number by which an object of another type is known to the program's process.
+        value: Value to send.
+        refer: Function that gives the number by which an object of another type is known to the program's process.
     """
     if value is None or isinstance(value, bool | str):
         return value if value is None or isinstance(value, bool) else str.__str__(value)
@@ -66,8 +66,8 @@ def decode(wire: Wire, find: Callable[[int], object]) -> object:
     """The value that `encode` was given.
 
     Args:
-        wire: As received.
-        find: Gives the object of a number.
+        wire: JSON as received.
+        find: Function that gives the object of a number.
     """
     if not isinstance(wire, list):
         return wire
@@ -106,7 +106,7 @@ def serve(source: str, requests: int, replies: int) -> None:
     """Execute a program, and do with what it defined what the tests ask for, until they end.
 
     Args:
-        source: Of the program.
+        source: Source of the program.
         requests: File descriptor to read requests from.
         replies: File descriptor to write replies to.
     """
@@ -124,10 +124,10 @@ def serve(source: str, requests: int, replies: int) -> None:
         return {"value": encode(value, refer), "arguments": ["list", *(encode(item, refer) for item in arguments)]}
 
     with os.fdopen(requests, encoding="ascii") as asked, os.fdopen(replies, "w", encoding="ascii") as told:
-        _tell(told, _guarded(lambda: _names(execute(source, "program"), refer)))
+        _send(told, _guarded(lambda: _names(execute(source, "program"), refer)))
         for line in asked:
             request = json.loads(line)
-            _tell(told, _guarded(partial(work, request)))
+            _send(told, _guarded(partial(work, request)))
 
 
 def _parts(wire: Wire) -> Sequence[Wire]:
@@ -150,13 +150,13 @@ def _names(module: ModuleType, refer: Callable[[object], int]) -> Mapping[str, W
 def _guarded(work: Callable[[], Mapping[str, Wire]]) -> Mapping[str, Wire]:
     try:
         return work()
-    except BaseException as error:  # noqa: BLE001 - the boundary of the program: the tests are told
+    except BaseException as error:  # noqa: BLE001 - the boundary of the program: sent to the tests
         return {"error": [type(error).__name__, str(error)]}
 
 
-def _tell(told: TextIO, message: Mapping[str, Wire]) -> None:
-    told.write(json.dumps(message) + "\n")
-    told.flush()
+def _send(pipe: TextIO, message: Mapping[str, Wire]) -> None:
+    pipe.write(json.dumps(message) + "\n")
+    pipe.flush()
 
 
 class _Channel:
@@ -184,7 +184,7 @@ class _Channel:
             "arguments": [encode(argument, _number_of) for argument in arguments],
             "named": [[name, encode(value, _number_of)] for name, value in named.items()],
         }
-        _tell(self._requests, request)
+        _send(self._requests, request)
         reply = self._receive()
         if operation == "call":
             _copy_back(arguments, decode(reply["arguments"], self._remote))
@@ -208,7 +208,7 @@ class _Channel:
 
 
 def _copy_back(originals: Sequence[object], states: object) -> None:
-    """Give what a function was called with the state that it has after the call."""
+    """Give the arguments of a call the state that they have after it."""
     assert isinstance(states, list)
     for original, state in zip(originals, states, strict=True):
         if isinstance(original, list | bytearray) and type(state) is type(original):
@@ -294,7 +294,7 @@ def judge(pieces: Sequence[tuple[str, str]], replies: int, requests: int, report
     ):
         try:
             names = _Channel(told, asked).names() | {"__name__": "tests"}
-        except Exception:  # noqa: BLE001 - the program cannot even be loaded, or talks nonsense
+        except Exception:  # noqa: BLE001 - the program cannot even be loaded, or sends nonsense
             return
         for source, kind in pieces:
             verdict = _verdict(source, names, kind)

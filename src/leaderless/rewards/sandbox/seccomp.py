@@ -126,9 +126,9 @@ def _if_all_set(argument: int, bits: int, action: int) -> list[_Statement]:
 
 
 class Counter:
-    """Answers for a program's filter: so many processes and files, and no more.
+    """Answers a program's filter: grants a number of processes and files, and no more.
 
-    What was granted is counted, not what is there, so that nothing can slip in between looking and granting.
+    It counts what was granted, not what is there, so that nothing can be created between looking and granting.
 
     Args:
         max_processes: Processes and threads that may be started.
@@ -143,7 +143,7 @@ class Counter:
         """Answer one call that waits.
 
         Args:
-            listener: From `install`, ready to be read.
+            listener: File descriptor from `install`, ready to be read.
         """
         notification = bytearray(_NOTIFICATION_BYTES)
         try:

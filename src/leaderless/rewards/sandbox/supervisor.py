@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from . import kernel  # relative, for the supervisor runs without the package
 from .confined import Confined, remove
-from .messages import Ended, Limits, Order, Run, Setting, Trial
+from .messages import Ended, Limits, Order, ScriptRequest, Setting, TestRequest
 from .program import run_as_script
 from .remote import judge, serve
 
@@ -39,7 +39,7 @@ def main() -> None:
     except EOFError:
         return
     except (OSError, RuntimeError) as error:
-        _tell({"broken": f"{type(error).__name__}: {error}"})
+        _send({"broken": f"{type(error).__name__}: {error}"})
 
 
 def _serve_grader() -> None:
@@ -49,10 +49,10 @@ def _serve_grader() -> None:
     runner = _Runner(setting, limits)
     try:
         if order["has_tests"]:
-            _tell(runner.run_tests(source))
+            _send(runner.run_tests(source))
         while True:
-            run: Run = json.loads(_read_line())
-            _tell(runner.run_input(source, run["input"], run["deadline"]))
+            request: ScriptRequest = json.loads(_read_line())
+            _send(runner.run_input(source, request["input"], request["deadline"]))
     finally:
         remove(setting.scratch)
 
@@ -88,8 +88,8 @@ class _Runner:
                 nothing.fileno(),
                 (requests, replies_end),
             )
-            _tell("started")
-            trial: Trial = json.loads(_read_line())
+            _send("started")
+            trial: TestRequest = json.loads(_read_line())
             report, report_end = os.pipe()
             # The tests start nothing and write nothing.
             limits = self._limits._replace(max_processes=0, max_files=0)
@@ -114,13 +114,13 @@ class _Watch:
     """Watches confined processes, answers for their filters, and ends them all.
 
     Args:
-        processes: As they were just started.
-        limits: Of each.
-        deadline: When the run ends at the latest, by the monotonic clock.
+        processes: Processes that were just started.
+        limits: Limits of each.
+        deadline: End of the run at the latest, by the monotonic clock.
         report: File descriptor on which tests report; each report begins the time of the next test.
 
     Attributes:
-        report: What was read from there.
+        report: Bytes read from there.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class _Watch:
         self._deadline = min(self._last, time.monotonic() + self._limits.test_timeout_s)
 
     def has_ended(self, process: Confined) -> bool:
-        """Whether a process has ended; others that it started may go on."""
+        """Whether a process has ended; others that it started may still run."""
         return process not in [self._ended[fd] for fd in self._open if fd in self._ended]
 
     def until(self, is_done: Callable[[], bool]) -> str:
@@ -239,6 +239,6 @@ def _read_line() -> bytes:
     return line
 
 
-def _tell(message: object) -> None:
+def _send(message: object) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()

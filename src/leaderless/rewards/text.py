@@ -1,0 +1,71 @@
+"""Rewards that compare texts, and the expected answer that others compare with as well. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from leaderless.config import Json
+from leaderless.config.rewards import ExactMatchOptions, FormatOptions
+from leaderless.rewards.protocol import RewardInput, RewardResult
+
+
+class ExactMatchReward:
+    """1 where the response equals the expected answer, else 0.
+
+    Args:
+        options: Options of the reward.
+    """
+
+    def __init__(self, options: ExactMatchOptions) -> None:
+        self._options = options
+
+    def __call__(self, sample: RewardInput, /) -> RewardResult:
+        """Grade a response; its answer is the response without white space at its ends.
+
+        Args:
+            sample: The response and the expected answer, text or a number.
+
+        Raises:
+            ValueError: There is no expected answer, or it is neither text nor a number.
+        """
+        expected, response = expected_text(sample.answer), sample.response.strip()
+        if self._options.ignore_case:
+            expected, response = expected.casefold(), response.casefold()
+        return RewardResult(float(response == expected), response)
+
+
+class FormatReward:
+    """1 where the whole response matches a pattern, else 0; white space at its ends does not count.
+
+    Args:
+        options: Options with the pattern.
+    """
+
+    def __init__(self, options: FormatOptions) -> None:
+        self._pattern = re.compile(options.pattern, re.DOTALL)
+
+    def __call__(self, sample: RewardInput, /) -> RewardResult:
+        """Grade a response."""
+        return RewardResult(float(self._pattern.fullmatch(sample.response.strip()) is not None))
+
+
+def expected_text(answer: Json) -> str:
+    """The expected answer as text, without white space at its ends.
+
+    Args:
+        answer: The dataset's answer column: text or a finite number.
+
+    Raises:
+        ValueError: There is none, or it is neither: such a row cannot be graded.
+    """
+    if answer is None:
+        raise ValueError("the row has no expected answer; `answer` of the dataset must name the column that holds it")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError(f"the expected answer is a {type(answer).__name__}, but must be text or a number")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise ValueError(f"the expected answer is {answer}, but must be finite")
+    text = str(answer).strip()
+    if not text:
+        raise ValueError("the expected answer is empty; leave out rows without one")
+    return text
