@@ -24,9 +24,9 @@ from benchmarks.simulated.controllers import load_compared_cluster
 from benchmarks.simulated.show import print_sweep
 from benchmarks.simulated.sweep import Sweep, settings_of, simulate
 
-from leaderless.cli.common import plan_recipe
 from leaderless.config import Recipe
 from leaderless.planner import Plan
+from leaderless.run.planned import plan_recipe
 from leaderless.workflow import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,11 +21,11 @@ import typer
 import yaml
 
 import leaderless
-from leaderless.cli.common import plan_recipe
 from leaderless.cli.main import app
 from leaderless.config import Recipe, load_recipe
 from leaderless.config.source import Setting, apply_overrides, read_yaml
 from leaderless.planner.costs.cluster import load_cluster
+from leaderless.run.planned import plan_recipe
 from leaderless.workflow import read_workflow
 
 ROOT = Path(__file__).parents[2]

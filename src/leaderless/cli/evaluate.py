@@ -10,9 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from leaderless.cli.common import print_json
 from leaderless.config import Recipe
-from leaderless.observability.console import console
+from leaderless.observability.console import console, print_json
 from leaderless.observability.run_directory import finite_or_none
 from leaderless.run.planned import plan_evaluation
 from leaderless.run.run import Run, newest_checkpoint

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from leaderless.cli.common import plan_recipe, print_json, recipe_path
-from leaderless.observability.console import console, print_path
+from leaderless.observability.console import console, print_json, print_path
 from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.run.planned import plan_recipe
 from leaderless.supervision.limits import read_limits
 
 
@@ -23,7 +23,7 @@ def plan(
     """Show what every worker would do, what they would send, and the memory it takes; start nothing."""
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
-    planned = plan_recipe(recipe_path(target), overrides or [], world_size)
+    planned = plan_recipe(target, overrides or [], world_size)
     if picture is not None:
         try:
             from leaderless.planner.picture import draw_plan

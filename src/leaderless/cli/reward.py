@@ -10,10 +10,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from leaderless.cli.common import recipe_path
 from leaderless.config import RecipeError
 from leaderless.observability.console import console
 from leaderless.rewards.trial import Score, Trial, read_responses, try_rewards
+from leaderless.run.planned import recipe_path
 from leaderless.workflow import load_recipe
 
 MAX_CELL_CHARACTERS = 60

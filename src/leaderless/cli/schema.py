@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from leaderless.cli.common import print_json
 from leaderless.config import Recipe
+from leaderless.observability.console import print_json
 
 
 def schema() -> None:

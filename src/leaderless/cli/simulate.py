@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from leaderless.cli.common import plan_recipe, print_json, recipe_path
 from leaderless.config import RecipeError
-from leaderless.observability.console import console
+from leaderless.observability.console import console, print_json
+from leaderless.run.planned import plan_recipe
 
 
 def simulate(
@@ -26,7 +26,7 @@ def simulate(
     from leaderless.planner.costs.step import estimate_step
 
     constants = load_cluster(cluster)
-    planned = plan_recipe(recipe_path(target), overrides or [], world_size)
+    planned = plan_recipe(target, overrides or [], world_size)
     recipe, plan = planned.recipe, planned.plan
     try:
         estimate = estimate_step(plan, recipe, sample_workload(recipe, constants.workload), constants)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,6 +64,15 @@ def print_path(label: str, path: Path) -> None:
         path: Its path.
     """
     console.print(f"{label}: [bold]{escape(str(path))}", highlight=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """Print a value for programs to read.
+
+    Args:
+        value: Any value that JSON can hold.
+    """
+    console.out(json.dumps(value, indent=2), highlight=False)
 
 
 class _FieldColumn(ProgressColumn):

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from leaderless.config import Problem, Recipe, RecipeError
+from leaderless.config import Problem, RecipeError
 from leaderless.data.files import find_files
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.run.planned import Planned, located
+from leaderless.run.settings import leaves_of
 from leaderless.workflow import load_recipe
 
 FREE_KEYS = (
@@ -162,8 +163,10 @@ def _prepare(directory: RunDirectory, planned: Planned, *, fresh: bool, is_resta
 
 def _check_same_settings(directory: RunDirectory, planned: Planned) -> None:
     """Refuse to continue a run with other settings than it was begun with."""
-    before = _flatten(load_recipe(directory.config).recipe)
-    now = _flatten(planned.recipe)
+    before, now = (
+        {".".join(path): value for path, value in leaves_of(recipe.model_dump(mode="json")) if value != {}}
+        for recipe in (load_recipe(directory.config).recipe, planned.recipe)
+    )
     problems = [
         Problem(
             key,
@@ -175,18 +178,3 @@ def _check_same_settings(directory: RunDirectory, planned: Planned) -> None:
     ]
     if problems:
         raise planned.loaded.locate(RecipeError(problems))
-
-
-def _flatten(recipe: Recipe) -> dict[str, object]:
-    """Settings by dotted name."""
-    flat: dict[str, object] = {}
-
-    def walk(prefix: str, value: object) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(f"{prefix}{key}.", inner)
-        else:
-            flat[prefix.removesuffix(".")] = value
-
-    walk("", recipe.model_dump(mode="json"))
-    return flat

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from leaderless.config import LoadedRecipe, Recipe, RecipeError, nearest
 from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.rollout.choose import choose_engine
-from leaderless.workflow import Workflow, resolve_workflow
+from leaderless.workflow import Workflow, load_recipe, resolve_workflow
 from leaderless.workflow.evaluation import evaluation_workflow
 
 
@@ -37,6 +38,29 @@ def located(loaded: LoadedRecipe) -> Iterator[None]:
         yield
     except RecipeError as error:
         raise loaded.locate(error) from None  # the error says all that a user needs
+
+
+def recipe_path(target: Path) -> Path:
+    """The recipe that a path means.
+
+    Args:
+        target: YAML file, or the folder of a run.
+    """
+    return target / "config.yaml" if target.is_dir() else target
+
+
+def plan_recipe(recipe: Path, overrides: Sequence[str], num_workers: int) -> Planned:
+    """Read a recipe and plan its run.
+
+    Args:
+        recipe: YAML file, or the folder of a run.
+        overrides: Settings as `section.key=value`.
+        num_workers: Number of workers.
+
+    Raises:
+        RecipeError: Something in the recipe is wrong; every problem has its place.
+    """
+    return plan_training(load_recipe(recipe_path(recipe), overrides), num_workers)
 
 
 def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:

@@ -16,6 +16,7 @@ from leaderless.config import LoadedRecipe, Recipe, RecipeError
 from leaderless.config.run import RunConfig
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
 from leaderless.observability.run_directory import write_atomically
+from leaderless.run.planned import recipe_path
 from leaderless.workflow import Workflow, builtin_workflows, load_recipe, write_workflow
 
 if TYPE_CHECKING:
@@ -41,15 +42,14 @@ def read_settings(
     Raises:
         RecipeError: Something in it is wrong; all problems are named, each with its place.
     """
-    given = dict(_leaves(settings))
+    given = dict(leaves_of(settings))
     if isinstance(recipe, Mapping | Recipe):
         whole = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
-        source, given = RecipeSource({}, {}), dict(_leaves(whole)) | given
+        source, given = RecipeSource({}, {}), dict(leaves_of(whole)) | given
     elif str(recipe) in builtin_workflows() and not Path(recipe).exists():
         source = RecipeSource({"workflow": str(recipe)}, {})
     else:
-        path = Path(recipe)
-        source = read_yaml(path / "config.yaml" if path.is_dir() else path)
+        source = read_yaml(recipe_path(Path(recipe)))
     source = apply_overrides(source, overrides)
     directory = given.get(("run", "directory")) or _section(source, "run").get("directory")
     inputs = _Inputs(Path(str(directory or RunConfig.model_fields["directory"].default)) / _FOLDER)
@@ -72,7 +72,7 @@ def check_importable(loaded: LoadedRecipe) -> None:
     Raises:
         RecipeError: A function is defined in a script or notebook.
     """
-    for path, value in _leaves(loaded.recipe.model_dump(mode="json")):
+    for path, value in leaves_of(loaded.recipe.model_dump(mode="json")):
         name = next((part for part in (*path, value) if str(part).startswith(f"{MAIN}:")), None)
         if name is not None:
             reason = f"'{name}' is defined in the script or notebook, which other processes cannot import: "
@@ -85,13 +85,18 @@ def _section(source: RecipeSource, name: str) -> Mapping[str, Setting]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _leaves(settings: Mapping[str, Setting], prefix: tuple[str, ...] = ()) -> Iterator[_Leaf]:
-    """Settings that are no sections, by path; keys may be dotted, and may be functions."""
+def leaves_of(settings: Mapping[str, Setting], prefix: tuple[str, ...] = ()) -> Iterator[_Leaf]:
+    """Settings that are not sections, by path.
+
+    Args:
+        settings: Settings by section. Keys may be dotted, or functions.
+        prefix: Path of the section.
+    """
     for key, value in settings.items():
         name = _name_of(key, prefix) if callable(key) else str(key)
         path = path_of(".".join((*prefix, name)))
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, path)
+            yield from leaves_of(value, path)
         else:
             yield path, value
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
+
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Action, Load, Loop, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.stages.context import StageContext
-from leaderless.worker.loop import check_filled, count_groups, report_loop
 from leaderless.worker.nodes import load_stages
 from leaderless.worker.parts import Parts, Progress
 from leaderless.worker.step_metrics import StepMetrics
@@ -120,20 +121,38 @@ class Chain:
 
     def _repeat(self, loop: Loop) -> None:
         """Repeat the entries of a loop until its ranks together have the groups that the step wants."""
-        process_group = self._parts.transport.process_group(loop.ranks)
         num_rounds = 0
-        while True:
-            with self._span("loop"):
-                num_groups = count_groups(loop, self.buffer, process_group)
-            if num_groups >= loop.num_groups or num_rounds >= loop.max_rounds:
-                break
+        while (num_groups := self._count_groups(loop)) < loop.num_groups and num_rounds < loop.max_rounds:
             self._walk(loop.body)
             self.buffer.end_round(loop)
             num_rounds += 1
-        check_filled(loop, num_groups, self._parts.recipe.algorithm.loop)
-        report_loop(loop, num_groups, num_rounds, self.metrics.of(loop.ranks))
+        self._check_filled(loop, num_groups)
+        metrics = self.metrics.of(loop.ranks)
+        metrics.max("sampling/rounds", num_rounds)
+        metrics.max("sampling/carried", max(0, num_groups - loop.num_groups))
+        metrics.max("sampling/missing", max(0, loop.num_groups - num_groups))
         if self._rank in loop.layout:
             self.buffer.leave(loop)
+
+    def _count_groups(self, loop: Loop) -> int:
+        """Number of groups that the last node has chosen so far, those of an earlier step included."""
+        is_first = self._rank in loop.layout and loop.layout.is_first_of_shard(self._rank)
+        own = torch.tensor([self.buffer.surplus.num_groups if is_first else 0])
+        with self._span("loop"):
+            process_group = self._parts.transport.process_group(loop.ranks)
+            return int(process_group.sum(own, f"the groups of '{loop.last}'"))
+
+    def _check_filled(self, loop: Loop, num_groups: int) -> None:
+        """Refuse a step without any group, or with too few if the recipe does not allow it."""
+        config = self._parts.recipe.algorithm.loop
+        if num_groups >= loop.num_groups or (num_groups and config.on_exhausted == "train"):
+            return
+        raise RuntimeError(
+            f"node '{loop.last}' has chosen {num_groups} of the {loop.num_groups} groups that a step wants, after "
+            f"algorithm.loop.max_rounds={config.max_rounds} rounds: the prompts are all too easy or all too hard for "
+            "the policy, or their rewards fail; take other data, more responses_per_prompt or more rounds"
+            + (", or set algorithm.loop.on_exhausted=train" if num_groups else "")
+        )
 
     def _context(self, name: str) -> StageContext:
         parts, node = self._parts, self._parts.plan[name]
