@@ -207,12 +207,14 @@ def measure(folder: Path, model: Path, num_workers: int, *, is_asynchronous: boo
     shutil.rmtree(run)
     totals = planned["memory_bytes"]["cpu"]["totals"]
     phases = {NAMES.get(name, name): size for name, size in totals.items()}
-    return {name: {"measured": measured[name], "planned": phases[name]} for name in phases if name in measured}
+    return {name: {"measured": measured[name], "planned": phases[name]} for name in ORDER if name in measured}
 
 
 COMMAND = [sys.executable, "-m", "leaderless"]
 NAMES = {"policy generates": "rollout", "policy scores": "log-probs", "policy trains": "update"}
 """Phases of a plan, as they are called here."""
+ORDER = ("loading", "rollout", "log-probs", "update", "checkpoint", "resume", "export", "serve")
+"""Phases, as a run goes through them."""
 SPANS = {"rollout": "rollout", "old": "log-probs", "policy": "update", "checkpoint": "checkpoint"}
 """Phases by the spans of a trace."""
 

@@ -25,7 +25,7 @@ CPU_PASS_TOKENS = 2048
 SMALLEST_SLOT = 64
 """Tokens of the smallest slot for keys and values: `leaderless.rollout.kv_cache` has the same."""
 WRITE_BYTES = 256 * MIB
-"""Most that writing or reading a checkpoint, or an export, holds on top of the tensors themselves."""
+"""Most that writing or reading a checkpoint holds on top of the tensors themselves."""
 WEIGHT_BUCKET_BYTES = 32 * MIB
 """Bytes of a bucket of weights on the way to serving ranks: `leaderless.training.weight_sync` has the same."""
 LIBRARIES_BYTES = 330 * MIB
@@ -340,8 +340,9 @@ class _Rank:
         width, weights = _width(model), size.num_parameters * FLOAT32_BYTES
         copy = (size.num_parameters + size.num_root_parameters) * width if width != FLOAT32_BYTES else 0
         serve = {"weights": weights, "unsharded weights": copy, **self._decoding(size, width, self.bounds.sequences)}
-        exported = {"export": {**libraries, "weights": weights, "files being written": WRITE_BYTES}}
-        return (exported if self.is_cpu else {}) | {"serve": {**libraries, **serve}}
+        # An export is written tensor by tensor, straight from the weights.
+        exported = {"export": {**libraries, "weights": weights}} if self.is_cpu else {}
+        return exported | {"serve": {**libraries, **serve}}
 
 
 def _width(model: ModelConfig) -> int:
