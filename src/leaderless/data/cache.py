@@ -106,9 +106,6 @@ class DataCache:
 def whole_file(path: Path) -> Iterator[Path]:
     """Write a file so that it is there whole or not at all.
 
-    Args:
-        path: The file.
-
     Yields:
         What to write to.
     """

@@ -155,11 +155,7 @@ class Databuffer:
                 )
 
     def reshard(self, action: Reshard) -> None:
-        """Reshard columns. All ranks of both layouts call it, in the order of the plan.
-
-        Args:
-            action: Entry of the chain.
-        """
+        """Reshard columns. All ranks of both layouts call it, in the order of the plan."""
         self._reshard(action, self._tables, self.transport.process_group(action.ranks), None)
 
     def _reshard(
@@ -190,11 +186,7 @@ class Databuffer:
             target.add(arrived, action.source)
 
     def open_windows(self, windowed: Windowed) -> None:
-        """Divide the prompts that are here into windows.
-
-        Args:
-            windowed: Entry of the chain.
-        """
+        """Divide the prompts that are here into windows."""
         self._windows = [{} for _ in range(windowed.num_windows)]
         for key, table in self._tables.items():
             for window, part in zip(self._windows, table.divided(windowed.num_windows), strict=True):
@@ -226,12 +218,7 @@ class Databuffer:
         self._arrivals.setdefault((_key(action.row_set, action.target_layout), window), []).append(arrival)
 
     def wait(self, name: str, window: int) -> None:
-        """Wait until the rows of a window that a node reads are here.
-
-        Args:
-            name: Name of the node.
-            window: Number of the window.
-        """
+        """Wait until the rows of a window that a node reads are here."""
         node = self.plan[name]
         with self.transport.activity.waiting(f"window {window + 1} of '{name}'"):
             for arrival in self._arrivals.pop((_key(node.row_set, node.layout), window), ()):
@@ -260,11 +247,7 @@ class Databuffer:
         return self._tables if window is None else self._windows[window]
 
     def end_round(self, loop: Loop) -> None:
-        """Keep the groups that a round of a loop has chosen, and forget the rest of the round.
-
-        Args:
-            loop: Entry of the chain.
-        """
+        """Keep the groups that a round of a loop has chosen, and forget the rest of the round."""
         if self.rank in loop.layout:
             chosen = self._tables.pop(_key(loop.last, loop.layout))
             self.surplus.add(chosen.batch(dict.fromkeys(self._readers.get(loop.last, ()), loop.last)))
@@ -272,11 +255,7 @@ class Databuffer:
         self._tables = {key: table for key, table in self._tables.items() if key[0] not in row_sets}
 
     def leave(self, loop: Loop) -> None:
-        """Give the step the groups that it is to have. All ranks of the loop's last node call it together.
-
-        Args:
-            loop: Entry of the chain.
-        """
+        """Give the step the groups that it is to have. All ranks of the loop's last node call it together."""
         taken = self.surplus.take(loop.num_groups, self.transport.process_group(loop.layout.ranks))
         self._tables[_key(loop.last, loop.layout)] = Table.of(taken, loop.last)
 

@@ -82,10 +82,6 @@ class RowEncoder:
     def encode(self, row: Row, place: str) -> Encoded:
         """The token ids of a row.
 
-        Args:
-            row: Values by column.
-            place: Location of the row, for errors.
-
         Raises:
             RecipeError: A column that is needed is missing or of the wrong type.
         """
@@ -93,10 +89,6 @@ class RowEncoder:
 
     def encode_all(self, rows: Sequence[Row], places: Sequence[str]) -> list[Encoded]:
         """The token ids of several rows.
-
-        Args:
-            rows: Values by column of each row.
-            places: Location of each row, for errors.
 
         Raises:
             RecipeError: A column that is needed is missing or of the wrong type.
@@ -120,10 +112,6 @@ class RowEncoder:
 
     def texts(self, row: Row, place: str) -> tuple[str, str]:
         """Prompt and response of a row; the response is empty when the dataset names none.
-
-        Args:
-            row: Values by column.
-            place: Location of the row, for errors.
 
         Raises:
             RecipeError: A column that is needed is missing or of the wrong type.

@@ -153,21 +153,12 @@ class Routes:
         return sorted(ranks, key=lambda peer: (peer < rank, peer))
 
     def ranks_of_shard(self, shard: int) -> tuple[int, ...]:
-        """The ranks that hold a shard of the target layout.
-
-        Args:
-            shard: Number of the shard.
-        """
+        """The ranks that hold a shard of the target layout."""
         size = self.target.ranks_per_shard
         return self.target.ranks[shard * size : (shard + 1) * size]
 
     def parcel(self, sender: int, receiver: int) -> Parcel:
-        """What a rank gets of the rows that another represents.
-
-        Args:
-            sender: Rank that represents the rows.
-            receiver: Rank that gets the rows.
-        """
+        """What a rank gets of the rows that another represents."""
         return self.delivery(receiver).from_rank(sender)
 
     def relay(self, sender: int, receiver: int) -> int:

@@ -183,10 +183,6 @@ def parse_line(text: bytes, place: str, columns: Collection[str] | None) -> Row:
 def plain_row(values: Mapping[str, object], place: str) -> Row:
     """A row of what JSON can hold, as rows travel and are recorded as JSON; dates and decimals become text.
 
-    Args:
-        values: Values by column.
-        place: Location of the row, for errors.
-
     Raises:
         RecipeError: A column holds what JSON cannot.
     """

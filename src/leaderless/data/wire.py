@@ -137,9 +137,6 @@ def to_json(name: str, value: Json) -> bytes:
 def what_changes(value: object) -> str:
     """What of a value would be something else after it has travelled to another rank.
 
-    Args:
-        value: Value of an object column.
-
     Returns:
         As `tuple (1, 2)`; empty when all of it is plain.
     """
