@@ -17,7 +17,10 @@ def run_alone(folder: Path, *arguments: object) -> Outcome:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            outcome = command(str(folder), [str(argument) for argument in arguments])
+            words = [str(argument) for argument in arguments]
+            if words[:1] == ["train"] and not {"--workers", "--nodes", "--rendezvous", "--help"} & {*words}:
+                words.append("--in-process")
+            outcome = command(str(folder), words)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

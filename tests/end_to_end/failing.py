@@ -14,7 +14,7 @@ from pathlib import Path
 
 import leaderless
 
-AT_STEP = 2
+AT_STEP = int(os.environ.get("FAIL_AT", "2"))
 SECOND_PRESS_S = 0.5
 LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 WORKFLOW = """

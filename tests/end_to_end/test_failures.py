@@ -7,13 +7,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.end_to_end.alone import run_alone
-from tests.end_to_end.cli import finish, metrics, start
+from tests.end_to_end.cli import Outcome, finish, metrics, start
 from tests.end_to_end.failing import WORKFLOW
 from tests.tiny import tiny_model, write_recipe
 
@@ -157,6 +157,53 @@ def test_the_first_cause_is_shown_and_not_what_peers_see_of_it(
     assert outcome.errors.count("Traceback") == 1
     assert 'error rank 0 failed: KeyError: "the user\'s own mistake" (at step 2, in fail, on rank 0)' in outcome.errors
     assert "gloo" not in outcome.errors
+
+
+def alone(folder: Path, recipe: Path, *arguments: object) -> tuple[Outcome, list[psutil.Process]]:
+    """Train with one worker, as a person does, and see what it starts."""
+    process = start(folder, "leaderless", "train", recipe, "--workers", 1, *arguments)
+    started: set[psutil.Process] = set()
+    while process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            started |= set(descendants(process))
+        time.sleep(0.05)
+    return finish(process), list(started)
+
+
+@pytest.mark.parametrize("failure", ["", "killed@0@2"])
+def test_a_single_worker_that_is_killed_is_reported_and_nothing_is_left_of_any(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    monkeypatch.setenv("FAIL", failure)
+    (tmp_path / "once").mkdir()
+    monkeypatch.setenv("FAIL_ONCE", str(tmp_path / "once"))
+    reward = "reward={'tests.end_to_end.failing:leave_behind': 1.0}"
+    outcome, started = alone(tmp_path, recipe, reward, "steps=2", "checkpoint.every_steps=1")
+    if failure:
+        assert outcome.code == 1
+        assert "error rank 0 was ended by SIGKILL at step 2, in fail, as the system does when memory" in outcome.errors
+        assert "lower batch.micro_batch_tokens" in outcome.errors
+        assert "Traceback" not in outcome.errors
+        assert "saved up to step 1" in outcome.output
+    else:
+        assert (outcome.code, outcome.errors) == (0, "")
+    assert len(started) > 2
+    assert none_is_left(started), "what a reward has left behind is ended"
+
+
+@pytest.mark.parametrize(("step", "restarts"), [(1, 0), (2, 1)])
+def test_a_users_bug_ends_the_run_with_its_traceback_last(
+    tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, step: int, restarts: int
+) -> None:
+    monkeypatch.setenv("FAIL", "error")
+    monkeypatch.setenv("FAIL_AT", str(step))
+    outcome, _ = alone(tmp_path, recipe, "run.max_restarts=3", "checkpoint.every_steps=1")
+    assert outcome.code == 1
+    assert outcome.output.count("starting again") == restarts
+    *trace, last = outcome.errors.splitlines()
+    assert trace[0] == "Traceback (most recent call last):"
+    assert any("in raise_error" in line for line in trace)
+    assert last.startswith(f'error rank 0 failed: KeyError: "the user\'s own mistake" (at step {step}, in fail')
 
 
 @pytest.mark.parametrize("how", ["interrupt", "terminate"])

@@ -10,9 +10,9 @@ import pytest
 
 from leaderless.config import RecipeError
 from leaderless.launch.nodes import Nodes
-from leaderless.launch.restarts import SAME_FAILURES, Restarts
+from leaderless.launch.restarts import SAME_ERRORS, SAME_FAILURES, Restarts
 from leaderless.observability.run_directory import MANIFEST, RunDirectory
-from leaderless.supervision.failure import FOLDER_VARIABLE, STEPS_BEGUN, reported_failures
+from leaderless.supervision.failure import FOLDER_VARIABLE, STEPS_BEGUN, note_place, reported_failures
 
 KILLED = {1: -9}
 
@@ -98,14 +98,63 @@ def test_restarts_without_progress_are_counted_and_a_checkpoint_gives_them_back(
     assert "run.max_restarts=2 restarts have led to no new checkpoint" in run.why_it_ended()
 
 
-def test_the_same_error_at_the_same_step_is_not_repeated_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "times"), [(ConnectionError("always"), SAME_FAILURES), (ValueError("always"), SAME_ERRORS)]
+)
+def test_the_same_failure_at_the_same_step_is_not_repeated_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
 ) -> None:
     run = Run(tmp_path, monkeypatch, max_restarts=100)
     run.come_to(3, saved=2)
-    outcomes = [run.fail({1: 1}, ValueError("always")) for _ in range(SAME_FAILURES)]
-    assert outcomes == [True, True, False]
-    assert "rank 1 failed: ValueError: always; it has come up 3 times after step 3" in run.why_it_ended()
+    outcomes = [run.fail({1: 1}, error) for _ in range(times)]
+    assert outcomes == [True] * (times - 1) + [False]
+    expected = f"rank 1 failed: {type(error).__name__}: always; it has come up {times} times after step 3"
+    assert expected in run.why_it_ended()
+
+
+def test_an_error_at_the_same_line_is_the_same_whatever_it_says(run: Run) -> None:
+    run.come_to(3, saved=2)
+    assert run.fail({1: 1}, ValueError("object at 0x1"))
+    assert not run.fail({0: 1}, ValueError("object at 0x2"))
+
+
+def test_an_error_in_the_first_step_ends_the_run_unless_it_may_pass(run: Run) -> None:
+    assert run.fail({0: 1}, ConnectionError("no route to host"))
+    run.restarts = Restarts(run.directory, 2, print)
+    assert not run.fail({0: 1}, KeyError("typing mistake"))
+    assert "it came up in the first step" in run.why_it_ended()
+    assert run.restarts.failure is not None
+    assert "typing mistake" in run.restarts.failure.trace
+
+
+def test_a_run_that_continues_takes_its_next_step_as_the_first(run: Run) -> None:
+    run.come_to(3, saved=3)
+    run.restarts = Restarts(run.directory, 2, print)
+    assert not run.fail({0: 1}, KeyError("typing mistake"))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (None, "rank 1 was ended by SIGKILL before the first step, as the system does when memory runs out: lower"),
+        ((7, "policy"), "by SIGKILL at step 7, in policy, as the system does when memory runs out: lower batch.micro"),
+        ((7, "checkpoint"), "at step 7, in checkpoint, as the system does when memory runs out: set checkpoint.async"),
+    ],
+)
+def test_where_a_worker_was_killed_and_what_to_do_is_said(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[int, str] | None, words: str
+) -> None:
+    folder = tmp_path / "1"
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    if place is not None:
+        folder.mkdir()
+        note_place(1, 6, "an entry with a longer name")
+        note_place(1, *place)
+        folder.rename(tmp_path / "kept")
+    restarts = Restarts(run.directory, 0, print)
+    assert not restarts.failed(KILLED, tmp_path / "kept", is_stopping=False)
+    assert restarts.failure is not None
+    assert words in restarts.failure.message
 
 
 def test_errors_elsewhere_are_not_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

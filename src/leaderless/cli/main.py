@@ -71,7 +71,7 @@ def _explain(error: Exception) -> int:
         # Torch elastic ends this process as soon as the one with the cause has printed it and ended.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(OTHERS_REPORT_S)
-    if failure.kind == "error":
+    if failure.kind in {"error", "outside"}:
         errors.print(failure.trace, highlight=False, markup=False, soft_wrap=True)
     errors.print(f"[red bold]error[/] {escape(failure.message)}", highlight=False, soft_wrap=True)
     return 2 if is_recipe else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,9 @@ def train(
         typer.Option(metavar="MIN:MAX", help="Numbers of machines to train with; start this command on each."),
     ] = None,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address at which the machines meet.")] = "",
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Be the only worker, for a debugger; nothing is started again.")
+    ] = False,
 ) -> None:
     """Train. A run that was interrupted continues from its newest checkpoint."""
     machines = _machines(nodes, rendezvous, fresh=fresh)
@@ -31,7 +35,10 @@ def train(
         is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         run.work(Place.from_environment(), fresh=fresh, is_restart=is_restart)
     else:
-        run.train(workers or _num_accelerators(), fresh=fresh, nodes=machines, apart=True)
+        num_workers = workers or _num_accelerators()
+        if in_process and (num_workers > 1 or machines is not None):
+            raise typer.BadParameter("--in-process is for one worker: give --workers 1, without --nodes")
+        run.train(num_workers, fresh=fresh, nodes=machines, apart=True, in_process=in_process or _is_debugged())
 
 
 def _machines(nodes: str | None, rendezvous: str, *, fresh: bool) -> Nodes | None:
@@ -46,6 +53,11 @@ def _machines(nodes: str | None, rendezvous: str, *, fresh: bool) -> Nodes | Non
         return Nodes.parse(nodes or "1", rendezvous)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _is_debugged() -> bool:
+    """Whether this process runs under a debugger, which would not see another one."""
+    return sys.gettrace() is not None or not {"debugpy", "pydevd"}.isdisjoint(sys.modules)
 
 
 def _num_accelerators() -> int:

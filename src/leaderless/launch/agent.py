@@ -1,135 +1,158 @@
-"""Torch elastic's agent of one machine, made to tell apart why workers have ended."""
+"""Watches over the workers of one machine, and starts them again. Imports no torch.
+
+Torch elastic's own agent does not know why workers have ended, nor whether the run made progress, and can be taught so
+only by its private methods. Of torch elastic there is its rendezvous, by its public interface, for several machines.
+"""
 
 from __future__ import annotations
 
-import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import psutil
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs
-
+from leaderless.launch.meeting import Meeting, OneMachine, Seats
 from leaderless.launch.restarts import Restarts
-from leaderless.supervision.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, STOPPED
+from leaderless.supervision.failure import FAILED, STEPS_BEGUN, STOPPED, WorkersFailed
+from leaderless.supervision.leftovers import Leftovers
 from leaderless.supervision.stop import STOP_SIGNALS, Interrupted, Presses
-from leaderless.worker.place import STORE_VARIABLE
 
-MANY_RESTARTS = 1_000_000
-"""Torch elastic's own count, which does not know of progress, must not end a run."""
-LAST_S = 1.0
-"""Time for what workers have left behind to end by itself."""
+POLL_S = 0.1
 OVERDUE_S = 5.0
-"""Workers that have not ended by themselves so long after their time of grace are killed."""
+"""Workers that have not ended by themselves this long after their time of grace are killed."""
+TERMINATE_S = 30.0
+"""After SIGTERM, time for workers to end before they are killed."""
+
+Workers = Mapping[int, "subprocess.Popen[bytes]"]
+"""Processes by rank."""
 
 
-class Agent(LocalElasticAgent):
-    """Starts the workers of a machine, each time with a folder of their own to meet and to write failures in.
-
-    Attributes:
-        presses: What has asked this machine to stop.
-    """
+class Agent:
+    """Starts the workers of a machine, each time with a new folder to meet and to write failures in."""
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        logs_specs: LogsSpecs,
+        start: Callable[[Path, Seats], Workers],
+        meeting: Meeting,
         folder: Path,
         grace_s: float,
         restarts: Restarts,
-        *,
-        has_store_file: bool,
     ) -> None:
         """Nothing is started yet.
 
         Args:
-            spec: Of the workers.
-            logs_specs: Where their output goes.
-            folder: For this launch, on this machine.
-            grace_s: Time for workers to stop.
-            restarts: Decides after a failure.
-            has_store_file: All workers are on this machine, and meet at a file.
+            start: Function that starts the workers, with a new folder for this start.
+            meeting: Machines of the run.
+            folder: Folder of this launch, on this machine.
+            grace_s: Time for workers to finish their step when they are asked to stop.
+            restarts: Rules for what follows a failure.
         """
-        super().__init__(spec, logs_specs)
-        self.presses = Presses()
-        self._folder, self._grace_s, self._has_store_file = folder, grace_s, has_store_file
+        self._start, self._meeting, self._folder, self._grace_s = start, meeting, folder, grace_s
         self._restarts = restarts
-        self._others = set(psutil.Process().children(recursive=True))
-        self._start = 0
-        self._have_steps_begun = False
+        self._presses = Presses()
         self._pressed_at = 0.0
+        self._workers: Workers = {}
+        self._num_starts = 0
+
+    def run(self) -> None:
+        """Start workers, and start them again, until they are done.
+
+        Raises:
+            WorkersFailed: A worker has failed, and the others have been ended; or the machines do not come together.
+            Interrupted: A signal has stopped them.
+        """
+        is_leaving = False
+        with self._signals_forwarded(), Leftovers() as leftovers:
+            try:
+                while self._run_once():
+                    leftovers.end()
+            except Interrupted:
+                is_leaving = not isinstance(self._meeting, OneMachine)
+                raise
+            finally:
+                self._end()
+                if not is_leaving:  # machines that stay still need it
+                    self._meeting.close()
 
     @property
     def _round(self) -> Path:
-        return self._folder / str(self._start)
+        return self._folder / str(self._num_starts)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        self.end_orphans()
-        self._start += 1
-        self._have_steps_begun = False
+    def _run_once(self) -> bool:
+        """One start; whether another one has to follow."""
+        self._num_starts += 1
         self._round.mkdir()
-        os.environ[FOLDER_VARIABLE] = str(self._round)
-        if self._has_store_file:
-            os.environ[STORE_VARIABLE] = str(self._round / "store")
-        workers: dict[int, int] = super()._start_workers(worker_group)
-        return workers
+        self._workers = self._start(self._round, self._meeting.next(self._round))
+        has_begun = False
+        while True:
+            time.sleep(POLL_S)
+            if not has_begun and (self._round / STEPS_BEGUN).exists():
+                has_begun = True
+                self._restarts.begun()
+            if self._presses.first is not None and time.monotonic() > self._pressed_at + self._grace_s + OVERDUE_S:
+                self._signal(signal.SIGKILL)
+            codes = {rank: worker.poll() for rank, worker in self._workers.items()}
+            failed = {rank: code for rank, code in codes.items() if code}
+            if failed:
+                return self._have_failed(failed)
+            if None not in codes.values():
+                return self._have_ended()
+            if self._meeting.is_awaited():
+                self._make_room(has_begun=has_begun)
+                return True
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self._have_steps_begun and (self._round / STEPS_BEGUN).exists():
-            self._have_steps_begun = True
-            self._restarts.begun()
-        if self.presses.first is not None and time.monotonic() > self._pressed_at + self._grace_s + OVERDUE_S:
-            self._signal(signal.SIGKILL)
-        if any(map(_has_failed, self._worker_ids())):
-            (self._round / FAILED).touch()
-        result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.FAILED:
-            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            if not self._restarts.failed(codes, self._round, is_stopping=self.presses.first is not None):
-                self._remaining_restarts = 0
-        elif result.state == WorkerState.SUCCEEDED and (self._round / STOPPED).exists():
-            if self.presses.first is not None or self._has_store_file:
-                raise Interrupted(self.presses.first or signal.SIGTERM)
-            self._restarts.say("another machine was asked to stop, and leaves: going on with those that stay")
-            self._restart_workers(worker_group)
-            return RunResult(state=WorkerState.HEALTHY)
-        return result
+    def _have_failed(self, codes: Mapping[int, int]) -> bool:
+        (self._round / FAILED).touch()
+        self._end()
+        if self._restarts.failed(codes, self._round, is_stopping=self._presses.first is not None):
+            return True
+        if self._restarts.failure is not None:
+            raise WorkersFailed(self._restarts.failure)
+        assert self._presses.first is not None, "all other failures are reported"
+        raise Interrupted(self._presses.first)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """When machines come or go, let workers finish their step first; the others' agents do the same."""
-        if worker_group.state == WorkerState.HEALTHY and (self._round / STEPS_BEGUN).exists():
+    def _have_ended(self) -> bool:
+        if not (self._round / STOPPED).exists():
+            self._meeting.finish()
+            return False
+        if self._presses.first is not None or isinstance(self._meeting, OneMachine):
+            raise Interrupted(self._presses.first or signal.SIGTERM)
+        self._restarts.say("another machine was asked to stop, and leaves: continuing with those that stay")
+        return True
+
+    def _make_room(self, *, has_begun: bool) -> None:
+        """When machines come or go, let workers finish their step first; the others' launchers do the same."""
+        if has_begun:
             self._restarts.say("a machine joins or has been lost: starting anew with those that are there")
             self._signal(signal.SIGINT)
-            end = time.monotonic() + self._grace_s + OVERDUE_S
-            while time.monotonic() < end and any(map(_is_running, self._worker_ids())):
-                time.sleep(worker_group.spec.monitor_interval)
-        super()._stop_workers(worker_group)
+            self._wait(self._grace_s + OVERDUE_S)
+        self._end()
 
-    def _worker_ids(self) -> list[int]:
-        return list(self._pcontext.pids().values()) if self._pcontext is not None else []
+    def _end(self) -> None:
+        """End workers that are still running."""
+        self._signal(signal.SIGTERM)
+        self._wait(TERMINATE_S)
+        self._signal(signal.SIGKILL)
+        for worker in self._workers.values():
+            worker.wait()
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._are_running() and time.monotonic() < end:
+            time.sleep(POLL_S / 2)
+
+    def _are_running(self) -> bool:
+        return any(worker.poll() is None for worker in self._workers.values())
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in filter(_is_running, self._worker_ids()):
-            with suppress(ProcessLookupError):
-                os.kill(process, number)
-
-    def end_orphans(self) -> None:
-        """End what workers that are gone have left behind, such as processes that a reward has started."""
-        orphans = set(psutil.Process().children(recursive=True)) - self._others
-        # Python has a helper that removes shared memory when those who used it are gone.
-        _, alive = psutil.wait_procs(orphans, timeout=LAST_S)
-        for orphan in alive:
-            with suppress(psutil.NoSuchProcess):
-                orphan.kill()
-        psutil.wait_procs(alive, timeout=OVERDUE_S)
+        for worker in self._workers.values():
+            worker.send_signal(number)
 
     @contextmanager
-    def signals_forwarded(self) -> Iterator[None]:
+    def _signals_forwarded(self) -> Iterator[None]:
         """Pass what asks to stop on to the workers, which run in sessions of their own and finish their step first.
 
         It reaches them as Ctrl-C does. Before the first step there is nothing to finish, and SIGTERM ends them without
@@ -143,28 +166,12 @@ class Agent(LocalElasticAgent):
                 signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        is_first = self.presses.first is None
-        is_another = self.presses.add(number)
+        is_first = self._presses.first is None
+        is_another = self._presses.add(number)
         if is_first:
             self._pressed_at = time.monotonic()
         elif not is_another or number != signal.SIGINT:
             return
-        if not any(map(_is_running, self._worker_ids())):
-            raise Interrupted(self.presses.first or number)
+        if not self._are_running():
+            raise Interrupted(self._presses.first or number)
         self._signal(signal.SIGINT if (self._round / STEPS_BEGUN).exists() else signal.SIGTERM)
-
-
-def _has_failed(process: int) -> bool:
-    """Whether a worker has ended badly; that is left for torch elastic to hear as well."""
-    try:
-        status = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # it has heard
-        return False
-    return status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False

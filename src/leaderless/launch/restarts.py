@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.supervision.failure import FINAL, STEPS_BEGUN, Failure, first_failure
+from leaderless.supervision.failure import FINAL, STEPS_BEGUN, Failure, first_failure, read_place
 
 SAME_FAILURES = 3
-"""So often a run may fail in the same way at the same step: a fourth start would only repeat it."""
+"""A run may fail in the same way at the same step this often: another start would only repeat it."""
+SAME_ERRORS = 2
+"""The same for an exception of Python, which comes from the program: each start computes the same."""
 
 
 class Restarts:
@@ -36,6 +38,7 @@ class Restarts:
         self.say = say
         self._directory, self._max_restarts = directory, max_restarts
         self._saved = directory.last_step()
+        self._first_step = self._reached()
         self._num = 0
         self._seen: Counter[tuple[str, int]] = Counter()
         self._failed_at: float | None = None
@@ -52,7 +55,7 @@ class Restarts:
             Whether the workers are to be started again.
         """
         written = first_failure(folder)
-        failure = _first_cause(codes, written, self._directory.logs)
+        failure = _first_cause(codes, written, folder, self._directory.logs)
         if is_stopping:
             # That a rank is interrupted, or has lost others that were, is then as it should be.
             is_news = written is not None and written.kind not in {"interrupt", "lost_peers"}
@@ -73,24 +76,29 @@ class Restarts:
 
     def _why_not(self, failure: Failure, *, has_begun: bool) -> str | None:
         """Why workers must not be started again, empty if there is nothing to explain; None when they may."""
-        saved = self._directory.last_step()
-        reached = max((int(record["step"]) for record in self._directory.read_metrics()), default=0)
+        saved, reached = self._directory.last_step(), self._reached()
         if saved > self._saved:
             self._saved, self._num = saved, 0
             self._seen.clear()
-        self._seen[failure.message, reached] += 1
+        self._seen[failure.place, reached] += 1
         if failure.kind in FINAL or self._max_restarts == 0:
             return ""
-        if failure.kind in {"error", "storage"} and not has_begun and self._failed_at is None:
+        if failure.kind in {"error", "outside", "storage"} and not has_begun and self._failed_at is None:
             return "it came up before the first step, so that another start would not help"
-        if self._seen[failure.message, reached] == SAME_FAILURES:
-            return f"it has come up {SAME_FAILURES} times after step {reached}, with no new checkpoint in between"
+        if failure.kind == "error" and reached == self._first_step and self._failed_at is None:
+            return "it came up in the first step, so that another start would not help"
+        times = self._seen[failure.place, reached]
+        if times == (SAME_ERRORS if failure.kind == "error" else SAME_FAILURES):
+            return f"it has come up {times} times after step {reached}, with no new checkpoint in between"
         if self._num == self._max_restarts:
             return f"run.max_restarts={self._max_restarts} restarts have led to no new checkpoint"
         self._num += 1
         self._failed_at = time.monotonic()
         self._report(failure, saved, max(0, reached - saved))
         return None
+
+    def _reached(self) -> int:
+        return max((int(record["step"]) for record in self._directory.read_metrics()), default=0)
 
     def _report(self, failure: Failure, saved: int, lost: int) -> None:
         self._directory.append_event(
@@ -101,27 +109,36 @@ class Restarts:
         self.say(f"{failure.message}: starting again from {where}{steps} (restart {self._num} of {self._max_restarts})")
 
 
-def _first_cause(codes: Mapping[int, int], failure: Failure | None, logs: Path) -> Failure:
+def _first_cause(codes: Mapping[int, int], failure: Failure | None, folder: Path, logs: Path) -> Failure:
     """Why workers failed: what one of them wrote down, or how it ended.
 
     Args:
         codes: Exit codes by rank of those that ended first; negative where a signal ended it.
-        failure: The first that was written down.
-        logs: Where their output is.
+        failure: First failure that was written down.
+        folder: Folder in which workers have noted what they do.
+        logs: Folder for the output of all workers but the first.
     """
     if failure is not None and failure.kind in {"recipe", "stall"}:
         return failure
+    others = f"; the output of all ranks but the first is in {logs}" if any(logs.glob("*")) else ""
     killed = next((rank for rank, code in codes.items() if code < 0), None)
     if killed is not None and (failure is None or failure.kind == "lost_peers"):
-        name = signal.Signals(-codes[killed]).name
-        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-        message = f"rank {killed} was ended by {name}{hint}"
-    elif failure is not None and failure.kind == "lost_peers":
-        return replace(failure, message=f"rank {failure.rank} has lost its peers: {failure.message}")
-    elif failure is not None:
-        return replace(failure, message=f"rank {failure.rank} failed: {failure.message}")
-    else:
-        message = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in codes.items())
-    message += f"; the output of all ranks but the first is in {logs}"
-    rank = min(codes) if killed is None else killed
-    return Failure(rank, time.time_ns(), "lost_peers", message, trace="")
+        message = f"rank {killed} was ended by {_death(codes[killed], read_place(folder, killed))}{others}"
+        return Failure(killed, time.time_ns(), "killed", message, trace="")
+    if failure is not None:
+        how = "has lost its peers" if failure.kind == "lost_peers" else "failed"
+        return replace(failure, message=f"rank {failure.rank} {how}: {failure.message}")
+    message = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in codes.items()) + others
+    return Failure(min(codes), time.time_ns(), "killed", message, trace="")
+
+
+def _death(code: int, place: tuple[int, str] | None) -> str:
+    """The signal that ended a worker, where, and what to do about it."""
+    name = signal.Signals(-code).name
+    where = f" at step {place[0]}, in {place[1]}" if place else " before the first step"
+    if name != "SIGKILL":
+        return name + where
+    remedy = "lower batch.micro_batch_tokens or rollout.max_sequences, or use more ranks"
+    if place is not None and place[1] == "checkpoint":
+        remedy = "set checkpoint.asynchronous=false, which takes no copy of the state, or use more ranks"
+    return f"{name}{where}, as the system does when memory runs out: {remedy}"

@@ -22,6 +22,7 @@ from leaderless.run.planned import Planned, located, plan_evaluation, plan_train
 from leaderless.run.settings import check_importable, read_settings
 from leaderless.run.table import MetricsTable
 from leaderless.run.worker import Job, evaluate_as_worker, train_as_worker
+from leaderless.supervision.leftovers import Leftovers
 from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
 
@@ -82,15 +83,23 @@ class Run:
         return MetricsTable(list(self.directory.read_metrics()))
 
     def train(
-        self, workers: int = 1, *, fresh: bool = False, nodes: Nodes | None = None, apart: bool = False
+        self,
+        workers: int = 1,
+        *,
+        fresh: bool = False,
+        nodes: Nodes | None = None,
+        apart: bool = False,
+        in_process: bool = True,
     ) -> MetricsTable:
         """Train to the last step, from the newest checkpoint if there is one.
 
         Args:
-            workers: Workers on this machine. One worker is this process itself, where a debugger sees it.
+            workers: Workers on this machine.
             fresh: An earlier run of this name is set aside.
             nodes: Machines that train together; each makes this call.
             apart: This process exists for the run alone, so that signals may end it.
+            in_process: A single worker is this process itself, where a debugger sees it; otherwise a process of its
+                own, which is started again when it fails. Several workers always are.
 
         Returns:
             The metrics of all steps.
@@ -100,7 +109,8 @@ class Run:
             Interrupted: A signal has stopped the run, after a checkpoint if there was time for one.
             WorkersFailed: A worker has failed, and restarts did not help.
         """
-        if workers > 1 or nodes is not None:
+        is_alone = in_process and workers == 1 and nodes is None
+        if not is_alone:
             check_importable(self.loaded)
         planned = self._plan_for(workers, nodes)
         check_inputs(planned)
@@ -111,7 +121,7 @@ class Run:
             step_before = self.directory.last_step()
             try:
                 with reporting(self.directory) if nodes is None else nullcontext():
-                    self._start(planned, workers, nodes, apart=apart)
+                    self._start(planned, workers, nodes, apart=apart, is_alone=is_alone)
             except (Interrupted, KeyboardInterrupt) as error:
                 if self.directory.last_step() >= self.recipe.steps:
                     return self.metrics
@@ -243,9 +253,11 @@ class Run:
                 raise RecipeError([replace(one, message=one.message + note) for one in error.problems]) from error
         return planned
 
-    def _start(self, planned: Planned, workers: int, nodes: Nodes | None, *, apart: bool) -> None:
-        if workers == 1 and nodes is None:
-            stopped_by = train_as_worker(planned, Place.alone(is_guest=not apart))
+    def _start(self, planned: Planned, workers: int, nodes: Nodes | None, *, apart: bool, is_alone: bool) -> None:
+        if is_alone:
+            # In a process of its own, whatever is left belongs to the run.
+            with Leftovers() if apart else nullcontext():
+                stopped_by = train_as_worker(planned, Place.alone(is_guest=not apart))
             if stopped_by is not None:
                 raise Interrupted(stopped_by)
             return

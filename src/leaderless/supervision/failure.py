@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -28,9 +30,13 @@ FAILED = "failed"
 """A file in that folder: a worker has failed, and the launcher ends the others with SIGTERM."""
 STOPPED = "stopped"
 """A file in that folder: the workers have ended as somebody asked, with a checkpoint and before the last step."""
-Kind = Literal["recipe", "storage", "out_of_memory", "guard", "lost_peers", "interrupt", "stall", "error"]
+Kind = Literal[
+    "recipe", "storage", "out_of_memory", "guard", "lost_peers", "killed", "interrupt", "stall", "outside", "error"
+]
 FINAL: frozenset[Kind] = frozenset({"recipe", "guard", "interrupt"})
 """Failures that another start would only repeat, or that somebody has asked for."""
+_FRAME = re.compile(r'  File ".*", line \d+')
+_WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _MACHINERY = ("leaderless.__main__", "leaderless.cli.main")
 
@@ -40,14 +46,15 @@ class Failure:
     """How one rank failed.
 
     Attributes:
-        rank: That failed.
-        time_ns: When; when one rank fails the others lose it and fail soon after.
+        rank: Rank that failed.
+        time_ns: Time of the failure; when one rank fails the others lose it and fail soon after.
         kind: `recipe`: the user has to correct it; `storage`: a file could not be written; `out_of_memory`: memory has
             run out, and the next start may do with less; `guard`: numbers have gone bad, and would again; `lost_peers`:
-            it waited in vain for others, whose failure is the cause; `interrupt`: Ctrl-C; `stall`: nothing moved any
-            more, because of this rank; `error`: anything else.
-        message: For people.
-        trace: The traceback; empty where there is none.
+            it waited in vain for others, whose failure is the cause; `killed`: a signal ended the process;
+            `interrupt`: Ctrl-C; `stall`: nothing moved any more, because of this rank; `outside`: an error of the
+            system, the network or a device, which may pass; `error`: any other exception, which would come up again.
+        message: Text for people.
+        trace: Traceback; empty where there is none.
     """
 
     rank: int
@@ -67,6 +74,11 @@ class Failure:
         trace = "".join(traceback.format_exception(error.with_traceback(_own_trace(error.__traceback__))))
         # A user's code may quote a token in its error, as part of an address that could not be reached.
         return cls(rank, time.time_ns(), _kind(error), without_secrets(_message(error)), without_secrets(trace))
+
+    @property
+    def place(self) -> str:
+        """File, line and function that raised the error; the message where there is no traceback."""
+        return next((line for line in reversed(self.trace.splitlines()) if _FRAME.match(line)), self.message)
 
     def write(self) -> bool:
         """Write it down for the launcher; whether there is one that reads it."""
@@ -117,6 +129,36 @@ def tell_launcher(name: str) -> None:
         (Path(os.environ[FOLDER_VARIABLE]) / name).touch()
 
 
+def note_place(rank: int, step: int, doing: str) -> None:
+    """Leave word of what a rank does, for the launcher, in case that the system kills it; costs a few microseconds.
+
+    Args:
+        rank: Rank of this worker.
+        step: Step of the run.
+        doing: Name of what it does.
+    """
+    if FOLDER_VARIABLE in os.environ:
+        with suppress(OSError):
+            os.pwrite(_place_file(os.environ[FOLDER_VARIABLE], rank), f"{step}\n{doing}"[:200].encode().ljust(800), 0)
+
+
+@cache
+def _place_file(folder: str, rank: int) -> int:
+    return os.open(Path(folder) / f"place-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+
+
+def read_place(folder: Path, rank: int) -> tuple[int, str] | None:
+    """Step and name of what a rank did last; None when it has not begun.
+
+    Args:
+        folder: Folder that the ranks wrote into.
+        rank: Rank of the worker.
+    """
+    file = folder / f"place-{rank}"
+    step, _, doing = file.read_text(encoding="utf-8").partition("\n") if file.exists() else ("", "", "")
+    return (int(step), doing.strip()) if step else None
+
+
 def _kind(error: BaseException) -> Kind:
     if isinstance(error, RecipeError):
         return "recipe"
@@ -130,6 +172,9 @@ def _kind(error: BaseException) -> Kind:
     is_backend = type(error).__name__.startswith("Dist") or "/gloo/transport/" in str(error)
     if isinstance(error, CollectiveError) or (isinstance(error, RuntimeError) and is_backend):
         return "lost_peers"
+    is_device = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    if is_device or (isinstance(error, OSError) and not isinstance(error, _WRONG_PATHS)):
+        return "outside"
     return "interrupt" if isinstance(error, KeyboardInterrupt) else "error"
 
 

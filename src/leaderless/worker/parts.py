@@ -15,6 +15,7 @@ from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Action, Plan, flat
 from leaderless.stages.context import Grader
+from leaderless.supervision.failure import note_place
 from leaderless.worker.evaluation import Evaluator
 from leaderless.worker.roles import Roles
 
@@ -61,6 +62,7 @@ class Parts:
         """
         place = self._places[action] if action is not None else len(self._places)
         self.transport.activity.begin(step, name, place)
+        note_place(self.transport.rank, step, name)
         self.display.activity(name)
 
     def progress(self, name: str, fraction: float) -> None:

@@ -1,0 +1,182 @@
+"""How the workers of one or several machines find each other at each start. Imports torch for several machines only."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from leaderless.launch.nodes import Nodes
+from leaderless.supervision.failure import Failure, WorkersFailed
+from leaderless.worker.place import STORE_VARIABLE
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+KEEP_ALIVE_S = 2
+LOST_AFTER = 3
+"""Signs of life that a machine may miss before the others continue without it."""
+LAST_CALL_S = 5
+"""How long machines wait for more of them, once there are enough; one that comes later joins all the same."""
+JOIN_S = 600
+"""How long they wait until there are enough."""
+FINISH_S = 300.0
+"""How long a machine whose workers are done waits for the others."""
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The ranks of one machine in one start.
+
+    Attributes:
+        first_rank: Rank of the first worker of this machine.
+        world_size: Number of workers of all machines.
+        variables: Environment from which workers learn where to meet.
+    """
+
+    first_rank: int
+    world_size: int
+    variables: Mapping[str, str]
+
+
+class Meeting(Protocol):
+    """The machines of a run."""
+
+    def next(self, folder: Path) -> Seats:
+        """Wait for the machines of the next start.
+
+        Args:
+            folder: Folder of this start, on this machine.
+        """
+
+    def is_awaited(self) -> bool:
+        """Whether machines wait to be let in."""
+
+    def finish(self) -> None:
+        """Wait until the workers of all machines are done."""
+
+    def close(self) -> None:
+        """End the run on all machines."""
+
+
+class OneMachine:
+    """This machine alone: its workers meet at a file, and nothing listens to the network."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+
+    def next(self, folder: Path) -> Seats:
+        """See `Meeting`."""
+        return Seats(0, self._num_workers, {STORE_VARIABLE: str(folder / "store"), "GLOO_SOCKET_IFNAME": "lo"})
+
+    def is_awaited(self) -> bool:
+        """See `Meeting`."""
+        return False
+
+    def finish(self) -> None:
+        """See `Meeting`."""
+
+    def close(self) -> None:
+        """See `Meeting`."""
+
+
+class ManyMachines:
+    """Machines that come together through torch elastic's rendezvous, and may join and be lost meanwhile."""
+
+    def __init__(self, nodes: Nodes, name: str, num_workers: int) -> None:
+        """Connect to the store; the machine that it is named after opens it.
+
+        Args:
+            nodes: Machines, and the address at which they meet.
+            name: Name of the run, the same on all machines.
+            num_workers: Number of workers on this machine.
+
+        Raises:
+            WorkersFailed: The store cannot be reached.
+        """
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        # Workers meet at a store that is new after each restart; the launchers' own would remember the last one.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._nodes, self._num_workers = nodes, num_workers
+        parameters = RendezvousParameters(
+            "c10d",
+            nodes.rendezvous,
+            name,
+            nodes.smallest,
+            nodes.largest,
+            local_addr="127.0.0.1" if nodes.is_loopback else None,
+            keep_alive_interval=KEEP_ALIVE_S,
+            keep_alive_max_attempt=LOST_AFTER,
+            last_call_timeout=LAST_CALL_S,
+            join_timeout=JOIN_S,
+        )
+        with self._explained():
+            self._handler = get_rendezvous_handler(parameters)
+        self._store: Store | None = None
+        self._num_machines = 0
+
+    def next(self, folder: Path) -> Seats:  # noqa: ARG002
+        """See `Meeting`."""
+        with self._explained():
+            info = self._handler.next_rendezvous()
+        self._store, self._num_machines = info.store, info.world_size
+        info.store.set(f"workers/{info.rank}", str(self._num_workers))
+        counts = [int(info.store.get(f"workers/{rank}")) for rank in range(info.world_size)]
+        assert info.bootstrap_store_info is not None, "each start has a store of its own"
+        variables = {
+            "MASTER_ADDR": info.bootstrap_store_info.master_addr,
+            "MASTER_PORT": str(info.bootstrap_store_info.master_port),
+            "GROUP_RANK": str(info.rank),
+            **({"GLOO_SOCKET_IFNAME": "lo"} if self._nodes.is_loopback else {}),
+        }
+        return Seats(sum(counts[: info.rank]), sum(counts), variables)
+
+    def is_awaited(self) -> bool:
+        """See `Meeting`."""
+        with self._explained():
+            return self._handler.num_nodes_waiting() > 0
+
+    def finish(self) -> None:
+        """See `Meeting`."""
+        assert self._store is not None
+        end = time.monotonic() + FINISH_S
+        with suppress(RuntimeError):  # the machine that holds the store has left
+            self._store.add("done", 1)
+            while self._store.add("done", 0) < self._num_machines and time.monotonic() < end:
+                time.sleep(0.1)
+
+    def close(self) -> None:
+        """See `Meeting`."""
+        self._handler.shutdown()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say what it means when machines do not meet."""
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
+        try:
+            yield
+        except RendezvousError as error:
+            message = self._why(type(error).__name__) or f"the machines could not meet: {error}"
+            raise WorkersFailed(Failure(0, time.time_ns(), "lost_peers", message, trace="")) from error
+
+    def _why(self, error: str) -> str | None:
+        return {
+            "RendezvousClosedError": "another machine has ended the run; its terminal says why",
+            "RendezvousTimeoutError": (
+                f"fewer than {self._nodes.smallest} machines have come together within {JOIN_S} s: give the same "
+                "--nodes, --rendezvous and run name on all of them, or lower the first number of --nodes"
+            ),
+            "RendezvousConnectionError": (
+                f"the store at {self._nodes.rendezvous} cannot be reached: the machine that holds it is lost, or does "
+                "not let others connect"
+            ),
+        }.get(error)
