@@ -213,7 +213,7 @@ def _settle(request: _Request, descriptors: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
-    sys.path[0] = request.folder
+    sys.path[:1] = [request.folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv[1:] = request.arguments[1:]
     tempfile.tempdir = None  # to be looked up in the environment again
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -88,7 +88,12 @@ def write_recipe(folder: Path, model: str, changes: Mapping[str, object] | None 
         "batch": {"prompts_per_step": 6, "responses_per_prompt": 4, "micro_batch_tokens": 64},
         "rollout": {"max_response_tokens": 6, "max_sequences": 16},
         "optimizer": {"learning_rate": 1e-3},
-        "run": {"directory": str(folder / "runs"), "timeout_s": 60, "tensorboard": False},
+        "run": {
+            "directory": str(folder / "runs"),
+            "timeout_s": 60,
+            "tensorboard": False,
+            "reward_processes": 0,
+        },
         "steps": 2,
     }
     for key, value in (changes or {}).items():

@@ -10,7 +10,12 @@ from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import finish, metrics, start, succeed
 from tests.tiny import tiny_model, write_recipe
 
-SETTINGS = {"reward": {"format": {"pattern": r".*\d.*"}}, "batch.prompts_per_step": 5, "run.tensorboard": False}
+SETTINGS = {
+    "reward": {"format": {"pattern": r".*\d.*"}},
+    "batch.prompts_per_step": 5,
+    "run.reward_processes": 1,
+    "run.tensorboard": False,
+}
 ELASTIC = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", 2)
 
 

@@ -29,7 +29,7 @@ from leaderless.workflow import load_recipe, resolve_workflow
 PROMPTS, RESPONSES, ROWS = 6, 4, 64
 NUM_STEPS = 3
 """Of the runs that are compared: the second leaves something over, which saves the third a round."""
-SETTINGS = {"workflow": "dapo", "batch.updates_per_step": 2, "run.reward_processes": 1}
+SETTINGS = {"workflow": "dapo", "batch.updates_per_step": 2}
 
 
 def mixed(group: int, sibling: int) -> tuple[float, bool]:

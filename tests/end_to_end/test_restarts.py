@@ -24,6 +24,7 @@ SETTINGS = {
     "workflow": "failing.yaml",
     "reward": {"tests.end_to_end.failing:leave_behind": 1.0},
     "checkpoint.every_steps": 1,
+    "run.reward_processes": 1,
     "steps": STEPS,
 }
 
