@@ -1,0 +1,137 @@
+"""Every feature of training gives on several ranks, in one pool and in two, what it gives on one rank."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.own_code import OWN_WORKFLOW
+from tests.end_to_end.test_algorithms_run import CASES as ALGORITHMS
+from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
+from tests.tiny import tiny_model, write_additions, write_recipe
+
+NUM_STEPS = 2
+PLACES: dict[str, tuple[int, str, str]] = {
+    "2 ranks": (2, "", ""),
+    "4 ranks": (4, "", ""),
+    "pools of 1 and 1": (2, "0", "1"),
+    "pools of 2 and 2": (4, "0-1", "2-3"),
+}
+"""Number of ranks, and those that sample and those that train; empty where all do both."""
+IN_ONE_POOL = [place for place in PLACES if place.endswith("ranks")]
+SETTINGS: dict[str, object] = {
+    "batch.updates_per_step": 2,
+    "reward": {"tests.end_to_end.own_reward:own_reward": 1.0},
+    "rollout.max_response_tokens": 8,
+}
+FEATURES: dict[str, dict[str, object]] = {
+    "supervised": {
+        "workflow": "sft",
+        "data.train.response": "answer",
+        "data.max_response_tokens": 4,
+        "reward": {},
+        "optimizer.learning_rate": 3e-3,
+    },
+    "dynamic sampling": {"workflow": "dapo", "algorithm.loop": {"max_rounds": 4}},
+    "critic": {
+        "workflow": "ppo",
+        "algorithm.kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"},
+        "models.critic": tiny_model(),
+    },
+    "reference": {"algorithm.kl.coefficient": 0.1},
+    "own workflow": {"workflow": "own.yaml", "batch.updates_per_step": 1},
+    "windows": {"batch.windows_per_step": 3},
+    "cool sampling": {"rollout.temperature": 0.7},
+    "stop texts": {"rollout.stop": ["1", "a"]},
+    "recomputed activations": {"models.policy": {"path": tiny_model(), "gradient_checkpointing": True}},
+    "another family": {"models.policy": tiny_model("qwen3")},
+    "falling rate": {"optimizer": {"schedule": "cosine", "warmup_updates": 1, "weight_decay": 0.1}},
+    "skipped updates": {"guards.grad_norm_limit": 1e-3},
+    "failed rewards": {"reward": {"tests.end_to_end.own_code:fail_on_small_letters": 1.0}}
+    | {"guards.reward_failures_limit": None},
+    "rewards of sources": {
+        "reward": {
+            "tests.end_to_end.own_reward:own_reward": {"sources": ["first"]},
+            "format": {"pattern": r".*\d.*", "sources": ["second"]},
+        },
+    },
+}
+"""Beside the algorithms: what else changes how a step is computed."""
+CLOCKS = ("time", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
+
+
+def first_half(text: str) -> bool:
+    """Whether one of two forms that are equally good is this test's."""
+    return sum(text.encode()) % 2 == 0
+
+
+def cases() -> Iterator[pytest.param]:
+    """All features everywhere; the gate has each on two ranks, in one pool or in two, some on four."""
+    for feature in FEATURES:
+        short = "2 ranks" if first_half(feature) else "pools of 1 and 1"
+        if feature == "supervised":
+            short = "2 ranks"
+        elif feature in {"dynamic sampling", "windows"}:
+            short = "pools of 2 and 2"
+        for place in PLACES:
+            if feature != "supervised" or place in IN_ONE_POOL:
+                yield pytest.param(feature, place, marks=[] if place == short else pytest.mark.thorough)
+    for algorithm in ALGORITHMS:
+        for place in ("4 ranks", "pools of 1 and 1", "pools of 2 and 2"):
+            yield pytest.param(algorithm, place, marks=pytest.mark.thorough)
+
+
+@pytest.fixture(scope="module")
+def walk(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int, str, str, int], list[list[Step]]]:
+    """What the ranks of a place see of each step of a feature; the same is walked once."""
+
+    @functools.cache
+    def walk(feature: str, world_size: int, samplers: str, trainers: str, micro_batch_tokens: int) -> list[list[Step]]:
+        folder = tmp_path_factory.mktemp("walk")
+        (folder / "own.yaml").write_text(OWN_WORKFLOW)
+        changes = SETTINGS | {"batch.micro_batch_tokens": micro_batch_tokens} | (FEATURES | ALGORITHMS)[feature]
+        if samplers:
+            changes["layout"] = {"rollout": {"ranks": samplers}, "policy": {"ranks": trainers}}
+        if feature == "distillation":
+            changes["models.reference"] = tiny_model("qwen3")
+        if feature == "own workflow":
+            changes["workflow"] = str(folder / "own.yaml")
+        if feature == "rewards of sources":
+            rows = [json.loads(line) for line in write_additions(folder / "all.jsonl").read_text().splitlines()]
+            texts = [json.dumps(row | {"from": ("first", "second")[n % 2]}) for n, row in enumerate(rows)]
+            (folder / "rows.jsonl").write_text("\n".join(texts))
+            changes |= {"data.train.path": str(folder / "rows.jsonl"), "data.train.source": "from"}
+        recipe = write_recipe(folder, tiny_model(), changes)
+        return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
+
+    return walk
+
+
+@pytest.mark.parametrize(("feature", "place"), list(cases()))
+def test_a_feature_gives_what_it_gives_on_one_rank(
+    walk: Callable[[str, int, str, str, int], list[list[Step]]], feature: str, place: str
+) -> None:
+    single, several = walk(feature, 1, "", "", 4096), walk(feature, *PLACES[place], 48)
+    has_moved = False
+    for step in range(NUM_STEPS):
+        expected, result = merged(single, step), merged(several, step)
+        assert result["samples"] == expected["samples"], f"step {step + 1}"
+        for name, value in expected["numbers"].items():  # type: ignore[attr-defined]
+            if not name.startswith(CLOCKS):
+                other = result["numbers"][name]  # type: ignore[index]
+                assert other == pytest.approx(value, rel=1e-3, abs=1e-4), f"{name}, step {step + 1}"
+        assert expected["weights"].keys() == result["weights"].keys()  # type: ignore[attr-defined]
+        for name, weights in expected["weights"].items():  # type: ignore[attr-defined]
+            other = result["weights"][name]  # type: ignore[index]
+            assert float((other - weights).norm() / weights.norm().clamp(min=1e-3)) < 1e-4, f"{name}, step {step + 1}"
+        before = merged(single, step - 1)["weights"] if step else None
+        has_moved |= before is not None and any(
+            not before[name].equal(weights)  # type: ignore[index]
+            for name, weights in expected["weights"].items()  # type: ignore[attr-defined]
+        )
+    assert has_moved == (feature != "skipped updates"), "there is something to learn"
