@@ -4,8 +4,9 @@ BIN := .venv/bin
 # Processes that run tests at a time, each with up to four ranks of its own (about 2 GiB together).
 TEST_WORKERS ?= 2
 KILLS ?= 200
+OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 
-.PHONY: quickstart test test-thorough test-vllm gpu chaos lint format docs clean
+.PHONY: quickstart test test-thorough test-oldest test-vllm gpu chaos lint format docs clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/.installed
@@ -17,6 +18,16 @@ test: .venv/.installed-test
 # All tests, the long forms too: more examples, more kills, real sizes. Hours.
 test-thorough: .venv/.installed-test
 	$(BIN)/python -m pytest --thorough --timeout 7200 --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+# The unit tests with the oldest torch and transformers that pyproject.toml allows, in an environment of its own. On
+# Linux, pip brings torch for CUDA, several gigabytes; PIP_INDEX_URL and PIP_FIND_LINKS may name a smaller one.
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest tests/unit
+
+.venv-oldest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet $(OLDEST) --editable .[test]
+	touch $@
 
 # The engines' contract and whole runs with the real vLLM, on the CPU, in an environment of its own; about ten minutes.
 # Its extensions for images and sound are left out: they are built for another torch, and language models need none.
@@ -56,7 +67,7 @@ docs: .venv/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-vllm build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm build dist site .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'
