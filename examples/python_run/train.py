@@ -20,6 +20,7 @@ run = Run(
     models={"policy": (model, tokenizer)},
     data={"train": {"path": rows, "answer": "answer"}, "max_prompt_tokens": 8},
     reward={is_right: 1.0},
+    batch={"prompts_per_step": 32},
     rollout={"max_response_tokens": 6},
     optimizer={"learning_rate": 1e-4},
     steps=20,

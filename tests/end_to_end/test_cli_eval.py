@@ -59,7 +59,7 @@ def test_eval_gives_the_scores_of_training_from_recipe_run_and_checkpoint(
     ):
         assert scores(succeed(ranks, tmp_path, "eval", *where, "--json")) == pytest.approx(expected)
     shown = run(ranks, tmp_path, "eval", run_folder)
-    assert "tiny, step-000002 on" in shown.output
+    assert f"tiny, step-000002 on {tmp_path}/test.jsonl\n" in shown.output
     assert f"loading {run_folder}/checkpoints/step-000002" in shown.errors.replace("\n", "")
     assert tiny_model() not in shown.errors.replace("\n", "")
     assert len({tuple(line.values()) for line in logged}) == 3, "training changes the scores"

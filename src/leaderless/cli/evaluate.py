@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from leaderless.config import Recipe
-from leaderless.observability.console import console, print_json
+from leaderless.observability.console import console, print_json, print_line
 from leaderless.observability.run_directory import finite_or_none
 from leaderless.run.planned import plan_evaluation
 from leaderless.run.run import Run, newest_checkpoint
@@ -48,7 +47,8 @@ def _print(scores: Mapping[str, float], recipe: Recipe, checkpoint: Path | None,
         return
     assert recipe.data.evaluation is not None
     model = recipe.name if checkpoint is None else f"{recipe.name}, {checkpoint.name}"
-    table = Table(title=f"{escape(model)} on {escape(recipe.data.evaluation.path)}", title_justify="left")
+    print_line(f"{model} on {recipe.data.evaluation.path}")
+    table = Table()
     table.add_column("measure")
     table.add_column("score", justify="right")
     for name, value in scores.items():
