@@ -16,7 +16,7 @@ from leaderless.data.reshard import reshard
 from leaderless.data.transport import Transport
 from leaderless.planner import Layout, Reshard
 from leaderless.planner.costs.parcels import parcels_of
-from leaderless.planner.costs.placement import Routes, owners_of, speakers
+from leaderless.planner.costs.placement import Routes, owners_of, sending_ranks
 from leaderless.planner.costs.rows import Int, Rows
 
 SIBLINGS = 4
@@ -109,7 +109,7 @@ def test_a_simulated_exchange_is_the_real_one(ranks: RankPool, kind: str, keep_g
     groups = np.repeat(np.arange(NUM_PROMPTS), SIBLINGS)
     rows = Rows(groups, prompts[groups], responses, are_samples=True)
     source, target, spare = action.source_layout, action.target_layout, action.spare_layout
-    holders = speakers(shards_of(source), source)
+    holders = sending_ranks(shards_of(source), source)
     known = () if spare is None else [rank for rank in spare.ranks if rank in target]
     spares = {rank: np.flatnonzero(spare_shards() == rank - LAST.ranks[0]) for rank in known}
     owners = owners_of(action, rows, holders, spares)

@@ -297,7 +297,7 @@ def clip(text: str, size: float, width: float) -> str:
 def smooth_path(points: Sequence[Point]) -> str:
     """A smooth line that begins and ends upright and does not swing beyond its points.
 
-    The slope at a point is the harmonic mean of the slopes to its neighbours, or none where they differ in sign
+    The slope at a point is the harmonic mean of the slopes to its neighbors, or none where they differ in sign
     (Fritsch and Carlson, Monotone Piecewise Cubic Interpolation, 1980).
 
     Args:

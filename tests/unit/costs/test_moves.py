@@ -32,7 +32,7 @@ from leaderless.planner.costs.moves import (
     weights_cost,
 )
 from leaderless.planner.costs.parcels import parcels_of
-from leaderless.planner.costs.placement import Routes, owners_of, speakers
+from leaderless.planner.costs.placement import Routes, owners_of, sending_ranks
 from leaderless.planner.costs.rows import Rows
 from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
 
@@ -142,7 +142,7 @@ def test_rows_without_columns_are_agreed_on_and_send_nothing():
 def test_all_ranks_of_a_shard_get_its_rows_and_share_the_sending():
     rows = equal_rows(4)
     source, target = Layout((0, 1), 1, tp=2), Layout((2, 3), 1, tp=2)
-    holders = speakers(np.zeros(4, dtype=np.int64), source)
+    holders = sending_ranks(np.zeros(4, dtype=np.int64), source)
     assert holders.tolist() == [0, 0, 1, 1]
     routes = Routes(rows, holders, np.zeros(4, dtype=np.int64), source, target, is_agreed=False)
     apart, together = (moved_bytes(routes, ["tokens"], network(4, host__devices=size)) for size in (1, 2))
@@ -165,7 +165,7 @@ def test_what_is_passed_on_crosses_once_and_waits_for_the_first_leg():
 
 def test_what_ranks_hold_as_replicas_does_not_travel():
     rows, source, target = equal_rows(8), Layout((0, 1), 1, tp=2), Layout((0, 1), 2)
-    holders = speakers(np.zeros(8, dtype=np.int64), source)
+    holders = sending_ranks(np.zeros(8, dtype=np.int64), source)
     routes = Routes(rows, holders, np.arange(8) % 2, source, target, is_agreed=False)
     assert moved_bytes(routes, ["tokens"], network(2)) == {}
 
@@ -173,7 +173,7 @@ def test_what_ranks_hold_as_replicas_does_not_travel():
 @given(count=st.integers(1, 40), size=st.integers(1, 4), dp=st.integers(1, 5))
 def test_ranks_of_a_shard_speak_for_parts_as_the_databuffer_cuts_them(count, size, dp):
     shards = np.sort(np.arange(count) % dp)
-    spoken = speakers(shards, Layout(tuple(range(dp * size)), dp, tp=size))
+    spoken = sending_ranks(shards, Layout(tuple(range(dp * size)), dp, tp=size))
     for shard in range(dp):
         mine = spoken[shards == shard] - shard * size
         for place in range(size):

@@ -11,7 +11,7 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.planner import Load, Loop, Plan, PlannedNode, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
 from leaderless.planner.costs.network import Float, Network
-from leaderless.planner.costs.placement import Placement, Routes, speakers
+from leaderless.planner.costs.placement import Placement, Routes, sending_ranks
 from leaderless.planner.costs.rows import Int, Rows, Workload
 from leaderless.planner.model_size import ModelSize, read_model_size
 
@@ -102,7 +102,9 @@ def _events(
                 shards = placement.load(action)
                 rows = placement.workload.prompts
                 rate = network.cluster.dataloader.tokens_per_s
-                yield Loaded(action, rows, tokenizing_seconds(rows, rate, shards, layout.dp), speakers(shards, layout))
+                yield Loaded(
+                    action, rows, tokenizing_seconds(rows, rate, shards, layout.dp), sending_ranks(shards, layout)
+                )
             case RunNode(name):
                 yield _work(plan[name], models, placement)
             case Reshard():
@@ -133,7 +135,7 @@ def _work(node: PlannedNode, models: Mapping[tuple[str, tuple[int, ...]], ModelC
                 took = took + model.scoring_seconds(rows, shards)
             case "train":
                 took = took + model.training_seconds(rows, shards)
-    holders, holders_after = speakers(shards, node.layout), speakers(shards_after, node.layout)
+    holders, holders_after = sending_ranks(shards, node.layout), sending_ranks(shards_after, node.layout)
     return Worked(node, rows, holders, after, holders_after, took)
 
 

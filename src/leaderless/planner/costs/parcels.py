@@ -61,18 +61,18 @@ def parcels_of(routes: Routes, columns: Sequence[str], network: Network) -> Parc
     """
     rows, count = routes.rows, network.num_ranks
     of_rows, of_prompts = _deliveries(routes, network)
-    # Rows of a group are neighbours: the first of them stands for its prompt.
+    # Rows of a group are neighbors: the first of them stands for its prompt.
     prompts = np.searchsorted(rows.groups, of_prompts[0])
-    _, speakers, origins, receivers = np.concatenate([of_rows, of_prompts], axis=1)
+    _, holders, origins, receivers = np.concatenate([of_rows, of_prompts], axis=1)
     values = np.concatenate([rows.row_bytes(columns)[of_rows[0]], rows.prompt_bytes(columns)[prompts]])
     held = np.concatenate([rows.held_bytes(columns)[of_rows[0]], rows.prompt_bytes(columns)[prompts]])
     lengths = LENGTH_BYTES * np.repeat(rows.num_lengths(columns), [len(of_rows[0]), len(prompts)])
-    straight, is_here = origins == speakers, speakers == receivers
+    straight, is_here = origins == holders, holders == receivers
     first, second = (Transfer.of(origins[leg], receivers[leg], lengths[leg]) for leg in (straight, ~straight))
     return Parcels(
         lengths=(first, second),
         values=Transfer.of(origins, receivers, values),
-        largest_bytes=int(Transfer.of(speakers, receivers, values).sizes.max(initial=0)),
+        largest_bytes=int(Transfer.of(holders, receivers, values).sizes.max(initial=0)),
         kept=np.bincount(receivers[is_here], weights=values[is_here], minlength=count).astype(np.int64),
         arriving=np.bincount(receivers, weights=held, minlength=count).astype(np.int64),
     )
@@ -94,11 +94,11 @@ def _deliveries(routes: Routes, network: Network) -> tuple[Int, Int]:
     found: tuple[list[Int], list[Int]] = ([], [])
     for receiver in routes.target.ranks:
         delivery = real.delivery(receiver)
-        for parts, ids, speakers in zip(
+        for parts, ids, holders in zip(
             found, delivery.tables, (delivery.senders, delivery.prompt_senders), strict=True
         ):
-            ranks, place = np.unique(speakers, return_inverse=True)
+            ranks, place = np.unique(holders, return_inverse=True)
             origins = np.array([real.relay(rank, receiver) for rank in ranks.tolist()], dtype=np.int64)[place]
-            parts.append(np.stack([ids, speakers, origins, np.full_like(ids, receiver)]))
+            parts.append(np.stack([ids, holders, origins, np.full_like(ids, receiver)]))
     of_rows, of_prompts = (np.concatenate(parts, axis=1) for parts in found)
     return of_rows, of_prompts

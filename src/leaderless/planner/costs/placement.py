@@ -105,7 +105,7 @@ class Placement:
             action: Entry of the chain.
         """
         rows, target = self.rows(action.row_set), action.target_layout
-        holders = speakers(self.shards(action.row_set, action.source_layout), action.source_layout)
+        holders = sending_ranks(self.shards(action.row_set, action.source_layout), action.source_layout)
         key = (action.row_set, _divided(target))
         is_agreed, spares = key in self._shards, self._spares(action)
         if not is_agreed:
@@ -154,7 +154,7 @@ def _shard_of_rank(layout: Layout, last: int) -> Int:
     return shards
 
 
-def speakers(shards: Int, layout: Layout) -> Int:
+def sending_ranks(shards: Int, layout: Layout) -> Int:
     """[n] rank that sends each row; the ranks that hold the same rows share them out, in order.
 
     Args:

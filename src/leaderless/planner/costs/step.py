@@ -126,7 +126,7 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
         network: Links between the ranks.
     """
     walk = Walk(network)
-    travelling = {event.action.source for event in events if isinstance(event, Moved)}
+    traveling = {event.action.source for event in events if isinstance(event, Moved)}
     for event in events:
         match event:
             case Loaded(action, rows, seconds, holders):
@@ -135,7 +135,7 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
             case Worked(node=node):
                 walk.work(event)
                 _hold(walk, node.layout, event.rows_after.held_bytes(node.writes), event.holders_after)
-                if node.name in travelling and len(node.layout.ranks) > 1:
+                if node.name in traveling and len(node.layout.ranks) > 1:
                     cost = put_cost(np.array(node.layout.ranks), network)
                     walk.together(node.layout.ranks, cost.seconds)
                     walk.move(f"put({node.name})", cost, int(walk.held.max()))
