@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+from tests.chaos.__main__ import main
 from tests.chaos.harness import check, run
 from tests.chaos.stage import COMMIT, VARIABLE, WRITE, Kill
 
@@ -24,3 +26,10 @@ def test_workers_killed_around_a_checkpoint_come_to_the_same_curve(
     assert [kill["rank"] for kill in disturbed.kills] == [kill.rank for kill in kills]
     assert disturbed.num_starts == 1, "it goes on by itself"
     check(disturbed, undisturbed)
+
+
+@pytest.mark.thorough
+def test_workers_killed_in_any_phase_come_to_the_same_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(sys, "argv", ["chaos", "--kills", "40"])
+    main()
