@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 # Test modules, and the processes that run their functions, find each other as `tests.<folder>.<module>`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# Tensors in tests are tiny, and several processes share the cores: a second thread would cost more than it brings.
+# Tensors in tests are tiny, and several processes share the cores: a second thread would cost more than it saves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Many tests start Python anew; what has been compiled once need not be compiled by each.

@@ -18,7 +18,7 @@ KILLS_PER_RUN = 10
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of ranks, phases and moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed for ranks, phases and moments")
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     options = parser.parse_args()
     console, runs = Console(), []

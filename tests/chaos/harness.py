@@ -42,14 +42,14 @@ PLACEMENTS = {"2 workers": (2, ()), "2 pools": (2, (f"layout={POOLS}",)), "3 wor
 
 @dataclass
 class Run:
-    """How a run went.
+    """Outcome of a run.
 
     Attributes:
-        folder: Where it was started.
-        seconds: From the start to the end.
-        num_starts: Of the command; one when it went on by itself each time.
-        kills: What workers were doing when they were killed.
-        events: Of `events.jsonl`.
+        folder: Folder that it was started in.
+        seconds: Seconds from its start to its end.
+        num_starts: Number of times that the command was started; 1 when the run continued by itself after each kill.
+        kills: Workers that were killed, each with what it was doing.
+        events: Lines of `events.jsonl`.
     """
 
     folder: Path
@@ -63,10 +63,10 @@ def run(folder: Path, placement: str, kills: Sequence[Kill], steps: int = STEPS)
     """Train to the end, starting the command again where it gives up.
 
     Args:
-        folder: Empty.
-        placement: Of `PLACEMENTS`.
-        kills: In their order.
-        steps: Of the run.
+        folder: New folder for the run.
+        placement: Name in `PLACEMENTS`.
+        kills: Kills in their order.
+        steps: Number of steps.
     """
     num_workers, settings = PLACEMENTS[placement]
     recipe = _prepare(folder, kills, steps)
@@ -107,11 +107,11 @@ def _prepare(folder: Path, kills: Sequence[Kill], steps: int) -> Path:
 
 
 def check(disturbed: Run, undisturbed: Run) -> None:
-    """What was killed must have come to the same, and have left nothing behind.
+    """Check that a run with kills ended as the same run without them, and left nothing behind.
 
     Args:
-        disturbed: A run with kills.
-        undisturbed: The same without.
+        disturbed: Run with kills.
+        undisturbed: Same run without kills.
     """
     folders = [run.folder / "runs/tiny" for run in (disturbed, undisturbed)]
     lines, expected = (metrics(folder) for folder in folders)
@@ -127,10 +127,10 @@ def check(disturbed: Run, undisturbed: Run) -> None:
 
 
 def check_used_once(folder: Path) -> None:
-    """Each prompt of an epoch must have come once.
+    """Check that each prompt was used once in an epoch.
 
     Args:
-        folder: Of a run.
+        folder: Folder of a run.
     """
     steps: dict[str, list[str]] = {}
     for path in sorted((folder / "used").glob("step-*.json")):
@@ -142,10 +142,10 @@ def check_used_once(folder: Path) -> None:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Processes of a run that are still there.
+    """Command lines of processes of a run that are still running.
 
     Args:
-        folder: That it was started in.
+        folder: Folder that the run was started in.
     """
     found = []
     for process in psutil.process_iter():
@@ -161,7 +161,7 @@ def phases_of(undisturbed: Run) -> dict[int, dict[str, float]]:
     """Seconds that each rank spends in each phase of a step, by rank.
 
     Args:
-        undisturbed: A run that wrote a trace.
+        undisturbed: Run that wrote a trace.
     """
     phases: dict[int, dict[str, float]] = {}
     for path in (undisturbed.folder / "runs/tiny/trace").glob("rank-*.json"):
@@ -180,10 +180,10 @@ def draw_kills(phases: Mapping[int, Mapping[str, float]], count: int, steps: int
     """Kills of random ranks in random phases, spread over the steps.
 
     Args:
-        phases: Of `phases_of`.
-        count: How many.
-        steps: Of the run.
-        seed: The same seed draws the same.
+        phases: Result of `phases_of`.
+        count: Number of kills.
+        steps: Number of steps of the run.
+        seed: Seed; the same one draws the same kills.
     """
     generator = random.Random(seed)
     kills = []

@@ -38,13 +38,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Kill:
-    """When a worker is killed.
+    """Moment at which a worker is killed.
 
     Attributes:
-        rank: Of the worker.
-        phase: That it has entered.
-        step: Of the run, or a later one.
-        delay_s: After entering the phase.
+        rank: Rank of the worker.
+        phase: Phase that it has entered.
+        step: Earliest step of the run.
+        delay_s: Seconds after it entered the phase.
     """
 
     rank: int
@@ -57,11 +57,11 @@ class Killer:
     """Waits for this worker's moment."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Look at what is to come.
+        """Read the kills.
 
         Args:
-            folder: With `kills.json`; what has been done is noted there.
-            rank: Of this worker.
+            folder: Folder with `kills.json`; kills that have happened are noted there.
+            rank: Rank of this worker.
         """
         self._folder, self._rank, self._since = folder, rank, time.time()
         self._kills = [Kill(**kill) for kill in json.loads((folder / "kills.json").read_text())]
@@ -70,11 +70,11 @@ class Killer:
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        """What happens inside is a phase.
+        """Mark what happens inside as a phase.
 
         Args:
-            name: Of the phase.
-            step: Of the run, if it begins with this phase.
+            name: Name of the phase.
+            step: Step of the run, if it begins with this phase.
         """
         self._step = self._step if step is None else step
         self._entered.append(name)

@@ -44,7 +44,7 @@ MAX_WORLD_SIZE = 4
 START_S = 300.0
 """Longest wait for a process to import torch."""
 GRACE_S = 1.0
-"""After a failure, time for other ranks to report theirs, so that the first can be told from its consequences."""
+"""Seconds for other ranks to report a failure after the first one, which may have caused theirs."""
 
 Result = TypeVar("Result")
 
@@ -55,15 +55,15 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class _Task:
-    """What one rank shall do.
+    """A call on one rank.
 
     Attributes:
-        function: `module:function`.
-        args: What it is called with.
-        environment: What torch elastic would set.
-        timeout_s: Longest wait in a collective.
-        number: Of the call, the same on all ranks.
-        init_group: Make the default process group.
+        function: Name of the function, `module:function`.
+        args: Arguments of the function.
+        environment: Variables that torch elastic would set.
+        timeout_s: Longest wait in a collective, in seconds.
+        number: Number of the call, the same on all ranks.
+        init_group: Whether the default process group is made.
     """
 
     function: str
@@ -76,12 +76,12 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Answer:
-    """How it went on one rank.
+    """Outcome of a call on one rank.
 
     Attributes:
-        result: What the function returned.
-        error: The traceback; empty when it returned.
-        time_s: When it ended, on a clock that all processes share.
+        result: Value that the function returned.
+        error: Traceback; empty when the function returned.
+        time_s: End of the call, on a clock that all processes share.
     """
 
     result: object
@@ -111,17 +111,18 @@ class RankPool:
 
         Args:
             world_size: Number of ranks, 1 to 4.
-            function: At the top level of a module.
-            *args: The same for every rank.
-            timeout_s: Longest wait in a collective of the default process group.
-            deadline_s: Longest that the call may take; then the ranks that have not returned are shown and ended.
-            init_group: Make the default process group; else the function may do so, from the environment.
+            function: Function at the top level of a module.
+            *args: Arguments, the same for every rank.
+            timeout_s: Longest wait in a collective of the default process group, in seconds.
+            deadline_s: Longest time for the call; then the stacks of ranks that have not returned are shown, and all
+                processes are killed.
+            init_group: Whether the default process group is made; else the function may make it, from the environment.
 
         Returns:
-            What the function returned, by rank.
+            The results, by rank.
 
         Raises:
-            RankError: It failed on some rank. All processes have been ended; the next call starts new ones.
+            RankError: The function failed on some rank. All processes have been killed; the next call starts new ones.
         """
         __tracebackhide__ = True
         if not 1 <= world_size <= MAX_WORLD_SIZE:
@@ -206,8 +207,8 @@ class _Worker:
 
     Attributes:
         process: Leader of a session, so that what it starts ends with it, and Ctrl-C reaches only the test session.
-        connection: To send tasks and get answers.
-        stack_file: Where it writes its threads' stacks when asked to.
+        connection: Connection for tasks and answers.
+        stack_file: File for the stacks of its threads, written on SIGUSR1.
     """
 
     process: Forked
@@ -295,7 +296,7 @@ def serve(stack_file: str, port: int) -> None:
 
 
 def _end_with_session(connection: int) -> None:
-    """Even when the test session is killed, nothing stays behind."""
+    """End with the test session, even when it is killed."""
     hangup = select.poll()
     hangup.register(connection, 0)
     hangup.poll()
@@ -303,7 +304,7 @@ def _end_with_session(connection: int) -> None:
 
 
 def _answer(task: _Task, store: TCPStore) -> bytes:
-    """Run a task; the process group stays until all ranks have answered, so that none pulls it from under another."""
+    """Run a task. The process group stays until all ranks have answered, because others may still use it."""
     import torch
     from torch import distributed
 

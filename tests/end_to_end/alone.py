@@ -9,11 +9,11 @@ import torch.distributed as dist
 from tests.end_to_end.cli import Outcome, command
 
 MOST_LINES = 4
-"""What a person has to correct is said in few words."""
+"""Most lines of a message about something that the user has to correct."""
 
 
 def run_alone(folder: Path, *arguments: object) -> Outcome:
-    """A command and how it went; whatever it leaves of a process group is removed."""
+    """Outcome of a command; a process group that it leaves behind is destroyed."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -30,7 +30,7 @@ def run_alone(folder: Path, *arguments: object) -> Outcome:
 
 
 def refused(folder: Path, *arguments: object) -> str:
-    """What a command says that has to be refused as something that the user can correct."""
+    """Errors of a command that must be refused as something that the user can correct."""
     outcome = run_alone(folder, *arguments)
     assert outcome.code == 2, outcome
     assert "Traceback" not in outcome.errors

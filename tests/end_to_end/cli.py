@@ -18,17 +18,17 @@ from tests.forking import Forked
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
-"""Longest that a command may take: many times what it does take, for other processes may use the same cores."""
+"""Longest time for a command: many times what it needs, because other processes may use the same cores."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command went.
+    """Outcome of a command.
 
     Attributes:
         code: Exit code.
-        output: What it printed.
-        errors: What it printed beside that.
+        output: Standard output.
+        errors: Standard error.
     """
 
     code: int
@@ -56,7 +56,7 @@ def command(folder: str, arguments: list[str]) -> Outcome:
 
 
 def run(ranks: RankPool, folder: Path, *arguments: object, num_ranks: int = 1) -> Outcome:
-    """A command as the first of some ranks runs it; all have to end alike."""
+    """Outcome of a command on the first of some ranks; all must have the same exit code."""
     words = [str(argument) for argument in arguments]
     outcomes = ranks.run(num_ranks, command, str(folder), words, init_group=False, deadline_s=TIMEOUT_S)
     assert len({outcome.code for outcome in outcomes}) == 1, outcomes
@@ -64,14 +64,14 @@ def run(ranks: RankPool, folder: Path, *arguments: object, num_ranks: int = 1) -
 
 
 def succeed(ranks: RankPool, folder: Path, *arguments: object, num_ranks: int = 1) -> str:
-    """The output of a command that has to succeed."""
+    """Output of a command that must succeed."""
     outcome = run(ranks, folder, *arguments, num_ranks=num_ranks)
     assert outcome.code == 0, outcome.errors
     return outcome.output
 
 
 def environment() -> dict[str, str]:
-    """Of processes that a person starts."""
+    """Environment of processes that a person starts."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}
 
@@ -89,7 +89,7 @@ def start(folder: Path, *arguments: object, is_forked: bool = True) -> subproces
 
 
 def finish(process: subprocess.Popen[str]) -> Outcome:
-    """Wait for it; it is ended when it takes too long."""
+    """Wait for a process, and kill it when it takes too long."""
     try:
         output, errors = process.communicate(timeout=TIMEOUT_S)
     finally:
