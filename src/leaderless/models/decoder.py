@@ -16,6 +16,9 @@ from leaderless.data.hub import unreachable_hub
 from leaderless.models.attention import ATTENTION_NAME, Attention
 from leaderless.models.support import check_supported
 
+ALIGNMENT_BYTES = 64
+"""Addresses of tensors that torch allocates on the CPU are multiples of it."""
+
 
 class Decoder(nn.Module):
     """A model of `transformers` whose layers and head are called separately."""
@@ -92,6 +95,7 @@ def load_decoder(
         if name in missing:
             nn.init.zeros_(parameter)
     check_supported(model, key)
+    _align(model)
     _remove_dropout(model)
     if config.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
@@ -118,6 +122,13 @@ def _files_read_by_weight() -> Iterator[None]:
         yield
     finally:
         modeling_utils.safe_open = mapped
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Put weights where torch would: kernels may add up in another order at addresses that depend on the heap."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            tensor.data = tensor.data.clone()
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:
