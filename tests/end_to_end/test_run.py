@@ -19,6 +19,7 @@ from tests.tiny import tiny_model, write_additions, write_recipe
 from transformers import AutoModelForCausalLM
 
 from leaderless import RewardInput, Run
+from leaderless.supervision.failure import Failure, WorkersFailed
 from leaderless.supervision.stop import Interrupted
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +106,23 @@ def test_a_failure_is_the_programs_own_exception_and_it_can_train_again(
             Run(recipe).train()
     assert caught.value.__notes__ == ["at step 1, in reward, on rank 0"]
     assert len(Run(recipe).train()) == 2
+
+
+def test_the_traceback_of_a_worker_comes_with_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = Failure(1, 0, "error", "rank 1 failed: KeyError", trace="Traceback ...")
+
+    def fail(*_: object) -> None:
+        raise WorkersFailed(failure)
+
+    run = Run(write_recipe(tmp_path, tiny_model(), SETTINGS))
+    monkeypatch.setattr("leaderless.launch.local.launch_workers", fail)
+    with pytest.raises(WorkersFailed, match="rank 1 failed") as caught:
+        run.train(workers=2)
+    assert caught.value.__notes__ == ["Traceback ..."]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"call work\(\) in each of them"):
+        run.train()
 
 
 def test_the_example_trains(

@@ -22,6 +22,7 @@ from leaderless.run.planned import Planned, located, plan_evaluation, plan_train
 from leaderless.run.settings import check_importable, read_settings
 from leaderless.run.table import MetricsTable
 from leaderless.run.worker import Job, evaluate_as_worker, train_as_worker
+from leaderless.supervision.failure import WorkersFailed
 from leaderless.supervision.leftovers import Leftovers
 from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
@@ -108,7 +109,12 @@ class Run:
             RecipeError: Something is wrong that can be seen before the first step.
             Interrupted: A signal has stopped the run, after a checkpoint if there was time for one.
             WorkersFailed: A worker has failed, and restarts did not help.
+            RuntimeError: torchrun has started this process, as one worker of several.
         """
+        if Place.is_given():
+            raise RuntimeError(
+                "torchrun has started this process as one of several workers: call work() in each of them"
+            )
         is_alone = in_process and workers == 1 and nodes is None
         if not is_alone:
             check_importable(self.loaded)
@@ -129,20 +135,23 @@ class Run:
                     goes_on = f": the same command continues from step {step_before}" if step_before else ""
                     print_line(f"stopped before another checkpoint was written{goes_on}")
                 raise error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT) from None
-            except Exception:
+            except Exception as error:
+                if isinstance(error, WorkersFailed) and error.failure.trace:
+                    error.add_note(error.failure.trace)
                 if saved := self.directory.last_step():
                     print_line(f"saved up to step {saved}: the same command continues from there")
                 raise
         return self.metrics
 
-    def work(self, place: Place, *, fresh: bool = False, is_restart: bool = False) -> None:
+    def work(self, place: Place | None = None, *, fresh: bool = False, is_restart: bool = False) -> None:
         """Be one of the workers that torchrun, or something like it, has started.
 
         Args:
-            place: Place of this worker.
+            place: Place of this worker; the one that torchrun has given to this process when None.
             fresh: An earlier run of this name is set aside.
             is_restart: Workers of this run have been started before.
         """
+        place = place or Place.from_environment()
         planned = plan_training(self.loaded, place.world_size)
         # Every worker looks for itself: none may wait for others that see that there is nothing to do.
         is_done = not (fresh and not is_restart) and is_finished(planned, is_shown=place.rank == 0)
