@@ -24,12 +24,12 @@ from leaderless.config import RecipeError
 
 
 def export_model(checkpoint: Path, role: str, out: Path) -> Path:
-    """Put the shards of a checkpoint together and write a Hugging Face folder.
+    """Join the shards of a checkpoint and write a Hugging Face folder.
 
     Args:
-        checkpoint: The checkpoint's folder.
-        role: Whose weights.
-        out: The folder to write; it may exist if it is empty.
+        checkpoint: Folder of the checkpoint.
+        role: Role whose weights are exported.
+        out: Folder to write; it may exist if it is empty.
 
     Returns:
         The folder.

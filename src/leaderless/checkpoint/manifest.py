@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, with checksums: one that is half-written or damaged is told from a good one."""
+"""What a checkpoint consists of, with checksums, so that a half-written or damaged one is recognized."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class FileEntry:
     """One file.
 
     Attributes:
-        num_bytes: Its size.
-        sha256: Of its content, as `sha256sum` prints it.
+        num_bytes: Size of the file.
+        sha256: Checksum of the content, as `sha256sum` prints it.
     """
 
     num_bytes: int
@@ -31,10 +31,10 @@ class FileEntry:
 
     @classmethod
     def of(cls, file: Path) -> Self:
-        """Look at a file.
+        """Read a file for its size and checksum.
 
         Args:
-            file: All of it is read.
+            file: File to read.
         """
         with file.open("rb") as content:
             return cls(os.fstat(content.fileno()).st_size, hashlib.file_digest(content, "sha256").hexdigest())
@@ -45,10 +45,10 @@ class Manifest:
     """All files of a checkpoint but this one.
 
     Attributes:
-        step: That it was written after.
-        world_size: Ranks that wrote it.
-        metrics: The finite numbers of that step.
-        files: By path within the checkpoint, with `/` between parts.
+        step: Step after which the checkpoint was written.
+        world_size: Number of ranks that wrote it.
+        metrics: Finite metrics of that step.
+        files: Entries by path within the checkpoint, with `/` between parts.
     """
 
     step: int
@@ -57,10 +57,10 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
     def write(self, folder: Path) -> None:
-        """Write it beside the files.
+        """Write it next to the files.
 
         Args:
-            folder: Of the checkpoint.
+            folder: Folder of the checkpoint.
         """
         body = json.dumps(asdict(self), indent=1)
         checksum = hashlib.sha256(body.encode()).hexdigest()
@@ -72,7 +72,7 @@ class Manifest:
         """Read what a checkpoint consists of.
 
         Args:
-            folder: Of the checkpoint.
+            folder: Folder of the checkpoint.
 
         Raises:
             DamagedCheckpointError: The manifest cannot be read, or is not what was written.
@@ -93,8 +93,8 @@ class Manifest:
         """Compare files with what was written.
 
         Args:
-            folder: Of the checkpoint.
-            names: Of the files to read.
+            folder: Folder of the checkpoint.
+            names: Files to check, as in `files`.
 
         Raises:
             DamagedCheckpointError: One is missing, or is not what was written.
@@ -126,10 +126,10 @@ def _inside(name: str) -> str:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Have the system write a file, or the names in a folder, to the disk now.
+    """Make the system write a file, or the names in a folder, to the disk now.
 
     Args:
-        path: Of the file or folder.
+        path: File or folder.
     """
     handle = os.open(path, os.O_RDONLY)
     try:

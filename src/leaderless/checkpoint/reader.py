@@ -1,8 +1,8 @@
-"""Checkpoints: everything that a run needs to go on, in open formats.
+"""Checkpoints: everything that a run needs to continue, in open formats.
 
 A checkpoint is a folder `step-000120` with `state.json` and, for each trained role, sharded safetensors of weights and
-optimiser in the form of `torch.distributed.checkpoint`, beside the model's `config.json` and tokenizer. What nodes
-remember and what a loop has left over for the next step is there too, and the resolved recipe and the plan. Random
+optimizer in the form of `torch.distributed.checkpoint`, next to the model's `config.json` and tokenizer. What nodes
+remember and the surplus of a loop for the next step are there too, and the resolved recipe and the plan. Random
 numbers are not: each step draws its own from the recipe's seed. `manifest.json` lists all files with their checksums.
 """
 
@@ -35,8 +35,8 @@ class RunState:
     """What a checkpoint holds besides tensors.
 
     Attributes:
-        step: Steps that are done.
-        data_position: Prompts that have been taken from the data.
+        step: Number of finished steps.
+        data_position: Number of prompts that have been taken from the data.
         time_s: Seconds that the run has taken so far.
     """
 
@@ -50,9 +50,9 @@ class RoleState:
     """What a checkpoint holds of a trained role besides tensors.
 
     Attributes:
-        policy_version: Optimiser steps behind the weights.
-        model: Identifies the names and shapes of the weights.
-        is_value_model: It has a scalar head.
+        policy_version: Optimizer steps behind the weights.
+        model: Digest of the names and shapes of the weights.
+        is_value_model: Whether the model has a scalar head.
     """
 
     policy_version: int
@@ -64,9 +64,9 @@ def newest_good(folder: Path, world: ProcessGroup, say: Callable[[str], None]) -
     """The newest checkpoint that is what was written; damaged ones lose their name. All ranks call it together.
 
     Args:
-        folder: Of the run's checkpoints.
-        world: All ranks.
-        say: Tells the user.
+        folder: Folder of the run's checkpoints.
+        world: Process group of all ranks.
+        say: Function that shows a line to the user.
 
     Returns:
         Its folder; None when the run has no checkpoint.
@@ -97,7 +97,7 @@ def find_damage(path: Path, world: ProcessGroup) -> str:
 
     Args:
         path: The checkpoint's folder.
-        world: All ranks.
+        world: Process group of all ranks.
 
     Returns:
         The same on all ranks.
@@ -159,7 +159,7 @@ def read_role_state(path: Path, role: str) -> RoleState | None:
 
     Args:
         path: The checkpoint's folder.
-        role: That was trained.
+        role: Role that was trained.
     """
     file = path / role / ROLE_FILE
     return RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
@@ -170,7 +170,7 @@ def read_node_state(path: Path, name: str) -> dict[str, float]:
 
     Args:
         path: The checkpoint's folder.
-        name: Of the node.
+        name: Name of the node.
     """
     file = path / NODE_FILE.format(name)
     remembered: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -181,7 +181,7 @@ def fingerprint(engine: ShardedModel[Decoder]) -> str:
     """Identifies the names and shapes of a model's weights.
 
     Args:
-        engine: Holds the model.
+        engine: Engine that holds the model.
     """
     shapes = [[name, list(parameter.shape)] for name, parameter in engine.named_weights()]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()

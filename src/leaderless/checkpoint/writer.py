@@ -1,4 +1,4 @@
-"""Writes checkpoints beside training, and removes old ones.
+"""Writes checkpoints while training continues, and removes old ones.
 
 Every rank copies what it holds, and a thread writes the copy into a folder that no reader looks at. When a rank's files
 are on the disk it says so there, with their checksums. The first rank's thread waits for all of these, writes the
@@ -49,11 +49,11 @@ class Content:
     """What a checkpoint holds besides the tensors of models.
 
     Attributes:
-        state: Of the run.
-        metrics: Numbers of the step.
+        state: Progress of the run.
+        metrics: Metrics of the step.
         nodes: What nodes remember from step to step, of those whose first rank this is.
-        save_surplus: Writes this rank's share of what a loop has left over into a folder, if it has one. A thread calls
-            it, so it must hold on to what there is now.
+        save_surplus: Function that writes this rank's share of a loop's surplus into a folder, if there is any. A
+            thread calls it, so it must hold on to what there is now.
     """
 
     state: RunState
@@ -78,12 +78,12 @@ class CheckpointWriter:
         """Agree on where to write. All ranks call it together.
 
         Args:
-            folder: Of the run's checkpoints.
+            folder: Folder of the run's checkpoints.
             engines: The trained instances that this rank holds a part of, by role.
-            world: All ranks.
-            tokenizer: Written beside the weights.
-            config: When to write, and what to keep.
-            timeout_s: Longest wait of the first rank for the parts of others.
+            world: Process group of all ranks.
+            tokenizer: Tokenizer to write next to the weights.
+            config: Settings for when to write, and what to keep.
+            timeout_s: Longest time that the first rank waits for the parts of others.
             descriptions: Files that say what the run is, by name.
         """
         self._folder, self._engines, self._world, self._config = folder, engines, world, config
@@ -102,7 +102,7 @@ class CheckpointWriter:
         """Whether this rank finds that it is time for a checkpoint; ranks agree to write if any does.
 
         Args:
-            step: That has been done.
+            step: Step that has just ended.
         """
         every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
         is_late = self._is_first and every_s > 0 and time.monotonic() - self._last_s >= every_s
@@ -300,7 +300,7 @@ def superseded(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
 
     Args:
         checkpoints: All of a run, oldest first.
-        config: What to keep.
+        config: Settings for what to keep.
     """
     kept = set(checkpoints[-config.keep :])
     if config.keep_every_steps:
@@ -314,7 +314,7 @@ def best_checkpoint(checkpoints: list[Path], config: CheckpointConfig) -> Path |
 
     Args:
         checkpoints: All of a run, oldest first.
-        config: Names the metric.
+        config: Settings that name the metric.
     """
     if config.best_metric is None:
         return None

@@ -1,4 +1,4 @@
-"""Whether workers that have failed are started again, and what is said of it."""
+"""Whether workers that have failed are started again, and what is reported."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Restarts:
     """Counts the failures of a run since it last made progress, which is a new checkpoint.
 
     Attributes:
-        failure: The one that ended the run; None while there is none.
-        say: Prints a line for people.
+        failure: Failure that ended the run; None while there is none.
+        say: Function that prints a line for people.
     """
 
     def __init__(self, directory: RunDirectory, max_restarts: int, say: Callable[[str], None]) -> None:
         """Nothing has failed yet.
 
         Args:
-            directory: Of the run.
-            max_restarts: In a row without progress.
-            say: Prints a line for people.
+            directory: Folder of the run.
+            max_restarts: Number of restarts in a row without progress.
+            say: Function that prints a line for people.
         """
         self.failure: Failure | None = None
         self.say = say
@@ -48,8 +48,8 @@ class Restarts:
 
         Args:
             codes: Exit codes by rank of those that ended first; negative where a signal ended it.
-            folder: In which workers have written why.
-            is_stopping: Somebody has asked the workers to stop.
+            folder: Folder in which workers have written why.
+            is_stopping: Whether somebody has asked the workers to stop.
 
         Returns:
             Whether the workers are to be started again.
@@ -68,7 +68,7 @@ class Restarts:
         return False
 
     def begun(self) -> None:
-        """Workers have come to their first step, perhaps again."""
+        """Workers have reached their first step, perhaps again."""
         if self._failed_at is not None:
             seconds, self._failed_at = time.monotonic() - self._failed_at, None
             self._directory.append_event("resumed", {"from_step": self._saved, "seconds": round(seconds, 3)})

@@ -1,4 +1,4 @@
-"""Why a worker failed, written where the launcher finds it: a person shall read the first cause, not its echoes."""
+"""Why a worker failed, written where the launcher finds it: a person should read the first cause, not its echoes."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Self:
-        """What is to be said of an error.
+        """Describe an error.
 
         Args:
-            error: As caught.
-            rank: That it ends.
+            error: Exception that was caught.
+            rank: Rank that it ends.
         """
         trace = "".join(traceback.format_exception(error.with_traceback(_own_trace(error.__traceback__))))
         # A user's code may quote a token in its error, as part of an address that could not be reached.
@@ -92,7 +92,7 @@ class WorkersFailed(RuntimeError):  # noqa: N818
     """A run ended because a worker failed.
 
     Attributes:
-        failure: The first one.
+        failure: First failure.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -105,7 +105,7 @@ def reported_failures(rank: int) -> Iterator[None]:
     """Write down an error that ends the worker, for the launcher to show; without a launcher, let it go on.
 
     Args:
-        rank: Of this worker.
+        rank: Rank of this worker.
 
     Raises:
         SystemExit: The error has been written down.
@@ -120,10 +120,10 @@ def reported_failures(rank: int) -> Iterator[None]:
 
 
 def tell_launcher(name: str) -> None:
-    """Leave a sign for the launcher, if there is one.
+    """Leave a mark for the launcher, if there is one.
 
     Args:
-        name: Of a file in its folder.
+        name: Name of a file in the launcher's folder.
     """
     if FOLDER_VARIABLE in os.environ:
         (Path(os.environ[FOLDER_VARIABLE]) / name).touch()
@@ -207,7 +207,7 @@ def first_failure(folder: Path) -> Failure | None:
     """The failure that caused all others; None when no rank could write one.
 
     Args:
-        folder: That the ranks wrote into.
+        folder: Folder that the ranks wrote into.
     """
     failures = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("rank-*.json")]
     return min(failures, key=lambda failure: (failure.kind == "lost_peers", failure.time_ns), default=None)

@@ -23,9 +23,9 @@ class RollBack:
     """A return to a checkpoint. The data do not return: what led to it shall not be met again.
 
     Attributes:
-        from_step: That went wrong.
-        to_step: Of the checkpoint.
-        data_position: Prompts that have been taken from the data; training goes on behind them.
+        from_step: Step that went wrong.
+        to_step: Step of the checkpoint.
+        data_position: Number of prompts that have been taken from the data; training goes on behind them.
     """
 
     from_step: int
@@ -44,9 +44,9 @@ class Guards:
 
         Args:
             config: Limits and actions.
-            directory: Of the run.
-            display: What a person sees.
-            is_first: This rank writes.
+            directory: Folder of the run.
+            display: Screen of the person who watches.
+            is_first: Whether this rank writes.
         """
         self._config, self._directory, self._display, self._is_first = config, directory, display, is_first
         self._roll_backs: list[RollBack] = []
@@ -63,9 +63,9 @@ class Guards:
         """What is to be said of the rewards of a pool.
 
         Args:
-            step: Of the numbers.
-            numbers: Of the pool, over all of its ranks.
-            nodes: That run on just these ranks.
+            step: Step of the numbers.
+            numbers: Metrics of the pool, over all of its ranks.
+            nodes: Nodes that run on exactly these ranks.
         """
         share, config = numbers.get(FAILED_REWARDS), self._config
         limit, action = config.reward_failures_limit, config.reward_failures_action
@@ -78,9 +78,9 @@ class Guards:
         """Record what guards have said of a step, and say whether the run has to roll back.
 
         Args:
-            step: That has ended.
+            step: Step that has ended.
             end: Agreed by all ranks.
-            newest: Gives the newest checkpoint, the same on all ranks, which call it together.
+            newest: Function that gives the newest checkpoint, the same on all ranks, which call it together.
 
         Raises:
             GuardStop: The run has to stop.
@@ -113,7 +113,7 @@ class Guards:
         """Take note of where the run goes on.
 
         Args:
-            step: Of the checkpoint.
+            step: Step of the checkpoint.
 
         Returns:
             The last roll-back to this very checkpoint; None when the run goes on with the checkpoint's own data.

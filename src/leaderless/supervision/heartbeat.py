@@ -39,12 +39,12 @@ class Status:
     """What one rank says of itself.
 
     Attributes:
-        rank: Whose it is.
-        step: Of the run.
-        place: In the plan's schedule.
-        doing: The chain's entry.
+        rank: Rank that answers.
+        step: Step of the run.
+        place: Index of the entry in the plan's schedule.
+        doing: Name of the entry.
         idle_s: Seconds since it last moved.
-        waiting_for: What it waits for others with; empty when it does not.
+        waiting_for: Exchange in which it waits for others; empty when it does not wait.
         function: The innermost function that belongs neither to Python, nor to a library, nor to this package.
     """
 
@@ -69,9 +69,9 @@ class Stall:
     """No rank moves any more.
 
     Attributes:
-        rank: The culprit.
+        rank: Rank that others wait for.
         cause: What it was doing.
-        step: Of the run.
+        step: Step of the run.
     """
 
     rank: int
@@ -83,8 +83,8 @@ def find_culprit(statuses: Sequence[Status], silent: Sequence[int]) -> Stall:
     """The rank that others wait for: one that does not answer, else one that does not wait, else the furthest behind.
 
     Args:
-        statuses: Of the ranks that have answered; at least one.
-        silent: The others.
+        statuses: Answers of the ranks; at least one.
+        silent: Ranks that have not answered.
     """
     if silent:
         cause = f"rank {silent[0]} does not answer: it is gone, or native code keeps its interpreter from running"
@@ -111,12 +111,12 @@ class Watchdog:
         """Nothing is watched yet.
 
         Args:
-            activity: Of this rank's main thread.
-            transport: To meet the others.
+            activity: Activity of this rank's main thread.
+            transport: Transport whose store the ranks meet in.
             timeout_s: Longest time without any movement.
-            stacks: The file for the stacks of this rank.
-            on_stall: Called in the watching thread of every rank that has answered, with whether this is the one that
-                speaks for all; it need not return.
+            stacks: File for the stacks of this rank.
+            on_stall: Function for the watching thread of every rank that has answered; its second argument is whether
+                this rank reports for all. It need not return.
         """
         self._activity, self._transport, self._timeout_s = activity, transport, timeout_s
         self._path, self._on_stall = stacks, on_stall
@@ -229,10 +229,10 @@ def end_stalled(stall: Stall, is_speaker: bool, *, directory: RunDirectory, rank
     """End a process that waits for nothing that will ever come; the launcher starts all of them anew.
 
     Args:
-        stall: What is to be said.
+        stall: Stall to report.
         is_speaker: This rank says it, the others just end.
-        directory: Of the run.
-        rank: Of this process.
+        directory: Folder of the run.
+        rank: Rank of this process.
     """
     message = f"{stall.cause}; the stacks of all ranks are in {directory.errors}"
     if is_speaker:

@@ -12,7 +12,7 @@ def read_limits(directory: RunDirectory) -> Mapping[str, int]:
     """Most tokens of one pass by role, for roles whose passes have not fitted into memory.
 
     Args:
-        directory: Of the run.
+        directory: Folder of the run.
     """
     if not directory.limits.exists():
         return {}
@@ -24,9 +24,9 @@ def lower_limit(directory: RunDirectory, role: str, num_tokens: int) -> None:
     """Write down a lower bound, unless one lower still is known.
 
     Args:
-        directory: Of the run.
-        role: Whose passes did not fit.
-        num_tokens: Most tokens of one pass from now on.
+        directory: Folder of the run.
+        role: Role whose passes did not fit.
+        num_tokens: Largest number of tokens of a pass from now on.
     """
     limits = dict(read_limits(directory))
     limits[role] = min(num_tokens, limits.get(role, num_tokens))

@@ -36,7 +36,7 @@ class Interrupted(Exception):  # noqa: N818
     """A command was stopped by a signal before it was done.
 
     Attributes:
-        signal: Which one.
+        signal: Signal that stopped it.
     """
 
     def __init__(self, number: int) -> None:
@@ -55,7 +55,7 @@ class Presses:
         """Take a signal.
 
         Args:
-            number: Of the signal.
+            number: Number of the signal.
 
         Returns:
             Whether it is another one than the first.
@@ -80,10 +80,11 @@ class StopRequest:
 
         Args:
             grace_s: Time to finish the step and to write a checkpoint.
-            announce: Tells the person who pressed Ctrl-C what happens now.
-            abandon: Says, in another thread, that the step could not be finished in time; then the process ends.
-            is_guest: The process is a program's that continues after the run: only Ctrl-C asks the run to stop, and
-                nothing ends the process.
+            announce: Function that shows what happens now to the person who pressed Ctrl-C.
+            abandon: Function for another thread, which reports that the step could not be finished in time; then the
+                process ends.
+            is_guest: Whether the process belongs to a program that continues after the run: only Ctrl-C asks the run to
+                stop, and nothing ends the process.
         """
         self._presses = Presses()
         self._grace_s, self._announce, self._abandon = grace_s, announce, abandon

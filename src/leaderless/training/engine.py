@@ -1,4 +1,4 @@
-"""What trains and scores a model, whatever it is sharded with."""
+"""What trains and scores a model, however it is sharded."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ValueLoss = LossOf[Tensor]
 
 @dataclass(frozen=True)
 class UpdateInfo:
-    """What an optimiser step was like.
+    """What came of an optimizer step.
 
     Attributes:
         grad_norm: Global L2 norm of the gradient before clipping.
-        learning_rate: That was used, or would have been.
-        is_made: The weights have changed.
+        learning_rate: Learning rate that was used, or would have been.
+        is_made: Whether the weights have changed.
     """
 
     grad_norm: float
@@ -49,13 +49,13 @@ class Trainable(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Optimiser steps behind the weights."""
+        """Optimizer steps behind the weights."""
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """Cut a batch for this engine's memory bound; as many micro-batches on every rank.
+        """Cut a batch for this engine's memory bound; the same number of micro-batches on every rank.
 
         Args:
-            batch: Has `prompt_tokens`, `tokens` and `response_mask`.
+            batch: Samples with `prompt_tokens`, `tokens` and `response_mask`.
         """
 
     def run_passes(
@@ -64,9 +64,9 @@ class Trainable(Protocol):
         """Do something with each micro-batch of a batch; where memory runs out, perhaps once more with smaller ones.
 
         Args:
-            batch: Has `prompt_tokens`, `tokens` and `response_mask`.
-            passes: Goes through the micro-batches.
-            undo: Takes back what passes have left behind before they ran out of memory.
+            batch: Samples with `prompt_tokens`, `tokens` and `response_mask`.
+            passes: Function that goes through the micro-batches.
+            undo: Function that removes what passes have left behind before they ran out of memory.
 
         Raises:
             MemoryExhausted: Memory has run out, and smaller micro-batches are not allowed, not possible, or have to
@@ -77,8 +77,8 @@ class Trainable(Protocol):
         """Clip the gradient, change the weights and clear the gradient.
 
         Args:
-            allow: Told the norm of the gradient, says whether weights shall change, the same on every rank; without
-                it they change.
+            allow: Function of the norm of the gradient that decides, the same on every rank, whether the weights
+                change; without it they do.
 
         Raises:
             RuntimeError: The gradient is not finite and nobody was asked; weights are unchanged.
@@ -91,25 +91,25 @@ class Trainable(Protocol):
         """Every weight by its name in `transformers`, whole, on every rank, one at a time."""
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and optimiser as named tensors, sharded as they are; written to in place when loaded."""
+        """Weights and optimizer as named tensors, sharded as they are; written to in place when loaded."""
 
     def state_loaded(self, policy_version: int) -> None:
         """Take note that the tensors of `state` have been written to.
 
         Args:
-            policy_version: Of what was loaded.
+            policy_version: Version of what was loaded.
         """
 
 
 class TrainEngine(Trainable, Protocol):
-    """A language model: it scores tokens, is trained, and lends its weights to generation."""
+    """A language model: it scores tokens, is trained, and makes its weights available for generation."""
 
     def log_probs(self, batch: Batch, temperature: float) -> Jagged:
         """Log-probabilities of the sampled tokens, float32, without gradient.
 
         Args:
-            batch: Has `prompt_tokens`, `tokens` and `response_mask`.
-            temperature: Logits are divided by it.
+            batch: Samples with `prompt_tokens`, `tokens` and `response_mask`.
+            temperature: Divisor of the logits.
         """
 
     def forward_backward(
@@ -123,10 +123,10 @@ class TrainEngine(Trainable, Protocol):
         """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
 
         Args:
-            micro_batches: As many on every rank.
-            token_loss: Of each; see `LossOf`.
-            temperature: Logits are divided by it.
-            entropy_gradient: The loss depends on the entropies.
+            micro_batches: Micro-batches, the same number on every rank.
+            token_loss: Loss of a micro-batch; see `LossOf`.
+            temperature: Divisor of the logits.
+            entropy_gradient: Whether the loss depends on the entropies.
         """
 
     def unsharded(self) -> AbstractContextManager[CausalLM]:
@@ -134,19 +134,19 @@ class TrainEngine(Trainable, Protocol):
 
 
 class ValueEngine(Trainable, Protocol):
-    """A value model: it says what reward is still to be expected, and is trained."""
+    """A value model: it predicts the reward to come, and is trained."""
 
     def values(self, batch: Batch) -> Jagged:
         """What is expected before each sampled token, float32, without gradient.
 
         Args:
-            batch: Has `prompt_tokens`, `tokens` and `response_mask`.
+            batch: Samples with `prompt_tokens`, `tokens` and `response_mask`.
         """
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], value_loss: ValueLoss) -> None:
         """Add the gradient of the loss, summed over micro-batches and ranks, to what is there.
 
         Args:
-            micro_batches: As many on every rank.
-            value_loss: Of each; see `LossOf`.
+            micro_batches: Micro-batches, the same number on every rank.
+            value_loss: Loss of a micro-batch; see `LossOf`.
         """

@@ -1,4 +1,4 @@
-"""A rank's samples in pieces that fit into memory. How they are cut changes no number."""
+"""A rank's samples in parts that fit into memory. How they are cut changes no number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MicroBatch:
     Attributes:
         tokens: [T] int64, each prompt followed by its continuations.
         positions: [T] int64, place of each token in its sample.
-        families: How they lie.
+        families: Lengths of each prompt and its continuations.
         select: [R] int64, the tokens at which the sampled tokens are predicted: the one before each. The last token of
             a prompt predicts the first of all continuations.
         targets: [R] int64, the sampled tokens.
@@ -51,17 +51,17 @@ class PassExhausted(MemoryExhausted):
     """A micro-batch was too large for memory.
 
     Attributes:
-        num_tokens: That it has.
+        num_tokens: Number of tokens that it has.
     """
 
     def __init__(self, micro_batch: MicroBatch, rank: int, device: torch.device, reason: str) -> None:
         """Say which.
 
         Args:
-            micro_batch: That was too large.
-            rank: Where.
-            device: Whose memory has run out.
-            reason: What the allocator says.
+            micro_batch: Micro-batch that was too large.
+            rank: Rank on which it was.
+            device: Device whose memory has run out.
+            reason: Message of the allocator.
         """
         self.num_tokens = len(micro_batch.tokens)
         longest = max(family.longest for family in micro_batch.families)
@@ -75,7 +75,7 @@ def longest_sample(batch: Batch) -> int:
     """Tokens that a pass takes for the longest sample, prompt and continuation; 0 without any.
 
     Args:
-        batch: Has `prompt_tokens`, `tokens` and `response_mask`.
+        batch: Samples with `prompt_tokens`, `tokens` and `response_mask`.
     """
     samples = _Samples.of(batch)
     lengths = samples.prompts.lengths[samples.prompt_of_row] + samples.inputs
@@ -85,14 +85,14 @@ def longest_sample(batch: Batch) -> int:
 def make_micro_batches(
     batch: Batch, max_tokens: int, process_group: ProcessGroup, enough_tokens: int | None = None
 ) -> list[MicroBatch]:
-    """Cut a batch into as many micro-batches on every rank, each of at most so many tokens.
+    """Cut a batch into micro-batches of bounded size, the same number on every rank.
 
     Siblings come together as far as they fit, so that their prompt is computed once. A rank with fewer micro-batches
     than others gets empty ones, so that all take part in the same number of passes.
 
     Args:
-        batch: Has `prompt_tokens`, `tokens` and `response_mask`; may have no rows.
-        max_tokens: Of one micro-batch; at least the longest sample's.
+        batch: Samples with `prompt_tokens`, `tokens` and `response_mask`; may have no rows.
+        max_tokens: Largest number of tokens of a micro-batch; at least the longest sample's.
         process_group: The ranks that pass through the model together.
         enough_tokens: Samples of several prompts come together up to so many tokens only; without it, to `max_tokens`.
     """
@@ -121,10 +121,10 @@ class _Samples:
     """What a batch holds for a pass.
 
     Attributes:
-        prompts: Each once.
+        prompts: Prompts, each once.
         prompt_of_row: [n] int64, the prompt of each sample.
-        continuations: Of each sample.
-        mask: Which of their tokens the policy sampled.
+        continuations: Tokens of each sample after its prompt.
+        mask: True for tokens that the policy sampled.
         inputs: [n] int64, tokens of each continuation before the last one that was sampled.
         counts: [n] int64, sampled tokens of each.
     """

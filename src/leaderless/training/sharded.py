@@ -1,4 +1,4 @@
-"""A model with its optimiser in fully sharded data parallelism (FSDP2); on one rank in float32, the plain module."""
+"""A model with its optimizer in fully sharded data parallelism (FSDP2); on one rank in float32, the plain module."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU_PASS_TOKENS = 2048
 class ShardedModel(Generic[Model_co]):
     """See `Trainable`.
 
-    Master weights, gradients and optimiser are float32 and sharded over the ranks of the layout; layers are gathered
+    Master weights, gradients and optimizer are float32 and sharded over the ranks of the layout; layers are gathered
     one by one as they compute, in the model's `compute_dtype`. Gradients are summed over ranks and never averaged: the
     denominators are in the loss.
     """
@@ -53,12 +53,12 @@ class ShardedModel(Generic[Model_co]):
 
         Args:
             model: Whole, the same on every rank.
-            config: Of the model.
+            config: Settings of the model.
             process_group: The ranks that hold it.
-            device: Of this rank.
+            device: Device of this rank.
             micro_batch_tokens: Most tokens of one pass.
             optimizer: Settings of a role that is trained; None freezes it.
-            num_updates: Optimiser steps of the whole run, for the schedule.
+            num_updates: Optimizer steps of the whole run, for the schedule.
         """
         self._process_group, self.device, self.micro_batch_tokens = process_group, device, micro_batch_tokens
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
@@ -106,7 +106,7 @@ class ShardedModel(Generic[Model_co]):
         """From now on lower the bound of a pass where memory runs out.
 
         Args:
-            on_lowered: Told each new bound.
+            on_lowered: Function that takes each new bound.
         """
         self._on_lowered = on_lowered
 
@@ -136,7 +136,7 @@ class ShardedModel(Generic[Model_co]):
         """Name the micro-batch, if memory runs out.
 
         Args:
-            micro_batch: That goes through the model.
+            micro_batch: Micro-batch that goes through the model.
 
         Raises:
             PassExhausted: Memory has run out.
