@@ -26,7 +26,7 @@ import leaderless
 from leaderless.checkpoint.writer import CheckpointWriter
 from leaderless.observability.run_directory import write_atomically
 from leaderless.observability.trace import Tracer
-from leaderless.worker import worker
+from leaderless.worker import keeper
 
 VARIABLE = "CHAOS"
 RESUME, WRITE, COMMIT = "resume", "write a checkpoint", "commit a checkpoint"
@@ -120,7 +120,7 @@ def _install(killer: Killer) -> None:
             yield
 
     Tracer.span = watched  # type: ignore[method-assign]
-    worker.newest_good = _as_phase(killer, RESUME, worker.newest_good)  # type: ignore[attr-defined]
+    keeper.newest_good = _as_phase(killer, RESUME, keeper.newest_good)  # type: ignore[attr-defined]
     writer = CheckpointWriter
     writer._write_files = _as_phase(killer, WRITE, writer._write_files)  # type: ignore[method-assign]
     writer._commit = _as_phase(killer, COMMIT, writer._commit)  # type: ignore[method-assign]
