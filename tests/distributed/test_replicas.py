@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -11,14 +12,16 @@ from tests.tiny import tiny_model, write_recipe
 
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.rewards.pool import Graded
+from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow
 
 
-def fail_for_even_answers(inputs: Sequence[RewardInput], _sources: Sequence[str | None]) -> list[Graded]:
+def fail_for_even_answers(
+    _pool: RewardPool, inputs: Sequence[RewardInput], _sources: Sequence[str | None]
+) -> list[Graded]:
     """Grade all responses but those to half of the prompts."""
     valid = [int(str(sample.answer)) % 2 == 1 for sample in inputs]
     return [Graded(float(len(sample.response)) * ok, ok, {}) for sample, ok in zip(inputs, valid, strict=True)]
@@ -27,13 +30,13 @@ def fail_for_even_answers(inputs: Sequence[RewardInput], _sources: Sequence[str 
 def numbers_of_a_step(recipe_file: str, overrides: list[str]) -> dict[str, float]:
     recipe, place = load_recipe(recipe_file, overrides).recipe, Place.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
-    with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
-        worker.grade = fail_for_even_answers
+    display = Display(Console(), is_shown=False)
+    with patch.object(RewardPool, "grade", fail_for_even_answers), open_worker(recipe, plan, place, display) as worker:
         return worker.run_step()
 
 
 def test_a_row_that_several_ranks_hold_is_counted_once(tmp_path, ranks: RankPool) -> None:
-    recipe = str(write_recipe(tmp_path, tiny_model()))
+    recipe = str(write_recipe(tmp_path, tiny_model(), {"run.reward_processes": 0}))
     (alone,) = ranks.run(1, numbers_of_a_step, recipe, ["name=alone"], timeout_s=120, init_group=False)
     layouts = {"reward": "tp", "advantage": "cp"}
     overrides = ["layout.policy.dp=2", *(f"layout.{node}.{kind}=2" for node, kind in layouts.items())]
