@@ -64,8 +64,8 @@ class Ranks:
     watching: ExitStack = field(default_factory=ExitStack)
 
     def watch(self, rank: int) -> None:
-        def note(stall: Stall, is_speaker: bool, rank: int) -> None:
-            self.stalls.append((rank, is_speaker, stall))
+        def note(stall: Stall, is_reporter: bool, rank: int) -> None:
+            self.stalls.append((rank, is_reporter, stall))
 
         transport = SimpleNamespace(rank=rank, world=SimpleNamespace(ranks=(0, 1)), store=lambda: self.store)
         stacks = self.folder / "errors" / f"stacks-rank-{rank}.txt"
@@ -93,7 +93,7 @@ def test_both_ranks_hear_of_a_stall_and_write_their_stacks(ranks: Ranks) -> None
     ranks.watch(1)
     with ranks.activities[0].waiting("rows"):
         assert ranks.wait(lambda: len(ranks.stalls) >= 2)
-    assert sorted(is_speaker for _, is_speaker, _ in ranks.stalls[:2]) == [False, True], "one speaks for both"
+    assert sorted(is_reporter for _, is_reporter, _ in ranks.stalls[:2]) == [False, True], "one reports for both"
     assert {stall.rank for _, _, stall in ranks.stalls} == {1}
     assert "in reward" in ranks.stalls[0][2].cause
     assert "in user function" in ranks.stalls[0][2].cause, "this very test"
@@ -133,9 +133,10 @@ def test_a_debugger_is_no_stall(ranks: Ranks) -> None:
     assert watchdog.is_alive()
     seen: list[float] = []
 
+    transport = SimpleNamespace(rank=0, world=SimpleNamespace(ranks=(0,)), store=lambda: ranks.store)
+    other = Watchdog(Activity(), transport, 1e-9, ranks.folder / "x", print)  # of the thread that makes it
+
     def look() -> None:
-        transport = SimpleNamespace(rank=0, world=SimpleNamespace(ranks=(0,)), store=lambda: ranks.store)
-        other = Watchdog(Activity(), transport, 1e-9, ranks.folder / "x", print)
         seen.append(other.status().idle_s)
 
     # The main thread is inside a function of a debugger while another thread looks at it.
@@ -146,23 +147,23 @@ def test_a_debugger_is_no_stall(ranks: Ranks) -> None:
     assert seen == [0.0]
 
 
-@pytest.mark.parametrize("is_speaker", [True, False])
+@pytest.mark.parametrize("is_reporter", [True, False])
 def test_a_stalled_process_says_why_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_speaker: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_reporter: bool
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(heartbeat, "LAST_WORDS_S", 0.0)
     monkeypatch.setattr(heartbeat.os, "_exit", codes.append)
     directory, stall = RunDirectory(tmp_path), Stall(1, "rank 1 has not moved", 7)
-    end_stalled(stall, is_speaker, directory=directory, rank=0)
-    assert capsys.readouterr().err.startswith("error rank 1 has not moved; the stacks") is is_speaker, "no launcher"
-    assert directory.events.exists() is is_speaker
+    end_stalled(stall, is_reporter, directory=directory, rank=0)
+    assert capsys.readouterr().err.startswith("error rank 1 has not moved; the stacks") is is_reporter, "no launcher"
+    assert directory.events.exists() is is_reporter
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "launcher"))
-    end_stalled(stall, is_speaker, directory=directory, rank=0)
+    end_stalled(stall, is_reporter, directory=directory, rank=0)
     assert capsys.readouterr().err == "", "the launcher says it"
     failure = first_failure(tmp_path / "launcher")
     assert failure is not None
-    assert (failure.kind, failure.rank) == (("stall", 1) if is_speaker else ("lost_peers", 0))
+    assert (failure.kind, failure.rank) == (("stall", 1) if is_reporter else ("lost_peers", 0))
     assert codes == [1, 1]
 
 

@@ -324,7 +324,7 @@ def best_checkpoint(checkpoints: list[Path], config: CheckpointConfig) -> Path |
         try:
             metrics = Manifest.read(path).metrics
         except DamagedCheckpointError:
-            continue  # it is told when a run would go on from it
+            continue  # it is reported when a run would resume from it
         if config.best_metric in metrics:
             values[path] = sign * metrics[config.best_metric]
     return max(reversed(values), key=lambda path: values[path], default=None)
@@ -343,7 +343,7 @@ def _own_shards(engine: ShardedModel[Decoder]) -> dict[str, Shard]:
 
 
 def _describe(engine: ShardedModel[Decoder], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files that stand beside weights, which are the same in each checkpoint."""
+    """The files next to the weights, which are the same in each checkpoint."""
     model = engine.model.model
     with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
         model.config.save_pretrained(folder)

@@ -102,7 +102,7 @@ class WorkersFailed(RuntimeError):  # noqa: N818
 
 @contextmanager
 def reported_failures(rank: int) -> Iterator[None]:
-    """Write down an error that ends the worker, for the launcher to show; without a launcher, let it go on.
+    """Write down an error that ends the worker, for the launcher to show; without a launcher, let it pass.
 
     Args:
         rank: Rank of this worker.

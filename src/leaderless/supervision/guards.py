@@ -20,12 +20,12 @@ from leaderless.worker.nodes import FAILED_REWARDS
 
 @dataclass(frozen=True)
 class RollBack:
-    """A return to a checkpoint. The data do not return: what led to it shall not be met again.
+    """A return to a checkpoint. The data do not return, so that the same prompts do not lead to it again.
 
     Attributes:
         from_step: Step that went wrong.
         to_step: Step of the checkpoint.
-        data_position: Number of prompts that have been taken from the data; training goes on behind them.
+        data_position: Number of prompts that have been taken from the data; training continues behind them.
     """
 
     from_step: int
@@ -34,7 +34,7 @@ class RollBack:
 
 
 class Guards:
-    """Records what guards say, and decides whether the run goes on, goes back or stops.
+    """Records what guards say, and decides whether the run continues, goes back or stops.
 
     `roll_backs.json` in the run's folder holds what outlives both a roll-back and a kill: which roll-backs there were.
     """
@@ -110,13 +110,13 @@ class Guards:
         return True
 
     def resumed(self, step: int) -> RollBack | None:
-        """Take note of where the run goes on.
+        """Take note of where the run resumes.
 
         Args:
             step: Step of the checkpoint.
 
         Returns:
-            The last roll-back to this very checkpoint; None when the run goes on with the checkpoint's own data.
+            The last roll-back to this very checkpoint; None when the run continues with the checkpoint's own data.
         """
         kept = [one for one in self._roll_backs if one.to_step <= step]
         if len(kept) < len(self._roll_backs):  # those belong to steps that are about to be done again

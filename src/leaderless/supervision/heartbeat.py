@@ -25,7 +25,7 @@ from leaderless.supervision.failure import Failure
 TICKS_PER_TIMEOUT = 30
 """How often the thread looks; seldom enough that a thousand ranks are nothing to the store that they meet at."""
 ANSWER_S = 3.0
-"""Time to answer a roll call, besides two ticks."""
+"""Time to answer a roll call, in addition to two ticks."""
 LAST_WORDS_S = 1.0
 """Time for others to write what they have to, before the first process ends and takes them along."""
 POLL_S = 0.1
@@ -225,22 +225,22 @@ class Watchdog:
         faulthandler.dump_traceback(self._file, all_threads=True)
 
 
-def end_stalled(stall: Stall, is_speaker: bool, *, directory: RunDirectory, rank: int) -> None:
+def end_stalled(stall: Stall, is_reporter: bool, *, directory: RunDirectory, rank: int) -> None:
     """End a process that waits for nothing that will ever come; the launcher starts all of them anew.
 
     Args:
         stall: Stall to report.
-        is_speaker: This rank says it, the others just end.
+        is_reporter: Whether this rank reports it; the others just end.
         directory: Folder of the run.
         rank: Rank of this process.
     """
     message = f"{stall.cause}; the stacks of all ranks are in {directory.errors}"
-    if is_speaker:
+    if is_reporter:
         directory.append_event("stall", {"rank": stall.rank, "cause": stall.cause, "step": stall.step})
         failure = Failure(stall.rank, time.time_ns(), "stall", message, trace="")
     else:
         failure = Failure(rank, time.time_ns(), "lost_peers", message, trace="")
-    if not failure.write() and is_speaker:
+    if not failure.write() and is_reporter:
         print(f"error {message}", file=sys.stderr, flush=True)  # noqa: T201 - nobody else will say it
     time.sleep(LAST_WORDS_S)
     os._exit(1)

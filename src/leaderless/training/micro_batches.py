@@ -94,7 +94,8 @@ def make_micro_batches(
         batch: Samples with `prompt_tokens`, `tokens` and `response_mask`; may have no rows.
         max_tokens: Largest number of tokens of a micro-batch; at least the longest sample's.
         process_group: The ranks that pass through the model together.
-        enough_tokens: Samples of several prompts come together up to so many tokens only; without it, to `max_tokens`.
+        enough_tokens: Number of tokens up to which samples of several prompts are put together; None for
+            `max_tokens`.
     """
     samples = _Samples.of(batch)
     pieces = _fill(_families(samples, max_tokens), min(max_tokens, enough_tokens or max_tokens))

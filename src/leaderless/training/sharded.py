@@ -168,7 +168,7 @@ class ShardedModel(Generic[Model_co]):
         if self._process_group.size > 1 or self.units:
             raise MemoryExhausted(
                 f"{error}: batch.micro_batch_tokens=auto is lowered to {after} for the next start; the same command "
-                "goes on with it"
+                "continues with it"
             ) from error
 
     def discard_gradient(self) -> None:
