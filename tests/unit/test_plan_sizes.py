@@ -243,8 +243,8 @@ def test_an_asynchronous_checkpoint_is_written_from_a_copy(model):
         **without.accelerator.host,
         **with_copy.accelerator.resident,
     }
-    assert with_copy.cpu.peak - without.cpu.peak == copy + memory.WRITE_BYTES
-    assert without.cpu.phases["checkpoint"] == {"files being written": memory.WRITE_BYTES}
+    assert with_copy.cpu.peak - without.cpu.peak == copy + min(copy, memory.WRITE_BYTES)
+    assert without.cpu.phases["checkpoint"] == {"files being written": min(copy, memory.WRITE_BYTES)}
 
 
 def test_loading_takes_the_whole_weights_on_every_rank(model):

@@ -194,13 +194,14 @@ class _Rank:
                 copied += 3 * share
             self._add_phases(instance)
         libraries, kept = {"libraries": LIBRARIES_BYTES}, dict[str, int]()
+        in_flight = min(WRITE_BYTES, copied)
         if copied and self.recipe.checkpoint.asynchronous:
-            kept = {"checkpoint copy": copied, "files being written": WRITE_BYTES}
+            kept = {"checkpoint copy": copied, "files being written": in_flight}
         if copied and self.is_cpu:
-            written = {} if kept else {"files being written": WRITE_BYTES}
+            written = {} if kept else {"files being written": in_flight}
             self.phases["checkpoint"] = written
         if self.is_cpu:
-            resumed = resident | libraries | {"files being read": WRITE_BYTES} if copied else {}
+            resumed = resident | libraries | {"files being read": in_flight} if copied else {}
             apart = {"loading": libraries | {"whole weights": loading}, "resume": resumed, **self._commands(libraries)}
             return Memory(resident | kept | libraries, self.phases, apart, {})
         resident["driver"] = CONTEXT_BYTES
