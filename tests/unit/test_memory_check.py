@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,7 @@ from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor
 
 from leaderless.config import RecipeError
+from leaderless.device import trim_host_memory
 from leaderless.worker import memory
 from leaderless.worker.memory import available_memory, check_memory
 from leaderless.worker.place import Place
@@ -92,3 +94,20 @@ def test_a_run_that_only_just_fits_begins_with_a_warning(tmp_path: Path, monkeyp
     (shown,) = check(tmp_path, monkeypatch, 900 << 20, GIB, batch={"prompts_per_step": 512})
     assert "a rank needs about" in shown
     assert "lower batch.micro_batch_tokens=16384" in shown or "lower rollout.max_sequences=256" in shown
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps freed blocks, and gives them back")
+def test_freed_weights_go_back_to_the_system() -> None:
+    count = 6 << 20
+    torch.ones(count)  # once blocks of this size have been freed, glibc takes the next ones from its heap
+    blocks = [torch.ones(count) for _ in range(8)]
+    last = torch.ones(1 << 14)  # lies behind them, so that the heap cannot shrink by itself
+    blocks.clear()
+    before = resident_bytes()
+    trim_host_memory()
+    assert before - resident_bytes() > 100 << 20
+    assert last.sum() == 1 << 14

@@ -29,6 +29,7 @@ from leaderless.checkpoint.shards import HostCopies, Shard, shard_file, write_sh
 from leaderless.config.run import CheckpointConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
+from leaderless.device import trim_host_memory
 from leaderless.models.decoder import Decoder
 from leaderless.models.value_model import ValueModel
 from leaderless.observability.run_directory import list_checkpoints, step_of, write_atomically
@@ -118,6 +119,7 @@ class CheckpointWriter:
         """
         self.wait()
         self._last_s = time.monotonic()
+        trim_host_memory()  # gradients of the last update must not lie next to the copy
         roles = {}
         for role, engine in self._engines.items():
             state = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
+from leaderless.device import trim_host_memory
 from leaderless.models.causal_lm import CausalLM, TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
@@ -78,6 +79,8 @@ class FsdpEngine(ShardedModel[CausalLM]):
             for unit in self.units:
                 unit.set_reshard_after_forward(unit is not self.units[-1], recurse=False)
                 unit.reshard()
+            if self.units and self.device.type == "cpu":
+                trim_host_memory()
 
 
 class FsdpValueEngine(ShardedModel[ValueModel]):
