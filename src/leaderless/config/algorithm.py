@@ -12,15 +12,15 @@ from leaderless.config.functions import is_function_name
 
 
 def _type_or(default: str) -> Callable[[object], object]:
-    """What names the section that settings belong to: their `type`, or that of the default."""
+    """Function that gives the `type` of a section's settings, or the default."""
     return lambda value: value.get("type", default) if isinstance(value, Mapping) else getattr(value, "type", None)
 
 
 class FunctionSection(Section):
-    """A function of one's own."""
+    """A custom function."""
 
     function: str
-    """`package.module:function`."""
+    """The function, as `package.module:function`."""
 
     @field_validator("function")
     @classmethod
@@ -34,110 +34,98 @@ class GrpoAdvantage(Section):
     """Rewards relative to their group: (r - mean) / std."""
 
     type: Literal["grpo"] = "grpo"
-    """Which advantage."""
     normalize_by_std: bool = True
-    """Divide by the group's standard deviation, as GRPO does; Dr. GRPO does not."""
+    """Divide by the group's standard deviation, as in GRPO; Dr. GRPO does not."""
     epsilon: float = Field(default=1e-6, gt=0)
-    """Added to that standard deviation."""
+    """Constant added to that standard deviation."""
 
 
 class RlooAdvantage(Section):
-    """Rewards less the mean of the group's other rewards."""
+    """Rewards minus the mean of the group's other rewards."""
 
     type: Literal["rloo"] = "rloo"
-    """Which advantage."""
 
 
 class OpoAdvantage(Section):
-    """Rewards less the group's length-weighted mean."""
+    """Rewards minus the group's length-weighted mean."""
 
     type: Literal["opo"] = "opo"
-    """Which advantage."""
 
 
 class GpgAdvantage(Section):
-    """Rewards less their group's mean, scaled up for groups without signal."""
+    """Rewards minus their group's mean, scaled up to make up for groups without a signal."""
 
     type: Literal["gpg"] = "gpg"
-    """Which advantage."""
 
 
 class CpgdAdvantage(Section):
-    """Rewards less their group's mean, weighted up for groups without signal, to a limit."""
+    """Rewards minus their group's mean, scaled up to make up for groups without a signal, to a limit."""
 
     type: Literal["cpgd"] = "cpgd"
-    """Which advantage."""
     max_weight: float = Field(default=3.0, ge=1)
     """Largest weight."""
 
 
 class PassAtKAdvantage(Section):
-    """What a response adds to the best of k."""
+    """Contribution of a response to the best of k."""
 
     type: Literal["pass_at_k"] = "pass_at_k"
-    """Which advantage."""
     k: int = Field(default=4, ge=1)
-    """Responses of which the best counts; at most `batch.responses_per_prompt`."""
+    """Number of responses of which the best counts; at most `batch.responses_per_prompt`."""
     correct_at: float = 1.0
-    """A response is correct when its reward is at least this."""
+    """Reward from which a response counts as correct."""
 
 
 class RemaxAdvantage(Section):
-    """Rewards less that of the greedy response."""
+    """Rewards minus the reward of the greedy response."""
 
     type: Literal["remax"] = "remax"
-    """Which advantage."""
 
 
 class ReinforceAdvantage(Section):
     """REINFORCE++: returns to go, whitened over all tokens of the step."""
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
-    """Which advantage."""
     group_baseline: bool = False
     """Subtract the group's mean reward first: REINFORCE++-baseline."""
     discount: float = Field(default=1.0, gt=0, le=1)
     """Gamma: how much a reward counts one token earlier."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the standard deviation of the whitening."""
+    """Constant added to the standard deviation of the whitening."""
 
 
 class GaeAdvantage(Section):
-    """Generalised advantage estimation, with a critic."""
+    """Generalized advantage estimation, with a critic."""
 
     type: Literal["gae"] = "gae"
-    """Which advantage."""
     discount: float = Field(default=1.0, gt=0, le=1)
     """Gamma: how much a reward counts one token earlier."""
     decay: float = Field(default=1.0, ge=0, le=1)
-    """Lambda: 1 trusts rewards alone, 0 the critic's next value."""
+    """Lambda: 1 relies on rewards alone, 0 on the critic's next value."""
     whiten: bool = True
-    """Bring advantages to mean 0 and deviation 1 over all tokens of the step."""
+    """Normalize advantages to mean 0 and deviation 1 over all tokens of the step."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the standard deviation of the whitening."""
+    """Constant added to the standard deviation of the whitening."""
 
 
 class DistillationAdvantage(Section):
-    """How much likelier the teacher, `models.reference`, finds each token."""
+    """How much more likely each token is under the teacher, `models.reference`."""
 
     type: Literal["distillation"] = "distillation"
-    """Which advantage."""
 
 
 class RejectionAdvantage(Section):
     """1 for correct responses, 0 for all others."""
 
     type: Literal["rejection"] = "rejection"
-    """Which advantage."""
     correct_at: float = 1.0
-    """A response is correct when its reward is at least this."""
+    """Reward from which a response counts as correct."""
 
 
 class FunctionAdvantage(FunctionSection):
-    """A function of one's own: (rewards, reward_valid, response_lengths, group_ids) to [n] advantages."""
+    """A custom function of (rewards, reward_valid, response_lengths, group_ids) that returns [n] advantages."""
 
     type: Literal["function"] = "function"
-    """Which advantage."""
 
 
 Advantage = Annotated[
@@ -161,64 +149,58 @@ class PpoLoss(Section):
     """The clipped ratio objective."""
 
     type: Literal["ppo"] = "ppo"
-    """Which loss."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped from below at 1 - clip_low."""
+    """Lower clip range: the ratio is at least 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped from above at 1 + clip_high."""
+    """Upper clip range: the ratio is at most 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Largest ratio that a token of negative advantage is pushed down by; none when not given."""
+    """Largest ratio for tokens with negative advantage; unlimited by default."""
 
 
 class ReinforceLoss(Section):
     """The plain policy gradient, without ratio or clipping."""
 
     type: Literal["reinforce"] = "reinforce"
-    """Which loss."""
 
 
 class GspoLoss(Section):
     """The clipped objective with the ratio of whole responses."""
 
     type: Literal["gspo"] = "gspo"
-    """Which loss."""
     clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    """The ratio is clipped from below at 1 - clip_low."""
+    """Lower clip range: the ratio is at least 1 - clip_low."""
     clip_high: float = Field(default=4e-4, gt=0)
-    """The ratio is clipped from above at 1 + clip_high."""
+    """Upper clip range: the ratio is at most 1 + clip_high."""
 
 
 class GmpoLoss(Section):
     """The geometric mean of the tokens' clipped ratios."""
 
     type: Literal["gmpo"] = "gmpo"
-    """Which loss."""
     clip_low: float = Field(default=0.4, gt=0)
-    """The log-ratio is clipped from below at -clip_low."""
+    """Lower clip range: the log-ratio is at least -clip_low."""
     clip_high: float = Field(default=0.4, gt=0)
-    """The log-ratio is clipped from above at clip_high."""
+    """Upper clip range: the log-ratio is at most clip_high."""
 
 
 class CispoLoss(Section):
-    """The policy gradient weighted with a clipped ratio."""
+    """The policy gradient weighted by a clipped ratio."""
 
     type: Literal["cispo"] = "cispo"
-    """Which loss."""
     clip_low: float = Field(default=1.0, gt=0, le=1)
-    """The ratio is clipped from below at 1 - clip_low; 1 leaves it open."""
+    """Lower clip range: the ratio is at least 1 - clip_low; 1 for no bound."""
     clip_high: float = Field(default=4.0, gt=0)
-    """The ratio is clipped from above at 1 + clip_high."""
+    """Upper clip range: the ratio is at most 1 + clip_high."""
 
 
 class CpgdLoss(Section):
-    """A clipped log-ratio, and a penalty for drifting from the old policy."""
+    """A clipped log-ratio, and a penalty for drifting away from the old policy."""
 
     type: Literal["cpgd"] = "cpgd"
-    """Which loss."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The log-ratio is clipped from below at log(1 - clip_low)."""
+    """Lower clip range: the log-ratio is at least log(1 - clip_low)."""
     clip_high: float = Field(default=0.2, gt=0)
-    """The log-ratio is clipped from above at log(1 + clip_high)."""
+    """Upper clip range: the log-ratio is at most log(1 + clip_high)."""
     drift_coefficient: float = Field(default=0.1, ge=0)
     """Weight of the penalty for policy drift."""
     drift_clip: float = Field(default=1.0, gt=0)
@@ -226,10 +208,9 @@ class CpgdLoss(Section):
 
 
 class SapoLoss(Section):
-    """A soft gate in place of clipping."""
+    """A soft gate instead of clipping."""
 
     type: Literal["sapo"] = "sapo"
-    """Which loss."""
     temperature_positive: float = Field(default=1.0, gt=0)
     """How fast the gate closes for tokens of positive advantage."""
     temperature_negative: float = Field(default=1.05, gt=0)
@@ -237,14 +218,13 @@ class SapoLoss(Section):
 
 
 class ClipCovLoss(Section):
-    """The clipped ratio objective without the gradient of some tokens of high covariance."""
+    """The clipped ratio objective, without the gradient of some tokens of high covariance."""
 
     type: Literal["clip_cov"] = "clip_cov"
-    """Which loss."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio is clipped from below at 1 - clip_low."""
+    """Lower clip range: the ratio is at least 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped from above at 1 + clip_high."""
+    """Upper clip range: the ratio is at most 1 + clip_high."""
     fraction: float = Field(default=2e-4, gt=0, lt=1)
     """Share of all tokens that lose their gradient."""
     lowest: float = Field(default=1.0, gt=0)
@@ -257,18 +237,16 @@ class KlCovLoss(Section):
     """The ratio objective with a penalty at the tokens of highest covariance."""
 
     type: Literal["kl_cov"] = "kl_cov"
-    """Which loss."""
     fraction: float = Field(default=2e-3, gt=0, lt=1)
-    """Share of all tokens that are penalised."""
+    """Share of all tokens that are penalized; at least one token is."""
     coefficient: float = Field(default=1.0, gt=0)
     """Weight of the penalty."""
 
 
 class FunctionLoss(FunctionSection):
-    """A function of one's own: (log_probs, old_log_probs, advantages, lengths) to the [total] losses of tokens."""
+    """A custom function of (log_probs, old_log_probs, advantages, lengths) that returns [total] losses."""
 
     type: Literal["function"] = "function"
-    """Which loss."""
 
 
 PolicyLossConfig = Annotated[
@@ -290,73 +268,73 @@ class KlConfig(Section):
     """The KL penalty towards the reference."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the penalty, at first if there is a target; 0 prunes the reference from the plan."""
+    """Weight of the penalty, with a target the initial one; 0 removes the reference from the plan."""
     estimator: Literal["k1", "k2", "k3", "absolute"] = "k3"
-    """How the divergence is estimated at each token."""
+    """Estimator of the divergence at each token."""
     unbiased_gradient: bool = False
-    """Give the estimate the gradient of the divergence itself; in the loss only."""
+    """Give the estimate the gradient of the divergence itself; only for `place: loss`."""
     place: Literal["loss", "reward"] = "loss"
     """Add it to the loss, or subtract it from the rewards."""
     target: float | None = Field(default=None, gt=0)
-    """Adapt the weight in steps that train the policy, so that the mean divergence comes to this; it stays as it is
-    when not given."""
+    """Mean divergence that the weight is adapted to reach, in steps that train the policy; by default the weight is
+    constant."""
     horizon: float = Field(default=10000.0, gt=0)
-    """Samples over which an adapted weight can change by about a fifth."""
+    """Number of samples over which an adapted weight can change by about a fifth."""
 
 
 class CorrectionConfig(Section):
-    """Weights for tokens that the engine sampled with another probability than the trainer gives them.
+    """Weights for tokens whose probability under the trainer differs from the engine's at sampling time.
 
-    They multiply the policy loss alone, not the KL penalty or the entropy bonus. Tokens that are dropped have weight 0,
-    and still count in the denominators of the mean.
+    They multiply the policy loss only, not the KL penalty or the entropy bonus. Dropped tokens have weight 0 and still
+    count in the denominator of the mean.
     """
 
     type: Literal["none", "truncate", "mask", "reject"] = "none"
-    """`truncate` cuts the ratio of the two probabilities at `highest`, `mask` drops what is outside the range, `reject`
-    drops it too and leaves the rest without a weight."""
+    """`truncate` limits the ratio of the two probabilities to `highest`, `mask` drops ratios outside the range, and
+    `reject` does the same but gives the others weight 1."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """A ratio for each token, for the whole response, or the geometric mean of its tokens'."""
+    """One ratio per token, or per response: the product or the geometric mean of its tokens' ratios."""
     lowest: float = Field(default=0.5, ge=0)
-    """Least ratio that `mask` and `reject` keep."""
+    """Smallest ratio that `mask` and `reject` keep."""
     highest: float = Field(default=2.0, gt=0)
-    """Largest ratio that `mask` and `reject` keep, and that `truncate` gives."""
+    """Largest ratio that `mask` and `reject` keep, and limit of `truncate`."""
 
 
 class OverlongConfig(Section):
-    """What becomes of responses that are too long."""
+    """Treatment of responses that are too long."""
 
     buffer_tokens: int = Field(default=0, ge=0)
-    """Over the last so many tokens before `rollout.max_response_tokens` the reward falls by up to 1; 0 leaves it."""
+    """Number of tokens before `rollout.max_response_tokens` over which the reward falls by up to 1; 0 for none."""
     filter: bool = False
-    """Truncated responses carry no gradient."""
+    """Give truncated responses no gradient, in the policy and in a critic."""
 
 
 class LoopConfig(Section):
-    """How a workflow with a loop fills its steps: it asks new prompts until enough groups have a signal."""
+    """How a workflow with a loop fills its steps: with rounds of new prompts, until enough groups have a signal."""
 
     max_rounds: int = Field(default=8, ge=1)
-    """Most rounds of `batch.prompts_per_step` prompts each in a step."""
+    """Largest number of rounds in a step, of `batch.prompts_per_step` prompts each."""
     on_exhausted: Literal["train", "stop"] = "train"
-    """What happens when the last round leaves too few groups: train with those there are, or stop with an error. It
-    always stops when there is none."""
+    """If there are too few groups after the last round, train on them, or stop with an error. Without any group, the
+    run stops in either case."""
 
 
 class CriticConfig(Section):
-    """How the critic is trained."""
+    """Training of the critic."""
 
     value_clip: float | None = Field(default=0.2, gt=0)
-    """Furthest that a value moves in one step's updates without penalty; no limit when null."""
+    """Largest change of a value in one step's updates; null for no limit."""
     warmup_steps: int = Field(default=0, ge=0)
-    """In the first so many steps only the critic is trained."""
+    """Number of first steps in which only the critic is trained."""
 
 
 class AlgorithmConfig(Section):
     """Advantage, loss, penalties, correction, and how tokens are averaged."""
 
     advantage: Advantage = GrpoAdvantage()
-    """How rewards become advantages."""
+    """Advantage computed from rewards."""
     policy_loss: PolicyLossConfig = PpoLoss()
-    """What is minimised."""
+    """Loss of the policy."""
     kl: KlConfig = KlConfig()
     """The KL penalty towards the reference."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
@@ -364,16 +342,16 @@ class AlgorithmConfig(Section):
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
     ] = "sequence_mean_token_mean"
-    """Over all tokens alike (DAPO); over the tokens of a sample and then over samples (GRPO); a sum over a sample's
-    tokens, and a mean over samples; the same divided by `rollout.max_response_tokens` (Dr. GRPO)."""
+    """A mean over all tokens (DAPO); over the tokens of each sample and then over samples (GRPO); a sum over the tokens
+    of each sample and a mean over samples; the same divided by `rollout.max_response_tokens` (Dr. GRPO)."""
     correction: CorrectionConfig = CorrectionConfig()
-    """For samples that do not come from the policy that is trained."""
+    """Correction for samples that do not come from exactly the policy that is trained."""
     overlong: OverlongConfig = OverlongConfig()
-    """What becomes of responses that are too long."""
+    """Treatment of responses that are too long."""
     loop: LoopConfig = LoopConfig()
-    """How many rounds it may take to fill a step, where the workflow has a loop."""
+    """Rounds that fill a step, in a workflow with a loop."""
     critic: CriticConfig = CriticConfig()
-    """How the critic is trained, where there is one."""
+    """Training of the critic, in a workflow with one."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> AlgorithmConfig:
@@ -394,11 +372,7 @@ TOKEN_ADVANTAGES = ("gae", "reinforce_pp", "distillation")
 
 
 def refusals(algorithm: AlgorithmConfig) -> list[str]:
-    """Why an advantage, a loss, an aggregation and a penalty do not go together; empty when they do.
-
-    Args:
-        algorithm: Of a recipe.
-    """
+    """Why an advantage, a loss, an aggregation and a penalty cannot be combined; empty if they can."""
     loss, advantage, kl = algorithm.policy_loss.type, algorithm.advantage.type, algorithm.kl
     found: list[str] = []
     if loss in SEQUENCE_LOSSES and algorithm.aggregation != "sequence_mean_token_mean":

@@ -29,7 +29,7 @@ _RULES = {
     "missing": "must be given",
     "union_tag_not_found": "must be a section of settings",
 }
-"""What pydantic says in terms of Python, in terms of YAML."""
+"""Rules in terms of YAML by pydantic's kinds of errors, whose own texts are in terms of Python."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LoadedRecipe:
         """The same error with file and line filled in.
 
         Args:
-            error: An error raised for this recipe after it was read.
+            error: Error raised for this recipe after it was read.
         """
         return RecipeError([problem if problem.place else self._locate(problem) for problem in error.problems])
 
@@ -54,7 +54,7 @@ class LoadedRecipe:
 
 
 def no_defaults(workflow: str) -> Mapping[str, Setting]:  # noqa: ARG001
-    """Every setting that a recipe leaves out has its own default, whatever the workflow."""
+    """No settings: the defaults do not depend on the workflow."""
     return {}
 
 
@@ -68,7 +68,7 @@ def load_recipe(
     Args:
         recipe: YAML file, or settings that have been read already.
         overrides: `section.key=value` each, applied on top of it in order.
-        defaults_of: Settings of the workflow of a name, which hold where the recipe has none.
+        defaults_of: Function from the name of a workflow to its settings, which hold where the recipe has none.
 
     Raises:
         RecipeError: Something in it is wrong; all problems are named, each with its place.
@@ -86,11 +86,11 @@ def load_recipe(
 
 
 def load_section(path: Path, section: type[AnySection]) -> AnySection:
-    """Read and check a file that is no recipe, but held to the same rules.
+    """Read and check a file that is not a recipe, by the same rules.
 
     Args:
         path: The YAML file.
-        section: What it must hold.
+        section: Model of its settings.
 
     Raises:
         RecipeError: Something in it is wrong; all problems are named, each with its place.
@@ -111,8 +111,8 @@ def merge_settings(defaults: Mapping[str, Setting], settings: Mapping[str, Setti
     """Settings on top of defaults. A section of another `type` than the default's inherits nothing from it.
 
     Args:
-        defaults: What holds where nothing is set.
-        settings: What is set.
+        defaults: Settings that hold where nothing is set.
+        settings: Settings that are set.
     """
     merged = {**defaults, **settings}
     for key, default in defaults.items():
@@ -124,11 +124,7 @@ def merge_settings(defaults: Mapping[str, Setting], settings: Mapping[str, Setti
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every default written out; `load_recipe` reads it back to an equal recipe.
-
-    Args:
-        recipe: What to write.
-    """
+    """The resolved recipe as YAML with all defaults; `load_recipe` reads it back to an equal recipe."""
     settings = recipe.model_dump(mode="json")
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
@@ -146,7 +142,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _problems(details: ErrorDetails, source: RecipeSource, root: type[Section]) -> list[Problem]:
-    """What one pydantic error means to the user."""
+    """One pydantic error in terms of the recipe."""
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
         hints = hints_for(details["loc"], value, root)
