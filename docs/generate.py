@@ -311,7 +311,7 @@ def stages_page() -> str:
         (
             "What a node may name as `run`, and the contract that the planner checks. "
             "See [Stages and columns](../concepts/stages.md) for the words, and "
-            "[A stage of one's own](../guides/stage.md) for how to add one."
+            "[A custom stage](../guides/stage.md) for how to add one."
         ),
     ]
     for name, spec in BUILTIN_STAGES.items():
@@ -399,7 +399,7 @@ def columns_page() -> str:
             "# Built-in columns",
             (
                 "What built-in stages exchange. *Dense* is one value per row, *jagged* a run of values per row and "
-                "never padded, *object* a JSON-able value. A stage of one's own may read any of them and write "
+                "never padded, *object* a JSON-able value. A custom stage may read any of them and write "
                 "columns of any other name; those need no entry here. See [Batches](../concepts/batch.md)."
             ),
             table_of(("column", "kind", "type", "written by", "meaning"), rows),

@@ -258,7 +258,7 @@ def test_a_declaration_that_cannot_be_kept_is_refused(declaration, message):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ("rolout", "unknown stage 'rolout' (did you mean 'rollout'?); one of your own is 'package.module:function'"),
+        ("rolout", "unknown stage 'rolout' (did you mean 'rollout'?); a custom one is 'package.module:function'"),
         ("module:", "unknown stage 'module:'"),
         ("no_such_module:f", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("tests.unit.recipes:lenght_penalty", "has no function 'lenght_penalty' (did you mean 'length_penalty'?)"),

@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 class ShorthandSection(Section):
-    """A section that may be written as one value, which then sets the field named by `shorthand`."""
+    """A section that may be written as a single value, which sets the field named by `shorthand`."""
 
     shorthand: ClassVar[str]
     shorthand_types: ClassVar[tuple[type, ...]]

@@ -9,20 +9,20 @@ from pydantic import Field, field_validator
 from leaderless.config.base import Section
 
 MAX_RESPONSES = 1 << 16
-"""Siblings that the id of a sample has room for."""
+"""Largest number of siblings in the id of a sample."""
 FIRST_MICRO_BATCH_TOKENS = 16384
 """What `micro_batch_tokens: auto` begins with where memory is large, unless a sample may be longer."""
 
 
 class BatchConfig(Section):
-    """The one vocabulary of batch sizes; everything else is derived from it and shown by `leaderless plan`."""
+    """Batch sizes; all other sizes are derived from these and shown by `leaderless plan`."""
 
     prompts_per_step: int = Field(default=128, ge=1)
-    """Prompts (for supervised fine-tuning: rows) taken from the data in each step, over all ranks."""
+    """Prompts (for supervised fine-tuning: rows) per step, over all ranks."""
     responses_per_prompt: int = Field(default=8, ge=1, le=MAX_RESPONSES)
     """Responses sampled for each prompt: the group."""
     updates_per_step: int = Field(default=1, ge=1)
-    """Optimiser steps made from one step's samples."""
+    """Optimizer updates made from one step's samples."""
     windows_per_step: int = Field(default=1, ge=1)
     """Into how many parts each rank's prompts of a step are divided on their way through nodes on different ranks that
     need not see all rows at once (rollout, rewards, log-probs): while one part is sampled, the one before is on its way
@@ -44,7 +44,7 @@ class BatchConfig(Section):
         """The bound that a run begins with.
 
         Args:
-            longest_tokens: Of a sample.
+            longest_tokens: Length of the longest sample.
         """
         if self.micro_batch_tokens == "auto":
             return max(FIRST_MICRO_BATCH_TOKENS, longest_tokens)

@@ -1,4 +1,4 @@
-"""What is trained on."""
+"""Training and held-out data."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from leaderless.config.base import Section, ShorthandSection
 from leaderless.config.json import Json
 
 DATASET_COLUMN = "_dataset"
-"""Column that rows of a mixture have besides their own: the name of their dataset."""
+"""Column added to the rows of a mixture: the name of their dataset."""
 COMPRESSED = ".jsonl.gz"
-"""What can be read from its beginning only."""
+"""Ending of files that can only be read from the beginning."""
 
 
 class DatasetConfig(Section):
-    """A table of rows, and which of its columns mean what."""
+    """A table of rows, and the meaning of its columns."""
 
     path: str = Field(min_length=1)
-    """A `.jsonl` or `.parquet` file, a folder of them, a pattern such as `rows/part-*.jsonl`, or the name of a dataset
-    on the hub."""
+    """A `.jsonl` or `.parquet` file, a folder of such files, a pattern such as `rows/part-*.jsonl`, or the name of a
+    dataset on the hub."""
     subset: str | None = None
-    """Configuration of a hub dataset, as `main` of `openai/gsm8k`."""
+    """Configuration of a hub dataset, such as `main` of `openai/gsm8k`."""
     split: str = "train"
     """Split of a hub dataset."""
     prompt: str = "prompt"
@@ -36,16 +36,16 @@ class DatasetConfig(Section):
     response: str | None = None
     """Column that holds the response to imitate, for supervised fine-tuning."""
     source: str | None = None
-    """Column that names where a row comes from; rewards may apply to some sources only."""
+    """Column that names the source of a row; rewards may apply to some sources only."""
     template: str = "auto"
-    """How a prompt becomes tokens: `chat` (the tokenizer's chat template), `plain` (as it is), `auto` (`chat` where
-    the tokenizer has a template), or a text with `{column}` placeholders."""
+    """How a prompt becomes tokens: `chat` (the tokenizer's chat template), `plain` (the text as it is), `auto` (`chat`
+    if the tokenizer has a template, else `plain`), or a text with `{column}` placeholders."""
     system: str | None = None
-    """System message put before the prompt; needs a chat template."""
+    """System message before the prompt; needs a chat template."""
     limit: int | None = Field(default=None, ge=1)
-    """Use only this many rows, from the first."""
+    """Number of rows to use, from the first; all by default."""
     columns: tuple[str, ...] | None = None
-    """Columns that are kept besides those named here; all when not given. Of Parquet no others are read."""
+    """Further columns to keep; all by default. Of Parquet files, only these and the columns named above are read."""
 
     @field_validator("template")
     @classmethod
@@ -62,14 +62,14 @@ class DatasetConfig(Section):
         try:
             fields = [field for _, field, _, _ in Formatter().parse(self.template) if field]
         except ValueError:
-            fields = []  # what is wrong with the template is said of the first row that is filled in
+            fields = []  # the error is reported for the first row that is filled in
         return frozenset({*self.columns, *filter(None, named), *(re.split(r"[.\[]", field)[0] for field in fields)})
 
 
 class CurriculumConfig(ShorthandSection):
-    """The order of rows by a column, anew in every epoch.
+    """An order of rows by a column, in every epoch.
 
-    Equal rows are in the order of the file, or in a random one if `data.shuffle` is set.
+    Rows with equal values keep the order of the file, or are in random order if `data.shuffle` is set.
     """
 
     shorthand: ClassVar[str] = "column"
@@ -78,19 +78,18 @@ class CurriculumConfig(ShorthandSection):
     column: str = Field(min_length=1)
     """Column that holds a number, such as a level of difficulty."""
     order: Literal["ascending", "descending"] = "ascending"
-    """Which rows come first: those with small or those with large numbers."""
+    """Whether rows with small or with large numbers come first."""
 
 
 class TrainingSetConfig(DatasetConfig):
     """A dataset to train on."""
 
     curriculum: CurriculumConfig | None = None
-    """Take rows in the order of a column."""
+    """Order of rows by a column."""
     streaming: bool = False
-    """Read rows one behind the other, without looking at all of them first; `.jsonl.gz` files and datasets that are too
-    large to download are read in this way."""
+    """Read rows one after the other without an index, as for `.jsonl.gz` files and datasets too large to download."""
     shuffle_buffer: int = Field(default=1024, ge=2)
-    """Rows of a stream that are held in memory and shuffled together, if `data.shuffle` is set."""
+    """Rows of a stream that are held in memory and shuffled together if `data.shuffle` is set."""
 
     @override
     def wanted_columns(self) -> frozenset[str] | None:
@@ -108,13 +107,13 @@ class MixedSetConfig(TrainingSetConfig):
     """A dataset that is part of a mixture."""
 
     weight: float = 1.0
-    """Its share of the prompts, relative to the weights of the others."""
+    """Share of the prompts, relative to the weights of the other datasets."""
 
     @field_validator("weight")
     @classmethod
     def _weight_counts(cls, value: float) -> float:
         if value <= 0:
-            raise ValueError("must be above 0; leave a dataset out that shall not be used")
+            raise ValueError("must be above 0; to use no row of a dataset, leave it out")
         return value
 
 
@@ -132,19 +131,19 @@ class DataConfig(Section):
         Annotated[TrainingSetConfig, Tag("dataset")] | Annotated[Mapping[str, MixedSetConfig], Tag("mixture")],
         Discriminator(_form_of),
     ]
-    """What is trained on: a dataset, or several by name that are mixed by weight."""
+    """Training data: one dataset, or several by name that are mixed by weight."""
     evaluation: DatasetConfig | None = None
     """Held-out prompts, for `evaluation`."""
     max_prompt_tokens: int = Field(default=512, ge=1)
     """Rows with a longer prompt are overlong."""
     max_response_tokens: int = Field(default=2048, ge=1)
-    """Rows with a longer response to imitate are overlong; generated responses have `rollout.max_response_tokens`."""
+    """Rows with a longer response to imitate are overlong; `rollout.max_response_tokens` limits generated responses."""
     overlong: Literal["drop", "error"] = "drop"
-    """What happens to overlong rows; they are dropped before rows are divided among ranks."""
+    """Drop overlong rows, before rows are divided among ranks, or stop with an error."""
     shuffle: bool = True
     """Take rows in a new seeded random order every epoch, instead of file order."""
     prefetch_steps: int = Field(default=1, ge=0)
-    """Steps whose prompts are read and tokenised ahead, beside the step that is done; 0 reads when a step begins."""
+    """Number of later steps whose prompts are read and tokenized in advance; 0 reads them when a step begins."""
 
     @model_validator(mode="after")
     def _datasets_agree(self) -> DataConfig:
@@ -158,30 +157,22 @@ class DataConfig(Section):
         return self
 
     def train_sets(self) -> Mapping[str, TrainingSetConfig]:
-        """The training data by key in the recipe: `data.train`, or `data.train.<name>` of each dataset, by name."""
+        """The training datasets by their keys: `data.train`, or `data.train.<name>` in the order of names."""
         if isinstance(self.train, TrainingSetConfig):
             return {"data.train": self.train}
         return {f"data.train.{name}": self.train[name] for name in sorted(self.train)}
 
     @property
     def has_responses(self) -> bool:
-        """Whether the training data hold responses to imitate."""
+        """Whether the training data have responses to imitate."""
         return all(config.response is not None for config in self.train_sets().values())
 
     def train_set_of(self, row: Mapping[str, Json]) -> TrainingSetConfig:
-        """The dataset that a row was read from.
-
-        Args:
-            row: Of the training data.
-        """
+        """The dataset that a row of the training data was read from."""
         return self.train if isinstance(self.train, TrainingSetConfig) else self.train[str(row[DATASET_COLUMN])]
 
     def source_of(self, row: Mapping[str, Json]) -> str | None:
-        """Where a row comes from: what its column `source` says, else in a mixture the name of its dataset.
-
-        Args:
-            row: Of the training data.
-        """
+        """The source of a row of the training data: its column `source`, else in a mixture the name of its dataset."""
         column = self.train_set_of(row).source
         name = row.get(DATASET_COLUMN) if isinstance(self.train, Mapping) else None
         return str(row[column]) if column else (None if name is None else str(name))

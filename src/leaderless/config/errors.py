@@ -1,4 +1,4 @@
-"""What a user reads when a recipe is wrong."""
+"""Errors of recipes, and hints for misspelled names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong in a recipe.
+    """One problem of a recipe.
 
     Attributes:
         key: Dotted path of the setting, as in `batch.prompts_per_step`; empty for the recipe as a whole.
-        message: The rule that was broken and what to do about it.
-        place: `file:line` of the setting, or the override that set it; empty when not known yet.
+        message: Rule that was broken, and what to do about it.
+        place: `file:line` of the setting, or the override that set it; empty while unknown.
     """
 
     key: str
@@ -21,7 +21,7 @@ class Problem:
     place: str = ""
 
     def __str__(self) -> str:
-        """One line: where, what and why."""
+        """One line with place, key and message."""
         return ": ".join(part for part in (self.place, self.key, self.message) if part)
 
 
@@ -39,7 +39,7 @@ class RecipeError(ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The hint ` (did you mean 'x'?)`, or the list of what is known, for a misspelt name."""
+    """The hint ` (did you mean 'x'?)` for a misspelled name, else the list of known names if it is short."""
     known = sorted(known)
     close = closest(word, known)
     if close is not None:
@@ -53,8 +53,8 @@ def closest(word: str, known: Sequence[str], similarity: float = 0.55) -> str | 
     """The known name that a misspelled one is most similar to; swapping two neighboring letters is one mistake.
 
     Args:
-        word: Name as written.
-        known: Names that there are; the first counts where several are equally similar.
+        word: Misspelled name.
+        known: List of known names; of equally similar ones, the first counts.
         similarity: Least share of letters that have to agree.
     """
     from rapidfuzz import process

@@ -1,4 +1,4 @@
-"""Functions that a user names as `package.module:function`."""
+"""Custom functions, named as `package.module:function`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from leaderless.config.errors import RecipeError, nearest
 
 
 def is_function_name(name: str) -> bool:
-    """Whether a name has the form `package.module:function`.
-
-    Args:
-        name: What a recipe or workflow says.
-    """
+    """Whether a name has the form `package.module:function`."""
     module, colon, function = name.partition(":")
     return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
@@ -23,12 +19,12 @@ def load_function(name: str, key: str, num_arguments: int) -> Callable[..., obje
     """Import a user's function and check that it can be called.
 
     Args:
-        name: `package.module:function`, found from the current directory or the environment.
-        key: The setting that names it, for the error.
-        num_arguments: Positional arguments that it will be called with.
+        name: `package.module:function`, importable from the current directory or the environment.
+        key: Setting that names it, for the error.
+        num_arguments: Number of positional arguments that it will be called with.
 
     Raises:
-        RecipeError: The module cannot be imported, has no such function, or the function does not take as many
+        RecipeError: The module cannot be imported, has no such function, or the function takes another number of
             arguments.
     """
     module_name, _, function_name = name.partition(":")

@@ -1,4 +1,4 @@
-"""Where nodes run, for who wants to say so."""
+"""The ranks and parallel sizes of nodes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pydantic import Field, field_validator
 from leaderless.config.base import Section
 
 SHARE = r"(\d+)%-(\d+)%"
-"""A part of all ranks, from the first per cent up to the second, which is left out."""
+"""Pattern of a share of all ranks: from the first percentage up to, but without, the second."""
 
 
 class LayoutConfig(Section):
     """The ranks of one node and how it divides them."""
 
     ranks: str = Field(default="all", coerce_numbers_to_str=True, json_schema_extra={"type": ["string", "integer"]})
-    """`all`, ranks and inclusive ranges as `0-3,8-11`, or a share of all ranks as `0%-50%`, whatever their number."""
+    """`all`; ranks and inclusive ranges such as `0-3,8-11`; or a share of all ranks such as `0%-50%`."""
     dp: int | None = Field(default=None, ge=1)
-    """Data-parallel size; what the ranks and the other sizes leave when not given."""
+    """Data-parallel size; by default the number of ranks divided by the other sizes."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel size."""
     pp: int = Field(default=1, ge=1)
@@ -27,8 +27,8 @@ class LayoutConfig(Section):
     cp: int = Field(default=1, ge=1)
     """Context-parallel size."""
     groups: Literal["auto", "whole"] = "auto"
-    """`whole` keeps all responses to a prompt on one rank when data arrives from another layout; `auto` does so where
-    a node needs that."""
+    """`whole` keeps all responses to a prompt on one rank when rows are resharded from another layout; `auto` does so
+    if the node needs it."""
 
     @field_validator("ranks", mode="before")
     @classmethod
@@ -47,14 +47,14 @@ class LayoutConfig(Section):
         return value
 
     def ranks_of(self, world_size: int) -> tuple[int, ...]:
-        """The ranks, ascending.
+        """The ranks in ascending order.
 
         Args:
-            world_size: Ranks there are, and what `all` stands for.
+            world_size: Number of all ranks.
 
         Raises:
-            ValueError: A range runs backwards, a rank is named twice or is not there, or a share is no whole number of
-                ranks.
+            ValueError: A range runs backwards, a rank is named twice or does not exist, or a share is not a whole
+                number of ranks.
         """
         if self.ranks == "all":
             return tuple(range(world_size))

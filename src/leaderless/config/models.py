@@ -1,4 +1,4 @@
-"""Which models play which roles, and how they are trained."""
+"""The models of roles, and their optimizers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class OptimizerConfig(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, applied to matrices and not to biases, norms or embeddings' one-dimensional kin."""
+    """Decoupled weight decay, applied to matrices but not to one-dimensional weights such as biases and norms."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Constant added to the root of the second moment."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients with a larger global L2 norm are scaled down to it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from its peak, after the warm-up, to the last optimizer update."""
+    """Course of the learning rate from its peak, after the warm-up, to the last optimizer update."""
     warmup_updates: int = Field(default=0, ge=0)
     """Optimizer updates over which the learning rate rises linearly from zero."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
@@ -58,4 +58,4 @@ class ModelConfig(ShorthandSection):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave it off unless you have read that code."""
     optimizer: OptimizerConfig | None = None
-    """This role's own optimiser; the recipe's `optimizer` when not given."""
+    """Optimizer of this role; by default the recipe's `optimizer`."""

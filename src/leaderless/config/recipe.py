@@ -18,43 +18,43 @@ from leaderless.config.rollout import EvaluationConfig, RolloutConfig
 from leaderless.config.run import CheckpointConfig, RunConfig
 
 DERIVED_ROLES = ("reference", "critic")
-"""Roles that begin as the policy when they have no model of their own."""
+"""Roles that start from the policy's model if the recipe gives them none."""
 
 
 class Recipe(Section):
-    """What to train, on what, and how; on which devices is decided by the planner."""
+    """What to train, on which data, and how; the planner decides on which ranks."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run and of its folder."""
     workflow: str
     """A built-in workflow, a YAML file, or `package.module:function` that returns a `Workflow`."""
     models: Mapping[str, ModelConfig]
-    """The model of each role, as `policy`; `reference` and `critic` begin as the untrained policy when not given."""
+    """Model of each role, such as `policy`; by default, `reference` and `critic` start from the policy's model."""
     data: DataConfig
     """Training and held-out data."""
     reward: RewardsConfig = RewardsConfig()
-    """What a response is worth."""
+    """Rewards of responses."""
     batch: BatchConfig = BatchConfig()
-    """How much data makes a step."""
+    """Batch sizes."""
     rollout: RolloutConfig = RolloutConfig()
-    """How the policy answers."""
+    """Generation of responses."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage, loss, penalty, averaging."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimiser of every trained role that has none of its own."""
+    """Optimizer of every trained role whose model has none."""
     layout: Mapping[str, LayoutConfig] = {}
-    """Ranks and parallel sizes by node. A node without an entry runs where its role is trained, if that has one; else
-    where the first node that it comes after runs; else data-parallel on all ranks."""
+    """Ranks and parallel sizes by node. A node without an entry runs where its role is trained, if that node has one;
+    else where the first node that it comes after runs; else data-parallel on all ranks."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the state of training is written."""
+    """When checkpoints are written, and which are kept."""
     guards: GuardsConfig = GuardsConfig()
-    """What happens when numbers go bad."""
+    """Reactions to bad numbers."""
     run: RunConfig = RunConfig()
-    """Where the run writes, how long it waits and what it shows."""
+    """Folder, time limits and records of the run."""
     steps: int = Field(ge=1)
-    """Steps of the workflow to run."""
+    """Number of steps, each one pass through the workflow."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the data order and of sampling."""
 
@@ -83,18 +83,10 @@ class Recipe(Section):
         return self
 
     def model_of(self, role: str) -> ModelConfig | None:
-        """The model of a role, or None when the recipe names none.
-
-        Args:
-            role: A role of the workflow.
-        """
+        """The model of a role of the workflow, or None if the recipe names none."""
         return self.models.get(role) or (self.models.get("policy") if role in DERIVED_ROLES else None)
 
     def optimizer_of(self, role: str) -> OptimizerConfig:
-        """The optimiser settings of a trained role.
-
-        Args:
-            role: A role of the workflow.
-        """
+        """The optimizer settings of a trained role."""
         model = self.models.get(role)
         return (model.optimizer if model else None) or self.optimizer

@@ -1,4 +1,4 @@
-"""What a response is worth."""
+"""Rewards of responses."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from leaderless.config.errors import nearest
 
 
 class RewardOptions(ShorthandSection):
-    """What every reward has; a bare number is its weight."""
+    """Settings of every reward; a bare number is its weight."""
 
     shorthand: ClassVar[str] = "weight"
     shorthand_types: ClassVar[tuple[type, ...]] = (int, float)
 
     weight: float = 1.0
-    """The sample's reward is the weighted sum over the rewards that apply to it."""
+    """Weight in the sample's reward, which is the weighted sum over the rewards that apply to it."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds one response may take to grade; its process is then ended and the sample counted as failed."""
+    """Seconds that grading one response may take; then its process is ended and the reward counts as failed."""
     sources: tuple[str, ...] = ()
-    """Apply to rows of these sources only (`data.train.source` names the column; without one, rows of a mixture have
-    the name of their dataset); empty applies to all."""
+    """Sources of rows that the reward applies to (`data.train.source` names the column; without one, the source of a
+    mixture's row is the name of its dataset); empty for all."""
 
 
 class MathOptions(RewardOptions):
@@ -32,17 +32,17 @@ class MathOptions(RewardOptions):
 
 
 class ExactMatchOptions(RewardOptions):
-    """1 where the response equals the expected answer, else 0; white space at both ends does not count."""
+    """1 where the response equals the expected answer, else 0; white space at both ends is ignored."""
 
     ignore_case: bool = False
-    """Compare without regard to case."""
+    """Ignore case."""
 
 
 class FormatOptions(RewardOptions):
     """1 where the whole response matches a pattern, else 0."""
 
     pattern: str
-    """Regular expression; `.` matches line breaks too."""
+    """Regular expression; `.` also matches line breaks."""
 
     @field_validator("pattern")
     @classmethod
@@ -55,29 +55,29 @@ class FormatOptions(RewardOptions):
 
 
 CODE_RESERVE_S = 2.0
-"""Seconds of `timeout_s` that the sandbox keeps to start and to end; the tests have the others."""
+"""Seconds of `timeout_s` that are reserved for starting and ending the sandbox; the rest is for tests."""
 
 
 class CodeOptions(RewardOptions):
     """The share of its row's tests that the response's program passes, run in a sandbox."""
 
     score: Literal["share", "all"] = "share"
-    """`share` is the share of tests passed; `all` is 1 where all are passed, else 0."""
+    """`share` is the share of passed tests; `all` is 1 if all tests pass, else 0."""
     test_timeout_s: float = Field(default=4.0, gt=0)
-    """Seconds of the clock that one test may take; one that takes longer has not passed. Tests that have not begun two
-    seconds before the end of `timeout_s` have not passed either."""
+    """Seconds of wall-clock time that one test may take before it fails. Tests that have not started two seconds before
+    the end of `timeout_s` fail, too."""
     memory_mib: int = Field(default=512, ge=64)
     """MiB of address space that each process of the program may use."""
     max_processes: int = Field(default=8, ge=0)
-    """Processes and threads that a program may start, beside its first, in one run."""
+    """Number of processes and threads that a program may start in one run, besides its first."""
     max_files: int = Field(default=32, ge=0, le=500)
-    """Files and folders that a program may make in one run; each time that one is opened to be written over counts."""
+    """Number of files and folders that a program may create in one run; opening a file to overwrite it counts, too."""
     max_file_bytes: int = Field(default=2**20, ge=0)
-    """Bytes that each of its files may have."""
+    """Largest size of each of its files, in bytes."""
     max_output_bytes: int = Field(default=2**16, ge=0)
-    """Bytes that a program may print in one run, to standard output and standard error each; then it is ended."""
+    """Bytes that a program may print in one run, to standard output and to standard error; then it is ended."""
     allow_weaker: bool = False
-    """Run programs also where the kernel lacks a layer of the sandbox: at your own risk."""
+    """Run programs even if the kernel lacks a layer of the sandbox, at your own risk."""
 
     @model_validator(mode="after")
     def _a_test_fits(self) -> CodeOptions:
@@ -90,7 +90,7 @@ class CodeOptions(RewardOptions):
 
 
 class RewardsConfig(Section):
-    """The rewards of a recipe by name; a function of one's own by `package.module:function`."""
+    """The rewards of a recipe by name; a custom one is named `package.module:function`."""
 
     model_config = Section.model_config | {"extra": "allow"}
     __pydantic_extra__: dict[str, RewardOptions]
@@ -111,7 +111,7 @@ class RewardsConfig(Section):
             if not re.fullmatch(r"[\w.]+:\w+", name):
                 hint = nearest(name, type(self).model_fields)
                 raise ValueError(
-                    f"reward.{name} is no built-in reward{hint}; one of your own is 'package.module:function'"
+                    f"reward.{name} is no built-in reward{hint}; a custom one is 'package.module:function'"
                 )
         return self
 

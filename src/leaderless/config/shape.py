@@ -1,4 +1,4 @@
-"""Which sections a recipe is made of, found by following keys through the types of its models."""
+"""The sections of a recipe, found by following keys through the types of its models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from leaderless.config.rewards import RewardOptions, RewardsConfig
 
 
 def written_path(location: Sequence[int | str], root: type[BaseModel] = Recipe) -> tuple[str, ...]:
-    """The keys that lead to a problem, without the types that pydantic puts between them.
-
-    Args:
-        location: As pydantic gives it.
-        root: What the file holds.
-    """
+    """The keys of a location that pydantic gives, without the types that it puts between them."""
     return _follow(location, root)[0]
 
 
@@ -66,12 +61,7 @@ def _leaves(path: tuple[str, ...], value: object) -> list[tuple[str, ...]]:
 
 
 def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
-    """Dotted names of all settings that have a fixed name.
-
-    Args:
-        section: Where to begin.
-        prefix: What to put before each name.
-    """
+    """Dotted names of all settings of a section that have a fixed name, each after a prefix."""
     keys: dict[str, None] = {}
     for name, field in section.model_fields.items():
         inner = _sections_in(field.annotation)
@@ -83,7 +73,7 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
 
 
 def _follow(location: Sequence[int | str], root: type[BaseModel]) -> tuple[tuple[str, ...], list[type[BaseModel]]]:
-    """The keys of a place, and the sections that its last key may be in."""
+    """The keys of a location, and the sections that may contain the last one."""
     path: list[str] = []
     annotation: object = root
     parents: list[type[BaseModel]] = []
@@ -104,14 +94,14 @@ def _follow(location: Sequence[int | str], root: type[BaseModel]) -> tuple[tuple
 
 
 def _form(annotation: object, tag: str) -> object:
-    """The annotation of one of the forms that a setting may be written in; None if it has none of that name."""
+    """The annotation of one of the forms of a setting, by its tag; None if it has no such form."""
     forms = get_args(annotation) if get_origin(annotation) in {Union, UnionType} else ()
     named = [get_args(form)[0] for form in forms if get_origin(form) is Annotated and Tag(tag) in get_args(form)]
     return named[0] if named else None
 
 
 def _child(annotation: object, sections: Sequence[type[BaseModel]], part: str) -> object:
-    """The annotation of what a key holds, given that of the section or mapping that it is in."""
+    """The annotation of a key, given that of the section or mapping that contains it."""
     for section in sections:
         if part in section.model_fields:
             return section.model_fields[part].annotation

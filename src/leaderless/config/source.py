@@ -151,7 +151,7 @@ def with_setting(source: RecipeSource, path: tuple[str, ...], value: Setting, pl
         source: The recipe as written.
         path: Key of the setting, part by part.
         value: Its value.
-        place: Where the value comes from, for errors.
+        place: Place of the value, for errors.
 
     Raises:
         RecipeError: The path runs through a plain value.

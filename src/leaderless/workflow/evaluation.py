@@ -15,21 +15,12 @@ if TYPE_CHECKING:
 
 
 def evaluation_workflow(role: str) -> Workflow:
-    """A workflow of one node.
-
-    Args:
-        role: Who answers.
-    """
+    """A workflow of one node, in which a role answers."""
     return Workflow("evaluation").node("answer", run=f"{__name__}:{answer.__name__}", role=role)
 
 
 def answer(batch: Batch, context: StageContext) -> Batch:
-    """What `rollout` does, also where no other node reads it, and greedily if asked to.
-
-    Args:
-        batch: Prompts.
-        context: Whose role generates.
-    """
+    """Do what `rollout` does, even if no other node reads it, and greedily if asked to."""
     from leaderless.stages.rollout import rollout
 
     return rollout(batch, context)

@@ -20,7 +20,7 @@ class Metric(NamedTuple):
 
     Attributes:
         meaning: One line for the reader.
-        needs: Settings without which it is not reported; empty if every run whose workflow has its stage reports it.
+        needs: Settings without which it is not reported; empty if every workflow with its stage reports it.
     """
 
     meaning: str
@@ -174,7 +174,7 @@ def check_best_metric(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow)
         raise RecipeError.at("checkpoint.best_metric", f"'{name}' is not reported by this recipe{needs}{hint}")
     raise RecipeError.at(
         "checkpoint.best_metric",
-        f"no metric is called '{name}'{hint}; a stage of your own declares what it reports with @stage(metrics=[...])",
+        f"no metric is called '{name}'{hint}; a custom stage declares what it reports with @stage(metrics=[...])",
     )
 
 

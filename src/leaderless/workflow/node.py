@@ -11,9 +11,9 @@ class Node:
 
     Attributes:
         name: Unique within the workflow.
-        run: A registered stage, or `package.module:function`.
-        role: The model that it uses, if it uses one.
-        after: Nodes that it comes after; a node after none begins with the data.
+        run: Built-in stage, or `package.module:function`.
+        role: Model that it uses, if any.
+        after: Nodes that it comes after; without any, it begins with the data.
     """
 
     name: str

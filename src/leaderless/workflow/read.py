@@ -1,4 +1,4 @@
-"""From a file, or from the name in a recipe, to the workflow and to the recipe that it completes."""
+"""Reads workflows, and recipes together with the settings of their workflow."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def read_workflow(path: Path) -> Workflow:
     """Read a workflow from YAML.
 
     Args:
-        path: A file with `name` and `nodes`; each node has `run` and may have `role` and `after`. It may have
-            `algorithm`, `loop`, a list of nodes, and `base`: another workflow, whose nodes, loop and settings it takes
-            over where it has none of its own.
+        path: File with `name` and `nodes`; each node has `run` and may have `role` and `after`. There may be
+            `algorithm`, `loop` (a list of nodes) and `base`: another workflow, whose nodes, loop and settings are
+            inherited where the file has none.
 
     Raises:
         RecipeError: The file is missing, is not YAML, or is not such a mapping.
@@ -90,11 +90,7 @@ def _workflow_of(settings: Mapping[str, Setting], base: Workflow) -> Workflow:
 
 
 def write_workflow(workflow: Workflow) -> str:
-    """The workflow as YAML that `read_workflow` reads back to an equal object.
-
-    Args:
-        workflow: What to write.
-    """
+    """The workflow as YAML, which `read_workflow` reads back to an equal object."""
     nodes: dict[str, dict[str, object]] = {}
     for node in workflow.nodes:
         nodes[node.name] = {"run": node.run}
@@ -108,7 +104,7 @@ def write_workflow(workflow: Workflow) -> str:
 
 
 def _shape_problems(source: RecipeSource) -> list[Problem]:
-    """What keeps a YAML mapping from being a workflow."""
+    """The problems of a YAML mapping that should be a workflow."""
     known = {"name": (str, "a name"), "base": (str, "a workflow"), "algorithm": (dict, "settings of the algorithm")}
     known |= {"loop": (list, "a list of nodes"), "nodes": (dict, "the nodes by name")}
     required = {"name"} if "base" in source.settings else {"name", "nodes"}
@@ -126,7 +122,7 @@ def _shape_problems(source: RecipeSource) -> list[Problem]:
 
 
 def _node_problems(key: str, node: object) -> Iterable[Problem]:
-    """What keeps one entry of `nodes` from being a node."""
+    """The problems of one entry of `nodes`."""
     if not isinstance(node, dict):
         yield Problem(key, "must be a mapping such as {run: reward, after: rollout}")
         return
@@ -145,18 +141,18 @@ def _node_problems(key: str, node: object) -> Iterable[Problem]:
 
 
 def load_recipe(recipe: str | Path | RecipeSource, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read and check a recipe; where it has no setting of the algorithm, that of its workflow holds.
+    """Read and check a recipe; settings of the algorithm that it lacks come from its workflow.
 
     Args:
         recipe: YAML file, or settings that have been read already.
         overrides: `section.key=value` each, applied on top of it in order.
 
     Raises:
-        RecipeError: Something in it is wrong; all problems are named, each with its place.
+        RecipeError: There are problems; all are named, each with its place.
     """
     return config_load.load_recipe(recipe, overrides, _settings_of)
 
 
 def _settings_of(workflow: str) -> Mapping[str, Setting]:
-    """The settings that a workflow brings along."""
+    """The settings that a workflow provides."""
     return {"algorithm": resolve_workflow(workflow).algorithm}

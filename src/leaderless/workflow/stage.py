@@ -1,4 +1,4 @@
-"""What a stage declares about itself, apart from the code that it runs."""
+"""The contract of a stage, apart from its code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from leaderless.workflow.workflow import Workflow
 
 Rows = Literal["same", "expand", "filter", "regroup"]
-"""What a stage does to rows: keeps them, makes samples of prompts, drops some, or forms new groups."""
+"""Effect of a stage on rows: it keeps them, makes samples from prompts, drops some, or forms new groups."""
 
 Names = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
 """Names of columns or metrics, or a function of the recipe and the node that gives them."""
@@ -30,21 +30,22 @@ class StageSpec:
     """The contract of a stage: what the planner needs to know to place it.
 
     Attributes:
-        implementation: `package.module:function` that runs it, imported by workers only.
+        implementation: Function that runs it, as `package.module:function`; only workers import it.
         reads: Columns that it needs.
         writes: Columns that it adds or replaces.
         reads_if_written: Columns that it reads where an earlier node writes them for others; no node runs for it.
-        reads_if_carried: Columns that it needs besides, where a loop carries samples over from the step before.
-        rows: What it does to rows.
-        needs_whole_groups: All samples of a prompt must be on the same rank.
-        streams: It can work on some groups of a step before the others are there: no number depends on other groups.
-        role_use: How it uses the node's role: not at all, to generate, to score, or to train it.
-        is_critic: The role that it uses is a value model, not a language model.
-        idle_steps: Steps at the begin of a run in which it does not train its role, given the recipe.
-        has_effect: It matters beyond the columns that it writes (an update, a recording), so it is not pruned when
-            nobody reads them. A function of the recipe where that depends on settings.
-        metrics: Names of the metrics that it reports.
-        check: Raises `RecipeError` for settings under which the stage cannot be right.
+        reads_if_carried: Further columns that it needs if a loop carries samples over from the step before.
+        rows: Effect on rows.
+        needs_whole_groups: Whether all samples of a prompt must be on the same rank.
+        streams: Whether it can process some groups of a step before the others are there, as no number depends on other
+            groups.
+        role_use: Use of the node's role: none, or to generate, score or train.
+        is_critic: Whether the role is a value model rather than a language model.
+        idle_steps: Number of first steps in which it does not train its role, as a function of the recipe.
+        has_effect: Whether it has an effect beyond its columns, such as an update, and runs even if no node reads them;
+            may be a function of the recipe.
+        metrics: Metrics that it reports.
+        check: Function that raises `RecipeError` for settings with which the stage cannot work.
         summary: One line for the reader.
     """
 
@@ -77,11 +78,11 @@ class StageSpec:
         return tuple(self.metrics(recipe, node) if callable(self.metrics) else self.metrics)
 
     def num_updates(self, recipe: Recipe) -> int:
-        """Optimiser steps that a stage which trains makes in the whole run."""
+        """Optimizer updates in the whole run, for a stage that trains."""
         return max(0, recipe.steps - self.idle_steps(recipe)) * recipe.batch.updates_per_step
 
     def is_effective(self, recipe: Recipe) -> bool:
-        """Whether the stage matters beyond its columns under a recipe."""
+        """Whether the stage has an effect beyond its columns under a recipe."""
         return self.has_effect(recipe) if callable(self.has_effect) else self.has_effect
 
 
@@ -95,22 +96,22 @@ def stage(
     has_effect: bool = False,
     metrics: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
-    """Declare a function of one's own as a stage, to be named in a workflow as `package.module:function`.
+    """Declare a custom function as a stage, which workflows name as `package.module:function`.
 
-    The function takes `(batch: Batch, context: StageContext)` and returns a `Batch` that holds the columns it writes.
+    The function takes `(batch: Batch, context: StageContext)` and returns a `Batch` with the columns that it writes.
 
     Args:
         reads: Columns that it needs.
         writes: Columns that it adds or replaces; the function must return exactly these.
-        rows: What it does to rows.
-        needs_whole_groups: All samples of a prompt must be on the same rank.
-        streams: It may be called several times in a step, each time with some groups; what it writes about a group
-            depends on no other group.
-        has_effect: Run it even when nobody reads what it writes.
-        metrics: Names of metrics that it reports and that `checkpoint.best_metric` may name.
+        rows: Effect on rows.
+        needs_whole_groups: Whether all samples of a prompt must be on the same rank.
+        streams: Whether it may be called several times in a step, each time with some groups; what it writes about a
+            group must not depend on other groups.
+        has_effect: Whether it runs even if no node reads what it writes.
+        metrics: Metrics that it reports and that `checkpoint.best_metric` may name.
 
     Raises:
-        ValueError: A declaration that the planner could not keep.
+        ValueError: The declaration is contradictory or malformed.
     """
     for argument, names in (("reads", reads), ("writes", writes), ("metrics", metrics)):
         _check_names(argument, names)

@@ -1,4 +1,4 @@
-"""The built-in stages: their contracts, without their code, so that a plan needs no torch."""
+"""The contracts of the built-in stages; their code is elsewhere, so that planning does not import torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from leaderless.workflow.workflow import Workflow
 
 SEQUENCE = ("prompt_tokens", "tokens", "response_mask")
-"""What a training sequence is made of."""
+"""Columns that make up a training sequence."""
 
 OWNERS_OF_LOG_PROBS = {
     "rollout": "the engine that sampled",
     "old": "the trained role before this step's updates",
     "ref": "the reference",
 }
-"""Whose log-probabilities columns hold that are named after no role."""
+"""Owners of the log-probability columns that are not named after a role."""
 
 ROLLOUT_WRITES = (
     "tokens",
@@ -32,20 +32,15 @@ ROLLOUT_WRITES = (
     "policy_versions",
     "rollout_log_probs",
 )
-"""What every rollout writes."""
+"""Columns that every rollout writes."""
 ROLLOUT_METRICS = ("rollout/response_tokens", "rollout/truncated", "rollout/tokens_per_s")
-"""What every rollout reports."""
+"""Metrics that every rollout reports."""
 GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "gpg", "cpgd", "pass_at_k")
 """Advantages that compare the responses of a group."""
 
 
 def log_probs_column(role: str | None, workflow: Workflow) -> str:
-    """The column that log-probabilities of a role are called: by their owner.
-
-    Args:
-        role: Whose they are.
-        workflow: Decides which roles are trained.
-    """
+    """Name of the column for log-probabilities under a role, which tells their owner."""
     if role == "reference":
         return "ref_log_probs"
     is_trained = any(node.role == role and spec_of(node).role_use == "train" for node in workflow.nodes)
@@ -283,7 +278,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         streams=True,
         metrics=_reward_metrics,
         check=_check_reward,
-        summary="compute what each response is worth",
+        summary="compute the reward of each response",
     ),
     "log_probs": StageSpec(
         "leaderless.stages.log_probs:log_probs",
@@ -312,7 +307,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         needs_whole_groups=True,
         metrics=_advantage_metrics,
         check=_check_advantage,
-        summary="how much better a response was than could be expected",
+        summary="advantages from rewards",
     ),
     "remax": StageSpec(
         "leaderless.stages.advantage:remax",
@@ -322,7 +317,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         needs_whole_groups=True,
         metrics=_advantage_metrics,
         check=_check_remax,
-        summary="rewards less that of the greedy response, which then leaves",
+        summary="advantages over the greedy response, which is then dropped",
     ),
     "dynamic_sampling": StageSpec(
         "leaderless.stages.dynamic_sampling:dynamic_sampling",
@@ -351,7 +346,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         is_critic=True,
         streams=True,
         check=_check_log_probs,
-        summary="what a critic expects before each sampled token",
+        summary="values of a critic before each sampled token",
     ),
     "update": StageSpec(
         "leaderless.stages.update:update",
@@ -362,7 +357,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         has_effect=True,
         metrics=_update_metrics,
         check=_check_update,
-        summary="clipped policy-gradient steps",
+        summary="policy-gradient updates",
     ),
     "update_critic": StageSpec(
         "leaderless.stages.critic:update_critic",
@@ -372,7 +367,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         has_effect=True,
         metrics=_critic_metrics,
         check=_check_update_critic,
-        summary="clipped squared-error steps towards the returns",
+        summary="clipped squared-error updates towards the returns",
     ),
     "sft": StageSpec(
         "leaderless.stages.update:sft",
@@ -381,7 +376,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         has_effect=True,
         metrics=_sft_metrics,
         check=_check_sft,
-        summary="next-token steps on given responses",
+        summary="next-token updates on given responses",
     ),
 }
 
@@ -390,7 +385,7 @@ def spec_of(node: Node) -> StageSpec:
     """The contract of the stage that a node runs.
 
     Args:
-        node: Names a built-in stage, or a function declared with `@stage`.
+        node: Node that names a built-in stage or a function declared with `@stage`.
 
     Raises:
         RecipeError: The stage is unknown, or the function cannot be used as one.
@@ -400,7 +395,7 @@ def spec_of(node: Node) -> StageSpec:
         return BUILTIN_STAGES[node.run]
     if not is_function_name(node.run):
         hint = nearest(node.run, BUILTIN_STAGES)
-        raise RecipeError.at(key, f"unknown stage '{node.run}'{hint}; one of your own is 'package.module:function'")
+        raise RecipeError.at(key, f"unknown stage '{node.run}'{hint}; a custom one is 'package.module:function'")
     function = load_function(node.run, key, num_arguments=2)
     spec = getattr(function, STAGE_ATTRIBUTE, None)
     if not isinstance(spec, StageSpec):

@@ -1,4 +1,4 @@
-"""What to compute: a directed acyclic graph of nodes, some of them perhaps in a loop, with no hardware in it."""
+"""The graph of nodes to compute, some of them perhaps in a loop, without hardware."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Workflow:
         Workflow("grpo").node("rollout", run="rollout", role="policy").node("reward", run="reward", after="rollout")
 
     Attributes:
-        name: Of the workflow.
-        nodes: Its nodes.
-        algorithm: Settings of the recipe's section `algorithm`, which hold where the recipe has none.
-        loop: Nodes that are repeated within a step until enough groups have come out of the last of them, as the
-            recipe's `algorithm.loop` says; the first begins with the data. Groups too many wait for the next step.
+        name: Name of the workflow.
+        nodes: Nodes of the workflow.
+        algorithm: Settings for the recipe's section `algorithm`, which hold where the recipe has none.
+        loop: Nodes that are repeated within a step until enough groups come out of the last one, as configured in the
+            recipe's `algorithm.loop`; the first begins with the data. Surplus groups wait for the next step.
     """
 
     name: str
@@ -38,9 +38,9 @@ class Workflow:
 
         Args:
             name: Unique within the workflow.
-            run: A registered stage, or `package.module:function`.
-            role: The model that it uses, if it uses one.
-            after: The node or nodes that it comes after.
+            run: Built-in stage, or `package.module:function`.
+            role: Model that it uses, if any.
+            after: Node or nodes that it comes after.
         """
         after = (after,) if isinstance(after, str) else tuple(after)
         return replace(self, nodes=(*self.nodes, Node(name, run, role, after)))
@@ -49,7 +49,7 @@ class Workflow:
         """This workflow with some nodes in a loop.
 
         Args:
-            *names: From the node that begins with the data to the node whose groups are counted.
+            *names: Nodes of the loop, from the one that begins with the data to the one whose groups are counted.
         """
         return replace(self, loop=names)
 
@@ -58,11 +58,11 @@ class Workflow:
         return next(node for node in self.nodes if node.name == name)
 
     def order(self) -> tuple[Node, ...]:
-        """The nodes, each behind those it comes after; otherwise as written.
+        """The nodes, each after those that it comes after; otherwise as written.
 
         Raises:
             RecipeError: A name is empty, used twice or unknown, the nodes form a cycle, or a loop has more than one
-                way in or out.
+                entry or exit.
         """
         self._check_names()
         sorter = TopologicalSorter({node.name: node.after for node in self.nodes})
