@@ -351,7 +351,7 @@ def test_each_request_is_sampled_as_it_asks(make_engine: Callable[[str, int], Ro
     [
         (lambda: Request([], [1]), "at least one token"),
         (lambda: Request([1], []), "at least one sample id"),
-        (lambda: Request([1], [1, 2], [Completion()]), "2 responses brings 1"),
+        (lambda: Request([1], [1, 2], [Completion()]), "2 responses resumes 1"),
         (lambda: Request([1], [1], [Completion([2], [-1.0], "stop")]), "cannot be resumed"),
     ],
 )
