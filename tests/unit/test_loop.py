@@ -77,7 +77,7 @@ def test_a_workflow_takes_over_the_loop_of_its_base_or_has_its_own(tmp_path):
     ("text", "line", "key", "message"),
     [
         ("loop: keep\n", 3, "loop", "must be given: a list of nodes"),
-        ("loop: [rollout, reward, kept]\n", 3, "loop", "no node is called 'kept' (did you mean 'keep'?)"),
+        ("loop: [rollout, reward, kep]\n", 3, "loop", "no node is called 'kep' (did you mean 'keep'?)"),
         ("loop: [rollout, reward, reward, keep]\n", 3, "loop", "node 'reward' is named twice"),
         ("loop: [reward, keep]\n", 3, "loop", "its first node 'reward' must begin with the data"),
         ("loop: [rollout, keep]\n", None, "nodes.reward.after", "node 'reward' is not in the loop (rollout, keep)"),

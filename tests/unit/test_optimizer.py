@@ -42,5 +42,5 @@ def test_a_warm_up_may_take_the_whole_run(warmup: int) -> None:
 
 
 def test_the_former_name_of_the_warm_up_is_refused_with_the_new_one(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"optimizer\.warmup_steps.*did you mean 'warmup_updates'"):
+    with pytest.raises(RecipeError, match=r"optimizer\.warmup_steps.*did you mean 'optimizer\.warmup_updates'"):
         load_recipe(write_recipe(tmp_path), ["optimizer.warmup_steps=3"])
