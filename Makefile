@@ -57,6 +57,7 @@ lint: .venv/.installed-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy
+	$(BIN)/python -m tests.docstrings
 
 format: .venv/.installed-lint
 	$(BIN)/ruff check --fix .
