@@ -77,9 +77,8 @@ def _shortage(memory: Memory, how: str, available: int, remedies: str) -> str:
 def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) -> str:
     """What to lower; what changes no number comes first."""
     remedies: list[str] = []
+    phase = max(memory.phases, key=memory.totals.__getitem__)
     if tokens is not None:
-        totals = memory.totals
-        phase = max(memory.phases, key=totals.__getitem__)
         remedies.append(
             f"lower rollout.max_sequences={recipe.rollout.max_sequences}"
             if phase.endswith(" generates")
@@ -90,7 +89,7 @@ def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) ->
         remedies.append(f"set checkpoint.asynchronous=false, which saves {saved}")
     trained = [instance.role for instance in plan.instances if instance.is_trained]
     unchecked = [role for role in trained if (m := recipe.model_of(role)) and not m.gradient_checkpointing]
-    if unchecked:
+    if unchecked and phase.endswith(" trains"):
         remedies.append(f"set models.{unchecked[0]}.gradient_checkpointing")
     remedies.append("use more ranks (on a CPU, of more machines), or a smaller model")
     return "; ".join(remedies)

@@ -272,5 +272,5 @@ class _Tracer:
         elif column in HINTS:
             hint = HINTS[column]
         else:
-            hint = f"no node writes it{nearest(column, {*self.writers, *COLUMNS})}"
+            hint = f"no node writes it{nearest(column, {*self.writers, *COLUMNS} - {column})}"
         return Problem(f"nodes.{name}", f"reads column '{column}', which no node before it writes: {hint}")
