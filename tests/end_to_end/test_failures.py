@@ -22,6 +22,8 @@ from leaderless.supervision import stop
 END_S = 90.0
 """Longest that a run may take to end: many times what it does take, for other processes may use the same cores."""
 START_S = 300.0
+SAVED_AT_ONCE = ("checkpoint.every_steps=1", "checkpoint.asynchronous=false")
+"""Settings by which a kill cannot come before a checkpoint that is still being written."""
 SETTINGS = {"workflow": "failing.yaml", "steps": 100_000, "run.trace_steps": 2, "run.max_restarts": 0}
 
 
@@ -132,7 +134,7 @@ def test_ctrl_c_while_workers_start_ends_them_without_a_word_too_many(tmp_path: 
 
 def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL", "killed@1")
-    process = train(tmp_path, recipe, "checkpoint.every_steps=1")
+    process = train(tmp_path, recipe, *SAVED_AT_ONCE)
     wait_until(lambda: num_steps(tmp_path) >= 1, process)
     begin = time.monotonic()
     outcome = finish(process)
@@ -178,7 +180,7 @@ def test_a_single_worker_that_is_killed_is_reported_and_nothing_is_left_of_any(
     (tmp_path / "once").mkdir()
     monkeypatch.setenv("FAIL_ONCE", str(tmp_path / "once"))
     reward = "reward={'tests.end_to_end.failing:leave_behind': 1.0}"
-    outcome, started = alone(tmp_path, recipe, reward, "steps=2", "checkpoint.every_steps=1")
+    outcome, started = alone(tmp_path, recipe, reward, "steps=2", *SAVED_AT_ONCE)
     if failure:
         assert outcome.code == 1
         assert "error rank 0 was ended by SIGKILL at step 2, in fail, as the system does when memory" in outcome.errors
