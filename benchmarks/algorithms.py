@@ -48,11 +48,11 @@ class Curve:
     """One run.
 
     Attributes:
-        workflow: That was run.
-        seed: Of the order of the data and of sampling.
-        steps: At which the accuracy was measured.
-        accuracy: Share of the held-out additions that were right, greedily.
-        seconds: Of all steps, evaluation left out.
+        workflow: Name of the workflow.
+        seed: Seed of the data order and of sampling.
+        steps: Steps after which accuracy was measured.
+        accuracy: Share of held-out additions answered correctly, decoded greedily.
+        seconds: Duration of all steps, without evaluation.
     """
 
     workflow: str
@@ -64,11 +64,11 @@ class Curve:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="of each run")
-    parser.add_argument("--parallel", type=int, default=2, help="runs at a time, of one worker and one core each")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each run")
+    parser.add_argument("--parallel", type=int, default=2, help="runs at a time, each with one worker and one core")
     parser.add_argument("--workflows", nargs="+", choices=WORKFLOWS, default=WORKFLOWS)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/benchmark", help="for data, models and runs")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/benchmark", help="folder for data, models and runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     options = parser.parse_args()

@@ -31,7 +31,7 @@ EVERY = 4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoints", type=int, default=2, help="of each run, the last one left out")
+    parser.add_argument("--checkpoints", type=int, default=2, help="checkpoints measured in each run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -39,10 +39,10 @@ def remaining(token: int, longest: int = LONGEST) -> int:
 
 
 def heavy_tailed(median: float, sigma: float) -> Lengths:
-    """A lognormal distribution, with all that is longer than the longest at the longest.
+    """A lognormal distribution; lengths above the longest count as the longest.
 
     Args:
-        median: Of the lengths.
+        median: Median length.
         sigma: Standard deviation of their logarithm.
     """
 
@@ -134,9 +134,9 @@ def write_prompts(path: Path, prompt_tokens: int, count: int) -> None:
     """Write prompts of random characters, each of which is a token.
 
     Args:
-        path: Of the file of JSON lines.
-        prompt_tokens: Of each.
-        count: How many.
+        path: File of JSON lines.
+        prompt_tokens: Length of each prompt.
+        count: Number of prompts.
     """
     generator = random.Random(0)
     rows = [{"prompt": "".join(generator.choices(CHARACTERS, k=prompt_tokens)), "answer": "1"} for _ in range(count)]

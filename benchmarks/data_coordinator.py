@@ -72,12 +72,18 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8], help="batch and context grow on the largest")
+    parser.add_argument(
+        "--hosts", nargs="+", type=int, default=[2, 4, 8], help="numbers of hosts; the most also vary batch and context"
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--controllers", nargs="*", choices=WAYS[1:], default=WAYS[1:], help="beside which ours is put")
-    parser.add_argument("--mbit-per-s", type=float, default=500.0, help="of each interface, in either direction")
-    parser.add_argument("--quick", action="store_true", help="one tiny batch; what comes out stays in the folder")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/data-coordinator", help="for logs and the journal")
+    parser.add_argument(
+        "--controllers", nargs="*", choices=WAYS[1:], default=WAYS[1:], help="controllers to compare ours with"
+    )
+    parser.add_argument("--mbit-per-s", type=float, default=500.0, help="bandwidth of each interface")
+    parser.add_argument("--quick", action="store_true", help="one tiny batch; results stay in the folder")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs/data-coordinator", help="folder for logs and the journal"
+    )
     options = parser.parse_args()
     if odd := [number for number in options.hosts if number < 2 or number % 2]:
         parser.error(f"--hosts {odd[0]}: must be even and at least 2, for two pools of one size")
@@ -153,11 +159,11 @@ class Journal:
     """Transitions that have been done, kept in a file until all results are written."""
 
     def __init__(self, path: Path, asked: Mapping[str, str]) -> None:
-        """Go on with the file if the same was asked for, else begin it anew.
+        """Continue the file if it is of the same measurement, else start a new one.
 
         Args:
-            path: Of the file.
-            asked: All that decides on what is measured.
+            path: File to write.
+            asked: Everything that determines what is measured.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path

@@ -46,13 +46,13 @@ SIZE = 256
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank.
+    """Measurements of one rank.
 
     Attributes:
-        start_s: From opening the data to the first step, at the first start and at the second.
-        start_bytes: Read until then, likewise.
-        epoch_bytes: Read in the epoch that follows, without reading ahead.
-        wait_s: Mean wait for a step but the first, without reading ahead and with it.
+        start_s: Time from opening the data to the first step, at the first and at the second start.
+        start_bytes: Bytes read until then, likewise.
+        epoch_bytes: Bytes read in the epoch that follows, without read-ahead.
+        wait_s: Mean wait for a step after the first, without read-ahead and with it.
     """
 
     start_s: tuple[float, float]
@@ -76,8 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10 * SIZE)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--pause", type=float, default=0.3, help="seconds that a step computes")
-    parser.add_argument("--large", type=int, help="measure only two starts with so many rows of about 560 bytes")
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds of computation in a step")
+    parser.add_argument("--large", type=int, help="measure only two starts, with this many rows of about 560 bytes")
     options = parser.parse_args()
     if options.large:
         measure_starts(options.large, options.ranks)

@@ -163,11 +163,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "10M", "60M"])
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["short", "tail", "prompt"])
-    parser.add_argument("--ways", nargs="+", choices=TITLES, default=list(TITLES), help="leaderless is always there")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=TITLES,
+        default=list(TITLES),
+        help="engines to compare; leaderless is always among them",
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--vllm-python", help="of an environment in which vLLM is installed")
+    parser.add_argument("--vllm-python", help="Python of an environment with vLLM")
     parser.add_argument("--cuda", action="store_true", help="the large model on a GPU instead")
-    parser.add_argument("--anew", action="store_true", help="forget what was measured before")
+    parser.add_argument("--anew", action="store_true", help="discard earlier measurements")
     parser.add_argument("--results", type=Path, default=None)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     options = parser.parse_args()

@@ -50,13 +50,13 @@ Runner = Callable[[str, float], Results]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together")
-    parser.add_argument("--wheels", type=Path, help="folder with wheels of packages that are missing here")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of all parts together")
+    parser.add_argument("--wheels", type=Path, help="folder with wheels of missing packages")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries the script itself")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script itself")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
-    parser.add_argument("--draw", action="store_true", help="draw what has been measured, and measure nothing")
+    parser.add_argument("--draw", action="store_true", help="only draw the existing results")
     options = parser.parse_args()
     if not options.draw:
         install(missing_packages(), options.wheels)
@@ -120,10 +120,10 @@ def measure(parts: Sequence[str], run: Runner, path: Path, most_s: float) -> Res
     """Run parts and keep each as soon as it is done.
 
     Args:
-        parts: Names of the parts.
-        run: Function that runs a part within some seconds.
+        parts: Parts to run, by name.
+        run: Function that runs a part within a time limit in seconds.
         path: File of the results; parts that are not run again stay in it.
-        most_s: Most seconds of all parts together.
+        most_s: Time limit of all parts together.
     """
     results: Results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"parts": {}}
     begin = time.monotonic()

@@ -104,10 +104,10 @@ class Hosts:
         """Start a process on a host. It dies with the hosts.
 
         Args:
-            host: From 0.
-            command: A program and its arguments.
-            log: What the process says is added there.
-            environment: Variables that are added to those of this process.
+            host: Number of the host, from 0.
+            command: Program and its arguments.
+            log: File to which the output is appended.
+            environment: Variables added to those of this process.
         """
         with log.open("ab") as output:
             process = subprocess.Popen(

@@ -20,10 +20,10 @@ def prepare(folder: Path, hidden_size: int, num_layers: int, prompt_tokens: int)
     """Make a Qwen2 with random weights, and prompts of random letters.
 
     Args:
-        folder: Gets `model` and `rows.jsonl`.
-        hidden_size: Of the model.
-        num_layers: Of the model.
-        prompt_tokens: Of each prompt; a token is a letter.
+        folder: Folder in which `model` and `rows.jsonl` are written.
+        hidden_size: Width of the model.
+        num_layers: Number of layers.
+        prompt_tokens: Length of each prompt; a token is a letter.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(
@@ -35,16 +35,16 @@ def prepare(folder: Path, hidden_size: int, num_layers: int, prompt_tokens: int)
 
 
 def train(folder: Path, name: str, settings: Sequence[str], num_workers: int) -> list[dict[str, float]]:
-    """Train on it with GRPO, each worker on one core.
+    """Train the model with GRPO, each worker on one core.
 
     Args:
-        folder: Of `prepare`.
-        name: Of the run.
-        settings: As on the command line.
-        num_workers: On this machine.
+        folder: Folder that `prepare` wrote.
+        name: Name of the run.
+        settings: Settings as on the command line.
+        num_workers: Number of workers on this machine.
 
     Returns:
-        The numbers of each step.
+        Metrics of each step.
     """
     data = {"path": "rows.jsonl", "prompt": "prompt", "answer": "answer", "template": "plain"}
     recipe: dict[str, object] = {

@@ -33,8 +33,10 @@ WARM_UP = 1
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", nargs="+", type=int, default=(1, 2, 4, 8), help="the first is compared with")
-    parser.add_argument("--steps", type=int, default=3, help="of each run, beyond those that are left out")
+    parser.add_argument(
+        "--windows", nargs="+", type=int, default=(1, 2, 4, 8), help="windows per step; the first is the baseline"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each run, after one that is left out")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -53,9 +53,9 @@ class Watch:
     """The memory of a command and of all processes that it starts.
 
     Attributes:
-        process: The command.
-        samples: By process, the time and the bytes that the system cannot take back.
-        ranks: By process, the rank that its environment names.
+        process: Command that is watched.
+        samples: Time and bytes that the system cannot take back, by process.
+        ranks: Rank named by the environment of each process.
     """
 
     process: subprocess.Popen[bytes]
@@ -170,13 +170,13 @@ def measure(folder: Path, model: Path, num_workers: int, *, is_asynchronous: boo
     """Go through the whole life of a run.
 
     Args:
-        folder: To write to.
+        folder: Folder for everything that is written.
         model: Folder of the model.
-        num_workers: On this machine.
-        is_asynchronous: Whether checkpoints are written while training goes on.
+        num_workers: Number of workers on this machine.
+        is_asynchronous: Whether checkpoints are written while training continues.
 
     Returns:
-        By phase, bytes `measured` in the fullest worker and `planned`.
+        Bytes `measured` in the fullest worker and bytes `planned`, by phase.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recipe = write_recipe(folder, model, is_asynchronous=is_asynchronous)
@@ -278,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--folder", type=Path, help="kept, with the model and all logs")
+    parser.add_argument("--folder", type=Path, help="folder to keep, with the model and all logs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="real-size-") as name:
         folder = options.folder or Path(name)

@@ -88,7 +88,7 @@ def run(case: Case, recipe: Path = RECIPE, clusters: Path = ROOT / "recipes/clus
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, default=list(SWEEPS))
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/simulation", help="for numbers and pages")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/simulation", help="folder for numbers and pages")
     parser.add_argument("--pictures", type=Path, default=ROOT / "docs/images")
     options = parser.parse_args()
     for name in options.sweeps:

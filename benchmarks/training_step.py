@@ -75,15 +75,15 @@ WORKLOADS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", type=Path, required=True, help="of an environment with TRL")
+    parser.add_argument("--trl-python", type=Path, required=True, help="Python of an environment with TRL")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="of each run, beyond the first, which is left out")
-    parser.add_argument("--workers", type=int, default=1, help="of ours; the cores are divided among them")
-    parser.add_argument("--trl-batch", type=int, default=16, help="sequences of one pass of TRL")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each run, after one that is left out")
+    parser.add_argument("--workers", type=int, default=1, help="workers of leaderless; they share the cores")
+    parser.add_argument("--trl-batch", type=int, default=16, help="sequences in each pass of TRL")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
-    parser.add_argument("--again", action="store_true", help="forget the runs that there are")
+    parser.add_argument("--again", action="store_true", help="discard earlier runs")
     options = parser.parse_args()
     if options.again:
         options.results.unlink(missing_ok=True)

@@ -50,10 +50,10 @@ def load(path: Path = RESULTS) -> Results | None:
     """What has been measured so far.
 
     Args:
-        path: Of the file.
+        path: File of the results.
 
     Returns:
-        None where nothing has been.
+        None if nothing has been measured.
     """
     if not path.exists():
         return None

@@ -1,8 +1,8 @@
-"""Checks what docstrings say of arguments and attributes: `python -m tests.docstrings`, a part of `make lint`.
+"""Checks how docstrings and `help=` describe arguments: `python -m tests.docstrings`, a part of `make lint`.
 
 The line of an argument is a noun phrase that stands alone, as in "rank: Rank that failed." Lines that begin with
 "That", "Of" or a verb only make sense together with the name, and often not even then. They are recognized by their
-first word; whether a sentence is a good one is for the reader to say.
+first word; whether a sentence is a good one is for the reader to judge.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("src", "examples")
+FOLDERS = ("src", "examples", "tests", "benchmarks")
 SECTIONS = {"Args:", "Attributes:"}
 ENTRY = re.compile(r"(?P<name>\*{0,2}\w+(?: \([^)]*\))?): (?P<text>\S.*)")
 FRAGMENT = re.compile(
-    r"(That|Of|Whose|Whom?|Told|Called|Which|By|For|From|To|In|On|At|As|With|Where|When|Because|Says|Names|Holds|Has|Have|"
-    r"Takes|Makes|Gives|Gets|Knows|Tells|Identifies|Computes|Decides|Describes|Keeps|Reads|Writes|Shows|Means|Counts|Is|"
-    r"Are|Was|Were|Must|May|Can|Not|Behind|Beside|Before|After|Reported|Given|Asked|Needed|Wanted|Made|Used|Written|"
-    r"Stands)\b"
+    r"(That|Of|Whose|Whom?|Told|Called|Which|By|For|From|To|In|On|At|As|With|Where|When|Because|Says|Names(?! of)|"
+    r"Holds|Has|Have|Takes|Makes|Gives|Gets|Knows|Tells|Identifies|Computes|Decides|Describes|Keeps|Reads|Writes|Shows|"
+    r"Means|Counts|Is|Are|Was|Were|Must|May|Can|Not|Behind|Beside|Before|After|Reported|Given|Asked|Needed|Wanted|Made|"
+    r"Used|Written|Stands)\b"
 )
 
 
@@ -37,18 +37,23 @@ def main() -> None:
 
 
 def problems_of(source: str) -> Iterator[tuple[int, str]]:
-    """Each entry of a docstring that does not begin like a noun phrase, with its line."""
+    """Each description of an argument or attribute that does not begin like a noun phrase, with its line."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant):
+            yield from problem_of(node.value.lineno, "help", str(node.value.value).capitalize())
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             continue
         docstring = ast.get_docstring(node, clean=False)
         if docstring is not None:
             begin = node.body[0].lineno
             for offset, name, text in entries(docstring):
-                first = FRAGMENT.match(text)
-                if first:
-                    problem = f'"{name}: {text[:40]}": begin with what it is, not with "{first[0]}"'
-                    yield begin + offset, problem
+                yield from problem_of(begin + offset, name, text)
+
+
+def problem_of(line: int, name: str, text: str) -> Iterator[tuple[int, str]]:
+    first = FRAGMENT.match(text)
+    if first:
+        yield line, f'"{name}: {text[:40]}": begin with what it is, not with "{first[0]}"'
 
 
 def entries(docstring: str) -> Iterator[tuple[int, str, str]]:

@@ -35,15 +35,15 @@ CACHE_BYTES = 1 << 26
 
 @dataclass
 class CopyDriver:
-    """A driver whose engine is a second copy of the model, decoded without a cache. It fails where it is told to.
+    """A driver whose engine is a second copy of the model, decoded without a cache. It fails on demand.
 
     Attributes:
-        path: Of the model.
+        path: Folder of the model.
         failing: Calls that fail, each as its name and its number from 1.
-        max_sequences: Decoded at the same time.
-        loses: A weight that does not arrive.
-        calls: How often each was called.
-        is_awake: Between `wake` and `sleep`.
+        max_sequences: Number of sequences decoded at the same time.
+        loses: Weight that does not arrive.
+        calls: Number of calls, by name.
+        is_awake: Whether it is between `wake` and `sleep`.
     """
 
     path: str

@@ -76,8 +76,8 @@ class Forked(subprocess.Popen):
 
     Args:
         args: `[sys.executable, "-m", MODULE, *ARGUMENTS]`.
-        nursery: Number of the nursery; what comes from two of them differs in its hash seed.
-        **options: As for `subprocess.Popen`.
+        nursery: Number of the nursery; processes of different nurseries have different hash seeds.
+        **options: Options of `subprocess.Popen`.
     """
 
     def __init__(self, args, *, nursery: int = 0, **options) -> None:

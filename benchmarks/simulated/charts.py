@@ -25,13 +25,13 @@ LIMIT_COLOR = "#57606a"
 
 @dataclass(frozen=True)
 class Line:
-    """Values of one way that data may go, or a limit.
+    """Values of one data path, or a limit.
 
     Attributes:
-        name: For the legend.
-        color: As `#rrggbb`.
-        values: One for each point; none where there is nothing to show.
-        is_limit: It is drawn dashed.
+        name: Name in the legend.
+        color: Color, as `#rrggbb`.
+        values: Value of each point; None where there is nothing to show.
+        is_limit: Whether it is drawn dashed.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One measure against what varies.
+    """One quantity against what varies.
 
     Attributes:
-        title: What is measured, and its unit.
-        lines: Of all ways.
-        is_logarithmic: In its values; what varies always is.
+        title: Quantity and its unit.
+        lines: Lines of all data paths.
+        is_logarithmic: Whether values are on a logarithmic scale; what varies always is.
     """
 
     title: str

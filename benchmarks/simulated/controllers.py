@@ -103,11 +103,11 @@ class Controller:
     network: Network
 
     def bytes_of(self, rows: Rows, columns: Sequence[str]) -> Int:
-        """[n] bytes of each row, padded if it pads.
+        """[n] bytes of each row, padded if the controller pads.
 
         Args:
-            rows: All of them.
-            columns: That travel.
+            rows: All rows.
+            columns: Columns that are sent.
         """
         return separate_bytes(rows, columns, is_padded=self.config.pads_rows)
 
@@ -156,9 +156,9 @@ def controller_cost(routes: Routes, columns: Sequence[str], controller: Controll
     """One transition through a controller that has none of its columns yet.
 
     Args:
-        routes: Of the rows.
-        columns: That travel.
-        controller: Through which.
+        routes: Routes of the rows.
+        columns: Columns that are sent.
+        controller: Controller that the rows pass through.
     """
     sizes, size = controller.bytes_of(routes.rows, columns), routes.target.ranks_per_shard
     receivers = np.array(routes.target.ranks).reshape(-1, size)[routes.owners].reshape(-1)

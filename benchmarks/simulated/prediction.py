@@ -16,12 +16,12 @@ from leaderless.planner.costs.rows import Int, Rows
 
 @dataclass(frozen=True)
 class Errors:
-    """Of a prediction, each as a share of what was measured: 0.1 is a tenth too much.
+    """Errors of a prediction, each as a share of the measurement: 0.1 is a tenth too much.
 
     Attributes:
-        seconds: Of the transition.
-        interface_bytes: Of the busiest interface.
-        process_bytes: Of the busiest process.
+        seconds: Error of the duration.
+        interface_bytes: Error for the busiest interface.
+        process_bytes: Error for the busiest process.
     """
 
     seconds: float
@@ -30,12 +30,12 @@ class Errors:
 
 
 def predict(action: Reshard, rows: Rows, holders: Int, cluster: ComparedCluster, way: str) -> Cost:
-    """What one transition costs.
+    """The cost of one transition.
 
     Args:
-        action: Its columns and layouts; its ranks are those of the first hosts of the cluster.
-        rows: That go.
-        holders: [n] rank that holds each.
+        action: Columns and layouts; the ranks are those of the first hosts of the cluster.
+        rows: Rows that are sent.
+        holders: [n] rank that holds each row.
         cluster: Constants of the cost model.
         way: `ours`, or a controller of the cluster file.
 
@@ -60,8 +60,8 @@ def errors_of(predicted: Cost, measured: Cost) -> Errors:
     """How far a prediction is from what was measured.
 
     Args:
-        predicted: By `predict`.
-        measured: Each above 0.
+        predicted: Result of `predict`.
+        measured: Measured costs, each above 0.
     """
     return Errors(
         seconds=predicted.seconds / measured.seconds - 1,

@@ -26,7 +26,7 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
 
     Args:
         sweep: What was simulated.
-        console: Where to; lines are folded at its width.
+        console: Console to print to; lines are wrapped at its width.
     """
     head = Text.assemble((sweep.recipe, "bold"), f"  on {sweep.cluster.name}: a model, not a measurement\n")
     console.print(head, highlight=False)

@@ -47,12 +47,12 @@ class Point:
 
     Attributes:
         world_size: Number of ranks.
-        prompts_per_step: Of the recipe.
-        context_tokens: Of the longest sequence.
-        plan_seconds: That the planner took, on this machine.
-        device_bytes: That the planner expects on the fullest device.
-        fits_device: They fit the device's memory.
-        estimates: By way that data may go.
+        prompts_per_step: Prompts per step of the recipe.
+        context_tokens: Length of the longest sequence.
+        plan_seconds: Time that the planner took on this machine.
+        device_bytes: Memory that the planner expects on the fullest device.
+        fits_device: Whether that memory is available.
+        estimates: Estimate for each data path.
     """
 
     world_size: int
@@ -64,10 +64,10 @@ class Point:
     estimates: Mapping[str, Estimate]
 
     def tokens_per_rank(self, way: str) -> float:
-        """Tokens a second of each rank.
+        """Tokens per second of each rank.
 
         Args:
-            way: That data goes.
+            way: Data path.
         """
         return self.estimates[way].tokens_per_s / self.world_size
 
@@ -82,13 +82,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Simulated steps of which one thing varies.
+    """Simulated steps that differ in one thing.
 
     Attributes:
         recipe: Name of the recipe.
         cluster: Constants of the cluster.
         axis: What varies.
-        points: At least one, in the order they were asked for.
+        points: Simulated steps in the requested order, at least one.
     """
 
     recipe: str
@@ -105,7 +105,7 @@ class Sweep:
         """Where a point is on the axis.
 
         Args:
-            point: Of the sweep.
+            point: Point of the sweep.
         """
         places: Mapping[AxisName, int] = {
             "world_size": point.world_size,
@@ -115,11 +115,11 @@ class Sweep:
         return places[self.axis]
 
     def efficiency(self, point: Point, way: str) -> float:
-        """Tokens a second of each rank, as a share of those at the first point.
+        """Tokens per second of each rank, as a share of those at the first point.
 
         Args:
-            point: Of the sweep.
-            way: That data goes.
+            point: Point of the sweep.
+            way: Data path.
         """
         return point.tokens_per_rank(way) / self.points[0].tokens_per_rank(way)
 
@@ -140,16 +140,16 @@ def settings_of(
     contexts: Sequence[int],
     prompts_per_rank: int | None,
 ) -> tuple[AxisName, tuple[Settings, ...]]:
-    """What varies, and the settings of each point.
+    """The axis that varies, and the settings of each point.
 
-    A context is that of a prompt of the longest allowed length and its response; a micro-batch has room for it.
+    A context is a prompt of the longest allowed length and its response; a micro-batch has room for it.
 
     Args:
-        recipe: Without further settings.
-        world_sizes: At least one.
-        prompts: Prompts of a step; none leaves the recipe's.
-        contexts: Tokens of prompt and response; none leaves the recipe's.
-        prompts_per_rank: Lets the batch grow with the ranks.
+        recipe: Recipe without further settings.
+        world_sizes: Numbers of ranks, at least one.
+        prompts: Numbers of prompts per step; empty for the recipe's.
+        contexts: Lengths of prompt and response together; empty for the recipe's.
+        prompts_per_rank: Prompts per step for each rank, where the batch grows with the ranks.
 
     Raises:
         ValueError: More than one thing varies, the batch is given twice, or a context leaves no room for responses.

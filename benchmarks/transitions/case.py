@@ -38,16 +38,16 @@ class Message(BaseModel):
 
 
 class Case(Message):
-    """One batch and the two layouts that it goes between, one rank to a host.
+    """One batch and the two layouts it goes between, with one rank per host.
 
     Attributes:
         kind: `balance`: all hosts before and after, the last of which holds twice as many rows as the first;
             `pools`: from the first half of the hosts to the second.
         hosts: Number of hosts, even.
-        prompts: Of the batch.
-        max_tokens: Longest response.
-        same_shares: Ours gives every host the rows that a controller would, instead of moving few. For comparison.
-        seed: Of lengths and contents.
+        prompts: Number of prompts in the batch.
+        max_tokens: Length of the longest response.
+        same_shares: Whether ours gives each host the same rows as a controller does, instead of moving few.
+        seed: Seed of lengths and contents.
     """
 
     kind: Kind
@@ -141,11 +141,11 @@ class Case(Message):
 
 
 class Order(Message):
-    """What a process is told to do.
+    """An order to a process.
 
     Attributes:
-        way: How rows go from layout to layout.
-        case: Which rows, and which layouts.
+        way: Data path between the layouts.
+        case: Rows and layouts.
     """
 
     way: Way

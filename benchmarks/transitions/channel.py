@@ -14,10 +14,10 @@ class Channel:
     """One end of a connection."""
 
     def __init__(self, connection: socket.socket, timeout_s: float | None) -> None:
-        """Take a connection over.
+        """Take over a connection.
 
         Args:
-            connection: That is open.
+            connection: Open connection.
             timeout_s: Longest wait for a line; None waits as long as the other end lives.
         """
         connection.settimeout(timeout_s)
@@ -67,7 +67,7 @@ class Switchboard:
         """Listen.
 
         Args:
-            path: Of the socket, below 100 characters.
+            path: Path of the socket, below 100 characters.
         """
         self.path = path
         self.channels: dict[str, Channel] = {}
@@ -86,13 +86,13 @@ class Switchboard:
         self._listener.close()
 
     def wait_for(self, names: set[str], is_alive: Callable[[], None], timeout_s: float, line_timeout_s: float) -> None:
-        """Wait until these have connected.
+        """Wait until these processes have connected.
 
         Args:
-            names: Of the processes.
-            is_alive: Raises if one of them can no longer do so; asked every second.
+            names: Names of the processes.
+            is_alive: Function that raises if one of them cannot connect any more, called every second.
             timeout_s: Longest wait.
-            line_timeout_s: Longest wait for a line of theirs, later.
+            line_timeout_s: Longest wait for a line of theirs later.
 
         Raises:
             TimeoutError: One did not.

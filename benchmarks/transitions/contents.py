@@ -19,9 +19,9 @@ class Contents(Message):
     """Some rows.
 
     Attributes:
-        rows: How many.
-        cost: Of processing them.
-        fingerprint: Of ids and all values. That of several parts is the sum of theirs, up to 2^64.
+        rows: Number of rows.
+        cost: Cost of processing them.
+        fingerprint: Fingerprint of ids and all values; that of several parts is the sum of theirs, modulo 2^64.
     """
 
     rows: int = 0

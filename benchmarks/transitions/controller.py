@@ -60,7 +60,7 @@ class HostActor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--address", required=True, help="of Ray's head, HOST:PORT")
+    parser.add_argument("--address", required=True, help="address of Ray's head, HOST:PORT")
     parser.add_argument("--hosts", type=int, required=True)
     parser.add_argument("--socket", type=Path, required=True)
     options = parser.parse_args()

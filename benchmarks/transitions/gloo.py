@@ -15,15 +15,15 @@ CONTROLLER = 0
 
 
 def through_controller(case: Case, rank: int, held: Padded | None) -> Padded | None:
-    """Bring rows from one layout to the other. All ranks call it together.
+    """Take rows from one layout to the other. All ranks call it together.
 
     Args:
-        case: Says who has how many rows, and who gets some.
-        rank: Of this process.
-        held: Its rows, if it is part of the source layout.
+        case: Number of rows of each rank before and after.
+        rank: Rank of this process.
+        held: Rows of this rank, if it is part of the source layout.
 
     Returns:
-        Its rows, if it is part of the target layout.
+        Rows of this rank, if it is part of the target layout.
     """
     if rank != CONTROLLER:
         if held is not None:
@@ -70,8 +70,8 @@ def operations(operation: Callable[..., dist.Work | None], tables: Mapping[str, 
 
     Args:
         operation: `isend` or `irecv`.
-        tables: Of names and sizes that the other side knows.
-        peer: The other rank.
+        tables: Tables whose names and sizes the other side knows.
+        peer: Other rank.
     """
     return [dist.P2POp(operation, tables[name].view(torch.uint8), peer) for name in sorted(tables)]
 

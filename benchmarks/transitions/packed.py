@@ -24,15 +24,15 @@ def flat(rows: Batch) -> Batch:
 
 
 def through_controller(case: Case, rank: int, held: Batch | None) -> Batch | None:
-    """Bring rows from one layout to the other. All ranks call it together.
+    """Take rows from one layout to the other. All ranks call it together.
 
     Args:
-        case: Says who has how many rows, and who gets some.
-        rank: Of this process.
-        held: Its rows, if it is part of the source layout; each with its own prompt.
+        case: Number of rows of each rank before and after.
+        rank: Rank of this process.
+        held: Rows of this rank, each with its own prompt, if it is part of the source layout.
 
     Returns:
-        Its rows, if it is part of the target layout.
+        Rows of this rank, if it is part of the target layout.
     """
     target = case.action.target_layout
     if rank == CONTROLLER:

@@ -28,14 +28,14 @@ KIND_NAMES: dict[Kind, str] = {"balance": "same ranks, uneven rows", "pools": "f
 
 
 class Axis(NamedTuple):
-    """What grows from transition to transition while all else stays.
+    """What grows from transition to transition while everything else stays the same.
 
     Attributes:
-        name: Of the picture.
-        label: For the reader.
-        value: Of a case.
-        rest: Of a case, what must be the same along the axis.
-        rest_label: For the reader, with places for the two numbers of `rest`.
+        name: File name of the picture.
+        label: Label in the picture.
+        value: Function that gives the value of a case.
+        rest: Function that gives what must be the same along the axis.
+        rest_label: Label of `rest`, with places for its two numbers.
     """
 
     name: str
@@ -91,11 +91,11 @@ AXES = (
 
 
 class Quantity(NamedTuple):
-    """One of the things that are measured.
+    """One measured quantity.
 
     Attributes:
-        label: For the reader, with the unit.
-        value: Of a transition.
+        label: Label in tables and pictures, with the unit.
+        value: Function that gives the value of a transition.
     """
 
     label: str
@@ -123,10 +123,10 @@ def save(results: Results, path: Path) -> None:
 
 
 def tables(results: Results) -> str:
-    """What was measured on what, and a table for each axis, in Markdown.
+    """The conditions of the measurement, and a table for each axis, in Markdown.
 
     Args:
-        results: With those of `ours`.
+        results: Results that include those of `ours`.
     """
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     repeats = len({t.repeat for t in results.transitions})

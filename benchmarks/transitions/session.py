@@ -35,10 +35,10 @@ class Session:
         """Describe the session.
 
         Args:
-            num_hosts: Even.
-            mbit_per_s: Of each interface, in either direction.
-            ways: What will be asked for.
-            logs: Folder for what the processes say.
+            num_hosts: Number of hosts, even.
+            mbit_per_s: Bandwidth of each interface, in either direction.
+            ways: Data paths that will be measured.
+            logs: Folder for the output of the processes.
         """
         self._hosts = Hosts(num_hosts, mbit_per_s)
         self._ways = ways
@@ -74,12 +74,12 @@ class Session:
         return self._board.path
 
     def measure(self, way: Way, case: Case, repeat: int) -> Transition:
-        """Let the hosts do one transition.
+        """Run one transition on the hosts.
 
         Args:
-            way: How.
-            case: Which.
-            repeat: Its number, to be written down.
+            way: Data path.
+            case: Rows and layouts.
+            repeat: Number of the repeat, for the record.
 
         Raises:
             RuntimeError: A process failed, or rows were lost or changed.

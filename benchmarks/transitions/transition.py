@@ -6,18 +6,18 @@ from benchmarks.transitions.case import Case, Message, Way
 
 
 class Transition(Message):
-    """One transition, measured.
+    """One measured transition.
 
     Attributes:
-        way: How rows went from layout to layout.
-        case: Which rows, and which layouts.
-        repeat: From 0.
-        seconds: From the moment when all had their rows under the one layout to that when all had them under the other.
-        sent: Bytes through each host's interface, as the kernel counts them.
-        received: Likewise.
-        busiest_bytes: Both together, of the interface that most passed.
+        way: Data path between the layouts.
+        case: Rows and layouts.
+        repeat: Number of the repeat, from 0.
+        seconds: Time from when all ranks had their rows in the source layout until all had them in the target layout.
+        sent: Bytes sent through each host's interface, as the kernel counts them.
+        received: Bytes received, likewise.
+        busiest_bytes: Bytes sent and received by the busiest interface.
         peak_bytes: Most memory that one process took, above what it had before.
-        balance: Cost of the fullest consumer's rows, in that of the mean.
+        balance: Cost of the fullest consumer's rows, divided by the mean.
         busy_cores: Mean number of the machine's cores in use, by whatever ran on it.
         shares: Fingerprint of every consumer's rows, in hexadecimal; not kept with the results.
     """
@@ -36,13 +36,13 @@ class Transition(Message):
 
 
 class Results(Message):
-    """All that a benchmark has measured, and on what.
+    """All measurements of a benchmark, and their conditions.
 
     Attributes:
-        mbit_per_s: What each interface sends, and what it receives, at most.
-        cores: Of the machine that all hosts share.
-        versions: Of Python and of the libraries.
-        transitions: In the order in which they were measured.
+        mbit_per_s: Bandwidth of each interface, in either direction.
+        cores: Cores of the machine that all hosts share.
+        versions: Versions of Python and of the libraries.
+        transitions: Transitions in the order in which they were measured.
     """
 
     mbit_per_s: float

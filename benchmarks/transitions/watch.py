@@ -25,13 +25,13 @@ class Observation(Message):
     """One process in one transition.
 
     Attributes:
-        host: On which it runs.
-        started: When the clock began there, in seconds; one clock for all processes of the machine.
-        ended: When the process had its rows.
-        peak_bytes: The most memory in use, above what was in use before.
+        host: Host it runs on.
+        started: Time when its clock began, in seconds; all processes of the machine share one clock.
+        ended: Time when the process had its rows.
+        peak_bytes: Most memory in use, above what was in use before.
         busy_cores: Mean number of the machine's cores in use, by all processes.
-        held: What the process brought in.
-        got: What it has now.
+        held: Rows that the process had before.
+        got: Rows that it has afterwards.
     """
 
     host: int
@@ -57,7 +57,7 @@ class Watch:
         """Prepare the watch.
 
         Args:
-            wait_for_others: Called before the clock starts.
+            wait_for_others: Function called before the clock starts.
         """
         self._wait_for_others = wait_for_others
 
@@ -87,9 +87,9 @@ class Watch:
         """What the block took.
 
         Args:
-            host: On which this process runs.
-            held: What it brought in.
-            got: What it has now.
+            host: Host this process runs on.
+            held: Rows it had before.
+            got: Rows it has now.
         """
         return Observation(
             host=host,

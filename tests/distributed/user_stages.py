@@ -23,8 +23,8 @@ class Context:
     """What these stages are given.
 
     Attributes:
-        collected: What `collect` was given.
-        recipe: For the number of siblings.
+        collected: Values that `collect` received.
+        recipe: Recipe, which names the number of siblings.
     """
 
     recipe: Recipe

@@ -60,13 +60,13 @@ class Step:
     """A node of a chain.
 
     Attributes:
-        rows: What it does to rows.
-        ranks: Where it runs.
-        dp: Into how many shards.
-        reads: For each column that it reads, the node that provides it.
-        writes: Columns.
-        needs_whole_groups: As a stage declares it.
-        streams: As a stage declares it.
+        rows: Effect of the node on rows.
+        ranks: Ranks it runs on.
+        dp: Number of shards.
+        reads: Node that provides each column it reads.
+        writes: Columns it writes.
+        needs_whole_groups: Whether it needs whole groups, as a stage declares it.
+        streams: Whether it can run window by window, as a stage declares it.
     """
 
     rows: Literal["same", "expand", "filter"]

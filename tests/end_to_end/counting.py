@@ -27,12 +27,12 @@ Bytes = dict[str, tuple[float, float]]
 
 @dataclass
 class Wire:
-    """Bytes that this rank sends and receives: of collectives, what the best algorithm needs.
+    """Bytes that this rank sends and receives; for collectives, the bytes of the best algorithm.
 
     Attributes:
-        exchanged: From peer to peer.
-        agreed: In collectives that treat all ranks alike.
-        told: In broadcasts.
+        exchanged: Bytes from peer to peer.
+        agreed: Bytes of collectives that treat all ranks alike.
+        told: Bytes of broadcasts.
     """
 
     exchanged: Bytes = field(default_factory=lambda: defaultdict(lambda: (0.0, 0.0)))
@@ -125,11 +125,11 @@ def _bytes(tensors: object) -> int:
 
 
 class StoreProxy:
-    """Stands between ranks and the rendezvous store, and notes when anything passes.
+    """Forwards between ranks and the rendezvous store, and records when anything passes.
 
     Attributes:
-        port: Where ranks meet, on 127.0.0.1.
-        passed: When, on the clock of `time.monotonic`, and how many bytes.
+        port: Port on 127.0.0.1 where ranks meet.
+        passed: Time, on the clock of `time.monotonic`, and bytes of each message.
     """
 
     def __init__(self, store_port: int) -> None:

@@ -63,10 +63,10 @@ class Step:
 
     Attributes:
         asked: Group ids given to the rollout, and the question of each.
-        trained: What the update was given of each sample.
+        trained: Columns of each sample that the update received.
         carried: Group ids that wait for the next step.
         numbers: The step's metrics, on the first rank.
-        weights: After the step.
+        weights: Weights after the step.
     """
 
     asked: dict[int, str] = field(default_factory=dict)
@@ -204,9 +204,9 @@ def check_accounting(steps: Sequence[Step], rule: Callable[[int, int], tuple[flo
     """Every prompt is asked once, and then trained on, carried over or dropped; the metrics say the same.
 
     Args:
-        steps: Of a run.
-        rule: Of its rewards.
-        rows: Of its data.
+        steps: Steps of a run.
+        rule: Reward and its validity for each prompt and sibling.
+        rows: Number of rows of the run's data.
     """
     taken, waiting = 0, list[int]()
     for step in steps:

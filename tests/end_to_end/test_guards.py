@@ -44,12 +44,12 @@ class Seen:
     """What one rank saw of a run.
 
     Attributes:
-        steps: Number of each step that was walked.
-        asked: Prompts of each.
-        weights: Of the trained roles that this rank holds, after each.
-        versions: Their policy versions, after each.
-        numbers: Metrics of each, on the first rank.
-        error: Why a guard stopped the run.
+        steps: Number of each step that was run.
+        asked: Prompts of each step.
+        weights: Weights of the trained roles on this rank, after each step.
+        versions: Policy versions of these roles, after each step.
+        numbers: Metrics of each step, on the first rank.
+        error: Reason why a guard stopped the run.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -67,8 +67,8 @@ def train(
 
     Args:
         bad: First and last prompt whose numbers go bad.
-        left_out: A step whose update of the policy is not made, by other means than a guard.
-        jump: Where in the data a step begins, if not where the step before ended.
+        left_out: Step whose policy update is skipped, not by a guard.
+        jump: Position in the data at which a step begins, where it is not where the previous step ended.
     """
     os.environ["BAD_PROMPTS"] = bad
     recipe = load_recipe(recipe_file, overrides).recipe

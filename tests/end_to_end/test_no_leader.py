@@ -44,14 +44,14 @@ SETTINGS: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Account:
-    """What one rank said in a run.
+    """What one rank sent and received in a run.
 
     Attributes:
-        exchanged: From peer to peer.
-        agreed: In collectives that treat all alike.
-        told: In broadcasts.
-        begin: When all ranks were ready for the first step.
-        end: When this rank had done the last.
+        exchanged: Bytes from peer to peer.
+        agreed: Bytes of collectives that treat all ranks alike.
+        told: Bytes of broadcasts.
+        begin: Time when all ranks were ready for the first step.
+        end: Time when this rank finished its last step.
     """
 
     exchanged: Bytes
@@ -66,10 +66,10 @@ class Observed:
     """A run of four ranks.
 
     Attributes:
-        plan: Of the run.
-        pools: Ranks that do the same.
-        accounts: By rank.
-        passed: What went to and from the rendezvous store: when, and how many bytes.
+        plan: Plan of the run.
+        pools: Ranks that do the same work.
+        accounts: Account of each rank.
+        passed: Time and bytes of each message to and from the rendezvous store.
     """
 
     plan: Plan

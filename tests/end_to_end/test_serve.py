@@ -67,9 +67,9 @@ class Site:
     """A server that runs in a thread.
 
     Attributes:
-        url: Of its API.
-        served: What it serves.
-        engine: That samples.
+        url: URL of its API.
+        served: Model that it serves.
+        engine: Engine that samples.
     """
 
     url: str

@@ -47,9 +47,9 @@ class Case:
     """A loss with settings under which all its branches are reached.
 
     Attributes:
-        loss: Of log-probs, old log-probs, advantages and lengths.
-        twin: The same in plain Python.
-        slope: Gradient of the summed loss where it is not the derivative of the value: it has stop-gradients.
+        loss: Loss as a function of log-probs, old log-probs, advantages and lengths.
+        twin: Same loss in plain Python.
+        slope: Gradient of the summed loss where stop-gradients make it differ from the derivative of the value.
         is_reinforce_on_policy: Whether its gradient at ratio 1 is that of REINFORCE.
         is_per_response: Whether all tokens of a response must have the same advantage.
     """
