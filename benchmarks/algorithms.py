@@ -5,7 +5,7 @@
 
 All begin with the same model and see as many samples a step (dapo draws more, remax one more to a prompt). Rejection
 and distillation have the quickstart's settings too, but for the penalty: the reference of distillation is its teacher,
-which there is no reason to penalise the policy for leaving or nearing once more. The teacher is what grpo makes of the
+which there is no reason to penalize the policy for leaving or nearing once more. The teacher is what grpo makes of the
 model with the first seed, so that distillation can come as far as that run and no further.
 
 An interrupted benchmark goes on where it was; remove its folder to begin anew.
@@ -191,7 +191,7 @@ def steps_to(accuracy: float, curve: Curve) -> int | None:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """A chart for each workflow: the mean over seeds, and a band from the worst to the best; all others in grey."""
+    """A chart for each workflow: the mean over seeds, and a band from the worst to the best; all others in gray."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -118,13 +118,13 @@ def draw(results: Results, path: Path) -> None:
     for axes, (name, title) in zip(all_axes, TITLES.items(), strict=True):
         for place, side in enumerate(("leaderless", "trl")):
             bottom = 0.0
-            for colour, phase in enumerate((*parts, "step")):
+            for color, phase in enumerate((*parts, "step")):
                 values = list(seconds_of(results, name, side, phase).values())
                 height = median(values) if values else 0.0
                 # What is in no phase: rewards, advantages, data.
                 height = max(0.0, height - bottom) if phase == "step" else height
                 label = "the rest" if phase == "step" else PHASES[phase]
-                axes.bar(place, height, bottom=bottom, color=f"C{colour}", label=label if place == 0 else None)
+                axes.bar(place, height, bottom=bottom, color=f"C{color}", label=label if place == 0 else None)
                 bottom += height
         axes.set_xticks([0, 1], ["leaderless", "TRL"])
         axes.set_title(title.replace(", ", ",\n"), fontsize=9)

@@ -20,7 +20,7 @@ def results_page() -> str:
     parts = [
         "# Measured on the quickstart",
         (
-            "Every built-in workflow in which a policy answers begins with the same tiny model, which has learnt to "
+            "Every built-in workflow in which a policy answers begins with the same tiny model, which has learned to "
             "add from careless demonstrations, and learns from nothing but whether its answers are right; "
             "`distillation` from what a teacher makes of them, the model that `grpo` ended with under the first seed. "
             "Accuracy is that of greedy answers to 512 additions that no run was trained on. The settings are those of "
@@ -38,7 +38,7 @@ def results_page() -> str:
             table(curves, link="[{0}]({0}.md)"),
             f"![Held-out accuracy by step, a chart for each workflow](../images/{PICTURE.name})",
             (
-                "The line is the mean over seeds, the band goes from the worst to the best, and the grey lines are the "
+                "The line is the mean over seeds, the band goes from the worst to the best, and the gray lines are the "
                 "other workflows. The task is small and its reward exact: this shows that each of them learns, not "
                 "which is the best for a large model."
             ),

@@ -161,7 +161,7 @@ def make_external(driver: Driver, path: str | None = None, told: list[str] | Non
 
 
 def change_weights(trainer: FsdpEngine, seed: int = 0) -> None:
-    """As an optimiser step would."""
+    """As an optimizer step would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in trainer.model.parameters():

@@ -35,7 +35,7 @@ class ControllerConfig(Section):
     call_us: float = Field(ge=0)
     """Calling one rank, sending or receiving."""
     serialization_gb_per_s: float | None = Field(default=None, gt=0)
-    """Objects to bytes, and bytes to objects, by one process; nothing is serialised when not given."""
+    """Objects to bytes, and bytes to objects, by one process; nothing is serialized when not given."""
     object_store_gb_per_s: float | None = Field(default=None, gt=0)
     """Bytes copied into the host's object store; there is none when not given."""
     network_gb_per_s: float | None = Field(default=None, gt=0)
@@ -43,7 +43,7 @@ class ControllerConfig(Section):
     copy_gb_per_s: float = Field(gt=0)
     """Padding, joining and reordering by one process, for each pass over the batch."""
     dataloader_processes: int = Field(ge=1)
-    """Processes that tokenise prompts for the controller."""
+    """Processes that tokenize prompts for the controller."""
 
 
 class ComparedCluster(ClusterConfig):

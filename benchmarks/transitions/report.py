@@ -23,7 +23,7 @@ NAMES: dict[Way, str] = {
     "gloo": "controller, gloo",
     "packed": "controller, gloo, not padded",
 }
-COLOURS: dict[Way, str] = {"ours": "C0", "ray": "C1", "gloo": "C2", "packed": "C3"}
+COLORS: dict[Way, str] = {"ours": "C0", "ray": "C1", "gloo": "C2", "packed": "C3"}
 KIND_NAMES: dict[Kind, str] = {"balance": "same ranks, uneven rows", "pools": "from pool to pool"}
 
 
@@ -196,8 +196,8 @@ def _draw_chart(chart: Axes, runs: Mapping[int, Mapping[Way, Sequence[Transition
     for way in (way for way in NAMES if any(way in some for some in runs.values())):
         values = [[quantity.value(run) for run in some[way]] for some in runs.values()]
         least, most = [*map(min, values)], [*map(max, values)]
-        chart.fill_between(places, least, most, color=COLOURS[way], alpha=0.25, linewidth=0)
-        chart.plot(places, [*map(median, values)], "o-", color=COLOURS[way], label=NAMES[way], markersize=4)
+        chart.fill_between(places, least, most, color=COLORS[way], alpha=0.25, linewidth=0)
+        chart.plot(places, [*map(median, values)], "o-", color=COLORS[way], label=NAMES[way], markersize=4)
     chart.set_xscale("log", base=2)
     chart.set_yscale("log")
     chart.set_xticks(places, [f"{value:,}" for value in places])

@@ -120,9 +120,9 @@ def in_order(results: list[list[dict[str, Json]]]) -> list[dict[str, Json]]:
     [
         (2, {}),
         (4, {"sample": {"ranks": "0-1"}, "score": {"ranks": "2-3"}, "collect": {"ranks": "0-3"}}),
-        (4, {"sample": {"tp": 2}, "score": {"ranks": "1-3", "tp": 3}, "centre": {"ranks": "0,3"}}),
+        (4, {"sample": {"tp": 2}, "score": {"ranks": "1-3", "tp": 3}, "center": {"ranks": "0,3"}}),
         (3, {"sample": {"ranks": "0"}, "look": {"ranks": "1"}, "double": {"ranks": "2"}, "positive": {"ranks": "0-2"}}),
-        (4, {"double": {"tp": 4}, "centre": {"dp": 2, "cp": 2}, "positive": {"dp": 4}, "collect": {"ranks": "3"}}),
+        (4, {"double": {"tp": 4}, "center": {"dp": 2, "cp": 2}, "positive": {"dp": 4}, "collect": {"ranks": "3"}}),
     ],
 )
 def test_results_do_not_depend_on_the_layout(ranks: RankPool, world_size: int, layout: dict[str, Json]) -> None:
@@ -168,10 +168,10 @@ def test_columns_are_freed_behind_their_last_reader(ranks: RankPool) -> None:
         "score": tokens + scores,  # nobody else reads prompts
         "look": tokens + scores,
         "double": tokens + scores,  # the first version is free
-        "centre": tokens + 2 * scores,
+        "center": tokens + 2 * scores,
         "collect": 0,
     }
-    assert 0 < kept < held["centre"]  # only what the filter left
+    assert 0 < kept < held["center"]  # only what the filter left
 
 
 # What travels

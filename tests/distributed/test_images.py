@@ -16,7 +16,7 @@ from leaderless.workflow import Workflow, stage
 
 HERE = "tests.distributed.test_images"
 PATCH_VALUES = 1176
-"""Of three colours, two frames, and 14 by 14 pixels."""
+"""Of three colors, two frames, and 14 by 14 pixels."""
 NUM_PROMPTS = 12
 
 

@@ -58,7 +58,7 @@ def double(batch: Batch, context: Context) -> Batch:
 
 
 @stage(reads=["score"], writes=["centred"], needs_whole_groups=True)
-def centre(batch: Batch, context: Context) -> Batch:
+def center(batch: Batch, context: Context) -> Batch:
     """The score less its group's mean, times the size of the group."""
     groups, index = torch.unique(batch.group_ids, return_inverse=True)
     sums = torch.zeros(len(groups)).index_add_(0, index, batch.dense("score"))
@@ -140,8 +140,8 @@ def whole_workflow() -> Workflow:
         .node("score", run=f"{HERE}:score", after="sample")
         .node("look", run=f"{HERE}:look", after="score")
         .node("double", run=f"{HERE}:double", after="score")
-        .node("centre", run=f"{HERE}:centre", after="double")
-        .node("positive", run=f"{HERE}:positive", after="centre")
+        .node("center", run=f"{HERE}:center", after="double")
+        .node("positive", run=f"{HERE}:positive", after="center")
         .node("collect", run=f"{HERE}:collect", after="positive")
     )
 

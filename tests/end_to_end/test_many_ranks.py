@@ -155,11 +155,11 @@ def test_windows_travel_while_the_next_is_sampled(ranks: RankPool, tmp_path: Pat
     recipe = write_recipe(tmp_path, tiny_model(), settings)
     first, second = ranks.run(2, traced, str(recipe), init_group=False)
     assert len(first["rollout"]) == len(second["old"]) == 2 * 4, "each of two steps has four windows"
-    travelled = first["reshard(rollout->1)"]
-    assert {lane for lane, _, _ in travelled} == {1}
+    sent = first["reshard(rollout->1)"]
+    assert {lane for lane, _, _ in sent} == {1}
     overlaps = [
         min(end, until) - max(begin, since)
-        for _, begin, end in travelled
+        for _, begin, end in sent
         for _, since, until in first["rollout"]
         if min(end, until) > max(begin, since)
     ]

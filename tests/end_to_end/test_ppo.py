@@ -113,7 +113,7 @@ def local(value: Tensor) -> Tensor:
 
 
 def train_until(recipe_file: str, name: str, steps: int) -> dict[str, Tensor]:
-    """Weights and optimisers of all roles after a run, which may be the rest of another."""
+    """Weights and optimizers of all roles after a run, which may be the rest of another."""
     loaded = load_recipe(recipe_file, [f"name={name}"])
     recipe = loaded.recipe.model_copy(update={"steps": steps})
     place = Place.from_environment()

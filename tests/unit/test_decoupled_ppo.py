@@ -95,9 +95,9 @@ def trained(policy: Table, prox: Tensor, behave: Tensor, gain: Tensor) -> dict[s
 
 
 def objective(new: float, prox: float, behave: float, gain: float) -> tuple[float, float]:
-    """A token's term, to be maximised, and its derivative: (prox / behave) min(u A, clip(u) A) with u = new / prox.
+    """A token's term, to be maximized, and its derivative: (prox / behave) min(u A, clip(u) A) with u = new / prox.
 
-    Tokens whose behaviour weight is above the cap are left out, as in the published code.
+    Tokens whose behavior weight is above the cap are left out, as in the published code.
     """
     weight, u = math.exp(prox - behave), math.exp(new - prox)
     clipped = min(max(u, 1 - CLIP), 1 + CLIP)

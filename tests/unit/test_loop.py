@@ -230,7 +230,7 @@ def test_the_frame_in_the_picture_is_around_the_loop_and_nothing_else(sections):
     frame = edges(frames[0])
     for box in [part for part in parts if part.get("class", "").startswith("box")]:
         if box.find("{*}text") is None:
-            continue  # a colour of the legend
+            continue  # a color of the legend
         x1, y1, x2, y2 = edges(box)
         is_inside = frame[0] < x1 and frame[1] < y1 and x2 < frame[2] and y2 < frame[3]
         is_outside = x2 < frame[0] or x1 > frame[2] or y2 < frame[1] or y1 > frame[3]

@@ -1,4 +1,4 @@
-"""Memory that runs out is recognised, explained, and where possible made do with."""
+"""Memory that runs out is recognized, explained, and where possible made do with."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_the_picture_loads_nothing_and_keeps_its_style_to_itself():
     selectors = [rule.strip() for rule in re.findall(r"([^{}]+)\{", rules)]
     assert len(selectors) > 20
     assert all(selector.startswith(".leaderless-plan") for selector in selectors)
-    # Every colour that is used is set in light and in dark.
+    # Every color that is used is set in light and in dark.
     for name in set(re.findall(r"var\((--[\w-]+)\)", style.text)) - {"--color"}:
         assert style.text.count(f"{name}:") == 2, name
     assert f"pool-{NUM_COLORS - 1}" in style.text
