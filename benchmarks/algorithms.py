@@ -1,14 +1,13 @@
-"""Every built-in workflow in which a policy answers, on the quickstart: accuracy, its spread over seeds, and time.
+"""Accuracy, its spread over seeds, and time of every built-in workflow in which a policy answers, on the quickstart.
 
     pip install --editable .[benchmarks]
     python benchmarks/algorithms.py && python docs/generate.py
 
-All begin with the same model and see as many samples a step (dapo draws more, remax one more to a prompt). Rejection
-and distillation have the quickstart's settings too, but for the penalty: the reference of distillation is its teacher,
-which there is no reason to penalize the policy for leaving or nearing once more. The teacher is what grpo makes of the
-model with the first seed, so that distillation can come as far as that run and no further.
+All start from the same model and use the same number of samples per step (dapo draws more, remax one more per prompt).
+Rejection and distillation have the quickstart's settings too; only distillation has no penalty, since its reference is
+the teacher. The teacher is the final model of grpo with the first seed, so distillation can get as far as that run.
 
-An interrupted benchmark goes on where it was; remove its folder to begin anew.
+An interrupted benchmark continues where it stopped; remove its folder to start again.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ STARTS: dict[str, list[str]] = {
     "dapo": ["dapo"],
     "distillation": ["grpo", f"models.reference={TEACHER}", "algorithm.kl.coefficient=0"],
 }
-"""The quickstart's recipe that a workflow begins from, and what it overrides there; that of grpo, unless named here."""
+"""The quickstart recipe that a workflow starts from, and what it overrides; the recipe of grpo, unless listed here."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def train(workflow: str, seed: int, steps: int, folder: Path) -> Curve:
 
 
 def name_of(workflow: str, seed: int) -> str:
-    """Of a run."""
+    """The name of a run."""
     return f"bench-{workflow}-{seed}"
 
 
@@ -132,7 +131,7 @@ def leaderless(*arguments: str) -> list[str]:
 
 
 def call(arguments: list[str], folder: Path, name: str) -> None:
-    """Run Python on one core in a folder, its output in a file there."""
+    """Run Python on one core in a folder, with its output in a file there."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
         code = subprocess.run(
@@ -143,19 +142,20 @@ def call(arguments: list[str], folder: Path, name: str) -> None:
 
 
 def load(path: Path = RESULTS) -> list[Curve]:
-    """What a benchmark has measured; nothing if there was none."""
+    """The results of a benchmark; empty if it has not been run."""
     if not path.exists():
         return []
     return [Curve(**run) for run in json.loads(path.read_text(encoding="utf-8"))["runs"]]
 
 
 def describe(path: Path = RESULTS) -> str:
-    """How it was measured, in a sentence."""
+    """The conditions of the measurement, in a sentence."""
     results = json.loads(path.read_text(encoding="utf-8"))
     seeds: dict[str, int] = Counter(run["workflow"] for run in results["runs"])
     most = max(seeds.values())
-    fewer = "".join(f", {name} {count}" for name, count in seeds.items() if count < most)
-    return f"{results['steps']} steps, {most} seeds{fewer}, {results['parallel']} runs at a time on one machine."
+    fewer = ", ".join(f"{name} {count}" for name, count in seeds.items() if count < most)
+    exceptions = f" ({fewer})" if fewer else ""
+    return f"{results['steps']} steps, {most} seeds{exceptions}, {results['parallel']} runs at a time on one machine."
 
 
 def by_workflow(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
@@ -163,12 +163,12 @@ def by_workflow(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
 
 
 def table(curves: Sequence[Curve], link: str = "{}") -> str:
-    """A row for each workflow, in Markdown; `link` makes a name of the workflow's.
+    """A row for each workflow, in Markdown; `link` formats the workflow's name.
 
-    Seconds are those of the fastest seed: whatever else the machine does only adds to them.
+    Seconds are those of the fastest seed, since other load on the machine can only add to them.
     """
     lines = [
-        f"| workflow | accuracy at the end | min to max | steps to {GOOD}, by seed | seconds |",
+        f"| workflow | final accuracy | min to max | steps to {GOOD}, by seed | seconds |",
         "| --- " * 5 + "|",
     ]
     for name, runs in by_workflow(curves).items():
@@ -186,12 +186,12 @@ def table(curves: Sequence[Curve], link: str = "{}") -> str:
 
 
 def steps_to(accuracy: float, curve: Curve) -> int | None:
-    """The first step at which an accuracy was measured; None if it never was."""
+    """The first step at which an accuracy was reached; None if it never was."""
     return next((step for step, value in zip(curve.steps, curve.accuracy, strict=True) if value >= accuracy), None)
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """A chart for each workflow: the mean over seeds, and a band from the worst to the best; all others in gray."""
+    """A chart for each workflow: the mean over seeds, and a band from the worst to the best; the others in gray."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""The pages about algorithms: what has been measured, all formulas, and what goes together."""
+"""The pages about algorithms: measurements, formulas, and possible combinations."""
 
 from __future__ import annotations
 
@@ -14,53 +14,54 @@ from leaderless.config.algorithm import AlgorithmConfig, KlConfig, refusals
 
 
 def results_page() -> str:
-    """What `benchmarks/algorithms.py` has measured last."""
+    """The newest results of `benchmarks/algorithms.py`."""
     from benchmarks.algorithms import PICTURE, describe, load, table
 
     parts = [
         "# Measured on the quickstart",
         (
-            "Every built-in workflow in which a policy answers begins with the same tiny model, which has learned to "
-            "add from careless demonstrations, and learns from nothing but whether its answers are right; "
-            "`distillation` from what a teacher makes of them, the model that `grpo` ended with under the first seed. "
-            "Accuracy is that of greedy answers to 512 additions that no run was trained on. The settings are those of "
-            "`recipes/quickstart/grpo.yaml`, but `ppo` and `dapo` have recipes of their own there, and `distillation` "
-            "has no penalty. One worker on one CPU core; the seed decides the order of the prompts and the samples."
+            "Every built-in workflow in which a policy answers starts from the same tiny model, which has learned to "
+            "add from careless demonstrations. The only signal is whether its answers are right, except in "
+            "`distillation`, where it is a teacher: the final model of `grpo` with the first seed. Accuracy is that of "
+            "greedy answers to 512 additions that no run was trained on. The settings are those of "
+            "`recipes/quickstart/grpo.yaml`, but `ppo` and `dapo` have their own recipes there, and `distillation` has "
+            "no penalty. Each run has one worker on one CPU core; the seed determines the order of the prompts and the "
+            "samples."
         ),
     ]
     curves = load()
     if curves:
         parts += [
             (
-                f"{describe()} Seconds are those of all steps, evaluation left out, of the fastest seed: whatever else "
-                "the machine did only adds to them, and it may be most of them."
+                f"{describe()} Seconds are the time of all steps of the fastest seed, without evaluation. Other load "
+                "on the machine adds to them, possibly more than the run itself."
             ),
             table(curves, link="[{0}]({0}.md)"),
             f"![Held-out accuracy by step, a chart for each workflow](../images/{PICTURE.name})",
             (
-                "The line is the mean over seeds, the band goes from the worst to the best, and the gray lines are the "
-                "other workflows. The task is small and its reward exact: this shows that each of them learns, not "
-                "which is the best for a large model."
+                "The line is the mean over seeds, the band goes from the worst to the best seed, gray lines are the "
+                "other workflows. The task is small and its reward exact, so this shows that each workflow learns, "
+                "not which is best for a large model."
             ),
         ]
     else:
-        parts += ["There is nothing here yet: the script below has not been run for this version."]
+        parts += ["There are no results yet: the script below has not been run for this version."]
     return "\n\n".join([*parts, "To measure it again:", "```shell\npython benchmarks/algorithms.py\n```"])
 
 
 def formulas_page() -> str:
-    """All functions of `leaderless.algorithms`, as their docstrings have them."""
+    """All functions of `leaderless.algorithms`, as their docstrings describe them."""
     rows = [(entry.kind, f"`{entry.name}`", f"`{cell(entry.formula)}`", cell(entry.source)) for entry in entries()]
     return "\n\n".join(
         [
             "# Formulas and sources",
             (
-                "Every function of `leaderless.algorithms`, with what its docstring says. `python -m "
-                "leaderless.algorithms` prints the same. `A` is the advantage of a token, `ratio` that of its "
-                "probability under the current policy to that before the step's updates, `sg` stops the gradient. "
-                "How to combine them: [Algorithms](../algorithms/index.md)."
+                "Every function of `leaderless.algorithms`, as described by its docstring; `python -m "
+                "leaderless.algorithms` prints the same. `A` is the advantage of a token, `ratio` the ratio of its "
+                "probability under the current policy to its probability before the step's updates, and `sg` stops the "
+                "gradient. [Algorithms](../algorithms/index.md) describes how to combine them."
             ),
-            table_of(("kind", "function", "formula", "source, and what differs from it"), rows),
+            table_of(("kind", "function", "formula", "source and deviations"), rows),
         ]
     )
 
@@ -92,7 +93,7 @@ def with_combinations(page: str) -> str:
 
 
 def combinations() -> str:
-    """Advantage x loss x aggregation x KL, every combination tried, and why some are refused."""
+    """All combinations of advantage, loss, aggregation and KL penalty, and why some are refused."""
     trials = list(_trials())
     advantages, losses = (list(dict.fromkeys(trial[i] for trial in trials)) for i in range(2))
     cells = {(loss, name): [t for t in trials if t[:2] == (name, loss)] for loss in losses for name in advantages}
@@ -113,8 +114,8 @@ def combinations() -> str:
         rows.append(tuple(row))
     table = table_of(("loss, advantage", *(f"`{name}`" for name in advantages)), rows)
     notes = [f"{i}. {_rule(rule, trials)}" for i, rule in enumerate(numbered, 1)]
-    wide = [f"Whatever the advantage and the loss are: {_rule(rule, trials)}" for rule in everywhere]
-    counted = f"Of {len(trials):,} combinations {sum(not trial.reasons for trial in trials):,} are taken."
+    wide = [f"With any advantage and loss: {_rule(rule, trials)}" for rule in everywhere]
+    counted = f"{sum(not trial.reasons for trial in trials):,} of {len(trials):,} combinations are accepted."
     return "\n\n".join([table, "\n".join(notes), *wide, counted])
 
 
@@ -140,7 +141,7 @@ def _trials() -> Iterator[Trial]:
 
 
 def _rule(rule: str, trials: Sequence[Trial]) -> str:
-    """A refusal, with the aggregations and penalties that it is about if not about all."""
+    """A refusal, with the aggregations and penalties it applies to, unless it applies to all."""
     about = [trial for trial in trials if rule in trial.reasons]
     scopes = []
     for field, mark in (("aggregation", "`"), ("penalty", "")):
