@@ -1,6 +1,6 @@
-"""Writes the pages and pictures of the documentation that follow from the code: `python docs/generate.py`.
+"""Writes the pages and pictures of the documentation that are derived from the code: `python docs/generate.py`.
 
-What it writes is committed, so that it can be read without building anything; a test tells when it is stale.
+They are committed, so that they can be read without building anything; a test fails when they are stale.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOTE = "<!-- Written by docs/generate.py; change the code that it describes inst
 
 
 class Picture(NamedTuple):
-    """A plan to be drawn: of a recipe of the repository, with overrides, on so many workers."""
+    """A plan to draw: a recipe of the repository, with overrides, and a number of workers."""
 
     recipe: str
     world_size: int
@@ -67,11 +67,11 @@ PICTURES = {
     "workflow-sft": Picture("recipes/quickstart/sft.yaml", 2),
     "workflow-informative": Picture("examples/own_workflow/recipe.yaml", 2),
 }
-"""Pictures by file name; their models are named, and need not be here."""
+"""Pictures by file name. Their models are only named, and need not exist."""
 
 
 def main() -> None:
-    """Write all of it."""
+    """Write all pages and pictures."""
     sys.path.insert(0, str(ROOT))  # for the stages of examples, and for benchmarks
     for path, text in render().items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def render() -> dict[Path, str]:
-    """Every generated file and what it should hold."""
+    """Every generated file and its content."""
     pages = {
         "configuration": configuration_page(),
         "cluster": cluster_page(),
@@ -118,15 +118,15 @@ def draw(picture: Picture) -> str:
 def configuration_page() -> str:
     """Every setting of a recipe."""
     parts = [
-        "# Settings of a recipe",
+        "# Recipe settings",
         (
-            "Every key that a recipe may have; on the command line each can be set as `section.key=value`. "
-            "See [Recipes and overrides](../concepts/recipe.md) for how they are read and checked."
+            "All keys of a recipe. On the command line, each can be set as `section.key=value`. "
+            "[Recipes and overrides](../concepts/recipe.md) explains how recipes are read and checked."
         ),
-        "A key without a default has to be given. Seconds end in `_s`; sizes count what their name says.",
+        "Keys without a default are required. Names of times in seconds end in `_s`.",
     ]
     own = {name: field for name, field in Recipe.model_fields.items() if not sections_of(field.annotation)}
-    parts += ["## The recipe itself", _settings_table(own, "")]
+    parts += ["## Top level", _settings_table(own, "")]
     for name, field in Recipe.model_fields.items():
         for section in sections_of(field.annotation):
             key = f"{name}.<name>" if get_origin(field.annotation) is Mapping else name
@@ -137,12 +137,13 @@ def configuration_page() -> str:
 def cluster_page() -> str:
     """Every constant of a cluster file."""
     parts = [
-        "# Constants of a cluster file",
+        "# Cluster constants",
         (
-            "What `leaderless simulate` knows of machines, libraries and workload; see [Scaling](../scaling.md) for "
-            "what it makes of them, and `recipes/clusters/` for files with values and their sources."
+            "The constants of machines, libraries and workload that `leaderless simulate` reads from a cluster file. "
+            "[Scaling](../scaling.md) explains how they are used; `recipes/clusters/` has files with values and their "
+            "sources."
         ),
-        "Times end in `_us` (microseconds), memory in `_gib`, bandwidth in `_gb_per_s` (10⁹ bytes a second).",
+        "Names of times end in `_us` (microseconds), of memory in `_gib`, of bandwidth in `_gb_per_s` (10⁹ bytes/s).",
     ]
     for name, field in ClusterConfig.model_fields.items():
         for section in sections_of(field.annotation):
@@ -156,13 +157,13 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
     yield f"## `{heading}`" if "." not in heading or "<" in heading else f"### `{heading}`"
     yield cell(description, keep_lines=True)
     if issubclass(section, ShorthandSection):
-        yield f"Written as one value, it sets `{section.shorthand}`."
+        yield f"A single value in place of this section sets `{section.shorthand}`."
     fields = section.model_fields
     plain = {name: field for name, field in fields.items() if not sections_of(field.annotation)}
     if plain:
         yield _settings_table(plain, f"{heading}.")
     if section.__name__ == "RewardsConfig":
-        yield "Each reward, built in or of one's own, also has:"
+        yield "Every reward, built-in or custom, also has these settings:"
         yield _settings_table(RewardOptions.model_fields, "reward.<name>.")
         yield "A custom reward is named `package.module:function`; see [Rewards](../concepts/rewards.md)."
     for name, field in fields.items():
@@ -188,19 +189,19 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
 
 
 def _one_or_several(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:
-    """A section that may also be given several times, by names that are up to the user."""
+    """A section that may also be given several times, by names that the user chooses."""
     one, of_several = sections
     yield from _section(one, heading, field.description or "")
     more = {name: inner for name, inner in of_several.model_fields.items() if name not in one.model_fields}
     yield f"### `{heading}.<name>`"
-    yield f"One of several. It has the settings of [`{heading}`](#{heading.replace('.', '')}), and also:"
+    yield f"One of several, by name. It has the settings of [`{heading}`](#{heading.replace('.', '')}), and also:"
     yield _settings_table(more, f"{heading}.<name>.")
 
 
 def _typed_sections(sections: Sequence[type[BaseModel]], heading: str, field: FieldInfo) -> Iterator[str]:
-    """Sections of which `type` chooses one."""
+    """Sections from which `type` selects one."""
     yield f"### `{heading}`"
-    yield f"{cell(field.description or '')} `{heading}.type` says which; `{field.default.type}` when not given."
+    yield f"{cell(field.description or '')} `{heading}.type` selects it; the default is `{field.default.type}`."
     rows: list[tuple[str, ...]] = []
     for section in sections:
         kind = section.model_fields["type"].default
@@ -208,7 +209,7 @@ def _typed_sections(sections: Sequence[type[BaseModel]], heading: str, field: Fi
         for name, inner in section.model_fields.items():
             if name != "type":
                 rows.append((f"`{heading}.{name}`", _type_name(inner), _default(inner), cell(inner.description or "")))
-    yield table_of(("type, and its settings", "type", "default", "meaning"), rows)
+    yield table_of(("type and its settings", "type", "default", "meaning"), rows)
 
 
 def _settings_table(fields: Mapping[str, FieldInfo], prefix: str) -> str:
@@ -220,7 +221,7 @@ def _settings_table(fields: Mapping[str, FieldInfo], prefix: str) -> str:
 
 
 def _type_name(field: FieldInfo) -> str:
-    """The type of a setting in words of YAML, with its bounds."""
+    """The type of a setting in YAML terms, with its bounds."""
     bounds = []
     for bound in field.metadata:
         for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
@@ -245,9 +246,9 @@ def _annotation_name(annotation: object) -> str:
 def _default(field: FieldInfo) -> str:
     value = field.default
     if field.default_factory is not None:
-        return "see there"
+        return "see meaning"
     if value is PydanticUndefined:
-        return "must be given"
+        return "required"
     if value is None:
         return "none"
     if isinstance(value, tuple) and not value:
@@ -266,12 +267,12 @@ def cli_page() -> str:
     parts = [
         "# Command line",
         (
-            "`leaderless COMMAND --help` prints the same. `python -m leaderless` is the same command, as it is needed "
-            "behind `torchrun`."
+            "`leaderless COMMAND --help` prints the same. `python -m leaderless` is the same command, in the form that "
+            "`torchrun` needs."
         ),
         (
-            "Exit codes: 0 for success, 2 for something that the user has to correct, 128 + n when signal n stopped it "
-            "(130: Ctrl-C), 1 for any other failure."
+            "Exit codes: 0 for success, 2 for something that you have to correct, 128 + n if signal n stopped the "
+            "command (130: Ctrl-C), and 1 for any other failure."
         ),
     ]
     for name, command in group.commands.items():
@@ -309,9 +310,9 @@ def stages_page() -> str:
     parts = [
         "# Built-in stages",
         (
-            "What a node may name as `run`, and the contract that the planner checks. "
-            "See [Stages and columns](../concepts/stages.md) for the words, and "
-            "[A custom stage](../guides/stage.md) for how to add one."
+            "The stages that a node can name as `run`, and the contracts that the planner checks. "
+            "[Stages and columns](../concepts/stages.md) explains the words, and "
+            "[A custom stage](../guides/stage.md) how to add one."
         ),
     ]
     for name, spec in BUILTIN_STAGES.items():
@@ -323,11 +324,11 @@ def stages_page() -> str:
 CONDITIONS = {
     "batch.updates_per_step=2": "`batch.updates_per_step` is above 1",
     "algorithm.kl.coefficient=0.1": "`algorithm.kl.coefficient` is above 0",
-    "algorithm.kl={coefficient: 0.1, place: reward}": "that is so and `algorithm.kl.place` is `reward`",
+    "algorithm.kl={coefficient: 0.1, place: reward}": "also `algorithm.kl.place` is `reward`",
     "algorithm.overlong.filter=true": "`algorithm.overlong.filter` is set",
     "algorithm.advantage={type: gae}": "`algorithm.advantage.type` is `gae`",
 }
-"""Settings under which stages read or write more, in words."""
+"""Settings that make stages read or write more, in words."""
 
 
 def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
@@ -351,8 +352,8 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
             yield f"writes, if {condition}", _names(more)
     rows = {
         "same": "keeps them",
-        "expand": "makes samples of prompts",
-        "filter": "leaves some out",
+        "expand": "turns prompts into samples",
+        "filter": "drops some",
         "regroup": "forms new groups",
     }
     yield "rows", rows[spec.rows]
@@ -373,7 +374,7 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
 
 
 def _recipe_with(*overrides: str) -> Recipe:
-    """A recipe without a penalty, but for what is asked for."""
+    """A recipe without a penalty, plus some overrides."""
     return load_recipe(ROOT / "recipes/quickstart/grpo.yaml", ["algorithm.kl.coefficient=0", *overrides]).recipe
 
 
@@ -398,9 +399,10 @@ def columns_page() -> str:
         [
             "# Built-in columns",
             (
-                "What built-in stages exchange. *Dense* is one value per row, *jagged* a run of values per row and "
-                "never padded, *object* a JSON-able value. A custom stage may read any of them and write "
-                "columns of any other name; those need no entry here. See [Batches](../concepts/batch.md)."
+                "The columns that built-in stages exchange. A *dense* column has one value per row, a *jagged* column "
+                "any number of values per row without padding, and an *object* column a JSON-able value. A custom "
+                "stage may read any of them and write columns of any other name, which need no entry here. See "
+                "[Batches](../concepts/batch.md)."
             ),
             table_of(("column", "kind", "type", "written by", "meaning"), rows),
         ]
@@ -408,18 +410,18 @@ def columns_page() -> str:
 
 
 def metrics_page() -> str:
-    """What a run logs."""
+    """The metrics of a run."""
     parts = [
         "# Metrics",
         (
-            "What a run writes into `metrics.jsonl` and TensorBoard, one record per step. Values are taken over the "
-            "samples of all ranks; apart from times and speeds, none depends on the number of ranks. Parts in angle "
-            "brackets stand for a name or a number of the recipe: `<role>/loss` is `policy/loss` and, with a critic, "
-            "`critic/loss`. `checkpoint.best_metric` may name any of them that the recipe reports."
+            "The metrics that a run writes to `metrics.jsonl` and TensorBoard, with one record per step. Values cover "
+            "the samples of all ranks; apart from times and speeds, none depends on the number of ranks. Parts in "
+            "angle brackets stand for a name or a number in the recipe: `<role>/loss` is `policy/loss` and, with a "
+            "critic, `critic/loss`. `checkpoint.best_metric` may name any metric that the recipe reports."
         ),
         (
-            "Each record also has `step`, which is 0 for what is measured before the first step, and `time_s`, the "
-            "seconds since the run began, earlier starts of the same run included."
+            "Each record also has `step`, which is 0 for measurements before the first step, and `time_s`, the "
+            "seconds since the run began, including earlier starts of the same run."
         ),
     ]
     prefixes = dict.fromkeys(name.partition("/")[0] for name in METRICS)
@@ -431,7 +433,7 @@ def metrics_page() -> str:
             header, rows = header[:2], [row[:2] for row in rows]
         parts += [f"## `{prefix}/`", table_of(header, rows)]
     context = "[context](../guides/stage.md#metrics)"
-    parts.append(f"A custom stage reports metrics through its {context}; the report draws them below the others.")
+    parts.append(f"Custom stages report metrics through their {context}; the report draws them below the others.")
     return "\n\n".join(parts)
 
 

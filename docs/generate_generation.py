@@ -1,4 +1,4 @@
-"""What has been measured of generation, for the page about performance."""
+"""The measurements of generation, for the page about performance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MARKS = "<!-- generation: begin -->", "<!-- generation: end -->"
 
 
 def with_generation(page: str) -> str:
-    """A page with what `benchmarks/generation.py` has measured last between its two marks."""
+    """A page with the newest results of `benchmarks/generation.py` between its two marks."""
     before, _, rest = page.partition(MARKS[0])
     return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
@@ -21,17 +21,17 @@ def measured() -> str:
         repeats = max(len({run["repeat"] for run in results["runs"]}), 1)
         versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         read = (
-            "Bars are speeds beside ours, compared within a repeat: medians, with lines from least to most. The table "
-            f"says how many times as fast {OURS} was, with the least and the most in brackets where it was measured "
-            f"more than once; what is empty was not measured. {results['cores']} cores, {versions}; repeats: up to "
-            f"{repeats}. All runs are in `docs/performance/{RESULTS.name}`."
+            "Bars are speeds relative to ours within a repeat: medians, with lines from the smallest to the largest. "
+            f"The table shows how many times as fast {OURS} was, with the smallest and the largest ratio in brackets "
+            f"if it was measured more than once; empty cells were not measured. {results['cores']} cores, {versions}; "
+            f"repeats: up to {repeats}. All runs are in `docs/performance/{RESULTS.name}`."
         )
         parts += [
-            f"![Speed of each way beside ours, by workload and model](images/{PICTURE.name})",
+            f"![Speed of each engine relative to ours, by workload and model](images/{PICTURE.name})",
             read,
             table(results),
         ]
         parts += [f"Failed: {case}: {why}" for case, why in results["failures"].items()]
     if on_gpu is not None:
         parts += ["On a GPU, in bfloat16:", table(on_gpu)]
-    return "\n\n".join(parts or ["There is nothing here yet: the script has not been run for this version."])
+    return "\n\n".join(parts or ["There are no results yet: the script has not been run for this version."])

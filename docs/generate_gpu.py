@@ -1,4 +1,4 @@
-"""What has been measured on a GPU, for the page about performance."""
+"""The measurements on a GPU, for the page about performance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MARKS = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 
 
 def with_gpu(page: str) -> str:
-    """A page with what `benchmarks/gpu.py` has measured last between its two marks."""
+    """A page with the newest results of `benchmarks/gpu.py` between its two marks."""
     before, _, rest = page.partition(MARKS[0])
     return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
@@ -18,7 +18,7 @@ def measured() -> str:
     from benchmarks.gpu import PICTURE, RESULTS, table
 
     if not RESULTS.exists():
-        return "There is nothing here yet: the script has not been run on a GPU."
-    picture = f"![Tokens per second of the ways to generate, beside the best](images/{PICTURE.name})"
+        return "There are no results yet: the script has not been run on a GPU."
+    picture = f"![Tokens per second of the ways to generate, relative to the best](images/{PICTURE.name})"
     parts = [picture] if PICTURE.exists() else []
     return "\n\n".join([*parts, table(json.loads(RESULTS.read_text(encoding="utf-8")))])

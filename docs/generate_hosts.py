@@ -1,4 +1,4 @@
-"""What has been measured on several hosts, for the page about scaling."""
+"""The measurements on several hosts, for the page about scaling."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ ALTS = {
     "batch": "Seconds, bytes and memory of a transition by number of prompts, for ours and the controllers",
     "context": "Seconds, bytes and memory of a transition by longest response, for ours and the controllers",
 }
-"""What each picture shows."""
+"""Description of each picture."""
 
 
 def with_hosts(page: str) -> str:
-    """A page with what `benchmarks/data_coordinator.py` has measured last between its two marks."""
+    """A page with the newest results of `benchmarks/data_coordinator.py` between its two marks."""
     before, _, rest = page.partition(MARKS[0])
     return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
@@ -23,11 +23,11 @@ def measured() -> str:
 
     results = load()
     if results is None:
-        return "There is nothing here yet: the script below has not been run for this version."
+        return "There are no results yet: the script below has not been run for this version."
     pictures = [f"![{ALTS[axis.name]}](images/scaling-{axis.name}.png)" for axis in AXES]
     read = (
         f"The upper charts are of *{KIND_NAMES['balance']}*, the lower of *{KIND_NAMES['pools']}*. Lines are medians, "
-        "bands go from least to most. In the tables, ours is in seconds and megabytes, and the controllers are "
-        "multiples of it in the same repeat. All single transitions are in `docs/scaling/hosts.json`."
+        "bands go from the smallest to the largest value. In the tables, ours is in seconds and megabytes, and the "
+        "controllers are multiples of ours in the same repeat. All transitions are in `docs/scaling/hosts.json`."
     )
     return "\n\n".join([*pictures, read, tables(results)])

@@ -1,4 +1,4 @@
-"""What the generators of pages share."""
+"""Functions that the generators of pages share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 
 def sections_of(annotation: object) -> list[type[BaseModel]]:
-    """The sections that a field's annotation holds."""
+    """The sections in a field's annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in {Union, UnionType, Annotated, Mapping}:
@@ -25,6 +25,6 @@ def cell(text: str, *, keep_lines: bool = False) -> str:
 
 
 def table_of(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table in Markdown; what is in the cells must be safe there."""
+    """A table in Markdown; the cells must be safe."""
     lines = [titles, tuple("---" for _ in titles), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,4 +1,4 @@
-"""What has been measured of whole training steps and of memory, for the page about performance."""
+"""The measurements of training steps and of memory, for the page about performance."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 MARKS = "<!-- training step: begin -->", "<!-- training step: end -->"
-ALT = "Seconds of generation, log-probs and update of a step, ours beside TRL's, for four workloads"
+ALT = "Seconds of generation, log-probs and update of a step, ours next to TRL's, for four workloads"
 MEMORY_MARKS = "<!-- real size: begin -->", "<!-- real size: end -->"
 MEMORY = Path(__file__).parent / "performance/real_size.json"
 
 
 def with_real_size(page: str) -> str:
-    """A page with what `benchmarks/real_size.py` has measured last between its two marks."""
+    """A page with the newest results of `benchmarks/real_size.py` between its two marks."""
     before, _, rest = page.partition(MEMORY_MARKS[0])
-    table = _memory_table() if MEMORY.exists() else "There is nothing here yet: the script has not been run."
+    table = _memory_table() if MEMORY.exists() else "There are no results yet: the script has not been run."
     return f"{before}{MEMORY_MARKS[0]}\n\n{table}\n\n{MEMORY_MARKS[1]}{rest.partition(MEMORY_MARKS[1])[2]}"
 
 
@@ -32,7 +32,7 @@ def _memory_table() -> str:
 
 
 def with_training_step(page: str) -> str:
-    """A page with what `benchmarks/training_step.py` has measured last between its two marks."""
+    """A page with the newest results of `benchmarks/training_step.py` between its two marks."""
     before, _, rest = page.partition(MARKS[0])
     return f"{before}{MARKS[0]}\n\n{measured()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
@@ -43,9 +43,9 @@ def measured() -> str:
 
     results = load()
     if results is None or not results["runs"]:
-        return "There is nothing here yet: the script has not been run for this version."
+        return "There are no results yet: the script has not been run for this version."
     versions = {name: version for run in results["runs"] for name, version in run["versions"].items()}
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     repeats = 1 + max(run["repeat"] for run in results["runs"])
     workers = "one worker" if results["workers"] == 1 else f"{results['workers']} workers"
     sizes = " or ".join(f"{size:,}" for size in sorted(set(results["parameters"].values())))
@@ -53,7 +53,7 @@ def measured() -> str:
         f"{results['cores']} cores, a Qwen2 of {sizes} parameters, "
         f"{PROMPTS} prompts with {RESPONSES} responses each; ours with {workers}, TRL with passes of "
         f"{results['trl_batch']} sequences; "
-        f"{told}; repeats: {repeats}."
+        f"{libraries}; repeats: {repeats}."
     )
-    at_work = "Operations that our passes have to do, in the seconds they took:"
+    at_work = "Operations that our passes must do, divided by the seconds they took:"
     return "\n\n".join([f"![{ALT}](images/{PICTURE.name})", on, table(results), at_work, operations(results)])

@@ -1,4 +1,4 @@
-"""An advantage and a policy loss of one's own."""
+"""A custom advantage and a custom policy loss."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def against_the_best(rewards: Tensor, reward_valid: Tensor, response_lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """How far each response falls behind the best of its group; the best ones share what the others lose.
+    """The distance of each response from the best of its group, shifted so that the mean of a group is 0.
 
     Args:
-        rewards: [n] float; 0 where the reward failed.
-        reward_valid: [n] bool; where false, the reward failed and the advantage is set to 0.
-        response_lengths: [n] int64, sampled tokens.
-        group_ids: [n] int64; whole groups, in any order.
+        rewards: [n] float rewards; 0 where the reward failed.
+        reward_valid: [n] bool, false where the reward failed; the advantage is set to 0 there.
+        response_lengths: [n] int64 numbers of sampled tokens.
+        group_ids: [n] int64 ids of groups, which are whole and in any order.
 
     Returns:
         [n] advantages, the same for all tokens of a response.
@@ -28,16 +28,16 @@ def against_the_best(rewards: Tensor, reward_valid: Tensor, response_lengths: Te
 
 
 def squared_ratio_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, lengths: Tensor) -> Tensor:
-    """The ratio times the advantage, with a quadratic penalty for leaving the old policy in place of clipping.
+    """The ratio times the advantage, with a quadratic penalty on the change of the ratio instead of clipping.
 
     Args:
-        log_probs: [total] under the current policy, with gradient.
-        old_log_probs: [total] under the policy before this step's updates.
-        advantages: [total].
-        lengths: [n] int64, response tokens of each sample; summing to `total`.
+        log_probs: [total] log-probabilities under the current policy, with gradient.
+        old_log_probs: [total] log-probabilities before this step's updates.
+        advantages: [total] advantages.
+        lengths: [n] int64 response tokens of each sample, whose sum is `total`.
 
     Returns:
-        [total], the loss of each token; what they are averaged over is `algorithm.aggregation`.
+        [total] loss of each token; `algorithm.aggregation` determines how they are averaged.
     """
     ratio = (log_probs - old_log_probs).clamp(-20, 20).exp()
     return -ratio * advantages + 0.5 * (ratio - 1).square()

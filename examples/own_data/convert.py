@@ -1,4 +1,4 @@
-"""From a format of one's own to one that recipes read: Parquet (or JSON lines), with any columns one likes."""
+"""Converts data from another format to one that recipes read: Parquet or JSON lines, with any columns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ HERE = Path(__file__).parent
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write a CSV file as Parquet; every column stays, and the recipe says which one means what.
+    """Write a CSV file as Parquet with all its columns; the recipe says what they mean.
 
     Args:
-        source: The CSV file.
-        target: The Parquet file.
+        source: CSV file to read.
+        target: Parquet file to write.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(csv.read_csv(source), target)

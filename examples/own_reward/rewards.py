@@ -1,4 +1,4 @@
-"""Rewards of one's own: a function of one response that returns a number, or a number and the answer it found."""
+"""Custom rewards: functions of one response that return a number, or a number with the answer they extracted."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from leaderless import RewardInput, RewardResult
 
 
 def digits_right(sample: RewardInput) -> RewardResult:
-    """Part of the reward for part of the answer: the share of digits that are right, counted from the last one.
+    """Partial credit: the share of digits that are right, counted from the last one.
 
     Args:
-        sample: The response, and the expected answer as the dataset has it.
+        sample: Response, with the expected answer from the dataset.
     """
     expected, given = str(sample.answer), sample.response.strip()
     right = sum(a == b for a, b in zip(reversed(expected), reversed(given), strict=False))
@@ -17,7 +17,7 @@ def digits_right(sample: RewardInput) -> RewardResult:
 
 
 def is_short(sample: RewardInput) -> float:
-    """1 for at most three characters; what raises an error is counted as failed, and never as 0.
+    """1 for at most three characters, else 0; a reward that raises an error counts as failed, never as 0.
 
     Args:
         sample: The response.

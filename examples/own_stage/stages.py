@@ -1,16 +1,16 @@
-"""A stage of one's own: a function of a batch that says which columns it reads and writes."""
+"""A custom stage: a function of a batch that declares which columns it reads and writes."""
 
 from __future__ import annotations
 
 from leaderless import Batch, StageContext, stage
 
 PENALTY = 0.05
-"""Taken from the reward for each token of a response."""
+"""Amount subtracted from the reward for each token of a response."""
 
 
 @stage(reads=["rewards", "response_lengths"], writes=["rewards"])
 def length_penalty(batch: Batch, context: StageContext) -> Batch:
-    """Of two right answers the shorter one is worth more.
+    """Prefer the shorter of two right answers.
 
     Args:
         batch: Samples.

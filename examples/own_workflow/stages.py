@@ -1,4 +1,4 @@
-"""A stage that leaves rows out. Columns that later nodes need are carried along; the planner sees to that."""
+"""A stage that drops rows. The planner makes sure that it also receives the columns that later nodes need."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from leaderless import Batch, StageContext, stage
 
 @stage(reads=["advantages"], rows="filter")
 def informative(batch: Batch, context: StageContext) -> Batch:
-    """Keep samples whose advantage is not 0: the others change no weight, but would be scored all the same.
+    """Keep samples whose advantage is not 0: the others would be scored although they change no weight.
 
     Args:
-        batch: Samples with advantages, the same for all tokens of one.
+        batch: Samples with advantages, which are the same for all tokens of a sample.
         context: Metrics and settings of the step.
     """
     keep = torch.tensor([bool(row.any()) for row in batch.jagged("advantages").rows()], dtype=torch.bool)

@@ -10,7 +10,7 @@ rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 100) fo
 
 
 def is_right(sample: RewardInput) -> float:
-    """1 for the right sum."""
+    """1 for the right sum, else 0."""
     return float(sample.response == sample.answer)
 
 

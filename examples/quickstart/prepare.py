@@ -1,8 +1,8 @@
-"""Makes what the quickstart trains on: a tiny untrained Qwen2 model with its tokenizer, and additions to learn.
+"""Makes the model and the data of the quickstart: a tiny untrained Qwen2 with its tokenizer, and additions to learn.
 
 The demonstrations come from a careless teacher, who forgets the hundreds of most sums that have them. A model that
-imitates the teacher gets about half of its sums right. The right answers are only looked at by the reward: what
-reinforcement learning adds, it learns from being told right or wrong.
+imitates the teacher gets about half of its sums right. Only the reward uses the right answers: reinforcement learning
+learns from nothing but whether an answer was right.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prepare(folder: Path, seed: int = 0) -> None:
 
 
 def demonstrate(row: dict[str, str], generator: random.Random) -> dict[str, str]:
-    """Write what the teacher writes below a question.
+    """The demonstration of the teacher for a question.
 
     Args:
         row: Question with its answer.
@@ -56,7 +56,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
     Args:
         path: File to write.
-        rows: One mapping for each line.
+        rows: Content of each line.
     """
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

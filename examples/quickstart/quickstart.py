@@ -1,6 +1,6 @@
-"""From nothing to a language model that reinforcement learning has made better, on the CPU, in a few minutes.
+"""From random weights to a language model improved by reinforcement learning, on the CPU, in a few minutes.
 
-It runs the very commands that a person would type, from the root of the repository:
+It runs the commands that a person would type, from the root of the repository:
 
     python examples/quickstart/prepare.py
     leaderless train recipes/quickstart/sft.yaml --workers 2
@@ -28,7 +28,7 @@ console = Console()
 
 
 def main() -> None:
-    """Prepare, imitate, export, reinforce, and say what has come of it."""
+    """Prepare, imitate, export, reinforce, and print the result."""
     begin = time.monotonic()
     workers = str(min(2, len(os.sched_getaffinity(0))))
     console.rule("[bold]1/4  a tiny Qwen2 model with random weights, and additions to learn")
@@ -52,20 +52,20 @@ def main() -> None:
 
 
 def leaderless(*arguments: str) -> None:
-    """Run a command of the command line."""
+    """Print and run a command."""
     console.print(f"[dim]$ leaderless {' '.join(arguments)}", highlight=False)
     run("-m", "leaderless", *arguments)
 
 
 def run(*arguments: str) -> None:
-    """Run Python; what goes wrong there has been said there."""
+    """Run Python, and exit if it fails; it has printed the reason."""
     code = subprocess.run([sys.executable, *arguments], cwd=ROOT, check=False).returncode
     if code:
         sys.exit(code)
 
 
 def accuracies() -> list[float]:
-    """Held-out accuracy of the reinforcement learning, each time it was measured."""
+    """Held-out accuracy during reinforcement learning, each time it was measured."""
     records = RunDirectory(RUNS / "quickstart").read_metrics()
     return [record["evaluation/mean@1"] for record in records if "evaluation/mean@1" in record]
 

@@ -1,4 +1,4 @@
-"""Asks a model that `leaderless serve` answers for; takes the address that it prints, and the name of the model."""
+"""Asks a model served by `leaderless serve`, given the address that the server prints and the name of the model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from openai import OpenAI
 
 
 def ask(url: str, model: str, prompt: str) -> list[str]:
-    """Two answers to one prompt, with what training on them would need.
+    """Ask for two answers to one prompt, with everything that training on them needs.
 
     Args:
-        url: Address of the server, as it prints it.
-        model: Its name.
-        prompt: Token ids work as well.
+        url: Address that the server prints.
+        model: Name of the model.
+        prompt: Prompt as text; token ids work as well.
     """
     client = OpenAI(base_url=url, api_key=os.environ.get("LEADERLESS_TOKEN", "none"))
     extra = {"return_token_ids": True, "top_k": 20}
@@ -26,23 +26,23 @@ def ask(url: str, model: str, prompt: str) -> list[str]:
     return [choice.text for choice in answer.choices]
 
 
-def ask_piece_by_piece(url: str, model: str, prompt: str) -> str:
-    """One answer, printed while it is sampled.
+def ask_streaming(url: str, model: str, prompt: str) -> str:
+    """Ask for one answer, and print it while it is sampled.
 
     Args:
-        url: Address of the server, as it prints it.
-        model: Its name.
-        prompt: Text.
+        url: Address that the server prints.
+        model: Name of the model.
+        prompt: Prompt as text.
     """
     client = OpenAI(base_url=url, api_key=os.environ.get("LEADERLESS_TOKEN", "none"))
     text = ""
-    for piece in client.completions.create(model=model, prompt=prompt, max_tokens=12, seed=7, stream=True):
-        print(piece.choices[0].text, end="", flush=True)
-        text += piece.choices[0].text
+    for delta in client.completions.create(model=model, prompt=prompt, max_tokens=12, seed=7, stream=True):
+        print(delta.choices[0].text, end="", flush=True)
+        text += delta.choices[0].text
     print()
     return text
 
 
 if __name__ == "__main__":
     ask(sys.argv[1], sys.argv[2], "12+34=")
-    ask_piece_by_piece(sys.argv[1], sys.argv[2], "12+34=")
+    ask_streaming(sys.argv[1], sys.argv[2], "12+34=")

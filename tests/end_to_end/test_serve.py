@@ -18,7 +18,7 @@ from typing import Any
 
 import openai
 import pytest
-from examples.serve.ask import ask, ask_piece_by_piece
+from examples.serve.ask import ask, ask_streaming
 from openai import AsyncOpenAI, OpenAI
 
 from leaderless.config.rollout import SamplingConfig
@@ -314,5 +314,5 @@ def test_the_command_of_the_guide_is_answered(site: Site) -> None:
 def test_the_example_asks_as_the_guide_says(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ask(site.url, "tiny", PROMPT)
     assert len(set(texts)) == 2
-    assert ask_piece_by_piece(site.url, "tiny", PROMPT)
+    assert ask_streaming(site.url, "tiny", PROMPT)
     assert "stop" in capsys.readouterr().out.replace("length", "stop")
