@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 MARKS = "<!-- training step: begin -->", "<!-- training step: end -->"
@@ -46,14 +47,14 @@ def measured() -> str:
         return "There are no results yet: the script has not been run for this version."
     versions = {name: version for run in results["runs"] for name, version in run["versions"].items()}
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
-    repeats = 1 + max(run["repeat"] for run in results["runs"])
+    repeats = sorted(set(Counter((run["workload"], run["side"]) for run in results["runs"]).values()))
     workers = "one worker" if results["workers"] == 1 else f"{results['workers']} workers"
     sizes = " or ".join(f"{size:,}" for size in sorted(set(results["parameters"].values())))
     on = (
         f"{results['cores']} cores, a Qwen2 of {sizes} parameters, "
         f"{PROMPTS} prompts with {RESPONSES} responses each; ours with {workers}, TRL with passes of "
         f"{results['trl_batch']} sequences; "
-        f"{libraries}; repeats: {repeats}."
+        f"{libraries}; repeats: {' or '.join(map(str, repeats))}."
     )
     at_work = "Operations that our passes must do, divided by the seconds they took:"
     return "\n\n".join([f"![{ALT}](images/{PICTURE.name})", on, table(results), at_work, operations(results)])
