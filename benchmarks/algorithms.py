@@ -75,7 +75,7 @@ def main() -> None:
     prepare(folder)
     if "distillation" in options.workflows:
         teach(folder, options.steps)
-    # Interleaved: after a third of the time there is one curve of each.
+    # Seeds take turns: after a third of the time there is one curve of each workflow.
     runs = [(workflow, seed) for seed in options.seeds for workflow in options.workflows]
     with ThreadPoolExecutor(options.parallel) as pool:
         curves = list(pool.map(lambda run: train(run[0], run[1], options.steps, folder), runs))
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-    """The quickstart's data, and its model after imitation, unless they are there."""
+    """Make the quickstart's data, and its model after imitation, unless they exist."""
     if (folder / "runs/quickstart-base/config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def prepare(folder: Path) -> None:
 
 
 def teach(folder: Path, steps: int) -> None:
-    """The teacher of distillation, unless it is there."""
+    """Train the teacher of distillation, unless it exists."""
     if (folder / TEACHER / "config.json").exists():
         return
     train("grpo", SEEDS[0], steps, folder)

@@ -1,10 +1,10 @@
-"""Checkpoints: the seconds of training that one costs, written beside training and with training waiting for it.
+"""Checkpoints: the seconds of training that each one costs, written while training continues or while it waits.
 
     python benchmarks/checkpoints.py
 
 Two workers of one core each train a model of about 20 million parameters with GRPO. Runs without checkpoints, with
-asynchronous and with synchronous ones take turns; what a checkpoint costs is the difference of the time between two
-steps, of all steps but the first, divided by the checkpoints that were written in it.
+asynchronous and with synchronous ones take turns. The cost of a checkpoint is the difference in the time of all steps
+but the first, divided by the number of checkpoints written in that time.
 """
 
 from __future__ import annotations

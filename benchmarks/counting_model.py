@@ -1,9 +1,9 @@
-"""A Qwen2 whose responses have the lengths that a benchmark asks for, though nothing but its weights makes them end.
+"""A Qwen2 whose responses have prescribed lengths, although nothing but its weights ends them.
 
-Every token that it samples says how many tokens follow: the first one draws the length of the response, from a
-distribution that was written into the weights, and from there on it counts down to the end token. The layers compute
-as in any Qwen2; the matrices by which they add to their input are 0 at first. So any engine samples responses of these
-lengths, and two of them sample the same where their first tokens agree.
+Every sampled token determines how many tokens follow: the first one chooses the length of the response, from a
+distribution encoded in the weights, and the next ones count down to the end token. The layers compute as in any Qwen2,
+but the matrices by which they add to their input are 0 at first. So every engine samples responses of these lengths,
+and two engines sample the same response if the first tokens agree.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ END = 0
 FIRST_COUNTER = 1 + len(CHARACTERS)
 LONGEST = 512
 CONFIDENCE = 30.0
-"""The logit of every token that may follow; those of the others are about 0."""
+"""The logit of every token that may follow; those of other tokens are about 0."""
 
 Lengths = Mapping[int, float]
-"""The probability of each length, the end token included: 2 to `LONGEST`."""
+"""The probability of each length from 2 to `LONGEST`, including the end token."""
 
 
 def remaining(token: int, longest: int = LONGEST) -> int:
-    """How many tokens follow a counter.
+    """The number of tokens that follow a counter.
 
     Args:
         token: Counter, at least `FIRST_COUNTER`.
@@ -107,10 +107,10 @@ def write_counting_model(
 def _countdown(lengths: Lengths, hidden_size: int, vocabulary: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[vocabulary, hidden_size] embeddings and head.
 
-    A token's embedding names its count, in nearly orthogonal directions, and that of a prompt's tokens is orthogonal to
-    all of them; the head of a token points to what it may follow.
+    The embedding of a token has the direction of its count. These directions are nearly orthogonal, and that of prompt
+    tokens is orthogonal to all others. The head of a token points in the directions that it may follow.
     """
-    # Directions of unit length, which the final norm makes as long as the square root of the hidden size.
+    # Directions of unit length; the final norm scales them by the square root of the hidden size.
     directions = torch.randn(longest, hidden_size)
     directions[:, 0] = 0
     directions = torch.nn.functional.normalize(directions, dim=1)

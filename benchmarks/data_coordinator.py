@@ -1,11 +1,11 @@
-"""The data coordinator on several hosts, beside a single controller: seconds, bytes, memory and balance.
+"""The data coordinator on several hosts, compared with a single controller: seconds, bytes, memory and balance.
 
     pip install --editable .[benchmarks]
     python benchmarks/data_coordinator.py && python docs/generate.py
 
-Needs Linux and root: the hosts are network namespaces. Every transition is done in each of four ways in turn, on the
+Needs Linux and root: the hosts are network namespaces. Every transition is made in four ways, which take turns with the
 same rows: by `leaderless.data.reshard`, by a controller over Ray, by one over gloo, and by one over gloo that does not
-pad. An interrupted benchmark goes on where it was if it is asked for the same again.
+pad. An interrupted benchmark continues where it stopped if it is started with the same options.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from benchmarks.transitions.transition import Results, Transition
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = (1024, 1024)
-"""Prompts and longest response, where only the number of hosts changes."""
+"""Prompts and longest response, while the number of hosts grows."""
 LARGEST = ((256, 1024), (512, 1024), BASE, (2048, 1024), (256, 2048), (256, 4096), (256, 8192))
-"""The same on the largest number of hosts, where batch and context grow."""
+"""The same on the largest number of hosts, while batch and context grow."""
 QUICK = ((32, 128),)
 WARM_UP = (64, 256)
 
@@ -49,7 +49,7 @@ def main() -> None:
         problem = "ray is not installed: pip install --editable .[benchmarks], or name other --controllers"
     if problem:
         sys.exit(problem)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed
     folder: Path = options.folder.resolve()
     ways: tuple[Way, ...] = ("ours", *options.controllers)
     asked = {**{name: str(value) for name, value in vars(options).items()}, "code": digest_of_code()}
@@ -93,13 +93,13 @@ def parse() -> argparse.Namespace:
 
 
 def digest_of_code() -> str:
-    """Tells whether what is measured has changed since a benchmark was interrupted."""
+    """What determines the results: if it has changed, an interrupted benchmark starts again."""
     files = sorted([*(ROOT / "src/leaderless/data").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def cases(hosts: Sequence[int], quick: bool) -> dict[int, list[Case]]:
-    """What is measured, by number of hosts."""
+    """The cases to measure, by number of hosts."""
     sizes = {number: QUICK if quick else LARGEST if number == max(hosts) else (BASE,) for number in sorted(hosts)}
     return {
         number: [
@@ -114,7 +114,7 @@ def cases(hosts: Sequence[int], quick: bool) -> dict[int, list[Case]]:
 def measure(
     planned: Mapping[int, Sequence[Case]], ways: Sequence[Way], repeats: int, mbit_per_s: float, journal: Journal
 ) -> None:
-    """Do all transitions that the journal does not have yet."""
+    """Run all transitions that are not in the journal yet."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -141,14 +141,14 @@ def measure(
 
 
 def warm_up(session: Session, way: Way, hosts: int) -> None:
-    """Let connections be made and libraries be loaded."""
+    """Run one transition untimed, so that connections exist and libraries are loaded."""
     prompts, max_tokens = WARM_UP
     for kind in KINDS:
         session.measure(way, Case(kind=kind, hosts=hosts, prompts=prompts, max_tokens=max_tokens), 0)
 
 
 def turns(some: Sequence[Case], ways: Sequence[Way], repeats: int) -> Iterator[tuple[Way, Case, int]]:
-    """All transitions of one number of hosts: the ways take turns, and each repeat begins with another one."""
+    """All transitions of one number of hosts: the ways take turns, and each repeat begins with a different one."""
     for repeat in range(repeats):
         for case in some:
             for place in range(len(ways)):
@@ -156,7 +156,7 @@ def turns(some: Sequence[Case], ways: Sequence[Way], repeats: int) -> Iterator[t
 
 
 class Journal:
-    """Transitions that have been done, kept in a file until all results are written."""
+    """Finished transitions, kept in a file until all results are written."""
 
     def __init__(self, path: Path, asked: Mapping[str, str]) -> None:
         """Continue the file if it is of the same measurement, else start a new one.
@@ -184,7 +184,7 @@ class Journal:
             journal.write(f"{transition.model_dump_json()}\n")
 
     def remove(self) -> None:
-        """The next benchmark begins anew."""
+        """Let the next benchmark start again."""
         self.path.unlink()
 
 

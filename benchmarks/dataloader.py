@@ -1,9 +1,9 @@
 """What the dataloader reads on each rank, and how long a step waits for it.
 
     python benchmarks/dataloader.py
-    python benchmarks/dataloader.py --large 300000  # a large file, and a tokenizer as models have
+    python benchmarks/dataloader.py --large 300000  # a large file, with a realistic tokenizer
 
-Ranks are processes of this machine. A step that computes is played by a pause.
+Ranks are processes on this machine. A pause stands for the computation of a step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% endfor %
 LIBRARY = Path(os.__file__).parent
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SIZE = 256
-"""Prompts a step."""
+"""Prompts per step."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured: a file, the folders of the cache and of the model, the pause of a step, and steps."""
+    """What is measured: a file, folders of the cache and of the model, the pause of a step, and the number of steps."""
 
     file: Path
     cache: Path
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def measure_starts(num_rows: int, num_ranks: Sequence[int]) -> None:
-    """Print how long the first start and the next take, with 30,000 tokens and text of Python's library."""
+    """Print the time of the first and the second start, with 30,000 tokens and text from Python's library."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(LIBRARY.rglob("*.py"))[:1500]]
@@ -122,7 +122,7 @@ def measure_starts(num_rows: int, num_ranks: Sequence[int]) -> None:
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer as today's models have them: byte-level pairs, and a chat template."""
+    """A tokenizer like those of current models: byte-level pairs, and a chat template."""
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
@@ -146,7 +146,7 @@ def line(file: Path, ranks: Sequence[Measured]) -> str:
 
 
 def write_data(folder: Path, num_rows: int) -> list[Path]:
-    """The same rows in each format."""
+    """Write the same rows in each format."""
     draw = random.Random(0)
     rows = [{"prompt": "".join(draw.choices(CHARACTERS, k=draw.randint(100, 500)))} for _ in range(num_rows)]
     lines, table, stream = (folder / name for name in ("rows.jsonl", "rows.parquet", "stream.jsonl"))
@@ -157,7 +157,7 @@ def write_data(folder: Path, num_rows: int) -> list[Path]:
 
 
 def measure(num_ranks: int, task: Task) -> list[Measured]:
-    """Open a dataset twice and read two epochs of it, on so many ranks."""
+    """Open a dataset twice and read two epochs of it, on a number of ranks."""
     with tempfile.TemporaryDirectory() as answers:
         mp.spawn(_be_rank, (num_ranks, task, answers), num_ranks)
         texts = [Path(answers, f"{rank}.json").read_text(encoding="utf-8") for rank in range(num_ranks)]
@@ -187,7 +187,7 @@ def _be_rank(rank: int, num_ranks: int, task: Task, answers: str) -> None:
 
 
 def wait_for_steps(loader: Dataloader, task: Task) -> list[float]:
-    """Seconds that each step waits for its prompts, with a pause behind each."""
+    """Seconds that each step waits for its prompts, with a pause after each."""
     waits: list[float] = []
     for _ in range(task.num_steps):
         begin = time.perf_counter()

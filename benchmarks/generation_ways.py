@@ -1,7 +1,8 @@
-"""One way to generate, in a process of its own: `python generation_ways.py WAY MODEL DEVICE`.
+"""One engine in a separate process: `python generation_ways.py WAY MODEL DEVICE`.
 
-Reads tasks, a line of JSON each, from its input, and answers each with the seconds that it took. It may run in another
-environment than the benchmark, and imports what its way needs only. A way prepares a task, untimed, and then runs it.
+It reads tasks from its input, one line of JSON each, and answers each with the seconds that it took. It may run in
+another environment than the benchmark, and imports only what its engine needs. An engine prepares a task, untimed, and
+then runs it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MARK = "ANSWER "
-"""In front of answers, which libraries may print between."""
+"""Prefix of answers, since libraries may print in between."""
 MOST_SEQUENCES = 512
 MOST_BATCH_TOKENS = 8192
 
 
 class Task(TypedDict):
-    """What to generate: for each prompt, responses of some lengths."""
+    """What to generate: responses of given lengths for each prompt."""
 
     prompts: list[list[int]]
     lengths: list[list[int]]
 
 
 Run = Callable[[], int]
-"""Generates, and says how many tokens there are."""
+"""Generates, and returns the number of tokens."""
 Way = Callable[[Task], Run]
 
 
@@ -49,7 +50,7 @@ def leaderless(folder: str, device_name: str) -> Way:
     model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
     def prepare(task: Task) -> Run:
-        # Without end tokens and stop texts, a response ends at its length alone, and no tokenizer is asked.
+        # Without end tokens and stop texts, a response ends only at its length, and no tokenizer is needed.
         engine = NativeEngine(model, None, frozenset(), MOST_SEQUENCES, device)  # type: ignore[arg-type]
 
         def run() -> int:
@@ -68,7 +69,7 @@ def leaderless(folder: str, device_name: str) -> Way:
 
 
 def transformers(folder: str, device_name: str) -> Way:
-    """`generate`: all responses in one batch, until the longest has ended. No log-probabilities are asked for."""
+    """`generate`: all responses in one batch, until the longest has ended, without log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
@@ -85,7 +86,7 @@ def transformers(folder: str, device_name: str) -> Way:
     def prepare(task: Task) -> Run:
         lengths = torch.tensor([length for group in task["lengths"] for length in group], device=device_name)
         rows = [p for p, group in zip(task["prompts"], task["lengths"], strict=True) for _ in group]
-        inputs = torch.tensor(rows, device=device_name)  # all prompts of a task are of one length
+        inputs = torch.tensor(rows, device=device_name)  # all prompts of a task have the same length
 
         def run() -> int:
             output = model.generate(
@@ -108,7 +109,7 @@ def transformers(folder: str, device_name: str) -> Way:
 
 
 def transformers_continuous(folder: str, device_name: str) -> Way:
-    """The continuous batching behind `generate_batch`, with its paged cache; a request has its own length."""
+    """The continuous batching behind `generate_batch`, with its paged cache; each request has its own length."""
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -155,7 +156,7 @@ def transformers_continuous(folder: str, device_name: str) -> Way:
 
 
 def vllm(folder: str, device_name: str) -> Way:
-    """vLLM in this process, with its prefix cache, in the same type; it gives the log-probability of each token."""
+    """vLLM in this process, with its prefix cache, in the same type; it returns the log-probability of each token."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if device_name == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")

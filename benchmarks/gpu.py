@@ -5,10 +5,9 @@
 It runs with the Python and the torch of the machine (torch 2.11 or newer, transformers 5.10 or newer), from a checkout.
 Other packages that are missing are installed next to the results from wheels in the folder that `--wheels` names.
 
-Each part is a process of its own with a limit of time, and is kept in `docs/performance/gpu.json` as soon as it is
-done; a part that fails is kept with its error, and the others continue. `--parts` measures some parts again. Models are
-Qwen2 with random weights, of 1.5 or 0.5 billion parameters, whichever fits. `--draw` only draws the picture of what is
-there.
+Each part is a separate process with a time limit, and its result is saved in `docs/performance/gpu.json` as soon as it
+is done; if a part fails, its error is saved, and the others continue. `--parts` measures some parts again. Models are
+Qwen2 with random weights, with 1.5 or 0.5 billion parameters, whichever fits. `--draw` only draws the existing results.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ LIMITS_S = {
     "weights": 45,
     "quickstart": 180,
 }
-"""Most seconds of each part, the most important first; all together have the minutes of the command line."""
+"""Time limit of each part, the most important first; all parts together have the minutes from the command line."""
 
 Results = dict[str, Any]
 Runner = Callable[[str, float], Results]
@@ -74,7 +73,7 @@ def main() -> None:
 
 
 def missing_packages() -> list[str]:
-    """Packages that this project needs, and that this Python does not have."""
+    """Packages that this project needs and this Python does not have."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     names = [requirement.split(">")[0].split("[")[0].strip() for requirement in wanted]
@@ -90,10 +89,10 @@ def is_installed(name: str) -> bool:
 
 
 def install(names: Sequence[str], wheels: Path | None) -> None:
-    """Install packages into a folder of their own, which later processes look into."""
+    """Install packages into a separate folder, which later processes search."""
     if names and wheels is not None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
-        for name in names:  # one by one: what cannot be installed may not be needed either
+        for name in names:  # one by one: a package that cannot be installed may not be needed either
             subprocess.run([*command, "--target", str(PACKAGES), "--upgrade", name], check=False)
     elif names:
         print(f"not installed here: {', '.join(names)}; name a folder with their wheels with --wheels")
@@ -146,7 +145,7 @@ def measure(parts: Sequence[str], run: Runner, path: Path, most_s: float) -> Res
 
 
 def run_part(part: str, device: str, preset: str, limit_s: float) -> Results:
-    """Run a part in processes of its own."""
+    """Run a part in separate processes."""
     if part == "tests":
         return run_tests(limit_s)
     if part == "quickstart":
@@ -157,7 +156,7 @@ def run_part(part: str, device: str, preset: str, limit_s: float) -> Results:
 
 
 def answer_of(command: Sequence[str], limit_s: float) -> str:
-    """What a process prints behind the mark.
+    """What a process prints after the mark.
 
     Raises:
         RuntimeError: It fails.
@@ -171,7 +170,7 @@ def answer_of(command: Sequence[str], limit_s: float) -> str:
 
 
 def output_of(command: Sequence[str], limit_s: float) -> tuple[int, str]:
-    """Exit code and output of a process, of which nothing is left behind."""
+    """Exit code and output of a process, all of whose children are ended."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
     )
@@ -198,7 +197,7 @@ def run_tests(limit_s: float) -> Results:
 
 
 def run_quickstart(device: str, limit_s: float) -> Results:
-    """Training by imitation, export, and reinforcement learning of the quickstart; few steps on a CPU."""
+    """Imitation, export, and reinforcement learning of the quickstart; few steps on a CPU."""
     begin = time.monotonic()
     few = ["steps=1", "evaluation.every_steps=0"] * (device == "cpu")
     commands = [
@@ -225,11 +224,11 @@ def run_quickstart(device: str, limit_s: float) -> Results:
     }
 
 
-# --- what was measured ---------------------------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------------------------
 
 
 def rows(results: Results) -> list[tuple[str, str]]:
-    """Each figure with its name; parts that failed with their errors."""
+    """Each figure with its name; failed parts with their errors."""
     parts: Mapping[str, Results] = results["parts"]
     good = {name: part for name, part in parts.items() if "error" not in part}
     lines: list[tuple[str, str]] = []
@@ -289,7 +288,7 @@ def training_rows(training: Results, speeds: Results | None) -> list[tuple[str, 
 
 
 def table(results: Results) -> str:
-    """The figures as a table in Markdown, under what they were measured on."""
+    """The figures as a table in Markdown, below the conditions of the measurement."""
     environment = results["parts"].get("environment", {})
     packages = ", ".join(f"{name} {number}" for name, number in environment.get("packages", {}).items())
     preset = next((p["preset"] for p in results["parts"].values() if "preset" in p), None)
@@ -300,7 +299,7 @@ def table(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Tokens per second of the ways to generate, beside the best, where there is matplotlib."""
+    """Tokens per second of the ways to generate, relative to the best, if matplotlib is installed."""
     generation = results["parts"].get("generation", {"error": "not measured"})
     if "error" in generation:
         return

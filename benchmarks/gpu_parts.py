@@ -1,7 +1,7 @@
-"""The parts of `benchmarks/gpu.py`, each in a process of its own: `python benchmarks/gpu_parts.py PART DEVICE PRESET`.
+"""The parts of `benchmarks/gpu.py`, each in a separate process: `python benchmarks/gpu_parts.py PART DEVICE PRESET`.
 
-A part prints what it has measured as a line of JSON behind a mark. On a CPU, with the preset `tiny`, parts compute in
-float32 and measure nothing of interest: that way the script is tested where there is no GPU.
+A part prints its results as a line of JSON after a mark. On a CPU, with the preset `tiny`, parts compute in float32 and
+measure nothing of interest, which is how the script is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from leaderless.training.fsdp import FsdpEngine
 from leaderless.workflow import load_recipe, resolve_workflow
 
 MARK = "MEASURED "
-"""In front of the result of a part, between other output."""
+"""Prefix of the result of a part, to tell it from other output."""
 SIBLINGS = 8
 
 Result = dict[str, object]
@@ -105,7 +105,7 @@ class Machine:
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
-        """Median time of some work, after one run to warm up."""
+        """Median time of some work, after one warm-up run."""
         times = []
         for _ in range(repeats + 1):
             self.synchronize()
@@ -153,7 +153,7 @@ class Machine:
     def trainer(self, folder: str) -> Iterator[FsdpEngine]:
         """The trainer of a run with one worker."""
         config = self.config(folder)
-        if self.dtype != torch.float32:  # sharding, which mixed precision goes through, needs a process group
+        if self.dtype != torch.float32:  # sharding, which mixed precision uses, needs a process group
             dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
         engine = FsdpEngine(
             load_causal_lm(config, "policy"),
@@ -194,7 +194,7 @@ def num_weights(module: torch.nn.Module) -> int:
 
 
 def samples(preset: Preset, vocabulary: int) -> Batch:
-    """Families of a prompt and `SIBLINGS` responses that fill one pass."""
+    """Groups of a prompt and `SIBLINGS` responses that fill one pass."""
     length = max(1, (preset.pass_tokens // 4 - preset.prompt_tokens) // SIBLINGS)
     num_prompts = max(1, preset.pass_tokens // (preset.prompt_tokens + SIBLINGS * length))
     rows = num_prompts * SIBLINGS
@@ -239,7 +239,7 @@ def environment(machine: Machine) -> Result:
 
 
 def speeds(machine: Machine) -> Result:
-    """What the device reaches with a large product, and with copying; bounds are computed from these."""
+    """The speed of the device for a large product and for copying, from which bounds are computed."""
     square = torch.randn(machine.preset.square, machine.preset.square, device=machine.device, dtype=machine.dtype)
     data = torch.empty(machine.preset.copied, dtype=torch.uint8, device=machine.device)
     target = torch.empty_like(data)
@@ -250,7 +250,7 @@ def speeds(machine: Machine) -> Result:
 
 
 def generation(machine: Machine) -> Result:
-    """Tokens per second of the native engine and of `transformers`, beside the bound of products and cache together."""
+    """Tokens per second of the native engine and of `transformers`, with the bound of products and cache together."""
     preset = machine.preset
     requests, tokens = machine.requests(), preset.prompts * SIBLINGS * preset.response_tokens
     params = SamplingParams(SamplingConfig(), preset.response_tokens)
@@ -265,7 +265,7 @@ def generation(machine: Machine) -> Result:
         seconds = {}
         for name, way in ways.items():
             begin = time.perf_counter()
-            way()  # compilers work in the first
+            way()  # compilers work in the first one
             machine.synchronize()
             first = time.perf_counter() - begin
             seconds[name] = {"first": first, "then": machine.seconds(way, 1) if first < 60 else first}
@@ -279,7 +279,7 @@ def generation(machine: Machine) -> Result:
 
 
 def seconds_at_best(machine: Machine, weights: int, reached: Mapping[str, object]) -> float:
-    """Seconds of all decoding steps: products at the measured speed or weights read once, and the cache read once.
+    """Least seconds of all decoding steps: products or reading weights, whichever takes longer, and reading the cache.
 
     A prompt's keys and values are read once for all of its responses.
     """
@@ -296,7 +296,7 @@ _WHOLE: dict[str, object] = {}
 
 
 def whole_batch(machine: Machine, folder: str, requests: list[Request]) -> None:
-    """What `transformers` does with all responses in one batch."""
+    """`generate` of `transformers` with all responses in one batch."""
     if folder not in _WHOLE:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=machine.dtype, attn_implementation="sdpa")
         _WHOLE[folder] = model.to(machine.device).eval()
@@ -372,7 +372,7 @@ def sampled(requests: list[Request], responses: list[list[int]]) -> Batch:
 
 
 def training(machine: Machine) -> Result:
-    """Forward, backward and optimizer step of one pass of families of eight, and its peak of memory."""
+    """Forward pass, backward pass and optimizer step of one pass with groups of eight, and its peak memory."""
     preset = machine.preset
     batch = samples(preset, preset.vocabulary)
 
@@ -413,7 +413,7 @@ def training(machine: Machine) -> Result:
 
 
 def training_flops(preset: Preset, weights: int, num_tokens: int, num_scored: int) -> float:
-    """Operations that forward and backward pass have to do: layers at every token, the head at scored ones."""
+    """Operations that a forward and a backward pass must do: layers at every token, the head at scored tokens."""
     head = preset.vocabulary * preset.hidden
     attended = preset.prompt_tokens + max(1, (preset.pass_tokens // 4 - preset.prompt_tokens) // SIBLINGS) / 2
     attention = 4 * preset.layers * preset.hidden * attended * num_tokens
@@ -421,7 +421,7 @@ def training_flops(preset: Preset, weights: int, num_tokens: int, num_scored: in
 
 
 def head_seconds(machine: Machine, rows: int) -> float:
-    """Scoring tokens with the head alone, forward and backward."""
+    """Scoring of tokens by the head alone, forward and backward."""
     preset = machine.preset
     head = torch.nn.Linear(preset.hidden, preset.vocabulary, bias=False, device=machine.device, dtype=machine.dtype)
     hidden = torch.randn(rows, preset.hidden, device=machine.device, dtype=machine.dtype, requires_grad=True)

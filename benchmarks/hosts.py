@@ -1,7 +1,7 @@
-"""Several hosts on one machine: network namespaces on a switch, each behind an interface of limited rate.
+"""Several hosts on one machine: network namespaces on a switch, each with an interface of limited rate.
 
-Needs Linux, root, and the commands `ip` and `tc`. The switch lives in a namespace of its own, so that the machine's
-own network is left as it is.
+Needs Linux, root, and the commands `ip` and `tc`. The switch is in a separate namespace, so that the machine's
+own network is not changed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Self
 import psutil
 
 INTERFACE = "eth0"
-"""Of every host."""
+"""Name of the interface of every host."""
 BURST_BYTES = 1 << 18
-"""What an interface may send at once: more than the largest packet that the kernel hands over in one piece."""
+"""Bytes that an interface may send at once: more than the largest packet that the kernel hands over in one piece."""
 QUEUE_MS = 50
-"""Longest stay of a packet in front of a limited interface; what comes beyond that is dropped."""
+"""Longest time that a packet waits for a limited interface; packets beyond that are dropped."""
 KILL_TIMEOUT_S = 30.0
 _NAME = re.compile(r"^hosts-(?P<pid>\d+)-\d+-\w+$")
 _NUMBERS = count()
@@ -38,17 +38,17 @@ _NUMBERS = count()
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that have passed an interface since it was made, as the kernel counts them."""
+    """Bytes that have passed an interface since it was created, as the kernel counts them."""
 
     sent: int
     received: int
 
 
 class Hosts:
-    """Some hosts, there while the `with` block runs.
+    """Some hosts, which exist while the `with` block runs.
 
-    Whatever ends the block, all processes of the hosts are killed and nothing of the network is left; what a killed
-    owner has left behind is removed when the next hosts are made.
+    Whatever ends the block, all processes of the hosts are killed and the network is removed. Whatever a killed owner
+    has left behind is removed when the next hosts are created.
     """
 
     def __init__(self, num_hosts: int, mbit_per_s: float) -> None:
@@ -72,7 +72,7 @@ class Hosts:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        """Make the network.
+        """Create the network.
 
         Raises:
             RuntimeError: The machine does not let this process make namespaces.
@@ -91,11 +91,11 @@ class Hosts:
         self.close()
 
     def address(self, host: int) -> str:
-        """The address of a host; those of higher hosts sort behind it as texts, too."""
+        """The address of a host; addresses of higher hosts also sort later as texts."""
         return f"10.77.0.{101 + host}"
 
     def namespace(self, host: int) -> str:
-        """The name of a host's namespace, as `ip netns exec` takes it."""
+        """The name of a host's namespace, as `ip netns exec` expects it."""
         return f"{self._prefix}-h{host}"
 
     def start(
@@ -116,19 +116,19 @@ class Hosts:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this process only, which then ends the others
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the others
             )
         self._started.append(process)
         return process
 
     def traffic(self) -> list[Traffic]:
-        """What has passed the interface of each host, in the order of the hosts."""
+        """Bytes that have passed the interface of each host, in the order of the hosts."""
         links = {link["ifname"]: link["stats64"] for link in json.loads(_ip("-n", self._switch, "-j", "-s", "link"))}
         ports = [links[f"port{host}"] for host in range(self.num_hosts)]
         return [Traffic(sent=port["rx"]["bytes"], received=port["tx"]["bytes"]) for port in ports]
 
     def close(self) -> None:
-        """Kill what runs on the hosts and take the network down. May be called again."""
+        """Kill what runs on the hosts and remove the network. May be called again."""
         with _uninterrupted():
             for name in [*map(self.namespace, range(self.num_hosts)), self._switch]:
                 _remove(name)
@@ -152,13 +152,13 @@ class Hosts:
             self._limit(self._switch, port)
 
     def _limit(self, namespace: str, interface: str) -> None:
-        """Limit what an interface sends: the host's own, or the port that sends to the host."""
+        """Limit what an interface sends: that of the host, or the port that sends to the host."""
         limits = ["rate", f"{self.mbit_per_s}mbit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms"]
         _call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
 
 
 def obstacle() -> str:
-    """Why hosts cannot be made here, for people; empty where they can."""
+    """The reason why hosts cannot be created here; empty if they can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
@@ -178,7 +178,7 @@ def _ip(*arguments: str) -> str:
 
 
 def _call(*command: str) -> str:
-    """What a command says.
+    """The output of a command.
 
     Raises:
         RuntimeError: It failed.
@@ -194,7 +194,7 @@ def _namespaces() -> list[str]:
 
 
 def _remove_left_behind() -> None:
-    """Remove the hosts of owners that were killed before they could."""
+    """Remove the hosts of owners that were killed before they could do so."""
     for name in _namespaces():
         match = _NAME.match(name)
         if match and not psutil.pid_exists(int(match["pid"])):
@@ -202,11 +202,11 @@ def _remove_left_behind() -> None:
 
 
 def _remove(namespace: str) -> None:
-    """Kill the processes of a namespace and delete it with its interfaces, if it is there."""
+    """Kill the processes of a namespace and delete it with its interfaces, if it exists."""
     if namespace not in _namespaces():
         return
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while pids := _ip("netns", "pids", namespace).split():  # a process may have started another one meanwhile
+    while pids := _ip("netns", "pids", namespace).split():  # a process may have started another one in between
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {', '.join(pids)} of namespace {namespace} do not end; kill them by hand")
         for pid in pids:
@@ -218,7 +218,7 @@ def _remove(namespace: str) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the network is down."""
+    """Ctrl-C waits until the network is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""A model and data made on the spot, and runs on them, for benchmarks of what surrounds the mathematics."""
+"""Random models and data, and runs with them, for benchmarks of everything but the mathematics."""
 
 from __future__ import annotations
 

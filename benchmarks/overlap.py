@@ -1,4 +1,4 @@
-"""Windows: what a step takes when rows travel and are scored while the next are sampled, and when they are not.
+"""Windows: the time of a step when rows are sent and scored while the next are sampled, and when they are not.
 
     python benchmarks/overlap.py
 

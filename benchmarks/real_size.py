@@ -1,11 +1,11 @@
-"""A model of a real size: the memory of every phase of a run, measured and as `leaderless plan` expects it.
+"""A model of a real size: the memory of every phase of a run, measured and as estimated by `leaderless plan`.
 
     python benchmarks/real_size.py
 
 A random model of the shape of Qwen2.5-0.5B (494 million parameters, a vocabulary of 151,936, bfloat16 on disk, tied
 embeddings) is trained with GRPO for two steps with a checkpoint after each, killed in the third, resumed, evaluated,
-exported and served. What counts is the memory that the system cannot take back (`RssAnon` and `RssShmem`), sampled in
-each worker all the while; the trace says which phase a worker was in.
+exported and served. Only memory that the system cannot take back (`RssAnon` and `RssShmem`) counts; it is sampled in
+each worker all the time, and the trace shows the phase that the worker was in.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Watch:
         children: list[int] = []
         turn = 0
         while self.process.poll() is None:
-            if turn % 25 == 0:  # to look for processes costs more than to read their memory
+            if turn % 25 == 0:  # looking for processes costs more than reading their memory
                 children = _tree(self.process.pid)
             for pid in children:
                 memory = _memory(pid)
@@ -81,17 +81,17 @@ class Watch:
             time.sleep(PAUSE_S)
 
     def peak(self, rank: int, begin: float = 0.0, end: float = float("inf")) -> int:
-        """The most that the worker of a rank held between two times; the largest process, where none names a rank."""
+        """The most memory of the worker of a rank between two times; of the largest process, if none names a rank."""
         workers = [pid for pid, named in self.ranks.items() if named == rank] or list(self.samples)
         return max((size for pid in workers for at, size in self.samples[pid] if begin <= at <= end), default=0)
 
     def wait(self) -> None:
-        """Until the command has ended well."""
+        """Wait until the command has succeeded."""
         assert self.process.wait(DEADLINE_S) == 0, self.process.args
         self._thread.join()
 
     def kill(self) -> None:
-        """End all of its processes at once, as a machine that fails does."""
+        """End all of its processes at once, as the failure of a machine does."""
         for pid in _tree(self.process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -115,7 +115,7 @@ def _memory(pid: int) -> int:
 
 
 def _rank(pid: int) -> int:
-    """The rank that a process was given; -1 where it was given none, as helpers and a worker that is alone."""
+    """The rank that a process was given; -1 if none, as for helpers and for a single worker."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         is_worker = b"reward" not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -212,16 +212,16 @@ def measure(folder: Path, model: Path, num_workers: int, *, is_asynchronous: boo
 
 COMMAND = [sys.executable, "-m", "leaderless"]
 NAMES = {"policy generates": "rollout", "policy scores": "log-probs", "policy trains": "update"}
-"""Phases of a plan, as they are called here."""
+"""Phases of a plan, and their names here."""
 ORDER = ("loading", "rollout", "log-probs", "update", "checkpoint", "resume", "export", "serve")
-"""Phases, as a run goes through them."""
+"""Phases, in the order of a run."""
 SPANS = {"rollout": "rollout", "old": "log-probs", "policy": "update", "checkpoint": "checkpoint"}
-"""Phases by the spans of a trace."""
+"""Phase of each span of a trace."""
 
 
 @contextmanager
 def _watched(arguments: list[str], log: Path) -> Iterator[Watch]:
-    """A command whose memory is sampled; what it prints goes to a file, which is shown when it fails."""
+    """A command whose memory is sampled. Its output goes to a file, which is shown when it fails."""
     with log.open("wb") as output:
         watch = Watch(subprocess.Popen([*COMMAND, *arguments], stdout=output, stderr=output, cwd=ROOT))
         try:
@@ -241,7 +241,7 @@ def _await(condition: Callable[[], bool], watch: Watch) -> None:
 
 
 def _ask(watch: Watch) -> None:
-    """Ask a server for a completion, once it answers."""
+    """Ask a server for a completion, as soon as it answers."""
     body = json.dumps({"model": "real", "prompt": "1 + 2 = ", "max_tokens": 16}).encode()
 
     def is_answered() -> bool:
@@ -258,7 +258,7 @@ def _ask(watch: Watch) -> None:
 
 
 def _by_phase(watch: Watch, run: Path, num_workers: int, begin: float, first: str, measured: dict[str, int]) -> None:
-    """Add what was measured in the phases of one start of the run; what comes before its first step is `first`."""
+    """Add the measurements of the phases of one start of the run; what comes before its first step is `first`."""
     for rank in range(num_workers):
         spans = [span for span in _spans(run / f"trace/rank-{rank}.json") if span[1] >= begin]
         peaks = [(first, watch.peak(rank, begin, min(since for _, since, _ in spans)))]

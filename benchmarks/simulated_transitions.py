@@ -1,4 +1,4 @@
-"""The cost model against the test bed: every transition that `benchmarks/data_coordinator.py` has measured.
+"""The cost model against the test bed: every transition measured by `benchmarks/data_coordinator.py`.
 
     python benchmarks/simulated_transitions.py
 
@@ -71,7 +71,7 @@ def by_case(transitions: Sequence[Transition]) -> Iterator[list[Transition]]:
 
 
 def median_of(runs: Sequence[Transition]) -> Cost:
-    """What the repeats measured."""
+    """The medians of the repeats."""
     return Cost(
         seconds=median(run.seconds for run in runs),
         interface_bytes=round(median(run.busiest_bytes for run in runs)),
@@ -80,7 +80,7 @@ def median_of(runs: Sequence[Transition]) -> Cost:
 
 
 def prediction(case: Case, way: str, cluster: ComparedCluster) -> Cost:
-    """What the model says."""
+    """The prediction of the model."""
     rows = Rows(
         groups=np.repeat(np.arange(case.prompts), RESPONSES),
         prompt_tokens=case.prompt_lengths_of_rows.numpy(),

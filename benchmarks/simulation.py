@@ -1,4 +1,4 @@
-"""The pictures of docs/scaling.md that come from simulation.
+"""The simulated pictures of docs/scaling.md.
 
     pip install --editable .[benchmarks]
     python benchmarks/simulation.py
@@ -64,7 +64,7 @@ SWEEPS = {
     "simulated-context": Case("h100", (1024,), contexts=(8192, 16384, 32768, 65536), overrides=FEW),
     "simulated-batch": Case("h100", (1024,), prompts=[512 << power for power in range(8)]),
 }
-"""By the name of the picture."""
+"""Sweeps by the name of the picture."""
 
 
 def run(case: Case, recipe: Path = RECIPE, clusters: Path = ROOT / "recipes/clusters") -> Sweep:

@@ -1,14 +1,14 @@
-"""A whole training step of GRPO: ours beside TRL's, with the same model, prompts, lengths, tokens and cores.
+"""A whole training step of GRPO: ours next to TRL's, with the same model, prompts, lengths, tokens and cores.
 
     python benchmarks/training_step.py --trl-python VENV/bin/python
 
-Both train a Qwen2 of five to ten million parameters on 16 prompts with 8 responses each. A step is generation, with a
-KL penalty the log-probabilities of the reference, and one update. The model ends its responses at lengths that are
-drawn with their first tokens (see `counting_model`); TRL may choose among those first tokens only that give a response
-the length that it has with us. Ours is the real command, `leaderless train`, and its own metrics are reported.
+Both train a Qwen2 of five to ten million parameters on 16 prompts with 8 responses each. A step consists of generation,
+the log-probabilities of the reference if there is a KL penalty, and one update. The first token of a response
+determines its length (see `counting_model`); TRL may only choose among first tokens that give a response the same
+length as with leaderless. Ours is the real command, `leaderless train`, and its own metrics are reported.
 
-TRL lives in an environment of its own: `python -m venv VENV && VENV/bin/pip install "torch>=2.11,<2.14" trl datasets`.
-The two take turns. Every run is kept as soon as it is done, and a second call goes on where the first was stopped.
+TRL has a separate environment: `python -m venv VENV && VENV/bin/pip install "torch>=2.11,<2.14" trl datasets`. The two
+take turns. Every run is saved as soon as it is done, and a second call continues where the first was interrupted.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from counting_model import FIRST_COUNTER, LONGEST, Lengths, heavy_tailed, write_
 from training_step_report import PICTURE, PROMPTS, RESPONSES, RESULTS, Results, Run, draw, load, table
 
 LEARNING_RATE = 1e-7
-"""The rate is so low that the weights keep the lengths that were written into them."""
+"""A rate so low that the weights keep the lengths that are encoded in them."""
 PATTERN = r"t\d*[13579](t.*)?"
-"""What is rewarded: an odd first token, which is every second one."""
+"""Rewarded responses: those with an odd first token, which is every second one."""
 OURS = {"step": "time/step", "generation": "time/rollout", "log_probs": "time/reference", "update": "time/policy"}
 WARM_UP = 1
 HIDDEN, LAYERS = 256, 6
 """Width and layers of the model."""
 LARGE = 2048
-"""Rows and columns of the matrices whose product says what the cores can do."""
+"""Rows and columns of the matrices whose product measures the speed of the cores."""
 
 
 class Workload(NamedTuple):
-    """What is trained on.
+    """What is trained.
 
     Attributes:
         prompt_tokens: Tokens of each prompt.
@@ -112,7 +112,7 @@ def prepare(folder: Path) -> dict[str, int]:
 
 
 def resume(options: argparse.Namespace, parameters: dict[str, int]) -> Results:
-    """What was measured before, if it was measured alike."""
+    """Earlier results, if they were measured in the same way."""
     fresh = Results(
         cores=len(os.sched_getaffinity(0)),
         parameters=parameters,
@@ -129,7 +129,7 @@ def resume(options: argparse.Namespace, parameters: dict[str, int]) -> Results:
 
 
 def measure(folder: Path, workload: str, repeat: int, options: argparse.Namespace, results: Results) -> None:
-    """Run what is missing of one repeat of a workload, first one side and then the other, in turns."""
+    """Run what is missing of one repeat of a workload; the sides take turns in going first."""
     done = {(run["workload"], run["side"], run["repeat"]) for run in results["runs"]}
     sides = ("leaderless", "trl") if repeat % 2 == 0 else ("trl", "leaderless")
     for side in sides:
@@ -163,7 +163,7 @@ def measure(folder: Path, workload: str, repeat: int, options: argparse.Namespac
 
 
 def product_flops() -> float:
-    """Floating-point operations a second of a product of large float32 matrices, on all cores."""
+    """Floating-point operations per second of a product of large float32 matrices, on all cores."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     left, right = torch.randn(2, LARGE, LARGE)
     seconds: list[float] = []
@@ -175,10 +175,10 @@ def product_flops() -> float:
 
 
 def forward_flop(parameters: int, workload: Workload, lengths: Sequence[int]) -> float:
-    """Floating-point operations that a forward pass over a step's samples has to do.
+    """Floating-point operations that a forward pass over a step's samples must do.
 
-    Two for each weight and token, with a prompt once for its responses and the head at sampled tokens alone, and four
-    for each number of a query that meets a key. Nothing is predicted from the last token of a response.
+    These are two for each weight and token (a prompt counts once for its responses, the head only at sampled tokens),
+    and four for each number of a query and each of its keys. Nothing is predicted from the last token of a response.
     """
     inputs, prompt = [length - 1 for length in lengths], workload.prompt_tokens
     head = workload.vocabulary * HIDDEN
@@ -188,7 +188,7 @@ def forward_flop(parameters: int, workload: Workload, lengths: Sequence[int]) ->
 
 
 def check_tokens(runs: Sequence[Run], workload: str) -> None:
-    """Both sides must have sampled as many tokens, in every step."""
+    """Check that both sides have sampled the same number of tokens in every step."""
     counts = {
         tuple(round(step["response_tokens"]) for step in run["steps"]) for run in runs if run["workload"] == workload
     }
@@ -246,7 +246,7 @@ def sampled_lengths(home: Path, workload: Workload, num_steps: int, num_workers:
         samples.sort(key=lambda sample: (sample["step"], sample["group_id"], sample["sample_id"]))
         lengths: dict[int, list[int]] = {}
         for sample in samples:
-            # Each token but the last is named by a "t" and its number.
+            # The name of each token but the last is a "t" and its number.
             lengths.setdefault(sample["step"], []).append(sample["response"].count("t") + 1)
         saved.write_text(json.dumps(list(lengths.values())), encoding="utf-8")
     found: list[list[int]] = json.loads(saved.read_text(encoding="utf-8"))
@@ -285,7 +285,7 @@ def train_with_trl(
 
 
 def run(command: Sequence[str], home: Path, environment: Mapping[str, str]) -> None:
-    """Run a command to its end; what it says is kept where it fails."""
+    """Run a command to its end; if it fails, its output is shown."""
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")

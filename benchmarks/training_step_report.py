@@ -1,4 +1,4 @@
-"""What `benchmarks/training_step.py` has measured: its file, a table and a picture."""
+"""The results of `benchmarks/training_step.py`: their file, a table and a picture."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TITLES = {
     "heavy": "prompts of 32, lognormal responses of up to 512 tokens",
     "prompts": "prompts of 1,024, responses of 64 tokens",
 }
-"""What the tables call each workload; but for the first, with a KL penalty and a vocabulary of 10,000."""
+"""Title of each workload in tables; all but the first have a KL penalty and a vocabulary of 10,000."""
 
 
 class Run(TypedDict):
     """One run of one side.
 
-    Of each step there are the seconds of each phase, the response tokens, and the operations that one forward pass has
-    to do; `product_flops` are operations a second of a large product, right before.
+    Each step has the seconds of each phase, the number of response tokens, and the operations that one forward pass
+    must do; `product_flops` are the operations per second of a large product just before.
     """
 
     workload: str
@@ -47,7 +47,7 @@ class Results(TypedDict):
 
 
 def load(path: Path = RESULTS) -> Results | None:
-    """What has been measured so far.
+    """The results so far.
 
     Args:
         path: File of the results.
@@ -91,7 +91,7 @@ def table(results: Results) -> str:
 
 
 def operations(results: Results) -> str:
-    """Operations a second of our passes, beside those of a large product right before, in Markdown."""
+    """Operations per second of our passes, next to those of a large product just before, in Markdown."""
     lines = ["| workload | phase | GFLOP/s | of a large product's |", "| --- | --- | ---: | ---: |"]
     for name, title in TITLES.items():
         runs = [run for run in results["runs"] if (run["workload"], run["side"]) == (name, "leaderless")]
@@ -110,7 +110,7 @@ def operations(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Seconds of the phases of a step, one above the other, of both sides of each workload."""
+    """Seconds of the phases of a step, stacked, for both sides of each workload."""
     from matplotlib import pyplot as plt
 
     figure, all_axes = plt.subplots(1, len(TITLES), figsize=(13, 3.8), layout="constrained")
@@ -121,7 +121,7 @@ def draw(results: Results, path: Path) -> None:
             for color, phase in enumerate((*parts, "step")):
                 values = list(seconds_of(results, name, side, phase).values())
                 height = median(values) if values else 0.0
-                # What is in no phase: rewards, advantages, data.
+                # What belongs to no phase: rewards, advantages, data.
                 height = max(0.0, height - bottom) if phase == "step" else height
                 label = "the rest" if phase == "step" else PHASES[phase]
                 axes.bar(place, height, bottom=bottom, color=f"C{color}", label=label if place == 0 else None)

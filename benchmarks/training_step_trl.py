@@ -1,8 +1,8 @@
-"""Some steps of TRL's `GRPOTrainer`, in an environment of its own, for `benchmarks/training_step.py`, which starts it.
+"""Some steps of TRL's `GRPOTrainer` in a separate environment, started by `benchmarks/training_step.py`.
 
     python benchmarks/training_step_trl.py JOB.json
 
-The job says what to do; what was measured is written to the file that it names.
+The job describes what to do, and names the file for the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS = {
     "scoring": "_generate_and_score_completions",
     "log_probs": "_get_per_token_logps_and_entropies",
 }
-"""Methods of the trainer. Scoring is all that comes before the update, generation and log-probs included."""
+"""Methods of the trainer. Scoring is everything before the update, including generation and log-probs."""
 P = ParamSpec("P")
 T = TypeVar("T")
 Turn = tuple[list[list[int]], object]
@@ -36,7 +36,7 @@ Turn = tuple[list[list[int]], object]
 
 
 class FirstToken(LogitsProcessor):
-    """Leaves only those first tokens from which a response gets the length that it has on the other side."""
+    """Allows only the first tokens from which a response gets the same length as on the other side."""
 
     def __init__(self, prompt_tokens: int, lengths: list[int]) -> None:
         self.prompt_tokens, self.lengths = prompt_tokens, lengths
@@ -61,7 +61,7 @@ class Watch:
     num_tokens: int = 0
 
     def timed(self, part: str, function: Callable[P, T]) -> Callable[P, T]:
-        """The same function, whose time is added up where nothing is to be trained in it."""
+        """The same function; its time is added up if no gradient is needed."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             if part == "log_probs" and torch.is_grad_enabled():
@@ -74,7 +74,7 @@ class Watch:
         return call
 
     def counted(self, function: Callable[P, Turn]) -> Callable[P, Turn]:
-        """The same function, whose tokens are counted."""
+        """The same function; its tokens are counted."""
 
         def call(*args: P.args, **kwargs: P.kwargs) -> Turn:
             result = function(*args, **kwargs)
@@ -85,7 +85,7 @@ class Watch:
 
 
 class Steps(TrainerCallback):
-    """One record a step."""
+    """One record per step."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -109,7 +109,7 @@ class Steps(TrainerCallback):
 
 
 def as_long(generate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same function, which samples responses of the lengths of the job, step by step."""
+    """The same function, sampling responses of the lengths in the job, step by step."""
     lengths = iter(JOB["lengths"])
 
     def call(**kwargs: object) -> torch.Tensor:

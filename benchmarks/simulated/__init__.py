@@ -1,1 +1,1 @@
-"""Simulated steps compared: many sizes of a run, and designs with a single controller."""
+"""Comparison of simulated steps: many sizes of a run, and designs with a single controller."""

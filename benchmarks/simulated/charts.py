@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GIGA = 1e9
 COLORS = ("#2563eb", "#c2410c", "#7c3aed", "#0f8a5f", "#be185d", "#6b7a10")
-"""Of the ways that data may go, the project's own first."""
+"""Colors of the data paths, the project's own first."""
 LIMIT_COLOR = "#57606a"
 
 
@@ -75,7 +75,7 @@ def charts_of(sweep: Sweep) -> tuple[Chart, ...]:
 
 
 def label(way: str) -> str:
-    """How a reader sees a way that data may go.
+    """The title of a data path.
 
     Args:
         way: Its name.
@@ -96,7 +96,7 @@ def _colored(sweep: Sweep) -> Iterator[tuple[str, str]]:
 
 
 def _linear(sweep: Sweep) -> tuple[Line, ...]:
-    """What the throughput of the first point would be on more ranks."""
+    """The throughput of the first point, extrapolated to more ranks."""
     if sweep.axis != "world_size":
         return ()
     per_rank = sweep.points[0].tokens_per_rank(OURS)
@@ -174,7 +174,7 @@ def _draw(axis: Axes, chart: Chart, sweep: Sweep) -> None:
 
 
 def write_page(sweep: Sweep, path: Path) -> None:
-    """Write the charts as a page to zoom and point in, which loads nothing from elsewhere.
+    """Write the charts as an interactive page, which loads nothing from elsewhere.
 
     Args:
         sweep: What was simulated.

@@ -1,4 +1,4 @@
-"""Designs in which the batches of all transitions pass through a single process, to compare with."""
+"""Designs in which the batches of all transitions pass through a single process, for comparison."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from leaderless.planner.costs.rows import Int, Rows, Workload, column_of
 from leaderless.planner.costs.step import Estimate, Walk, walk_peers
 
 FOLDER = Path(__file__).parent / "controllers"
-"""Holds, for each cluster file in `recipes/clusters`, the costs of controllers on such machines."""
+"""Folder with the costs of controllers on such machines, for each cluster file in `recipes/clusters`."""
 OURS = "ours"
-"""How results call the project's own data path."""
+"""Name of the project's own data path in results."""
 
 
 class ControllerConfig(Section):
     """A single process through which the batches of all transitions pass."""
 
     pads_rows: bool = True
-    """Prompts and responses are padded to the longest; else they travel as they are."""
+    """Prompts and responses are padded to the longest; otherwise they are sent as they are."""
     call_us: float = Field(ge=0)
     """Calling one rank, sending or receiving."""
     serialization_gb_per_s: float | None = Field(default=None, gt=0)
-    """Objects to bytes, and bytes to objects, by one process; nothing is serialized when not given."""
+    """Serialization and deserialization of objects by one process; none if not given."""
     object_store_gb_per_s: float | None = Field(default=None, gt=0)
-    """Bytes copied into the host's object store; there is none when not given."""
+    """Bytes copied into the host's object store; there is none if not given."""
     network_gb_per_s: float | None = Field(default=None, gt=0)
-    """What its transport carries between hosts at best; the interface's bandwidth when not given."""
+    """The most that its transport can carry between hosts; by default the interface's bandwidth."""
     copy_gb_per_s: float = Field(gt=0)
     """Padding, joining and reordering by one process, for each pass over the batch."""
     dataloader_processes: int = Field(ge=1)
@@ -47,10 +47,10 @@ class ControllerConfig(Section):
 
 
 class ComparedCluster(ClusterConfig):
-    """A cluster, and what controllers cost on it."""
+    """A cluster, and the costs of controllers on it."""
 
     controllers: Mapping[str, ControllerConfig] = Field(min_length=1)
-    """Designs with a single controller, by a name that figures show."""
+    """Designs with a single controller, by the name in figures."""
 
     @field_validator("controllers", mode="after")
     @classmethod
@@ -71,7 +71,7 @@ def load_compared_cluster(path: Path) -> ComparedCluster:
 
 
 def estimate_ways(plan: Plan, recipe: Recipe, workload: Workload, cluster: ComparedCluster) -> dict[str, Estimate]:
-    """Estimate one step on every way that data may go: the project's own, and that of every controller.
+    """Estimate one step for every data path: the project's own, and that of every controller.
 
     Rows are on the same ranks and models take the same time on all of them; they differ in how data moves.
 
@@ -92,7 +92,7 @@ def estimate_ways(plan: Plan, recipe: Recipe, workload: Workload, cluster: Compa
 
 @dataclass(frozen=True)
 class Controller:
-    """A single process on the first host. Each row travels with a prompt of its own.
+    """A single process on the first host. Each row is sent with its own prompt.
 
     Attributes:
         config: Its costs.
@@ -112,14 +112,14 @@ class Controller:
         return separate_bytes(rows, columns, is_padded=self.config.pads_rows)
 
     def exchange(self, sizes: Int, ranks: Int) -> Cost:
-        """Take rows from ranks, or give them some; it costs the same.
+        """Receive rows from ranks, or send rows to them, at the same cost.
 
-        Each rank makes bytes of its own rows, and the controller objects of all, which it joins; or it orders all rows
-        and makes bytes of them, and each rank objects of its own.
+        Each rank serializes its own rows, and the controller deserializes and joins all of them; or the controller
+        orders and serializes all rows, and each rank deserializes its own.
 
         Args:
             sizes: [n] bytes of each row.
-            ranks: [n] that give or get them.
+            ranks: [n] rank that sends or receives each row.
         """
         config, link = self.config, self.network.cluster.links.network
         of_rank = np.bincount(ranks, weights=sizes, minlength=self.network.num_ranks).astype(np.int64)
@@ -132,7 +132,7 @@ class Controller:
         took += seconds(total, config.object_store_gb_per_s)
         bandwidth = min(link.bandwidth_gb_per_s, config.network_gb_per_s or link.bandwidth_gb_per_s)
         took += link.latency_us * MICRO * bool(remote) + seconds(remote, bandwidth)
-        # Parts and the whole that is made of them, and what the object store holds meanwhile.
+        # the parts and the combined batch, and what the object store holds at that time
         copies = 2 + (config.object_store_gb_per_s is not None)
         return Cost(took, remote, copies * total)
 
@@ -167,10 +167,10 @@ def controller_cost(routes: Routes, columns: Sequence[str], controller: Controll
 
 
 class ControllerWalk:
-    """The controller loads all prompts, hands every node that has a model what it reads, and takes what it wrote.
+    """The controller loads all prompts, sends every node with a model what it reads, and receives what it wrote.
 
-    Nodes without a model run in the controller, at no cost. It takes a node's columns when the next reader wants them,
-    so that nodes on different ranks run at the same time.
+    Nodes without a model run in the controller, at no cost. It receives a node's columns when the next reader needs
+    them, so that nodes on different ranks run at the same time.
     """
 
     def __init__(self, network: Network, controller: Controller, events: Sequence[Event]) -> None:
@@ -188,7 +188,7 @@ class ControllerWalk:
         }
 
     def finish(self) -> Estimate:
-        """Go through the step, and say what it took."""
+        """Go through the step, and return its costs."""
         for event in self.events:
             match event:
                 case Loaded():
@@ -221,7 +221,7 @@ class ControllerWalk:
             self.waiting[node.name] = event
 
     def _gather(self, event: Worked) -> None:
-        """Wait for a node, and take those of its columns that other nodes read."""
+        """Wait for a node, and receive those of its columns that other nodes read."""
         node, rows = event.node, event.rows_after
         columns = [column for column in node.writes if (node.name, column) in self.wanted]
         sizes = self.controller.bytes_of(rows, columns)

@@ -1,4 +1,4 @@
-"""The model against a measurement: what it says of one transition whose rows are known."""
+"""The model against a measurement: its prediction for one transition whose rows are known."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def predict(action: Reshard, rows: Rows, holders: Int, cluster: ComparedCluster,
 
 
 def errors_of(predicted: Cost, measured: Cost) -> Errors:
-    """How far a prediction is from what was measured.
+    """The difference between a prediction and a measurement.
 
     Args:
         predicted: Result of `predict`.

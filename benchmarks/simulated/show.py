@@ -1,4 +1,4 @@
-"""A sweep for a reader at a terminal."""
+"""Prints a sweep in a terminal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _cells(sweep: Sweep, point: Point, way: str) -> tuple[Text, ...]:
 
 
 def _print_too_much(sweep: Sweep, console: Console) -> None:
-    """What no device or host has room for is simulated all the same, and named."""
+    """Print what does not fit into a device or a host; it is simulated nevertheless."""
     device, host = (f"{part.memory_gib:g} GiB" for part in (sweep.cluster.device, sweep.cluster.host))
     for point in sweep.points:
         place = f"{sweep.place(point):,} {AXES[sweep.axis]}"

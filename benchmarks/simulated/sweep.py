@@ -22,10 +22,10 @@ AXES: Mapping[AxisName, str] = {
     "prompts_per_step": "prompts",
     "context_tokens": "context",
 }
-"""What may vary, in words."""
+"""Title of each axis."""
 
 PlanFor = Callable[[Sequence[str], int], tuple[Recipe, Plan]]
-"""Plans the recipe with more settings on a number of ranks."""
+"""Plans the recipe with additional settings on a number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Point:
         return self.estimates[way].tokens_per_s / self.world_size
 
     def gain(self, way: str) -> float:
-        """Throughput of the project's own way, as a multiple of another's.
+        """Throughput of the project's own data path, as a multiple of another's.
 
         Args:
             way: The other.
@@ -98,7 +98,7 @@ class Sweep:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """That data may go, the project's own first."""
+        """The data paths, the project's own first."""
         return tuple(self.points[0].estimates)
 
     def place(self, point: Point) -> int:
@@ -124,7 +124,7 @@ class Sweep:
         return point.tokens_per_rank(way) / self.points[0].tokens_per_rank(way)
 
     def to_json(self) -> Json:
-        """All of it as JSON-able values."""
+        """All results as JSON-able values."""
         return {
             "recipe": self.recipe,
             "cluster": self.cluster.model_dump(mode="json"),
@@ -184,7 +184,7 @@ def settings_of(
 
 
 def _context(recipe: Recipe, tokens: int) -> tuple[str, str]:
-    """Settings that give sequences so many tokens, and a micro-batch room for one."""
+    """Settings that give sequences this number of tokens, and a micro-batch room for one."""
     response = f"rollout.max_response_tokens={tokens - recipe.data.max_prompt_tokens}"
     return response, f"batch.micro_batch_tokens={max(tokens, recipe.batch.first_micro_batch_tokens(tokens))}"
 

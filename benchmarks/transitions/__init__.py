@@ -1,1 +1,1 @@
-"""What `benchmarks/data_coordinator.py` measures: the same rows, brought from one layout to another in several ways."""
+"""The measurements of `benchmarks/data_coordinator.py`: the same rows, resharded in several ways."""

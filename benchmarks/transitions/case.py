@@ -1,4 +1,4 @@
-"""What is brought from where to where; every process makes the same rows from a few numbers."""
+"""The rows of a transition and its layouts; every process makes the same rows from a few numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Way = Literal["ours", "ray", "gloo", "packed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WAYS: tuple[Way, ...] = get_args(Way)
 RESPONSES = 8
-"""To each prompt."""
+"""Responses to each prompt."""
 MAX_PROMPT_TOKENS = 256
 VOCABULARY = 151_936
 COLUMNS = (
@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 class Message(BaseModel):
-    """What processes tell each other, and what is written down."""
+    """A message between processes, or a record."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -80,7 +80,7 @@ class Case(Message):
 
     @property
     def prompt_lengths_of_rows(self) -> Tensor:
-        """[prompts * RESPONSES] int64, each row's prompt."""
+        """[prompts * RESPONSES] int64 prompt of each row."""
         return self.prompt_lengths.repeat_interleave(RESPONSES)
 
     @cached_property
@@ -101,7 +101,7 @@ class Case(Message):
         return make_sample_ids(groups, torch.arange(RESPONSES).repeat(self.prompts))
 
     def prompts_held(self, host: int) -> range:
-        """The prompts whose rows a host holds before."""
+        """The prompts whose rows a host has before the transition."""
         sources = self.action.source_layout.ranks
         if host not in sources:
             return range(0)
@@ -111,7 +111,7 @@ class Case(Message):
         return range(bounds[host], bounds[host + 1])
 
     def make_rows(self, host: int) -> Batch | None:
-        """The rows that a host holds before; None if it is not part of that layout."""
+        """The rows that a host has before the transition; None if it is not part of that layout."""
         held = self.prompts_held(host)
         if host not in self.action.source_layout:
             return None

@@ -1,4 +1,4 @@
-"""Lines of text over a socket of the file system, which reaches from one network namespace into another."""
+"""Lines of text over a socket in the file system, which works across network namespaces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Channel:
 
     @classmethod
     def connect(cls, path: Path, name: str) -> Self:
-        """Reach a `Switchboard` and tell it one's name."""
+        """Connect to a `Switchboard` under a name."""
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(path))
         channel = cls(connection, None)
@@ -50,18 +50,18 @@ class Channel:
         return line.rstrip("\n")
 
     def __iter__(self) -> Iterator[str]:
-        """Lines until the other end closes."""
+        """Lines until the other end closes the connection."""
         for line in self._lines:
             yield line.rstrip("\n")
 
     def close(self) -> None:
-        """Tell the other end that this was all."""
+        """Tell the other end that no more lines follow."""
         self._lines.close()
         self._connection.close()
 
 
 class Switchboard:
-    """Where processes connect, each under its name."""
+    """The place where processes connect, each under its name."""
 
     def __init__(self, path: Path) -> None:
         """Listen.

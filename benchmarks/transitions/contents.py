@@ -1,4 +1,4 @@
-"""What some rows are, in three numbers, so that rows that go in can be compared with rows that come out."""
+"""Rows summarized in three numbers, to compare rows before and after a transition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from leaderless.data.balance import sequence_cost
 from leaderless.data.batch import Batch, Jagged, ragged_index
 
 _ODD = 0x5851F42D4C957F2D
-"""Spreads small numbers over 64 bits; sums wrap around there."""
+"""Spreads small numbers over 64 bits; sums wrap around."""
 
 
 class Contents(Message):
@@ -29,18 +29,18 @@ class Contents(Message):
     fingerprint: int = 0
 
     def __add__(self, other: Contents) -> Contents:
-        """Of both together."""
+        """The contents of both together."""
         fingerprint = (self.fingerprint + other.fingerprint) % 2**64
         return Contents(rows=self.rows + other.rows, cost=self.cost + other.cost, fingerprint=fingerprint)
 
     @classmethod
     def of_batch(cls, rows: Batch | None) -> Contents:
-        """Of a rank's rows, if it has any."""
+        """The contents of a rank's rows, if it has any."""
         return cls() if rows is None else cls.of(rows.ids, {name: _column(rows, name) for name in COLUMNS})
 
     @classmethod
     def of(cls, ids: Tensor, columns: Mapping[str, Tensor | Jagged]) -> Contents:
-        """Of rows with all columns.
+        """The contents of rows with all columns.
 
         Args:
             ids: [n] int64.

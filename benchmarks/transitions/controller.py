@@ -1,4 +1,4 @@
-"""A controller that moves padded rows by Ray: it gets them from one actor on each host and puts every host's share."""
+"""A controller that moves padded rows by Ray: it gets them from an actor on each host and puts the shares of hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 Arrays = dict[str, NDArray[np.generic]]
-"""Padded rows as Ray passes them without a copy between processes of one host."""
+"""Padded rows, which Ray passes between processes of one host without a copy."""
 
 
 class HostActor:
@@ -33,7 +33,7 @@ class HostActor:
         self._watch = Watch()
 
     def prepare(self, case: str) -> None:
-        """Make the rows that the host holds before, and begin to watch."""
+        """Make the rows that the host has before, and start the clock."""
         described = Case.model_validate_json(case)
         rows = described.make_rows(self._host)
         self._held = None if rows is None else pad(described, rows)
@@ -42,16 +42,16 @@ class HostActor:
         self._watch.__enter__()
 
     def give(self) -> Arrays:
-        """The rows that the host holds."""
+        """The rows of the host."""
         assert self._held is not None
         return {name: table.numpy() for name, table in self._held.items()}
 
     def take(self, share: Arrays) -> None:
-        """Keep the rows that the host gets."""
+        """Keep the rows that the host receives."""
         self._got = {name: torch.from_numpy(table) for name, table in share.items()}
 
     def observe(self) -> str:
-        """What the transition took here; forgets its rows."""
+        """The measurements of the transition on this host; its rows are dropped."""
         self._watch.__exit__(None, None, None)
         observation = self._watch.observation(self._host, contents(self._held), contents(self._got))
         self._held = self._got = None
@@ -82,7 +82,7 @@ def observe(case: Case, actors: Sequence[ActorHandle[HostActor]]) -> list[Observ
     ray.get([actor.prepare.remote(case.model_dump_json()) for actor in actors])
     with Watch() as watch:
         through_controller(case, actors)
-    # The controller's clock is the only one; the actors' began when they had their rows.
+    # Only the controller's clock counts; those of the actors began when they had their rows.
     observations = [watch.observation(0, Contents(), Contents())]
     texts: list[str] = ray.get([actor.observe.remote() for actor in actors])
     for text in texts:
@@ -92,10 +92,10 @@ def observe(case: Case, actors: Sequence[ActorHandle[HostActor]]) -> list[Observ
 
 
 def through_controller(case: Case, actors: Sequence[ActorHandle[HostActor]]) -> None:
-    """Bring rows from one layout to the other."""
+    """Take rows from one layout to the other."""
     parts: list[Arrays] = ray.get([actors[rank].give.remote() for rank in case.action.source_layout.ranks])
     everything = {name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in parts[0]}
-    del parts  # the object store may forget them
+    del parts  # so that the object store can free them
     ranks = case.action.target_layout.ranks
     members = share_out(everything["prompt_lengths"], everything["response_lengths"], len(ranks))
     taken: list[ray.ObjectRef[None]] = []

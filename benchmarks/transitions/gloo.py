@@ -37,7 +37,7 @@ def through_controller(case: Case, rank: int, held: Padded | None) -> Padded | N
 
 
 def _gather(case: Case, held: Padded | None) -> Padded:
-    """All rows, received where they belong in one table."""
+    """All rows, received in their final place in one table."""
     everything = empty(case, case.prompts * RESPONSES)
     waiting: list[dist.P2POp] = []
     for rank in case.action.source_layout.ranks:
@@ -54,7 +54,7 @@ def _gather(case: Case, held: Padded | None) -> Padded:
 
 
 def _scatter(case: Case, everything: Padded) -> dict[int, Padded]:
-    """Every rank's share, sent to those that are elsewhere."""
+    """The share of every rank, sent to those in other processes."""
     ranks = case.action.target_layout.ranks
     members = share_out(everything["prompt_lengths"], everything["response_lengths"], len(ranks))
     shares: dict[int, Padded] = {

@@ -1,4 +1,4 @@
-"""The controller of `gloo.py` without padding: what is left of its cost when only true values travel."""
+"""The controller of `gloo.py` without padding: its remaining cost when only true values are sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from leaderless.data.batch import Batch, Jagged
 
 HEADS = ("ids", "prompt_lengths", "response_lengths", "rewards")
-"""One value to a row; they travel first, since they tell how long the others are."""
+"""Columns with one value per row; they are sent first, since they determine how long the others are."""
 RUNS = tuple(name for name in COLUMNS if name not in HEADS)
 
 
@@ -50,7 +50,7 @@ def through_controller(case: Case, rank: int, held: Batch | None) -> Batch | Non
 
 
 def _gather(case: Case, held: Batch | None) -> Batch:
-    """All rows, received where they belong."""
+    """All rows, received in their final place."""
     others = [rank for rank in case.action.source_layout.ranks if rank != CONTROLLER]
     parts = {rank: _empty_heads(len(case.prompts_held(rank)) * RESPONSES) for rank in others}
     finish([operation for rank in others for operation in operations(dist.irecv, parts[rank], rank)])
@@ -71,7 +71,7 @@ def _gather(case: Case, held: Batch | None) -> Batch:
 
 
 def _scatter(case: Case, everything: Batch) -> dict[int, Batch]:
-    """Every rank's share, sent to those that are elsewhere."""
+    """The share of every rank, sent to those in other processes."""
     ranks = case.action.target_layout.ranks
     prompts, responses = everything.jagged("prompt_tokens").lengths, everything.jagged("tokens").lengths
     members = share_out(prompts, responses, len(ranks))

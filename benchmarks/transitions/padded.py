@@ -1,4 +1,4 @@
-"""Rows as a controller handles them: tables of equal width, padded to the longest response that is allowed."""
+"""Rows in the form of a controller: tables of equal width, padded to the longest allowed response."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DENSE = {"ids", "prompt_lengths", "response_lengths", "rewards"}
 
 
 def empty(case: Case, num_rows: int) -> Padded:
-    """Tables for so many rows, not filled."""
+    """Tables for a number of rows, not filled."""
     tables: dict[str, Tensor] = {}
     for name, dtype in DTYPES.items():
         width = MAX_PROMPT_TOKENS if name == "prompt_tokens" else case.max_tokens
@@ -39,7 +39,7 @@ def empty(case: Case, num_rows: int) -> Padded:
 
 
 def pad(case: Case, rows: Batch) -> Padded:
-    """The same rows, padded with zeros on the right; each has its prompt."""
+    """The same rows, padded with zeros on the right, each with its prompt."""
     tables = empty(case, len(rows))
     tables["ids"].copy_(rows.ids)
     tables["prompt_lengths"].copy_(rows.jagged("prompt_tokens").lengths)
@@ -53,7 +53,7 @@ def pad(case: Case, rows: Batch) -> Padded:
 
 
 def contents(tables: Padded | None) -> Contents:
-    """What padded rows are, if there are any."""
+    """The contents of padded rows, if there are any."""
     if tables is None:
         return Contents()
     columns: dict[str, Tensor | Jagged] = {}
@@ -68,18 +68,18 @@ def contents(tables: Padded | None) -> Contents:
 
 
 def share_out(prompt_lengths: Tensor, response_lengths: Tensor, num_shares: int) -> list[Tensor]:
-    """The rows of each share, as a controller shares them out: equal numbers of rows, of about equal cost.
+    """The rows of each share, as a controller divides them: equal numbers of rows, with about equal cost.
 
-    From the dearest row to the cheapest, of every next `num_shares` rows each share gets one, the dearest of them going
-    to the share with least work.
+    Going from the most to the least expensive row, each share gets one of every `num_shares` rows; the most expensive
+    of them goes to the share with the least work.
 
     Args:
-        prompt_lengths: [n] int64.
-        response_lengths: [n] int64.
-        num_shares: Divides n.
+        prompt_lengths: [n] int64 tokens of each row's prompt.
+        response_lengths: [n] int64 tokens of each response.
+        num_shares: Number of shares, a divisor of n.
 
     Returns:
-        [n / num_shares] int64 for each share, ascending.
+        [n / num_shares] int64 indices of rows for each share, ascending.
     """
     costs = sequence_cost((prompt_lengths + response_lengths).numpy())
     dearest_first = np.argsort(-costs, kind="stable").reshape(-1, num_shares)

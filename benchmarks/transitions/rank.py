@@ -1,4 +1,4 @@
-"""One rank of the run: brings rows from layout to layout when told to, our way or through a controller over gloo."""
+"""One rank of the run: reshards rows on request, our way or through a controller over gloo."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def observe(order: Order, transport: Transport) -> Observation:
 
 
 def observe_ours(case: Case, transport: Transport) -> Observation:
-    """The project's own way: straight from holder to owner."""
+    """The project's own way: directly from holder to owner."""
     rank = transport.rank
     held = case.make_rows(rank)
     wanted = None
@@ -68,7 +68,7 @@ def observe_ours(case: Case, transport: Transport) -> Observation:
 
 
 def observe_gloo(case: Case, transport: Transport) -> Observation:
-    """Padded tables, gathered by one rank and scattered by it."""
+    """Padded tables, gathered and scattered by one rank."""
     rows = case.make_rows(transport.rank)
     held = None if rows is None else pad(case, rows)
     del rows  # as if they had been padded from the beginning

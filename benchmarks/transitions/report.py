@@ -1,4 +1,4 @@
-"""Tables and pictures of what `benchmarks/data_coordinator.py` has measured."""
+"""Tables and pictures of the results of `benchmarks/data_coordinator.py`."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Axis(NamedTuple):
     rest_label: str
 
     def fixed(self, results: Results) -> tuple[int, int]:
-        """What stays: that along which most values have been measured."""
+        """The constant of the axis: the one with the most values."""
         values: dict[tuple[int, int], set[int]] = {}
         for run in results.transitions:
             values.setdefault(self.rest(run.case), set()).add(self.value(run.case))
         return max(values, key=lambda rest: len(values[rest]))
 
     def title(self, results: Results) -> str:
-        """What grows and what stays, for the reader."""
+        """Description of what grows and what stays the same."""
         return f"By {self.label}, with {self.rest_label.format(*self.fixed(results))}:"
 
     def runs(self, results: Results, kind: Kind) -> dict[int, dict[Way, list[Transition]]]:
@@ -110,7 +110,7 @@ QUANTITIES = (
 
 
 def load(path: Path = RESULTS) -> Results | None:
-    """What a benchmark has measured; nothing if there was none."""
+    """The results of a benchmark; None if it has not been run."""
     return Results.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
@@ -141,7 +141,7 @@ def tables(results: Results) -> str:
 
 
 def axis_table(results: Results, axis: Axis) -> str:
-    """Ours in full, and the controllers as multiples of what ours took in the same repeat."""
+    """Ours in full, and the controllers as multiples of ours in the same repeat."""
     ways = _ways(results)
     rows = []
     for kind, name in KIND_NAMES.items():
@@ -157,7 +157,7 @@ def axis_table(results: Results, axis: Axis) -> str:
 
 
 def ways_table(results: Results) -> str:
-    """What each way made of the work, over all transitions."""
+    """Balance and cores of each way, over all transitions."""
     rows = []
     for way in _ways(results):
         runs = [run for run in results.transitions if run.way == way]
@@ -189,7 +189,7 @@ def draw(results: Results, folder: Path) -> None:
 
 
 def _draw_chart(chart: Axes, runs: Mapping[int, Mapping[Way, Sequence[Transition]]], quantity: Quantity) -> None:
-    """A line of medians for each way, and a band from least to most."""
+    """A line of medians for each way, and a band from the smallest to the largest value."""
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     places = list(runs)
@@ -214,7 +214,7 @@ def _ways(results: Results) -> list[Way]:
 
 
 def _spread(values: Sequence[float], digits: int = 2) -> str:
-    """The median, and least and most where they differ from it as they are shown."""
+    """The median, with the smallest and the largest value if they differ from it as shown."""
     shown = [
         f"{value:.{digits}f}" if value < 10 else f"{value:,.0f}" for value in (median(values), min(values), max(values))
     ]

@@ -1,4 +1,4 @@
-"""Ranks, Ray and a controller on several hosts, told what to do and observed."""
+"""Ranks, Ray and a controller on several hosts, controlled and observed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OBJECT_STORE_BYTES = 3 << 30
 
 
 class Session:
-    """All processes of one number of hosts, there while the `with` block runs."""
+    """All processes of one number of hosts, which exist while the `with` block runs."""
 
     def __init__(self, num_hosts: int, mbit_per_s: float, ways: Collection[Way], logs: Path) -> None:
         """Describe the session.
@@ -70,7 +70,7 @@ class Session:
 
     @property
     def socket(self) -> Path:
-        """Where the processes connect; it is part of their command lines."""
+        """The socket to which the processes connect; it is part of their command lines."""
         return self._board.path
 
     def measure(self, way: Way, case: Case, repeat: int) -> Transition:
@@ -91,7 +91,7 @@ class Session:
             for channel in channels:
                 channel.send(order)
             seen = [one for channel in channels for one in Observations.model_validate_json(channel.receive()).root]
-        except (EOFError, OSError) as error:  # it has closed, it is late, or it is gone
+        except (EOFError, OSError) as error:  # closed, late, or gone
             self._check()
             raise RuntimeError(f"{way} with {case}: {error}; see {self._logs}") from error
         after = self._hosts.traffic()
@@ -113,7 +113,7 @@ class Session:
         )
 
     def _wait(self) -> None:
-        """Wait until all that have been started have connected."""
+        """Wait until all started processes have connected."""
         self._board.wait_for({*self._processes}, self._check, START_TIMEOUT_S, TRANSITION_TIMEOUT_S)
 
     def _start_ranks(self) -> None:
@@ -175,7 +175,7 @@ class Session:
 
 
 def _check_rows(way: Way, case: Case, seen: list[Observation]) -> None:
-    """What came out is what went in."""
+    """Check that the rows after the transition are those before it."""
     held, got = (sum((getattr(one, side) for one in seen), Contents()) for side in ("held", "got"))
     if held != got:
         raise RuntimeError(f"{way} with {case}: {held} went in, {got} came out")

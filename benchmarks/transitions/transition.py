@@ -1,4 +1,4 @@
-"""What is written down of a transition."""
+"""The record of a transition."""
 
 from __future__ import annotations
 

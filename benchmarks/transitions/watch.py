@@ -1,4 +1,4 @@
-"""How long a process takes for a transition, and how much memory."""
+"""The time and the memory that a process takes for a transition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pydantic import RootModel
 _LIBC = ctypes.CDLL(None)
 _MADV_DONTNEED = 4
 PAGE_BYTES = 4096
-"""The kernel's account of memory is no finer."""
+"""Granularity of the kernel's account of memory."""
 
 
 class Observation(Message):
@@ -44,11 +44,11 @@ class Observation(Message):
 
 
 class Observations(RootModel[list[Observation]]):
-    """Of all processes that one end of a channel speaks for."""
+    """Observations of all processes behind one end of a channel."""
 
 
 class Watch:
-    """Clock and peak of memory of a `with` block."""
+    """Clock and peak memory of a `with` block."""
 
     started = ended = busy_cores = 0.0
     peak_bytes = 0
@@ -65,7 +65,7 @@ class Watch:
         gc.collect()
         _LIBC.malloc_trim(0)
         _forget_shared_pages()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again
         if self._wait_for_others is not None:
             self._wait_for_others()
         self._before = _status_bytes("VmRSS")
@@ -84,7 +84,7 @@ class Watch:
         self.busy_cores = round(used / max(self.ended - self.started, 1e-9), 2)
 
     def observation(self, host: int, held: Contents, got: Contents) -> Observation:
-        """What the block took.
+        """The measurements of the block.
 
         Args:
             host: Host this process runs on.
@@ -111,7 +111,7 @@ def _status_bytes(key: str) -> int:
 
 
 def _forget_shared_pages() -> None:
-    """Unmap the pages of Ray's object store, so that those of this transition are counted anew; nothing is lost."""
+    """Unmap the pages of Ray's object store, so that those of this transition are counted again; nothing is lost."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         if "/dev/shm/plasma" in line:
             start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
