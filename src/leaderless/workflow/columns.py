@@ -60,7 +60,14 @@ COLUMNS: dict[str, Column] = {
     "returns": Column("jagged", "float32", "the critic's target at each sampled token", "response_tokens"),
 }
 
+CUSTOM_COLUMN = Column("dense", "int64", "column of a custom stage")
+"""What plans take a column to be that only a user's stage knows."""
 DATA_COLUMNS = ("prompt_tokens", "rows")
 """Columns that the dataloader provides for every prompt."""
 DATA_RESPONSE_COLUMNS = ("tokens", "response_mask")
 """Columns that it also provides if `data.train.response` names a column to imitate."""
+
+
+def column_of(name: str) -> Column:
+    """The column of a name, for estimates: log-probabilities of all roles are alike; a custom column is a number."""
+    return COLUMNS["old_log_probs"] if name.endswith("_log_probs") else COLUMNS.get(name, CUSTOM_COLUMN)

@@ -11,17 +11,11 @@ from leaderless.workflow.stages import spec_of
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
-    from leaderless.workflow.node import Node
-    from leaderless.workflow.workflow import Workflow
+    from leaderless.workflow.workflow import Node, Workflow
 
 
 class Metric(NamedTuple):
-    """A number that a run writes into `metrics.jsonl`.
-
-    Attributes:
-        meaning: One line for the reader.
-        needs: Settings without which it is not reported; empty if every workflow with its stage reports it.
-    """
+    """A number that a run writes into `metrics.jsonl`, and the settings without which it does not, if any."""
 
     meaning: str
     needs: str = ""
@@ -113,11 +107,7 @@ METRICS: dict[str, Metric] = {
 
 
 def known_metric(name: str) -> Metric | None:
-    """The built-in metric of a name; None if there is none.
-
-    Args:
-        name: Full name, such as `evaluation/mean@4`.
-    """
+    """The built-in metric of a full name, such as `evaluation/mean@4`; None if there is none."""
     if name in METRICS:
         return METRICS[name]
     patterns = {
@@ -127,13 +117,7 @@ def known_metric(name: str) -> Metric | None:
 
 
 def metrics_of(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> list[str]:
-    """Names of the metrics that a run reports.
-
-    Args:
-        recipe: Settings of the run.
-        nodes: Nodes of the workflow that run.
-        workflow: Workflow of the recipe.
-    """
+    """Names of the metrics that a run reports, given the nodes that run."""
     names = ["time/step", "data/epoch", *(f"time/{node.name}" for node in nodes)]
     if isinstance(recipe.data.train, Mapping):
         names += [f"data/epoch/{name}" for name in recipe.data.train]
@@ -150,23 +134,17 @@ def metrics_of(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> lis
 def check_best_metric(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> None:
     """Refuse a `checkpoint.best_metric` by which the best checkpoint could be lost.
 
-    Args:
-        recipe: Settings of the run.
-        nodes: Nodes of the workflow that run.
-        workflow: Workflow of the recipe.
-
     Raises:
         RecipeError: No metric has this name, this recipe does not report it, or some of the steps that report it write
             no checkpoint.
     """
     name = recipe.checkpoint.best_metric
-    reported = metrics_of(recipe, nodes, workflow)
     if name is None:
         return
+    reported, known = metrics_of(recipe, nodes, workflow), known_metric(name)
     if name in reported:
         _check_evaluated_steps(recipe, name)
         return
-    known = known_metric(name)
     related = [other for other in reported if other.partition("/")[0] == name.partition("/")[0]]
     hint = f"; it reports {', '.join(related)}" if related else ("" if known else nearest(name, reported))
     if known:
@@ -202,9 +180,5 @@ def _evaluation_metrics(recipe: Recipe) -> list[str]:
 
 
 def pass_at_sizes(k: int) -> list[int]:
-    """The j for which pass@j is reported: powers of 2 and k itself, without 1.
-
-    Args:
-        k: Responses to a held-out prompt.
-    """
-    return sorted({*(2**e for e in range(1, k.bit_length()) if 2**e <= k), k} - {1})
+    """The j for which pass@j is reported with k responses to a prompt: powers of 2 and k itself, without 1."""
+    return sorted({*(2**e for e in range(1, k.bit_length())), k} - {1})

@@ -23,10 +23,7 @@ def builtin_workflows() -> tuple[str, ...]:
 
 
 def resolve_workflow(name: str) -> Workflow:
-    """The workflow that a recipe names.
-
-    Args:
-        name: A built-in workflow, the path of a YAML file, or `package.module:function` that returns a `Workflow`.
+    """The workflow that a recipe names: a built-in one, a YAML file, or `package.module:function` that returns one.
 
     Raises:
         RecipeError: There is no such workflow, or it is not well-formed.
@@ -50,10 +47,9 @@ def resolve_workflow(name: str) -> Workflow:
 def read_workflow(path: Path) -> Workflow:
     """Read a workflow from YAML.
 
-    Args:
-        path: File with `name` and `nodes`; each node has `run` and may have `role` and `after`. There may be
-            `algorithm`, `loop` (a list of nodes) and `base`: another workflow, whose nodes, loop and settings are
-            inherited where the file has none.
+    The file has `name` and `nodes`; each node has `run` and may have `role` and `after`. There may be `algorithm`,
+    `loop` (a list of nodes) and `base`: another workflow, whose nodes, loop and settings are inherited where the file
+    has none.
 
     Raises:
         RecipeError: The file is missing, is not YAML, or is not such a mapping.
@@ -75,7 +71,6 @@ def read_workflow(path: Path) -> Workflow:
 
 
 def _workflow_of(settings: Mapping[str, Setting], base: Workflow) -> Workflow:
-    """The workflow that checked settings describe."""
     name, nodes, algorithm = settings["name"], settings.get("nodes", {}), settings.get("algorithm", {})
     assert isinstance(name, str)
     assert isinstance(nodes, Mapping)
@@ -104,7 +99,6 @@ def write_workflow(workflow: Workflow) -> str:
 
 
 def _shape_problems(source: RecipeSource) -> list[Problem]:
-    """The problems of a YAML mapping that should be a workflow."""
     known = {"name": (str, "a name"), "base": (str, "a workflow"), "algorithm": (dict, "settings of the algorithm")}
     known |= {"loop": (list, "a list of nodes"), "nodes": (dict, "the nodes by name")}
     required = {"name"} if "base" in source.settings else {"name", "nodes"}
@@ -122,7 +116,6 @@ def _shape_problems(source: RecipeSource) -> list[Problem]:
 
 
 def _node_problems(key: str, node: object) -> Iterable[Problem]:
-    """The problems of one entry of `nodes`."""
     if not isinstance(node, dict):
         yield Problem(key, "must be a mapping such as {run: reward, after: rollout}")
         return
@@ -150,9 +143,4 @@ def load_recipe(recipe: str | Path | RecipeSource, overrides: Sequence[str] = ()
     Raises:
         RecipeError: There are problems; all are named, each with its place.
     """
-    return config_load.load_recipe(recipe, overrides, _settings_of)
-
-
-def _settings_of(workflow: str) -> Mapping[str, Setting]:
-    """The settings that a workflow provides."""
-    return {"algorithm": resolve_workflow(workflow).algorithm}
+    return config_load.load_recipe(recipe, overrides, lambda name: {"algorithm": resolve_workflow(name).algorithm})

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
-    from leaderless.workflow.node import Node
-    from leaderless.workflow.workflow import Workflow
+    from leaderless.workflow.workflow import Node, Workflow
 
 Rows = Literal["same", "expand", "filter", "regroup"]
 """Effect of a stage on rows: it keeps them, makes samples from prompts, drops some, or forms new groups."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError, nearest
 from leaderless.config.data import TrainingSetConfig
@@ -11,8 +12,7 @@ from leaderless.workflow.stage import STAGE_ATTRIBUTE, StageSpec
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
-    from leaderless.workflow.node import Node
-    from leaderless.workflow.workflow import Workflow
+    from leaderless.workflow.workflow import Node, Workflow
 
 SEQUENCE = ("prompt_tokens", "tokens", "response_mask")
 """Columns that make up a training sequence."""
@@ -24,17 +24,6 @@ OWNERS_OF_LOG_PROBS = {
 }
 """Owners of the log-probability columns that are not named after a role."""
 
-ROLLOUT_WRITES = (
-    "tokens",
-    "response_mask",
-    "response_lengths",
-    "truncated",
-    "policy_versions",
-    "rollout_log_probs",
-)
-"""Columns that every rollout writes."""
-ROLLOUT_METRICS = ("rollout/response_tokens", "rollout/truncated", "rollout/tokens_per_s")
-"""Metrics that every rollout reports."""
 GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "gpg", "cpgd", "pass_at_k")
 """Advantages that compare the responses of a group."""
 
@@ -57,10 +46,6 @@ def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return columns + _filter_reads(recipe)
 
 
-def _critic_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return [*SEQUENCE, "values", "returns", "reward_valid", *_filter_reads(recipe)]
-
-
 def _filter_reads(recipe: Recipe) -> list[str]:
     return ["truncated"] if recipe.algorithm.overlong.filter else []
 
@@ -74,22 +59,6 @@ def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     if algorithm.advantage.type == "gae":
         columns.append("values")
     return columns + (_filter_reads(recipe) if algorithm.advantage.type == "rejection" else [])
-
-
-def _remax_reads(recipe: Recipe, node: Node) -> list[str]:
-    return [*_advantage_reads(recipe, node), "is_greedy"]
-
-
-def _advantage_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
-    return ["advantages", "returns"] if recipe.algorithm.advantage.type == "gae" else ["advantages"]
-
-
-def _log_probs_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
-    return [log_probs_column(node.role, workflow)]
-
-
-def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return [f"reward/{name}" for name in ("mean", "std", "failed", *recipe.reward.options())]
 
 
 def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -189,23 +158,19 @@ def _check_remax(recipe: Recipe, node: Node) -> None:
     _check_advantage(recipe, node)
 
 
-def _check_sequence_fits(recipe: Recipe, response_key: str, response_tokens: int) -> None:
-    longest = recipe.data.max_prompt_tokens + response_tokens
+def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
+    longest = recipe.data.max_prompt_tokens + getattr(recipe, section).max_response_tokens
     bound = recipe.batch.first_micro_batch_tokens(longest)
     if bound < longest:
         raise RecipeError.at(
             "batch.micro_batch_tokens",
             f"is {bound}, but one sample may have {longest} tokens "
-            f"(data.max_prompt_tokens + {response_key}): raise it or shorten them",
+            f"(data.max_prompt_tokens + {section}.max_response_tokens): raise it or shorten them",
         )
 
 
-def _check_sample_fits(recipe: Recipe) -> None:
-    _check_sequence_fits(recipe, "rollout.max_response_tokens", recipe.rollout.max_response_tokens)
-
-
 def _check_log_probs(recipe: Recipe, node: Node) -> None:
-    _check_sample_fits(recipe)
+    _check_sample_fits(recipe, "rollout")
     if node.role in OWNERS_OF_LOG_PROBS:
         raise RecipeError.at(
             f"nodes.{node.name}.role",
@@ -215,7 +180,7 @@ def _check_log_probs(recipe: Recipe, node: Node) -> None:
 
 
 def _check_update(recipe: Recipe, node: Node) -> None:
-    _check_sample_fits(recipe)
+    _check_sample_fits(recipe, "rollout")
     _check_updates_per_step(recipe)
     if recipe.algorithm.critic.warmup_steps >= recipe.steps:
         raise RecipeError.at(
@@ -255,55 +220,52 @@ def _check_sft(recipe: Recipe, node: Node) -> None:
         raise RecipeError.at(
             f"{next(iter(recipe.data.train_sets()))}.response", f"must name the column that node '{node.name}' imitates"
         )
-    _check_sequence_fits(recipe, "data.max_response_tokens", recipe.data.max_response_tokens)
+    _check_sample_fits(recipe, "data")
     _check_updates_per_step(recipe)
 
 
+ROLLOUT_WRITES = ("tokens", "response_mask", "response_lengths", "truncated", "policy_versions", "rollout_log_probs")
+ROLLOUT = StageSpec(
+    "leaderless.stages.rollout:rollout",
+    reads=("prompt_tokens",),
+    writes=ROLLOUT_WRITES,
+    rows="expand",
+    role_use="generate",
+    streams=True,
+    metrics=("rollout/response_tokens", "rollout/truncated", "rollout/tokens_per_s"),
+    check=_check_rollout,
+    summary="sample responses to each prompt",
+)
 BUILTIN_STAGES: dict[str, StageSpec] = {
-    "rollout": StageSpec(
-        "leaderless.stages.rollout:rollout",
-        reads=("prompt_tokens",),
-        writes=ROLLOUT_WRITES,
-        rows="expand",
-        role_use="generate",
-        streams=True,
-        metrics=ROLLOUT_METRICS,
-        check=_check_rollout,
-        summary="sample responses to each prompt",
-    ),
+    "rollout": ROLLOUT,
     "reward": StageSpec(
         "leaderless.stages.reward:reward",
         reads=("rows", "tokens", "truncated"),
         writes=("rewards", "reward_valid", "reward_details"),
         streams=True,
-        metrics=_reward_metrics,
+        metrics=lambda recipe, _: [f"reward/{name}" for name in ("mean", "std", "failed", *recipe.reward.options())],
         check=_check_reward,
         summary="compute the reward of each response",
     ),
     "log_probs": StageSpec(
         "leaderless.stages.log_probs:log_probs",
         reads=SEQUENCE,
-        writes=_log_probs_writes,
+        writes=lambda _, node, workflow: [log_probs_column(node.role, workflow)],
         role_use="score",
         streams=True,
         check=_check_log_probs,
         summary="log-probabilities of the sampled tokens under a role",
     ),
-    "rollout_with_greedy": StageSpec(
-        "leaderless.stages.rollout:rollout_with_greedy",
-        reads=("prompt_tokens",),
+    "rollout_with_greedy": replace(
+        ROLLOUT,
+        implementation="leaderless.stages.rollout:rollout_with_greedy",
         writes=(*ROLLOUT_WRITES, "is_greedy"),
-        rows="expand",
-        role_use="generate",
-        streams=True,
-        metrics=ROLLOUT_METRICS,
-        check=_check_rollout,
         summary="sample responses to each prompt, and decode one greedily",
     ),
     "advantage": StageSpec(
         "leaderless.stages.advantage:advantage",
         reads=_advantage_reads,
-        writes=_advantage_writes,
+        writes=lambda recipe, *_: ["advantages", *["returns"] * (recipe.algorithm.advantage.type == "gae")],
         needs_whole_groups=True,
         metrics=_advantage_metrics,
         check=_check_advantage,
@@ -311,7 +273,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "remax": StageSpec(
         "leaderless.stages.advantage:remax",
-        reads=_remax_reads,
+        reads=lambda recipe, node: [*_advantage_reads(recipe, node), "is_greedy"],
         writes=("advantages",),
         rows="filter",
         needs_whole_groups=True,
@@ -361,7 +323,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "update_critic": StageSpec(
         "leaderless.stages.critic:update_critic",
-        reads=_critic_reads,
+        reads=lambda recipe, _: [*SEQUENCE, "values", "returns", "reward_valid", *_filter_reads(recipe)],
         role_use="train",
         is_critic=True,
         has_effect=True,
@@ -382,10 +344,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
 
 
 def spec_of(node: Node) -> StageSpec:
-    """The contract of the stage that a node runs.
-
-    Args:
-        node: Node that names a built-in stage or a function declared with `@stage`.
+    """The contract of the stage that a node runs: a built-in stage, or a function declared with `@stage`.
 
     Raises:
         RecipeError: The stage is unknown, or the function cannot be used as one.

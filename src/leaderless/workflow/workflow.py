@@ -9,7 +9,23 @@ from graphlib import CycleError, TopologicalSorter
 
 from leaderless.config import Problem, RecipeError, nearest
 from leaderless.config.source import Setting
-from leaderless.workflow.node import Node
+
+
+@dataclass(frozen=True)
+class Node:
+    """A stage function in its place in the graph.
+
+    Attributes:
+        name: Unique within the workflow.
+        run: Built-in stage, or `package.module:function`.
+        role: Model that it uses, if any.
+        after: Nodes that it comes after; without any, it begins with the data.
+    """
+
+    name: str
+    run: str
+    role: str | None = None
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,6 @@ class Workflow:
         return replace(self, loop=names)
 
     def __getitem__(self, name: str) -> Node:
-        """The node of a name."""
         return next(node for node in self.nodes if node.name == name)
 
     def order(self) -> tuple[Node, ...]:
@@ -71,14 +86,12 @@ class Workflow:
         except CycleError as error:
             cycle = " -> ".join(reversed(error.args[1]))
             raise RecipeError.at(f"nodes.{error.args[1][0]}.after", f"nodes form a cycle: {cycle}") from error
-        done: list[Node] = []
-        names: set[str] = set()
+        done: dict[str, Node] = {}
         while len(done) < len(self.nodes):
-            ready = next(node for node in self.nodes if node.name not in names and names.issuperset(node.after))
-            done.append(ready)
-            names.add(ready.name)
-        self._check_loop(_ancestors(done))
-        return tuple(done)
+            ready = next(node for node in self.nodes if node.name not in done and done.keys() >= {*node.after})
+            done[ready.name] = ready
+        self._check_loop(_ancestors(done.values()))
+        return tuple(done.values())
 
     def ancestors(self) -> dict[str, frozenset[str]]:
         """For each node the names of all nodes that come before it."""
