@@ -10,16 +10,15 @@ import numpy as np
 import yaml
 from pydantic import Field, field_validator
 
-from leaderless.config import Recipe
+from leaderless.config import Recipe, load_section
 from leaderless.config.base import Section
 from leaderless.planner import Plan
-from leaderless.planner.costs.cluster import ClusterConfig, load_cluster
-from leaderless.planner.costs.events import Event, Loaded, Synced, Worked, events_of
+from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.costs.moves import Cost
 from leaderless.planner.costs.network import MICRO, Network, seconds
-from leaderless.planner.costs.placement import Routes
-from leaderless.planner.costs.rows import Int, Rows, Workload, column_of
-from leaderless.planner.costs.step import Estimate, Walk, walk_peers
+from leaderless.planner.costs.rows import Int, Routes, Rows, Workload
+from leaderless.planner.costs.step import Estimate, Event, Loaded, Synced, Walk, Worked, events_of, walk_peers
+from leaderless.workflow.columns import column_of
 
 FOLDER = Path(__file__).parent / "controllers"
 """Folder with the costs of controllers on such machines, for each cluster file in `recipes/clusters`."""
@@ -67,7 +66,7 @@ def load_compared_cluster(path: Path) -> ComparedCluster:
         path: Cluster file.
     """
     controllers = yaml.safe_load((FOLDER / path.name).read_text(encoding="utf-8"))
-    return ComparedCluster.model_validate(load_cluster(path).model_dump() | {"controllers": controllers})
+    return ComparedCluster.model_validate(load_section(path, ClusterConfig).model_dump() | {"controllers": controllers})
 
 
 def estimate_ways(plan: Plan, recipe: Recipe, workload: Workload, cluster: ComparedCluster) -> dict[str, Estimate]:
@@ -128,8 +127,8 @@ class Controller:
         if not total:
             return Cost(0.0, 0, 0)
         took = config.call_us * MICRO * int((of_rank > 0).sum()) + seconds(total, config.copy_gb_per_s)
-        took += seconds(total + int(of_rank.max()), config.serialization_gb_per_s)
-        took += seconds(total, config.object_store_gb_per_s)
+        took += seconds(total + int(of_rank.max()), config.serialization_gb_per_s or np.inf)
+        took += seconds(total, config.object_store_gb_per_s or np.inf)
         bandwidth = min(link.bandwidth_gb_per_s, config.network_gb_per_s or link.bandwidth_gb_per_s)
         took += link.latency_us * MICRO * bool(remote) + seconds(remote, bandwidth)
         # the parts and the combined batch, and what the object store holds at that time
@@ -210,7 +209,7 @@ class ControllerWalk:
         for source in sorted(set(node.reads.values()) & self.waiting.keys()):
             self._gather(self.waiting.pop(source))
         written = [column for column in node.writes if (node.name, column) in self.wanted]
-        if not event.uses_model:
+        if node.spec.role_use == "none":
             self.held_bytes += int(self.controller.bytes_of(event.rows_after, written).sum())
             return
         cost = self.controller.exchange(self.controller.bytes_of(event.rows, tuple(node.reads)), event.holders)

@@ -10,8 +10,7 @@ from benchmarks.simulated.controllers import OURS, ComparedCluster, Controller, 
 from leaderless.planner import Reshard
 from leaderless.planner.costs.moves import Cost, peer_cost
 from leaderless.planner.costs.network import Network
-from leaderless.planner.costs.placement import Routes, owners_of
-from leaderless.planner.costs.rows import Int, Rows
+from leaderless.planner.costs.rows import Int, Routes, Rows, owners_of
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.reshard import reshard
 from leaderless.data.transport import Transport
 from leaderless.planner import Layout, Reshard
-from leaderless.planner.costs.parcels import parcels_of
-from leaderless.planner.costs.placement import Routes, owners_of, sending_ranks
-from leaderless.planner.costs.rows import Int, Rows
+from leaderless.planner.costs.moves import parcels_of
+from leaderless.planner.costs.rows import Int, Routes, Rows, owners_of, sending_ranks
 
 SIBLINGS = 4
 NUM_PROMPTS = 60

@@ -154,6 +154,7 @@ def plan_of(case: Case) -> Plan:
         instances=(),
         engine="native",
         batch=BatchSizes(1, 1, 1, 1, 1, 1, 1, adapts_to_memory=False),
+        sizes={},
         memory=None,
         recipe_hash="",
     )

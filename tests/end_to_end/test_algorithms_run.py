@@ -14,7 +14,7 @@ from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.tiny import tiny_model, write_recipe
 
 from leaderless.config.algorithm import AlgorithmConfig
-from leaderless.planner.flow import make_flow
+from leaderless.planner.flow import Flow
 from leaderless.workflow import load_recipe, resolve_workflow
 from leaderless.workflow.metrics import metrics_of
 
@@ -93,7 +93,7 @@ def reported_by(path: Path) -> set[str]:
     """Metrics that the contracts of its stages promise of a recipe."""
     recipe = load_recipe(path).recipe
     workflow = resolve_workflow(recipe.workflow)
-    return names_in(dict.fromkeys(metrics_of(recipe, make_flow(recipe, workflow).order, workflow), 0.0))
+    return names_in(dict.fromkeys(metrics_of(recipe, Flow(recipe, workflow).order, workflow), 0.0))
 
 
 def test_decoupled_ppo_runs_as_its_recipe_says_on_samples_of_older_weights(ranks: RankPool, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ import yaml
 
 import leaderless
 from leaderless.cli.main import app
-from leaderless.config import Recipe, load_recipe
+from leaderless.config import Recipe, load_recipe, load_section
 from leaderless.config.source import Setting, apply_overrides, read_yaml
-from leaderless.planner.costs.cluster import load_cluster
+from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.run.planned import plan_recipe
 from leaderless.workflow import read_workflow
 
@@ -233,7 +233,7 @@ def test_commands_are_taken_and_can_be_planned(place: str, words: list[str], mon
         named = re.findall(r"ranks=\S*?(\d+)(?=\s|$)", " ".join(overrides))
         needed = max((int(rank) + 1 for rank in named), default=1)
         if name == "simulate":
-            assert load_cluster(params["cluster"]).name
+            assert load_section(params["cluster"], ClusterConfig).name
         plan_recipe(target, overrides, params.get("world_size") or max(params.get("workers") or 1, needed))
     elif params.get("overrides"):
         source = read_yaml(ROOT / "recipes/quickstart/grpo.yaml")

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from tests.unit.recipes import begin, end, make_recipe, only_problem, plan_of, write_model
+from tests.unit.recipes import begin, end, only_problem, plan_of, write_model
 
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, Layout, Reshard, format_ranks
-from leaderless.planner.make_plan import _role_instances
 from leaderless.workflow import BUILTIN_STAGES, StageSpec, Workflow
 
 KL = {"algorithm": {"kl": {"coefficient": 0.1}}}
@@ -436,18 +433,6 @@ def test_a_stage_of_ones_own_with_a_role_divides_its_ranks_like_any_model(stages
     assert "ranks 0-3 dp=2 tp=2: models divide their ranks by data parallelism only" in problem.message
     plan = plan_of(end(begin(), "reward").node("probe", run="probe", after="policy"), 4, layout={"probe": {"tp": 2}})
     assert plan["probe"].layout.ranks_per_shard == 2
-
-
-def test_a_role_has_one_model_on_the_same_ranks():
-    nodes = plan_of("grpo", 4).nodes
-    divided = [
-        replace(node, layout=Layout((0, 1, 2, 3), 2, tp=2)) if node.name == "rollout" else node for node in nodes
-    ]
-    with pytest.raises(RecipeError) as caught:
-        _role_instances(make_recipe(), divided)
-    problem = only_problem(caught.value)
-    assert problem.key == "layout.policy"
-    assert "role 'policy' has another layout on these ranks, ranks 0-3 dp=2 tp=2" in problem.message
 
 
 def test_a_node_without_a_layout_runs_where_its_role_is_trained_or_behind_the_node_before():

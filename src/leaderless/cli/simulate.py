@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leaderless.config import RecipeError
+from leaderless.config import RecipeError, load_section
 from leaderless.observability.console import console, print_json
 from leaderless.run.planned import plan_recipe
 
@@ -20,12 +20,12 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate the time of a step on machines that a file describes; start nothing."""
-    from leaderless.planner.costs.cluster import load_cluster
+    from leaderless.planner.costs.cluster import ClusterConfig
     from leaderless.planner.costs.rows import sample_workload
-    from leaderless.planner.costs.show import print_estimate, to_json
     from leaderless.planner.costs.step import estimate_step
+    from leaderless.planner.show import estimate_to_json, print_estimate
 
-    constants = load_cluster(cluster)
+    constants = load_section(cluster, ClusterConfig)
     planned = plan_recipe(target, overrides or [], world_size)
     recipe, plan = planned.recipe, planned.plan
     try:
@@ -33,6 +33,6 @@ def simulate(
     except RecipeError as error:
         raise planned.loaded.locate(error) from error
     if as_json:
-        print_json(to_json(plan, estimate, constants))
+        print_json(estimate_to_json(plan, estimate, constants))
     else:
         print_estimate(plan, estimate, constants, console)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from leaderless.config import Recipe
-from leaderless.planner.make_plan import longest_sequence, model_sizes
-from leaderless.planner.memory import COMMANDS, Bounds, Memory, estimate_memory, format_bytes
+from leaderless.planner.make_plan import longest_sequence
+from leaderless.planner.memory import COMMANDS, Memory, estimate_memory, format_bytes
 from leaderless.planner.plan import Plan
 
 MARGIN = 0.85
@@ -31,46 +31,38 @@ class Fit:
 def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit:
     """Compare the estimate of a plan with what there is.
 
-    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits.
-
-    Args:
-        recipe: Recipe of the plan.
-        plan: Any plan; where the size of a model is not known, it is taken to fit.
-        available: Bytes that each rank may use.
-        is_cpu: Whether ranks compute on the CPU.
+    With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. A plan with a model of
+    unknown size is taken to fit. `available` are the bytes that each rank may use.
     """
-    first, longest = plan.batch.micro_batch_tokens, longest_sequence(recipe, plan.instances)
-    sizes = model_sizes(recipe, plan.instances)
+    tokens, sequences = plan.batch.micro_batch_tokens, recipe.rollout.max_sequences
+    longest = longest_sequence(recipe, plan.instances)
 
     def memory(pass_tokens: int, sequences: int) -> Memory:
-        bounds = Bounds(pass_tokens, sequences)
-        estimate = estimate_memory(recipe, plan.instances, sizes, longest, plan.engine, bounds)
+        estimate = estimate_memory(recipe, plan.instances, plan.sizes, plan.engine, pass_tokens, sequences)
         assert estimate is not None, "checked before"
         return estimate.cpu if is_cpu else estimate.accelerator
 
     if plan.memory is None:
-        return Fit(first)
-    sequences, tokens = recipe.rollout.max_sequences, first
+        return Fit(tokens)
     while plan.batch.adapts_to_memory and tokens > longest and memory(tokens, sequences).peak > MARGIN * available:
         tokens = max(tokens // 2, longest)
     least, expected = memory(longest, 1), memory(tokens, sequences)
     if least.peak > available:
-        return Fit(tokens, _shortage(least, "at least", available, _remedies(recipe, plan, least, None)), True)
+        return Fit(tokens, _shortage(recipe, plan, least, None, available), is_hopeless=True)
     if expected.peak > MARGIN * available:
-        remedies = _remedies(recipe, plan, expected, tokens)
-        return Fit(tokens, _shortage(expected, "about", available, remedies))
+        return Fit(tokens, _shortage(recipe, plan, expected, tokens, available))
     return Fit(tokens)
 
 
-def _shortage(memory: Memory, how: str, available: int, remedies: str) -> str:
-    totals = memory.totals
+def _shortage(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None, available: int) -> str:
+    totals, how = memory.totals, "at least" if tokens is None else "about"
     phase = max((name for name in totals if name not in COMMANDS), key=totals.__getitem__)
     held = {**memory.resident, **memory.phases[phase]} if phase in memory.phases else memory.apart[phase]
     largest = sorted(held.items(), key=lambda part: -part[1])[:5]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
     return (
         f"a rank needs {how} {format_bytes(memory.peak)} in its fullest phase, '{phase}' ({parts}), and there are "
-        f"{format_bytes(available)} for it: {remedies}"
+        f"{format_bytes(available)} for it: {_remedies(recipe, plan, memory, tokens)}"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from grandalf.graphs import Edge, Graph, Vertex
 from grandalf.layouts import SugiyamaLayout, VertexViewer
@@ -26,8 +26,7 @@ PORT_GAP = 24.0
 ORDER_ROUNDS = 6
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """Something to place; sizes are in pixels."""
 
     name: str
@@ -35,8 +34,7 @@ class Box:
     height: float
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A line from a box to one further down, with a label of some width in pixels."""
 
     source: str
@@ -44,16 +42,14 @@ class Link:
     label_width: float
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """The points of a link, from the lower side of its source to the upper side of its target, and of its label."""
 
     points: tuple[Point, ...]
     label: Point
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Center of every box, the route of every link in the order they were given, and the size of it all."""
 
     centers: Mapping[str, Point]
@@ -65,9 +61,7 @@ class Placement:
 def place(boxes: Sequence[Box], links: Sequence[Link]) -> Placement:
     """Place a graph; parts that no link connects stand side by side.
 
-    Args:
-        boxes: Each behind all boxes that have a link to it.
-        links: Links, at most one between two boxes in each direction.
+    Boxes come after all boxes that have a link to them. There is at most one link between two boxes in each direction.
     """
     vertices = {box.name: _vertex(box.width, box.height) for box in boxes}
     leaving, entering = Counter(link.source for link in links), Counter(link.target for link in links)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
@@ -32,15 +33,8 @@ class Cluster:
 class Layout:
     """A pool of ranks and how it is divided.
 
-    Rows are divided into `dp` shards. The ranks of one shard are neighbors in `ranks`, so that model-parallel peers
-    share a host; they hold the same rows.
-
-    Attributes:
-        ranks: Ranks, ascending.
-        dp: Data-parallel size.
-        tp: Tensor-parallel size.
-        pp: Pipeline-parallel size.
-        cp: Context-parallel size.
+    Rows are divided into `dp` shards. The ranks of one shard are neighbors in `ranks`, which ascend, so that
+    model-parallel peers (`tp`, `pp`, `cp`) share a host; they hold the same rows.
     """
 
     ranks: tuple[int, ...]
@@ -59,7 +53,6 @@ class Layout:
         return {rank: position for position, rank in enumerate(self.ranks)}
 
     def __contains__(self, rank: int) -> bool:
-        """Whether a rank belongs to the pool."""
         return rank in self._position
 
     def shard_of(self, rank: int) -> int:
@@ -76,42 +69,27 @@ class Layout:
 
     def __str__(self) -> str:
         """As in `ranks 0-3 dp=2 tp=2`."""
-        sizes = [f"{name}={size}" for name, size in self._model_parallel().items() if size > 1]
+        model_parallel = {"tp": self.tp, "pp": self.pp, "cp": self.cp}
+        sizes = [f"{name}={size}" for name, size in model_parallel.items() if size > 1]
         return " ".join([f"ranks {format_ranks(self.ranks)}", f"dp={self.dp}", *sizes])
 
-    def _model_parallel(self) -> dict[str, int]:
-        return {"tp": self.tp, "pp": self.pp, "cp": self.cp}
+
+def all_ranks(*layouts: Layout) -> tuple[int, ...]:
+    """All ranks of some layouts, ascending."""
+    return tuple(sorted({rank for layout in layouts for rank in layout.ranks}))
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks as ranges: `0-3,8`.
-
-    Args:
-        ranks: Ranks, ascending.
-    """
-    parts: list[str] = []
-    start = 0
-    for position in range(1, len(ranks) + 1):
-        if position == len(ranks) or ranks[position] != ranks[position - 1] + 1:
-            first, last = ranks[start], ranks[position - 1]
-            parts.append(str(first) if first == last else f"{first}-{last}")
-            start = position
-    return ",".join(parts)
+    """Ascending ranks as ranges: `0-3,8`."""
+    runs = ([rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda place: place[1] - place[0]))
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[str, Layout]:
     """The layout of every node.
 
-    A node that the recipe gives none runs where its role is trained, if that is laid out; else where the first node
-    that it comes after runs; else on all ranks.
-
-    Args:
-        recipe: Recipe with a `layout` section by node.
-        workflow: Workflow with the nodes.
-        cluster: Number of ranks.
-
-    Raises:
-        RecipeError: A layout names an unknown node or rank, or its sizes do not divide its ranks.
+    A node without a layout in the recipe runs where its role is trained, if that node has one; else where the first
+    node that it comes after runs; else on all ranks.
     """
     names = [node.name for node in workflow.nodes]
     for name in recipe.layout:

@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import EngineName
-from leaderless.planner.flow import DATA, Flow, make_flow
+from leaderless.planner.flow import DATA, Flow
 from leaderless.planner.layout import Cluster, Layout, make_layouts
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import BatchSizes, Edge, Plan, PlannedNode, RoleInstance
 from leaderless.planner.schedule import is_expanded, keeps_groups, make_schedule
-from leaderless.workflow import COLUMNS, Node, Workflow, spec_of
-
-UNKNOWN_COLUMN_BYTES = 8
-"""Assumed size per row of a column that only a user's stage knows."""
+from leaderless.workflow import Node, Workflow, spec_of
+from leaderless.workflow.columns import column_of
 
 
 def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
@@ -31,7 +29,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     Raises:
         RecipeError: A contract of the workflow is broken, a layout does not fit, or a model cannot do what is asked.
     """
-    flow = make_flow(recipe, workflow)
+    flow = Flow(recipe, workflow)
     _check_roles(recipe, workflow)
     layouts = make_layouts(recipe, workflow, cluster)
     nodes = tuple(
@@ -40,10 +38,11 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             spec=flow.specs[node.name],
             layout=layouts[node.name],
             reads=_reads(flow, layouts, node.name),
-            writes=flow.specs[node.name].writes_of(recipe, node, workflow),
+            writes=flow.writes[node.name],
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
-            max_staleness=_max_staleness(recipe, workflow, node.name),
+            # A loop keeps fewer surplus groups than a step takes and takes them first: none waits longer than a step.
+            max_staleness=recipe.batch.updates_per_step if workflow.loop and node.name not in workflow.loop else 0,
         )
         for node in flow.order
     )
@@ -54,9 +53,9 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_evaluation(recipe, workflow, instances)
     engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine
     _check_engine(recipe, engine, instances, cluster)
-    sizes = model_sizes(recipe, instances)
-    longest = longest_sequence(recipe, instances)
-    _check_models(recipe, sizes, longest)
+    sizes = _model_sizes(recipe, instances)
+    batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
+    bounds = batch.micro_batch_tokens, recipe.rollout.max_sequences
     return Plan(
         recipe_name=recipe.name,
         workflow=workflow.name,
@@ -67,8 +66,9 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         schedule=make_schedule(recipe, nodes, instances, workflow.loop),
         instances=instances,
         engine=engine,
-        batch=_batch_sizes(recipe, nodes, longest),
-        memory=estimate_memory(recipe, instances, sizes, longest, engine),
+        batch=batch,
+        sizes=sizes,
+        memory=estimate_memory(recipe, instances, sizes, engine, *bounds),
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
     )
 
@@ -81,11 +81,6 @@ def _reads(flow: Flow, layouts: Mapping[str, Layout], name: str) -> dict[str, st
         for column, source in flow.sources[name].items()
         if column not in optional or source == DATA or layouts[source].holds_rows_like(layout)
     }
-
-
-def _max_staleness(recipe: Recipe, workflow: Workflow, name: str) -> int:
-    """A loop keeps fewer surplus groups than a step takes, and they are taken first: none waits longer than a step."""
-    return recipe.batch.updates_per_step if workflow.loop and name not in workflow.loop else 0
 
 
 def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
@@ -141,7 +136,6 @@ def _check_idle_ranks(nodes: Sequence[PlannedNode], cluster: Cluster) -> None:
 
 
 def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
-    """Layouts against what stages need: engines, whole groups, enough rows for every shard."""
     prompts = recipe.batch.prompts_per_step
     # A layout that is written is blamed before one that follows from it.
     for node in sorted(nodes, key=lambda node: node.name not in recipe.layout):
@@ -163,7 +157,6 @@ def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
 
 
 def _check_critic(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
-    """Refuse settings of a critic where none is trained."""
     trained = [instance for instance in instances if instance.is_trained]
     if not trained or any(instance.is_critic for instance in trained):
         return
@@ -187,7 +180,6 @@ def _check_evaluation(recipe: Recipe, workflow: Workflow, instances: Sequence[Ro
 
 
 def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleInstance, ...]:
-    """The models that nodes use, one for each role and layout."""
     trained: dict[str, PlannedNode] = {}
     for node in nodes:
         role = node.node.role
@@ -205,13 +197,6 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
         role = node.node.role
         if role is None or any(x.role == role and x.layout.holds_rows_like(node.layout) for x in instances):
             continue
-        twin = next((x for x in instances if x.role == role and x.layout.ranks == node.layout.ranks), None)
-        if twin is not None:
-            raise RecipeError.at(
-                f"layout.{node.name}",
-                f"is {node.layout}, but role '{role}' has another layout on these ranks, {twin.layout}: "
-                "give the nodes of a role one layout, or other ranks",
-            )
         peers = [x for x in nodes if x.node.role == role and x.layout.holds_rows_like(node.layout)]
         instances.append(
             RoleInstance(
@@ -227,45 +212,31 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
     return tuple(instances)
 
 
-def model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str, ModelSize | None]:
-    """The size of each role's model; None where it is not known.
-
-    Args:
-        recipe: Recipe with the models.
-        instances: Models that are used.
-    """
+def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str, ModelSize | None]:
+    """The size of each role's model; None where it is not known."""
     sizes: dict[str, ModelSize | None] = {}
+    longest = longest_sequence(recipe, instances)
     for instance in instances:
         model = recipe.model_of(instance.role)
         if model is None:
             hint = nearest(instance.role, recipe.models)
             raise RecipeError.at("models", f"must name a model for role '{instance.role}'{hint}")
-        key = f"models.{instance.role}"
-        sizes[instance.role] = read_model_size(model, key, is_critic=instance.is_critic)
+        size = read_model_size(model, f"models.{instance.role}", is_critic=instance.is_critic)
+        if size is not None and longest > size.max_positions:
+            raise RecipeError.at(
+                "data.max_prompt_tokens",
+                f"a prompt and its response may have {longest} tokens, but the context of role '{instance.role}' "
+                f"({model.path}) ends at {size.max_positions}: shorten prompts or responses",
+            )
+        sizes[instance.role] = size
     return sizes
 
 
 def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
-    """Tokens of the longest sample: a generated one, or one of the dataset.
-
-    Args:
-        recipe: Recipe with the limits.
-        instances: Models that are used.
-    """
+    """Tokens of the longest sample: a generated one, or one of the dataset."""
     is_generated = any(instance.generates for instance in instances)
     response = recipe.rollout.max_response_tokens if is_generated else recipe.data.max_response_tokens
     return recipe.data.max_prompt_tokens + response
-
-
-def _check_models(recipe: Recipe, sizes: Mapping[str, ModelSize | None], longest: int) -> None:
-    for role, size in sizes.items():
-        if size is not None and longest > size.max_positions:
-            model = recipe.model_of(role)
-            raise RecipeError.at(
-                "data.max_prompt_tokens",
-                f"a prompt and its response may have {longest} tokens, but the context of role '{role}' "
-                f"({model.path if model else ''}) ends at {size.max_positions}: shorten prompts or responses",
-            )
 
 
 def _edges(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[Edge, ...]:
@@ -276,33 +247,18 @@ def _edges(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[Edge, ...]:
         for source in sorted(set(node.reads.values())):
             columns = tuple(column for column, provider in node.reads.items() if provider == source)
             is_local = source == DATA or layouts[source].holds_rows_like(node.layout)
-            edges.append(
-                Edge(
-                    source,
-                    node.name,
-                    columns,
-                    "local" if is_local else "reshard",
-                    sum(_max_bytes(recipe, column, is_sampled=is_sampled) for column in columns),
-                )
-            )
+            size = sum(_max_bytes(recipe, column, is_sampled=is_sampled) for column in columns)
+            edges.append(Edge(source, node.name, columns, "local" if is_local else "reshard", size))
     return tuple(edges)
 
 
 def _max_bytes(recipe: Recipe, name: str, *, is_sampled: bool) -> int:
     """Bytes of a column over all ranks, every sequence as long as it may be."""
-    prompts = recipe.batch.prompts_per_step
-    samples = prompts * recipe.batch.responses_per_prompt if is_sampled else prompts
-    column = COLUMNS["old_log_probs"] if name.endswith("_log_probs") else COLUMNS.get(name)
-    if column is None:
-        return samples * UNKNOWN_COLUMN_BYTES
-    rows = prompts if column.is_prompt else samples
-    if column.axis is None:
-        return rows * column.item_bytes
-    if column.axis == "prompt_tokens":
-        longest = recipe.data.max_prompt_tokens
-    else:
-        longest = recipe.rollout.max_response_tokens if is_sampled else recipe.data.max_response_tokens
-    return rows * longest * column.item_bytes
+    column, data, batch = column_of(name), recipe.data, recipe.batch
+    response = recipe.rollout.max_response_tokens if is_sampled else data.max_response_tokens
+    longest = {None: 1, "prompt_tokens": data.max_prompt_tokens}.get(column.axis, response)
+    siblings = batch.responses_per_prompt if is_sampled and not column.is_prompt else 1
+    return batch.prompts_per_step * siblings * longest * column.item_bytes
 
 
 def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], longest_tokens: int) -> BatchSizes:

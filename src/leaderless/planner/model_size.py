@@ -33,18 +33,9 @@ _COUNTS = (
 class ModelSize:
     """What memory and cost depend on, for a decoder-only transformer.
 
-    Attributes:
-        num_parameters: All weights, tied ones once.
-        num_layer_parameters: Weights of all decoder layers; the others are embeddings, head and last norm.
-        num_layers: Decoder layers.
-        hidden_size: Width of the residual stream.
-        intermediate_size: Width of the feed-forward layer that a token goes through, over all of its experts.
-        vocab_size: Rows of the embedding.
-        num_heads: Query heads of a layer.
-        num_kv_heads: Key-value heads of a layer.
-        head_dim: Width of a head.
-        has_head_norms: Whether queries and keys are normalized.
-        max_positions: Longest sequence, in tokens.
+    Tied weights are counted once. The weights of all layers are `num_layer_parameters`; the others are embeddings, head
+    and last norm. `intermediate_size` is the width of the feed-forward layer that a token goes through, over all of its
+    experts. The longest sequence has `max_positions` tokens.
     """
 
     num_parameters: int
@@ -65,6 +56,11 @@ class ModelSize:
         return self.num_parameters - self.num_layer_parameters
 
     @property
+    def num_parameters_per_layer(self) -> int:
+        """Weights of one decoder layer, on average."""
+        return self.num_layer_parameters // self.num_layers
+
+    @property
     def kv_values_per_token(self) -> int:
         """Numbers in the keys and values of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
@@ -73,13 +69,8 @@ class ModelSize:
 def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool = False) -> ModelSize | None:
     """The size of a model, or None when its `config.json` is not on this machine or is of no known shape.
 
-    Args:
-        model: A local folder, or a hub model, which is looked for in the local cache only.
-        key: The setting that names it, for the error.
-        is_critic: It has one output in place of the output embedding.
-
-    Raises:
-        RecipeError: The file says that the model has no layers, or nothing of something else that it is made of.
+    A hub model is looked for in the local cache only. A critic has one output in place of the output embedding.
+    Errors name `key`, the setting of the model.
     """
     path = _config_path(model)
     if path is None:
@@ -111,7 +102,6 @@ def _config_path(model: ModelConfig) -> Path | None:
 
 
 def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
-    """Count the weights of a Llama-like decoder."""
     family = str(config["model_type"])
     hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     heads = config["num_attention_heads"]
@@ -145,13 +135,17 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
     )
 
 
+def _num_experts(config: dict[str, int], layer: int) -> int:
+    """Experts of one layer; 0 where its feed-forward part is dense."""
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    return experts if experts and _is_mixture(config, layer) else 0
+
+
 def _feed_forward(config: dict[str, int], layer: int) -> int:
     """Weights of one layer's feed-forward part, dense or a mixture of experts."""
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
-    experts = config.get("num_experts") or config.get("num_local_experts")
-    if not experts or not _is_mixture(config, layer):
-        biases = 2 * intermediate + hidden if config.get("mlp_bias") else 0
-        return 3 * hidden * intermediate + biases
+    hidden, intermediate, experts = config["hidden_size"], config["intermediate_size"], _num_experts(config, layer)
+    if not experts:
+        return 3 * hidden * intermediate + (2 * intermediate + hidden if config.get("mlp_bias") else 0)
     width = config.get("moe_intermediate_size") or intermediate
     shared = config.get("shared_expert_intermediate_size") or 0
     return experts * 3 * hidden * width + hidden * experts + 3 * hidden * shared + (hidden if shared else 0)
@@ -159,7 +153,7 @@ def _feed_forward(config: dict[str, int], layer: int) -> int:
 
 def _active_width(config: dict[str, int], layer: int) -> int:
     """Width of the feed-forward part that one token goes through."""
-    if not (config.get("num_experts") or config.get("num_local_experts")) or not _is_mixture(config, layer):
+    if not _num_experts(config, layer):
         return config["intermediate_size"]
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
     return config.get("num_experts_per_tok", 1) * width + (config.get("shared_expert_intermediate_size") or 0)

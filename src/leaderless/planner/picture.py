@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jinja2 import Environment
 
 from leaderless.planner.flow import DATA
-from leaderless.planner.layering import Box, Link, Placement, Point, place
+from leaderless.planner.layering import Box, Link, Point, place
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import format_bytes
 from leaderless.planner.plan import Loop, Plan, PlannedNode, SyncWeights
@@ -46,8 +45,7 @@ Values = dict[str, object]
 """What the template gets of one element."""
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """A line between two boxes: an edge of the plan, weights, or an order without columns."""
 
     source: str
@@ -56,12 +54,13 @@ class _Line:
     label: str
     tooltip: str
 
+    @property
+    def label_width(self) -> float:
+        return text_width(self.label, CODE_SIZE) + 10
+
 
 def draw_plan(plan: Plan) -> str:
     """Draw the nodes that run, what goes from one to another and how, and the nodes that do not run.
-
-    Args:
-        plan: Any plan.
 
     Returns:
         A self-contained SVG: it loads nothing, brings its own background, and follows the reader's color scheme.
@@ -72,39 +71,33 @@ def draw_plan(plan: Plan) -> str:
 
 
 class _Picture:
-    """A plan with everything placed."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.lines = [*_edges(plan), *_weights(plan), *_orders(plan)]
         self.position = {DATA: 0} | {node.name: index for index, node in enumerate(plan.nodes, start=1)}
         self.texts = {DATA: _data_texts(plan)} | {node.name: _node_texts(node) for node in plan.nodes}
         self.pools = list(dict.fromkeys(node.layout.ranks for node in plan.nodes))
-        self.boxes = {name: Box(name, _box_width(texts), BOX_HEIGHT) for name, texts in self.texts.items()}
-        self.placement = self._place()
-
-    def _place(self) -> Placement:
+        self.widths = {name: _box_width(texts) for name, texts in self.texts.items()}
         links = []
         for line in self.lines:
             # Weights go back up to the node that uses them, but a link is placed downwards.
             upper, lower = sorted((line.source, line.target), key=self.position.__getitem__)
-            links.append(Link(upper, lower, _label_width(line)))
-        return place(list(self.boxes.values()), links)
+            links.append(Link(upper, lower, line.label_width))
+        self.placement = place([Box(name, width, BOX_HEIGHT) for name, width in self.widths.items()], links)
 
     def values(self) -> Values:
         """Everything that the template needs."""
-        top = MARGIN + 2 * LINE
-        pruned_top = top + self.placement.height + LINE
+        top, placed = MARGIN + 2 * LINE, self.placement
+        pruned_top = top + placed.height + LINE
         pruned, pruned_height = self._pruned(pruned_top)
-        legend_top = pruned_top + LINE + pruned_height
-        legend, legend_width, bottom = self._legend(legend_top)
+        legend, legend_width, bottom = self._legend(pruned_top + LINE + pruned_height)
         title = f"{self.plan.recipe_name}: workflow {self.plan.workflow} on {_count(self.plan.world_size, 'rank')}"
-        content_width = max(self.placement.width, legend_width, text_width(title, NAME_SIZE))
+        width = max(placed.width, legend_width, text_width(title, NAME_SIZE))
         return {
             "title": title,
-            "width": content_width + 2 * MARGIN,
+            "width": width + 2 * MARGIN,
             "height": bottom + MARGIN,
-            "left": MARGIN + (content_width - self.placement.width) / 2,
+            "left": MARGIN + (width - placed.width) / 2,
             "top": top,
             "margin": MARGIN,
             "line_height": LINE,
@@ -123,10 +116,10 @@ class _Picture:
         loop = self.plan.loop
         if loop is None:
             return None
-        boxes = [(self.placement.centers[name], self.boxes[name].width / 2 + FRAME) for name in loop.nodes]
-        left, right = min(x - half for (x, _), half in boxes), max(x + half for (x, _), half in boxes)
+        boxes = [(*self.placement.centers[name], self.widths[name] / 2 + FRAME) for name in loop.nodes]
+        left, right = min(x - half for x, _, half in boxes), max(x + half for x, _, half in boxes)
         half = BOX_HEIGHT / 2 + FRAME
-        top, bottom = min(y for (_, y), _ in boxes) - half, max(y for (_, y), _ in boxes) + half
+        top, bottom = min(y for _, y, _ in boxes) - half, max(y for _, y, _ in boxes) + half
         return {"text": _loop_text(loop), "x": left, "y": top, "width": right - left, "height": bottom - top}
 
     def _links(self) -> Iterator[Values]:
@@ -140,7 +133,7 @@ class _Picture:
                 "y": points[-1][1],
                 "direction": 1 if is_downward else -1,
                 "label": route.label,
-                "label_width": _label_width(line) - 2,
+                "label_width": line.label_width - 2,
             }
 
     def _boxes(self) -> Iterator[Values]:
@@ -149,8 +142,9 @@ class _Picture:
             if name != DATA:
                 node = self.plan[name]
                 kind, tooltip = f"pool-{self.pools.index(node.layout.ranks) % NUM_COLORS}", _node_tooltip(node)
-            texts = [(clip(text, size, MAX_TEXT), style) for text, (style, size) in _styled(self.texts[name]) if text]
-            yield {"kind": kind, "tooltip": tooltip, "x": x, "y": y, "width": self.boxes[name].width, "texts": texts}
+            styled = zip(self.texts[name], TEXTS, strict=True)
+            texts = [(clip(text, size, MAX_TEXT), style) for text, (style, size) in styled if text]
+            yield {"kind": kind, "tooltip": tooltip, "x": x, "y": y, "width": self.widths[name], "texts": texts}
 
     def _pruned(self, top: float) -> tuple[list[Values], float]:
         """Nodes that do not run, in rows of their own, and the height that they take."""
@@ -217,21 +211,23 @@ def _orders(plan: Plan) -> Iterator[_Line]:
 
 
 def _node_texts(node: PlannedNode) -> tuple[str, str, str]:
-    stage = node.node.run.rpartition(":")[2]
-    return node.name, f"{stage}, role {node.node.role}" if node.node.role else stage, str(node.layout)
+    return node.name, node.node.run.rpartition(":")[2] + _role(node), str(node.layout)
+
+
+def _role(node: PlannedNode) -> str:
+    return f", role {node.node.role}" if node.node.role else ""
 
 
 def _data_texts(plan: Plan) -> tuple[str, str, str]:
     prompts, samples = plan.batch.prompts_per_step, plan.batch.samples_per_step
-    is_sampled = samples != prompts
-    return DATA, _count(prompts, "prompt") + " a step", f"for {_count(samples, 'sample')}" if is_sampled else ""
+    return DATA, _count(prompts, "prompt") + " a step", f"for {_count(samples, 'sample')}" * (samples != prompts)
 
 
 def _node_tooltip(node: PlannedNode) -> str:
-    role = f", role {node.node.role}" if node.node.role else ""
     reads = ", ".join(f"{column} of {source}" for column, source in node.reads.items())
-    facts = [f"{node.name}: {node.spec.summary or node.node.run}", f"run {node.node.run}{role}", str(node.layout)]
-    return "\n".join([*facts, f"reads {reads or 'nothing'}", f"writes {', '.join(node.writes) or 'nothing'}"])
+    writes, what = ", ".join(node.writes), f"{node.name}: {node.spec.summary or node.node.run}"
+    run = f"run {node.node.run}{_role(node)}"
+    return "\n".join([what, run, str(node.layout), f"reads {reads or 'nothing'}", f"writes {writes or 'nothing'}"])
 
 
 def _loop_text(loop: Loop) -> str:
@@ -250,12 +246,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _box_width(texts: tuple[str, str, str]) -> float:
-    return max(120.0, max(min(text_width(text, size), MAX_TEXT) for text, (_, size) in _styled(texts)) + 28)
-
-
-def _styled(texts: tuple[str, str, str]) -> Iterator[tuple[str, tuple[str, float]]]:
-    return zip(texts, TEXTS, strict=True)
+def _box_width(texts: Sequence[str]) -> float:
+    widths = (text_width(text, size) for text, (_, size) in zip(texts, TEXTS, strict=True))
+    return max(120.0, min(max(widths), MAX_TEXT) + 28)
 
 
 def _legal(value: object) -> object:
@@ -265,28 +258,13 @@ def _legal(value: object) -> object:
     return type(value)(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))
 
 
-def _label_width(line: _Line) -> float:
-    return text_width(line.label, CODE_SIZE) + 10
-
-
 def text_width(text: str, size: float) -> float:
-    """Width of a text, estimated on the wide side: fonts differ from reader to reader.
-
-    Args:
-        text: One line.
-        size: Size of the font, in pixels.
-    """
+    """Width of a text, estimated on the wide side: fonts differ from reader to reader."""
     return sum(size if unicodedata.east_asian_width(letter) in "WF" else 0.6 * size for letter in text)
 
 
 def clip(text: str, size: float, width: float) -> str:
-    """A text that fits, with an ellipsis where it had to be cut.
-
-    Args:
-        text: One line.
-        size: Size of the font, in pixels.
-        width: Width, in pixels.
-    """
+    """A text that fits, with an ellipsis where it had to be cut."""
     if text_width(text, size) <= width:
         return text
     while text and text_width(text, size) > width - size:
@@ -295,13 +273,10 @@ def clip(text: str, size: float, width: float) -> str:
 
 
 def smooth_path(points: Sequence[Point]) -> str:
-    """A smooth line that begins and ends upright and does not swing beyond its points.
+    """A smooth line that begins and ends upright and does not swing beyond its points, from top to bottom or back.
 
     The slope at a point is the harmonic mean of the slopes to its neighbors, or none where they differ in sign
     (Fritsch and Carlson, Monotone Piecewise Cubic Interpolation, 1980).
-
-    Args:
-        points: All of different heights, from top to bottom or from bottom to top.
     """
     chords = [(x2 - x1) / (y2 - y1) for (x1, y1), (x2, y2) in pairwise(points)]
     slopes = [0.0, *(2 * a * b / (a + b) if a * b > 0 else 0.0 for a, b in pairwise(chords)), 0.0]

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from leaderless.config.rollout import EngineName
-from leaderless.planner.layout import Layout, format_ranks
+from leaderless.planner.layout import Layout, all_ranks, format_ranks
 from leaderless.planner.memory import MemoryEstimate
+from leaderless.planner.model_size import ModelSize
 from leaderless.workflow import Node, StageSpec
 
 
@@ -46,14 +47,10 @@ class PlannedNode:
 
 @dataclass(frozen=True)
 class Edge:
-    """The columns that go from one node to another in each step.
+    """The columns that go from one node, or `data`, to another in each step.
 
-    Attributes:
-        source: A node, or `data`.
-        target: A node.
-        columns: Their names.
-        kind: `local` when both hold the same rows on the same ranks; then nothing moves.
-        max_bytes: Estimated size of the columns when all sequences are as long as they may be, over all ranks.
+    Nothing moves on a `local` edge: both ends hold the same rows on the same ranks. `max_bytes` is the size of the
+    columns over all ranks when every sequence is as long as it may be.
     """
 
     source: str
@@ -71,7 +68,6 @@ class Load:
     columns: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Short form for a reader."""
         return "load"
 
 
@@ -82,23 +78,15 @@ class RunNode:
     node: str
 
     def __str__(self) -> str:
-        """Short form for a reader."""
         return self.node
 
 
 @dataclass(frozen=True)
 class Reshard:
-    """Chain entry: send columns of one node to another layout.
+    """Chain entry: send the columns that nodes on another layout read from one node, the source, there.
 
-    Attributes:
-        source: Node that provides the columns.
-        row_set: Rows of the columns.
-        columns: Columns that any node on the target layout reads from the source.
-        source_layout: Layout that holds them.
-        target_layout: Layout that gets them.
-        keep_groups: Whether samples of one prompt go to one shard.
-        is_late: Whether the target layout has the rows already, and gets more of their columns.
-        spare_layout: Layout that has the same columns from an earlier entry, so that its ranks keep theirs.
+    Where groups are kept, samples of one prompt go to one shard. A late entry brings more columns of rows that the
+    target layout has already. A spare layout has the same columns from an earlier entry, so that its ranks keep theirs.
     """
 
     source: str
@@ -113,7 +101,7 @@ class Reshard:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that take part, ascending."""
-        return tuple(sorted({*self.source_layout.ranks, *self.target_layout.ranks}))
+        return all_ranks(self.source_layout, self.target_layout)
 
     @property
     def name(self) -> str:
@@ -121,19 +109,12 @@ class Reshard:
         return f"{self.source}->{format_ranks(self.target_layout.ranks)}"
 
     def __str__(self) -> str:
-        """Short form for a reader."""
         return f"reshard({self.name})"
 
 
 @dataclass(frozen=True)
 class SyncWeights:
-    """Chain entry: send a role's new weights from the ranks that train it to those that use it.
-
-    Attributes:
-        role: The role.
-        source_layout: Ranks that train it.
-        target_layout: Ranks that use a copy of it.
-    """
+    """Chain entry: send a role's new weights from the ranks that train it to those that use a copy of it."""
 
     role: str
     source_layout: Layout
@@ -142,27 +123,18 @@ class SyncWeights:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that take part, ascending."""
-        return tuple(sorted({*self.source_layout.ranks, *self.target_layout.ranks}))
+        return all_ranks(self.source_layout, self.target_layout)
 
     def __str__(self) -> str:
-        """Short form for a reader."""
         return f"weights({self.role}->{format_ranks(self.target_layout.ranks)})"
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Chain entry: run other entries, round after round, until the last node has chosen enough groups.
+    """Chain entry: run other entries, round after round, until the last node has chosen `num_groups` groups.
 
-    Surplus groups of an earlier step are counted before the first round. Those with the lowest ids are used; the
-    surplus waits for the next step.
-
-    Attributes:
-        nodes: Nodes that are repeated, in order.
-        layout: Layout of the last of them, where groups are counted.
-        ranks: Ranks that take part, ascending.
-        num_groups: Groups that a step needs.
-        max_rounds: Most rounds of a step.
-        body: Entries of a round.
+    Groups are counted on the layout of the last node. Surplus groups of an earlier step are counted before the first
+    round. Those with the lowest ids are used; the surplus waits for the next step.
     """
 
     nodes: tuple[str, ...]
@@ -174,11 +146,10 @@ class Loop:
 
     @property
     def last(self) -> str:
-        """The node whose groups are counted."""
+        """Node whose groups are counted."""
         return self.nodes[-1]
 
     def __str__(self) -> str:
-        """Short form for a reader."""
         return f"loop({' -> '.join(map(str, self.body))})"
 
 
@@ -186,11 +157,7 @@ class Loop:
 class Windowed:
     """Chain entry: run other entries window by window, a window being a part of each rank's prompts in order.
 
-    Attributes:
-        body: The entries; reshards run in the background.
-        delays: Windows that each entry is behind the first.
-        num_windows: Windows of a step.
-        ranks: Ranks that take part, ascending.
+    Each entry is some windows behind the first, its delay. Reshards run in the background.
     """
 
     body: tuple[Action, ...]
@@ -206,7 +173,6 @@ class Windowed:
                     yield action, turn - delay
 
     def __str__(self) -> str:
-        """Short form for a reader."""
         return f"windows({' -> '.join(map(str, self.body))})"
 
 
@@ -214,11 +180,7 @@ Action = Load | RunNode | Reshard | SyncWeights | Loop | Windowed
 
 
 def flat(actions: Sequence[Action]) -> Iterator[Action]:
-    """Chain entries, each loop and window entry followed by those inside it.
-
-    Args:
-        actions: Entries of a schedule or a chain.
-    """
+    """Chain entries, each loop and window entry followed by those inside it."""
     for action in actions:
         yield action
         if isinstance(action, Loop | Windowed):
@@ -229,14 +191,9 @@ def flat(actions: Sequence[Action]) -> Iterator[Action]:
 class RoleInstance:
     """A model of a role on the ranks of a layout.
 
-    Attributes:
-        role: The role.
-        layout: Ranks that hold it.
-        is_trained: Whether it has an optimizer; every other instance is frozen or follows the trained one.
-        generates: Whether a rollout node uses it.
-        scores: Whether a node uses it that neither trains it nor generates with it.
-        is_critic: Whether it is a value model instead of a language model.
-        num_updates: Optimizer steps of the whole run; 0 when it is not trained.
+    A trained instance has an optimizer; every other one is frozen or follows it. An instance scores if a node uses it
+    that neither trains it nor generates with it. A critic is a value model instead of a language model. `num_updates`
+    are the optimizer steps of the whole run.
     """
 
     role: str
@@ -288,6 +245,7 @@ class Plan:
         instances: The models and where they are.
         engine: Engine that generates.
         batch: Derived batch sizes.
+        sizes: Size of each role's model; None where it is not known.
         memory: Estimated bytes of the fullest rank by what they are for; None when a model's size is not known.
         recipe_hash: Hash of the resolved recipe.
     """
@@ -302,11 +260,11 @@ class Plan:
     instances: tuple[RoleInstance, ...]
     engine: EngineName
     batch: BatchSizes
+    sizes: Mapping[str, ModelSize | None]
     memory: MemoryEstimate | None
     recipe_hash: str
 
     def __getitem__(self, name: str) -> PlannedNode:
-        """The node of a name."""
         return next(node for node in self.nodes if node.name == name)
 
     def ranks_of(self, action: Action) -> tuple[int, ...]:
@@ -330,11 +288,7 @@ class Plan:
         return next((action for action in self.schedule if isinstance(action, Windowed)), None)
 
     def chain(self, rank: int) -> tuple[Action, ...]:
-        """What one rank does in each step, in order.
-
-        Args:
-            rank: A rank.
-        """
+        """What one rank does in each step, in order."""
         return self._part_of(rank, self.schedule)
 
     def _part_of(self, rank: int, actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -365,6 +319,7 @@ class Plan:
 
     def to_json(self) -> dict[str, object]:
         """The plan as JSON-able values, ranks as ranges."""
+        loop = self.loop
         return {
             "recipe": self.recipe_name,
             "workflow": self.workflow,
@@ -373,10 +328,7 @@ class Plan:
             "batch": asdict(self.batch),
             "nodes": [
                 {
-                    "name": node.name,
-                    "run": node.node.run,
-                    "role": node.node.role,
-                    "after": list(node.node.after),
+                    **asdict(node.node),
                     "layout": str(node.layout),
                     "reads": dict(node.reads),
                     "writes": list(node.writes),
@@ -385,7 +337,13 @@ class Plan:
                 }
                 for node in self.nodes
             ],
-            "loop": None if self.loop is None else self._loop_to_json(self.loop),
+            "loop": loop
+            and {
+                "nodes": list(loop.nodes),
+                "ranks": format_ranks(loop.ranks),
+                "groups": loop.num_groups,
+                "max_rounds": loop.max_rounds,
+            },
             "windows": 1 if self.windowed is None else self.windowed.num_windows,
             "pruned": list(self.pruned),
             "edges": [asdict(edge) for edge in self.edges],
@@ -395,24 +353,15 @@ class Plan:
             "memory_bytes": None if self.memory is None else self.memory.to_json(),
         }
 
-    def _loop_to_json(self, loop: Loop) -> dict[str, object]:
-        return {
-            "nodes": list(loop.nodes),
-            "ranks": format_ranks(loop.ranks),
-            "groups": loop.num_groups,
-            "max_rounds": loop.max_rounds,
-        }
-
     def _facts_of(self, action: Action) -> list[object]:
         """What ranks must agree on to execute an entry together."""
         facts: list[object] = [str(action), format_ranks(self.ranks_of(action))]
         match action:
-            case Load():
-                facts += [str(action.layout), action.columns]
+            case Load(layout, columns):
+                facts += [str(layout), columns]
             case Reshard():
-                facts += [str(action.source_layout), str(action.target_layout)]
-                facts += [action.row_set, action.columns, action.keep_groups]
-                facts += [action.is_late, str(action.spare_layout)]
+                facts += [str(action.source_layout), str(action.target_layout), action.row_set, action.columns]
+                facts += [action.keep_groups, action.is_late, str(action.spare_layout)]
             case Loop():
                 facts += [str(action.layout), action.num_groups, action.max_rounds]
             case Windowed():
@@ -420,7 +369,7 @@ class Plan:
         return facts
 
     def hash(self) -> str:
-        """Identifies the plan; equal on all ranks or they must not start together."""
+        """A name for the plan: ranks start together only if it is equal on all of them."""
         facts = [
             self.recipe_hash,
             self.world_size,

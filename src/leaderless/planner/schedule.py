@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from leaderless.config import Recipe
 from leaderless.planner.flow import DATA
-from leaderless.planner.layout import Layout
+from leaderless.planner.layout import Layout, all_ranks
 from leaderless.planner.plan import (
     Action,
     Load,
@@ -26,11 +26,7 @@ def make_schedule(
 ) -> tuple[Action, ...]:
     """All chain entries in one order. Every rank keeps it, so no two ranks wait for each other.
 
-    Args:
-        recipe: Recipe; decides which nodes need whole groups, and the rounds of a loop.
-        nodes: The nodes that run, in order.
-        instances: The models and where they are.
-        loop: The first of the nodes, if they are in a loop.
+    The nodes are in order; those named by `loop` are the first of them.
     """
     schedule: list[Action] = list(_loads(nodes))
     for node in nodes:
@@ -57,9 +53,6 @@ def delays_of(nodes: Sequence[PlannedNode]) -> dict[str, int]:
     A node can if its stage can, and so can all nodes that it gets rows or columns from. A reshard takes as long as a
     window, so that it runs in the background meanwhile. Nodes that only add to the data's own rows are not among them:
     each layout loads those by itself, in windows of its own.
-
-    Args:
-        nodes: The nodes that run, in order.
     """
     delays: dict[str, int] = {}
     layouts = {node.name: node.layout for node in nodes}
@@ -81,21 +74,12 @@ def _in_windows(nodes: Sequence[PlannedNode], schedule: Sequence[Action], num_wi
         return list(schedule)
     ranks = {r for a in behind for r in (layouts[a.node].ranks if isinstance(a, RunNode) else a.ranks)}
     first = next(place for place, action in enumerate(schedule) if action in behind)
-    rest = [action for action in schedule[first:] if action not in behind]
-    return [
-        *schedule[:first],
-        Windowed(tuple(behind), tuple(behind.values()), num_windows, tuple(sorted(ranks))),
-        *rest,
-    ]
+    windowed = Windowed(tuple(behind), tuple(behind.values()), num_windows, tuple(sorted(ranks)))
+    return [*schedule[:first], windowed, *(action for action in schedule[first:] if action not in behind)]
 
 
 def makers(nodes: Sequence[PlannedNode], row_set: str) -> list[PlannedNode]:
-    """The nodes that made a row set out of the data's own rows, last first.
-
-    Args:
-        nodes: The nodes that run.
-        row_set: Row set, named by the node that made it.
-    """
+    """The nodes that made a row set out of the data's own rows, last first."""
     made: list[PlannedNode] = []
     while row_set != DATA:
         maker = next(node for node in nodes if node.name == row_set)
@@ -105,12 +89,7 @@ def makers(nodes: Sequence[PlannedNode], row_set: str) -> list[PlannedNode]:
 
 
 def is_expanded(nodes: Sequence[PlannedNode], row_set: str) -> bool:
-    """Whether the rows of a row set are samples, not prompts.
-
-    Args:
-        nodes: The nodes that run.
-        row_set: Row set, named by the node that made it.
-    """
+    """Whether the rows of a row set are samples, not prompts."""
     return any(maker.spec.rows == "expand" for maker in makers(nodes, row_set))
 
 
@@ -121,7 +100,7 @@ def _loop(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) 
     return Loop(
         nodes=tuple(names),
         layout=layouts[-1],
-        ranks=tuple(sorted({rank for layout in layouts for rank in layout.ranks})),
+        ranks=all_ranks(*layouts),
         num_groups=recipe.batch.prompts_per_step,
         max_rounds=recipe.algorithm.loop.max_rounds,
         body=tuple(body),
@@ -131,10 +110,11 @@ def _loop(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) 
 def _loads(nodes: Sequence[PlannedNode]) -> list[Load]:
     """One load for every layout that works on the data's own rows."""
     loads: list[Load] = []
-    for node in nodes:
-        if node.row_set != DATA or any(load.layout.holds_rows_like(node.layout) for load in loads):
+    readers = [node for node in nodes if node.row_set == DATA]
+    for node in readers:
+        if any(load.layout.holds_rows_like(node.layout) for load in loads):
             continue
-        peers = [x for x in nodes if x.row_set == DATA and x.layout.holds_rows_like(node.layout)]
+        peers = [x for x in readers if x.layout.holds_rows_like(node.layout)]
         columns = {column for peer in peers for column, source in peer.reads.items() if source == DATA}
         loads.append(Load(node.layout, tuple(sorted(columns))))
     return loads
@@ -155,8 +135,8 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
         if not columns and (first is None or first.reads):
             continue
         row_set = source.row_set_after
-        keep_groups = keeps_groups(recipe, nodes, row_set, layout)
-        reshards.append(Reshard(source.name, row_set, tuple(sorted(columns)), source.layout, layout, keep_groups))
+        whole = keeps_groups(recipe, nodes, row_set, layout)
+        reshards.append(Reshard(source.name, row_set, tuple(sorted(columns)), source.layout, layout, whole))
     return reshards
 
 
@@ -198,14 +178,7 @@ def _after(reshard: Reshard, nodes: Sequence[PlannedNode], schedule: Sequence[Ac
 
 
 def keeps_groups(recipe: Recipe, nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> bool:
-    """Whether a node of a layout needs whole groups of a row set, or of what is made of it without leaving there.
-
-    Args:
-        recipe: Recipe; decides which nodes need whole groups.
-        nodes: The nodes that run.
-        row_set: Rows that arrive.
-        layout: Layout that they arrive at.
-    """
+    """Whether a node of a layout needs whole groups of a row set, or of what is made of it without leaving there."""
     for node in nodes:
         is_asked = node.name in recipe.layout and recipe.layout[node.name].groups == "whole"
         if not node.layout.holds_rows_like(layout) or not (node.spec.needs_whole_groups or is_asked):

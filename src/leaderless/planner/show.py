@@ -1,18 +1,25 @@
-"""The plan as text for a terminal or a file."""
+"""A plan, and the estimate of a step, as text for a terminal or a file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from leaderless.config import Json
 from leaderless.config.rollout import EngineName
+from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import COMMANDS, MemoryEstimate, format_bytes
 from leaderless.planner.plan import Action, Loop, Plan, PlannedNode, Reshard, RoleInstance, SyncWeights, Windowed
+
+if TYPE_CHECKING:
+    from leaderless.planner.costs.step import Estimate
 
 UNKNOWN_MEMORY = (
     "unknown: the config.json of the model is not on this machine,\n"
@@ -21,13 +28,7 @@ UNKNOWN_MEMORY = (
 
 
 def print_plan(plan: Plan, console: Console, lowered: Mapping[str, int] | None = None) -> None:
-    """Print what runs where, what travels, and what it takes.
-
-    Args:
-        plan: Any plan.
-        console: Console, which folds lines at its width; nothing is cut off.
-        lowered: Tokens of one pass by role, where a run of this plan has had to lower them.
-    """
+    """Print what runs where, what travels, and what it takes."""
     title = Text.assemble((plan.recipe_name, "bold"), f"  workflow {plan.workflow}, {_count(plan.world_size, 'rank')}")
     _print(console, title.append(f", plan {plan.hash()[:12]}", "dim"))
     _section(console, "Batch", _batch(plan, lowered or {}))
@@ -46,26 +47,58 @@ def print_plan(plan: Plan, console: Console, lowered: Mapping[str, int] | None =
         _section(console, "Memory of the fullest rank, estimated", _memory(plan.memory))
 
 
+def print_estimate(plan: Plan, estimate: Estimate, cluster: ClusterConfig, console: Console) -> None:
+    """Print what a step would take, and what does not fit."""
+    head = f"  on {plan.world_size:,} ranks of {cluster.name}: a model, not a measurement\n"
+    _print(console, Text.assemble((plan.recipe_name, "bold"), head))
+    rows = {
+        "a step": f"{estimate.seconds:.1f} s",
+        "tokens per second": f"{estimate.tokens_per_s:,.0f}, {estimate.tokens_per_s / plan.world_size:,.0f} a rank",
+        "moving rows": f"{estimate.transition_seconds:.2f} s, over all reshards of the step",
+        "network": f"{format_bytes(estimate.interface_bytes)} through the busiest interface in the largest reshard",
+        "rows in memory": f"{format_bytes(estimate.process_bytes)} in the busiest process",
+    }
+    _print(console, _table("", "", rows=[(Text(title, "bold"), value) for title, value in rows.items()]))
+    held = plan.memory.accelerator.peak if plan.memory else 0
+    for what, needed, part, there in (
+        ("models and activations", held, "device", cluster.device.memory_gib),
+        ("rows", estimate.host_bytes, "host", cluster.host.memory_gib),
+    ):
+        if needed > there * GIB:
+            line = f"{what} take {format_bytes(needed)} of a {part}, which has {there:g} GiB"
+            _print(console, Text(line, "yellow"))
+
+
+def estimate_to_json(plan: Plan, estimate: Estimate, cluster: ClusterConfig) -> Json:
+    """An estimate as JSON-able values, with every constant of the model."""
+    return {
+        "recipe": plan.recipe_name,
+        "world_size": plan.world_size,
+        "cluster": cluster.model_dump(mode="json"),
+        "device_bytes": plan.memory.accelerator.peak if plan.memory else None,
+        "estimate": asdict(estimate),
+    }
+
+
 def _section(console: Console, title: str, content: Table | Text) -> None:
     _print(console, Text(f"\n{title}", "bold"))
     _print(console, content)
 
 
 def _print(console: Console, content: Table | Text) -> None:
-    """Print as it is: names of a user's own are no markup."""
+    """Print as it is: names that users chose are no markup."""
     console.print(content, markup=False, highlight=False, emoji=False, overflow="fold")
 
 
 def _table(*titles: str, rows: Iterable[Sequence[str | Text]], right: Sequence[int] = ()) -> Table:
     """A table whose cells fold; those of columns in `right` are aligned to the right."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_header=any(titles), padding=(0, 1))
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, show_header=any(titles), padding=(0, 1))
     for number, title in enumerate(titles):
-        table.add_column(
-            Text(title), overflow="fold", justify="right" if number in right else "left", header_style="dim"
-        )
+        side: JustifyMethod = "right" if number in right else "left"
+        made.add_column(Text(title), overflow="fold", justify=side, header_style="dim")
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
+        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return made
 
 
 def _batch(plan: Plan, lowered: Mapping[str, int]) -> Table:
@@ -133,28 +166,22 @@ def _edges(plan: Plan) -> Table:
 
 def _chains(plan: Plan) -> Table:
     rows = [
-        (
-            f"{format_ranks(ranks)}" + (f" ({len(ranks):,} ranks)" if len(ranks) > 1 else ""),
-            Text(" -> ").join(_action(action) for action in chain),
-        )
+        (format_ranks(ranks) + (f" ({len(ranks):,} ranks)" if len(ranks) > 1 else ""), _chain(chain))
         for ranks, chain in plan.chains().items()
     ]
     return _table("ranks", "chain", rows=rows)
 
 
+def _chain(actions: Iterable[Action]) -> Text:
+    return Text(" -> ").join(map(_action, actions))
+
+
 def _action(action: Action) -> Text:
-    match action:
-        case Reshard():
-            return Text(str(action), "yellow")
-        case SyncWeights():
-            return Text(str(action), "magenta")
-        case Loop():
-            return Text.assemble("loop(", Text(" -> ").join(_action(inner) for inner in action.body), ")")
-        case Windowed():
-            body = Text(" -> ").join(_action(inner) for inner in action.body)
-            return Text.assemble(f"{action.num_windows} windows(", body, ")")
-        case _:
-            return Text(str(action))
+    if isinstance(action, Loop | Windowed):
+        name = "loop" if isinstance(action, Loop) else f"{action.num_windows} windows"
+        return Text.assemble(f"{name}(", _chain(action.body), ")")
+    style = "yellow" if isinstance(action, Reshard) else "magenta" if isinstance(action, SyncWeights) else ""
+    return Text(str(action), style)
 
 
 def _instances(plan: Plan) -> Table:

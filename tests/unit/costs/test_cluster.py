@@ -10,8 +10,8 @@ from benchmarks.simulated.controllers import FOLDER, ComparedCluster, Controller
 from pydantic import ValidationError
 from tests.unit.costs.clusters import ROUND
 
-from leaderless.config import RecipeError
-from leaderless.planner.costs.cluster import ClusterConfig, load_cluster
+from leaderless.config import RecipeError, load_section
+from leaderless.planner.costs.cluster import ClusterConfig
 
 ROOT = Path(__file__).parents[3]
 CLUSTERS = sorted((ROOT / "recipes/clusters").glob("*.yaml"))
@@ -23,13 +23,13 @@ def refusal(tmp_path, **sections) -> str:
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(OURS | sections, sort_keys=False))
     with pytest.raises(RecipeError) as caught:
-        load_cluster(path)
+        load_section(path, ClusterConfig)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_cluster_that_comes_along_is_valid_and_gives_the_source_of_each_number(path):
-    assert path not in CLUSTERS or load_cluster(path).name
+    assert path not in CLUSTERS or load_section(path, ClusterConfig).name
     assert load_compared_cluster(ROOT / "recipes/clusters" / path.name).controllers
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         values = line.partition("#")[0]

@@ -27,13 +27,12 @@ from leaderless.planner.costs.moves import (
     ROUNDS_AHEAD,
     SCHEMA_BYTES,
     Cost,
+    parcels_of,
     peer_cost,
     put_cost,
     weights_cost,
 )
-from leaderless.planner.costs.parcels import parcels_of
-from leaderless.planner.costs.placement import Routes, owners_of, sending_ranks
-from leaderless.planner.costs.rows import Rows
+from leaderless.planner.costs.rows import Routes, Rows, owners_of, sending_ranks
 from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
 
 ONE_A_HOST = {"host__devices": 1}

@@ -14,10 +14,9 @@ from tests.unit.recipes import make_recipe, write_model
 from leaderless.config import RecipeError, all_keys
 from leaderless.planner import Layout, Load, Reshard
 from leaderless.planner.costs.cluster import ClusterConfig
-from leaderless.planner.costs.events import Loaded, Moved, Worked, events_of
-from leaderless.planner.costs.parcels import parcels_of
-from leaderless.planner.costs.placement import Placement
-from leaderless.planner.costs.rows import sample_workload
+from leaderless.planner.costs.moves import parcels_of
+from leaderless.planner.costs.rows import Placement, sample_workload
+from leaderless.planner.costs.step import Loaded, Moved, Worked, events_of
 
 CHANGES = {
     "controllers.one.pads_rows": False,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import Field, model_validator
 
-from leaderless.config import load_section
 from leaderless.config.base import Section
 
 GIB = 1 << 30
@@ -118,15 +115,3 @@ class ClusterConfig(Section):
                 "serve as many"
             )
         return self
-
-
-def load_cluster(path: Path) -> ClusterConfig:
-    """Read and check a cluster file.
-
-    Args:
-        path: The YAML file.
-
-    Raises:
-        RecipeError: Something in it is wrong; all problems are named, each with its place.
-    """
-    return load_section(path, ClusterConfig)

@@ -13,6 +13,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.planner import Layout
 from leaderless.planner.costs.network import GIGA, Float, Network
 from leaderless.planner.costs.rows import Int, Rows
+from leaderless.planner.memory import number_bytes
 from leaderless.planner.model_size import ModelSize
 
 TERA = 1e12
@@ -24,15 +25,7 @@ BACKWARD = 2
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Seconds that a model takes on a cluster.
-
-    Attributes:
-        size: Size of the model.
-        config: Settings of the model.
-        layout: Ranks over which it is sharded.
-        network: Links between the ranks.
-        recipe: Batch sizes.
-    """
+    """Seconds that a model takes, sharded over the ranks of a layout; `shards` are [n], the shard of each row."""
 
     size: ModelSize
     config: ModelConfig
@@ -40,56 +33,37 @@ class ModelCost:
     network: Network
     recipe: Recipe
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one weight as it computes."""
-        return 2 if self.config.compute_dtype == "bfloat16" else 4
-
     def gather_seconds(self) -> float:
         """Gathering the sharded weights on every rank."""
-        return self.network.gather_seconds(self.size.num_parameters * self.item_bytes, np.array(self.layout.ranks))
+        num_bytes = self.size.num_parameters * number_bytes(self.config)
+        return self.network.gather_seconds(num_bytes, np.array(self.layout.ranks))
 
     def forward_flops(self, rows: Rows, shards: Int) -> Float:
         """[n] operations of one pass: two a weight and token, and causal attention's square.
 
         A prompt is read once by a shard, with the first of its rows. Mixtures of experts are counted as if every token
         went through every expert.
-
-        Args:
-            rows: Rows that are read.
-            shards: [n] shard of each row.
         """
         tokens, shared = (lengths.astype(np.float64) for lengths in (rows.tokens, rows.shared_tokens(shards)))
         attention = 2.0 * self.size.num_layers * self.size.hidden_size * (tokens**2 - shared**2)
         return 2.0 * self.size.num_parameters * (tokens - shared) + attention
 
     def scoring_seconds(self, rows: Rows, shards: Int) -> float:
-        """One forward pass over all rows, until the slowest shard is done; weights are gathered meanwhile.
-
-        Args:
-            rows: All rows.
-            shards: [n] shard of each row.
-        """
+        """One forward pass over all rows, until the slowest shard is done; weights are gathered meanwhile."""
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
         work = self._per_shard(shards, self.forward_flops(rows, shards)).max() / rate
         return max(float(work), self._num_passes(rows, shards) * self.gather_seconds())
 
     def training_seconds(self, rows: Rows, shards: Int) -> float:
-        """All updates of a step. The shards wait for each other at each; weights and gradients travel meanwhile.
-
-        Args:
-            rows: All rows.
-            shards: [n] shard of each row.
-        """
+        """All updates of a step. The shards wait for each other at each; weights and gradients travel meanwhile."""
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
         rate = device.peak_tflops * TERA * device.training_utilization / passes
         gradients = self.size.num_parameters * GRADIENT_BYTES
         pass_s = 2 * self.gather_seconds() + self.network.gather_seconds(gradients, np.array(self.layout.ranks))
         num_updates = self.recipe.batch.updates_per_step
-        num_groups = int(rows.groups[-1]) + 1
-        update_of_row = rows.groups * num_updates // num_groups
+        update_of_row = rows.groups * num_updates // (int(rows.groups[-1]) + 1)
         total = 0.0
         for update in range(num_updates):
             chosen = update_of_row == update
@@ -102,19 +76,15 @@ class ModelCost:
         """[dp] each shard's own time: weights gathered once, prompts read once a group, then token after token.
 
         Each decoding step reads all weights, and the keys and values of the sequences that have not ended.
-
-        Args:
-            rows: The samples.
-            shards: [n] shard of each row.
         """
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
         bandwidth = device.memory_bandwidth_gb_per_s * device.decoding_utilization
-        weights = self.size.num_parameters
+        weights, width = self.size.num_parameters, number_bytes(self.config)
         cached = rows.response_tokens * rows.prompt_tokens + rows.response_tokens * (rows.response_tokens + 1) // 2
-        read = self._per_shard(shards, cached * (self.size.kv_values_per_token * self.item_bytes))
+        read = self._per_shard(shards, cached * (self.size.kv_values_per_token * width))
         steps = num_decoding_steps(rows.response_tokens, shards, self.layout.dp, self.recipe.rollout.max_sequences)
-        memory_s = (steps * weights * self.item_bytes + read) / (bandwidth * GIGA)
+        memory_s = (steps * weights * width + read) / (bandwidth * GIGA)
         compute_s = self._per_shard(shards, 2 * weights * rows.response_tokens) / rate
         read_once = rows.prompt_tokens - rows.shared_tokens(shards)
         prompts_s = self._per_shard(shards, 2 * weights * read_once) / rate
@@ -132,14 +102,7 @@ class ModelCost:
 
 
 def num_decoding_steps(lengths: Int, shards: Int, num_shards: int, max_sequences: int) -> Int:
-    """[num_shards] decoding steps until all responses have ended; a free place takes the next response.
-
-    Args:
-        lengths: [n] tokens of each response.
-        shards: [n] shard that decodes each response.
-        num_shards: Number of shards.
-        max_sequences: Responses that one shard decodes at the same time.
-    """
+    """[num_shards] decoding steps until all responses have ended; a free place takes the next response."""
     steps = np.zeros(num_shards, dtype=np.int64)
     np.maximum.at(steps, shards, lengths)
     crowded = np.flatnonzero(np.bincount(shards, minlength=num_shards) > max_sequences)
@@ -162,12 +125,5 @@ def _last_end(lengths: Sequence[int], places: int) -> int:
 
 
 def tokenizing_seconds(rows: Rows, tokens_per_s: float, shards: Int, num_shards: int) -> Float:
-    """[num_shards] seconds of reading the prompts of each shard.
-
-    Args:
-        rows: Rows of the data.
-        tokens_per_s: Speed of one shard.
-        shards: [n] shard of each row.
-        num_shards: Number of shards.
-    """
+    """[num_shards] seconds of reading the prompts of each shard."""
     return np.bincount(shards, weights=rows.tokens, minlength=num_shards).astype(np.float64) / tokens_per_s

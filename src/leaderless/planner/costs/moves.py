@@ -1,4 +1,4 @@
-"""What one reshard costs, and what new weights cost on their way to serving ranks."""
+"""What one reshard sends and costs, and what new weights cost on their way to serving ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from math import ceil, log2
 
 import numpy as np
 
+from leaderless.data.routes import Routes as DatabufferRoutes
 from leaderless.planner import SyncWeights
-from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds
-from leaderless.planner.costs.parcels import Parcels, parcels_of
-from leaderless.planner.costs.placement import Routes
-from leaderless.planner.costs.rows import Int
+from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds, sums
+from leaderless.planner.costs.rows import LENGTH_BYTES, Int, Routes
 from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
 
 TYPES_BYTES = 24
@@ -31,12 +30,10 @@ ROUND_BYTES, PIECE_BYTES, ROUNDS_AHEAD = 1 << 25, (1 << 16, 1 << 22), 2
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one reshard.
+    """Cost of one reshard: time between the arrivals of the last rank and of the last row, and bytes.
 
-    Attributes:
-        seconds: Time between the arrivals of the last rank and of the last row.
-        interface_bytes: Bytes through the busiest network interface, in and out together.
-        process_bytes: Memory of the busiest process, above what it held before.
+    `interface_bytes` go through the busiest network interface, in and out together; `process_bytes` are memory of the
+    busiest process, above what it held before.
     """
 
     seconds: float
@@ -44,7 +41,6 @@ class Cost:
     process_bytes: int
 
     def __add__(self, other: Cost) -> Cost:
-        """Cost of one after the other."""
         return Cost(
             self.seconds + other.seconds,
             self.interface_bytes + other.interface_bytes,
@@ -52,19 +48,90 @@ class Cost:
         )
 
 
-def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
-    """Cost of a reshard: agree, assign, send lengths, then values piece by piece, column by column.
+@dataclass(frozen=True)
+class Parcels:
+    """The messages of one change of layout, and what it leaves on each rank.
 
-    Args:
-        routes: Routes of the rows.
-        columns: Columns that travel.
-        ranks: Ranks that take part.
-        network: Links between the ranks.
+    Attributes:
+        lengths: Lengths of ragged rows, which travel first: straight from their senders, then passed on by peers.
+        values: Bytes of columns, passed on or not.
+        largest_bytes: Values of the largest parcel.
+        kept: [num_ranks] bytes of values that each rank has already and copies.
+        arriving: [num_ranks] memory of each rank's rows under the target layout, those that it keeps included.
     """
-    cluster, count = network.cluster, network.num_ranks
-    parcels = parcels_of(routes, columns, network)
-    agreement = _agreement(routes, columns, ranks, network)
-    assignment = 0.0 if routes.is_agreed else len(routes.rows) * cluster.coordinator.assignment_us_per_row * MICRO
+
+    lengths: tuple[Transfer, Transfer]
+    values: Transfer
+    largest_bytes: int
+    kept: Int
+    arriving: Int
+
+    @property
+    def is_passed_on(self) -> bool:
+        """Whether a peer passes on what it has received."""
+        return self.lengths[1].sizes.size > 0
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All messages."""
+        return (*self.lengths, self.values)
+
+    def interface_bytes(self, network: Network) -> int:
+        """Bytes through the busiest interface, in and out together."""
+        return int(np.max(sum(sum(network.interface_bytes(transfer)) for transfer in self.transfers)))
+
+
+def parcels_of(routes: Routes, columns: Sequence[str], network: Network) -> Parcels:
+    """What every rank of the target layout gets, found as the ranks themselves find it."""
+    rows, count = routes.rows, network.num_ranks
+    of_rows, of_prompts = _deliveries(routes, network)
+    # Rows of a group are neighbors: the first of them stands for its prompt.
+    prompts = np.searchsorted(rows.groups, of_prompts[0])
+    _, holders, origins, receivers = np.concatenate([of_rows, of_prompts], axis=1)
+    of_prompt = rows.prompt_bytes(columns)[prompts]
+    values = np.concatenate([rows.row_bytes(columns)[of_rows[0]], of_prompt])
+    held = np.concatenate([rows.held_bytes(columns)[of_rows[0]], of_prompt])
+    lengths = LENGTH_BYTES * np.repeat(rows.num_lengths(columns), [len(of_rows[0]), len(prompts)])
+    straight, is_here = origins == holders, holders == receivers
+    first, second = (Transfer.of(origins[leg], receivers[leg], lengths[leg]) for leg in (straight, ~straight))
+    return Parcels(
+        lengths=(first, second),
+        values=Transfer.of(origins, receivers, values),
+        largest_bytes=int(Transfer.of(holders, receivers, values).sizes.max(initial=0)),
+        kept=sums(receivers[is_here], values[is_here], count),
+        arriving=sums(receivers, held, count),
+    )
+
+
+def _deliveries(routes: Routes, network: Network) -> tuple[Int, Int]:
+    """For rows and for prompts [4, k]: place, owner of the row, rank that it comes from, rank that gets it."""
+    real = DatabufferRoutes(
+        ids=np.arange(len(routes.rows)),
+        group_ids=routes.rows.groups,
+        holders=routes.holders,
+        owners=routes.owners,
+        source=routes.source,
+        target=routes.target,
+        hosts=dict(enumerate(network.hosts(np.arange(network.num_ranks)).tolist())),
+        spares=routes.spares,
+    )
+    found: tuple[list[Int], list[Int]] = ([], [])
+    for receiver in routes.target.ranks:
+        delivery = real.delivery(receiver)
+        senders = delivery.senders, delivery.prompt_senders
+        for parts, ids, holders in zip(found, delivery.tables, senders, strict=True):
+            ranks, place = np.unique(holders, return_inverse=True)
+            origins = np.array([real.relay(rank, receiver) for rank in ranks.tolist()], dtype=np.int64)[place]
+            parts.append(np.stack([ids, holders, origins, np.full_like(ids, receiver)]))
+    of_rows, of_prompts = (np.concatenate(parts, axis=1) for parts in found)
+    return of_rows, of_prompts
+
+
+def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
+    """Cost of a reshard: agree, assign, send lengths, then values piece by piece, column by column."""
+    count, per_row_us = network.num_ranks, network.cluster.coordinator.assignment_us_per_row
+    parcels, agreement = parcels_of(routes, columns, network), _agreement(routes, columns, ranks, network)
+    assignment = 0.0 if routes.is_agreed else len(routes.rows) * per_row_us * MICRO
     lengths = sum(network.transfer_seconds(leg) for leg in parcels.lengths)
     piece = min(max(ROUND_BYTES // len(ranks), PIECE_BYTES[0]), PIECE_BYTES[1])
     # What does not lie together in memory goes through buffers, one for each piece and round under way.
@@ -79,12 +146,7 @@ def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Netwo
 
 
 def put_cost(ranks: Int, network: Network) -> Cost:
-    """Cost of comparing, on all ranks of a node, what is about to travel.
-
-    Args:
-        ranks: Ranks of the node.
-        network: Links between the ranks.
-    """
+    """Cost of comparing, on all ranks of a node, what is about to travel."""
     return _gathers([TYPES_BYTES], ranks, network)
 
 
@@ -97,13 +159,6 @@ def _streaming_seconds(parcels: Parcels, piece: int, network: Network) -> float:
     latency = network.latency_seconds(values) * max(ceil(num_rounds / ROUNDS_AHEAD) - 1, 0)
     carried = max(network.transfer_seconds(values), seconds(most, link.bandwidth_gb_per_s))
     return 2 * link.latency_us * MICRO + kept + latency + carried
-
-
-def _packing_seconds(transfer: Transfer, network: Network) -> float:
-    """Making bytes of weights that go, and weights of what has come; ranks do so at the same time."""
-    link, count = network.cluster.links.device, network.num_ranks
-    most = int(transfer.sent(count).max()) + int(transfer.received(count).max())
-    return 2 * link.latency_us * MICRO + seconds(most, link.bandwidth_gb_per_s)
 
 
 def _agreement(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
@@ -119,11 +174,9 @@ def _agreement(routes: Routes, columns: Sequence[str], ranks: Int, network: Netw
 
 def _gathers(gathered: Sequence[int], ranks: Int, network: Network) -> Cost:
     """Every gather is a sum of counts and a gather of values, padded to the longest, around a ring of all ranks."""
-    count = len(ranks)
     # A sum goes round the ring twice and a gather once.
-    num_hops = 3 * (count - 1) * len(gathered)
-    total = sum(2 * 8 * count + num_bytes * count for num_bytes in gathered)
-    return _hops(num_hops, total, ranks, network)
+    num_hops = 3 * (len(ranks) - 1) * len(gathered)
+    return _hops(num_hops, sum(16 + num_bytes for num_bytes in gathered) * len(ranks), ranks, network)
 
 
 def _broadcasts(sizes: Sequence[int], ranks: Int, network: Network) -> Cost:
@@ -143,13 +196,7 @@ def _hops(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:
 
 
 def weights_cost(action: SyncWeights, num_parameters: int, network: Network) -> Cost:
-    """Cost of new weights: each row goes straight from the rank that trains it to the rank that serves it.
-
-    Args:
-        action: Entry of the chain.
-        num_parameters: Weights of the model, which travel as float32.
-        network: Links between the ranks.
-    """
+    """Cost of new weights: each row goes straight from the rank that trains it to the rank that serves it."""
     num_bytes = 4 * num_parameters
     sources, targets = (np.array(layout.ranks) for layout in (action.source_layout, action.target_layout))
     borders = [num_bytes * np.arange(len(ranks) + 1) // len(ranks) for ranks in (sources, targets)]
@@ -160,8 +207,10 @@ def weights_cost(action: SyncWeights, num_parameters: int, network: Network) -> 
     transfer = Transfer.of(senders, receivers, sizes)
     num_rounds = ceil(num_bytes / WEIGHT_BUCKET_BYTES)
     latency = network.latency_seconds(transfer) * (ceil(num_rounds / ROUNDS_AHEAD) - 1)
-    out, into = network.interface_bytes(transfer)
-    most = int((transfer.sent(network.num_ranks) + transfer.received(network.num_ranks)).max())
-    held = min(ROUNDS_AHEAD * WEIGHT_BUCKET_BYTES, most)
-    took = latency + network.transfer_seconds(transfer) + _packing_seconds(transfer, network)
-    return Cost(took, int((out + into).max()), held)
+    link, count = network.cluster.links.device, network.num_ranks
+    sent, received = transfer.sent(count), transfer.received(count)
+    held = min(ROUNDS_AHEAD * WEIGHT_BUCKET_BYTES, int((sent + received).max()))
+    # All ranks make bytes of weights that go, and weights of bytes that have come, at the same time.
+    packed = 2 * link.latency_us * MICRO + seconds(int(sent.max()) + int(received.max()), link.bandwidth_gb_per_s)
+    took = latency + network.transfer_seconds(transfer) + packed
+    return Cost(took, int(np.max(sum(network.interface_bytes(transfer)))), held)

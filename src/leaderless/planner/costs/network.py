@@ -19,13 +19,7 @@ MICRO = 1e-6
 
 @dataclass(frozen=True)
 class Transfer:
-    """Messages between ranks.
-
-    Attributes:
-        senders: [m] ranks.
-        receivers: [m] ranks, each other than its sender.
-        sizes: [m] bytes.
-    """
+    """Messages between ranks: [m] the rank that sends each, another rank that receives it, and its bytes."""
 
     senders: Int
     receivers: Int
@@ -33,93 +27,53 @@ class Transfer:
 
     @classmethod
     def of(cls, senders: Int, receivers: Int, sizes: Int) -> Transfer:
-        """One message for each pair of ranks that has something to send, and none from a rank to itself.
-
-        Args:
-            senders: [k] rank that has each part.
-            receivers: [k] rank that gets each part.
-            sizes: [k] bytes of each part.
-        """
+        """One message for each pair of ranks that has something to send, and none from a rank to itself."""
         moves = (senders != receivers) & (sizes > 0)
         span = int(receivers.max(initial=0)) + 1
         pairs, index = np.unique(senders[moves] * span + receivers[moves], return_inverse=True)
-        # Sums of float64 are exact below 2 ** 53 bytes.
-        total = np.bincount(index, weights=sizes[moves], minlength=len(pairs)).astype(np.int64)
-        return cls(pairs // span, pairs % span, total)
+        return cls(pairs // span, pairs % span, sums(index, sizes[moves], len(pairs)))
 
     def sent(self, num_ranks: int) -> Int:
-        """[num_ranks] bytes that each rank sends.
-
-        Args:
-            num_ranks: Ranks of the whole run.
-        """
-        return _sums(self.senders, self.sizes, num_ranks)
+        """[num_ranks] bytes that each rank sends."""
+        return sums(self.senders, self.sizes, num_ranks)
 
     def received(self, num_ranks: int) -> Int:
-        """[num_ranks] bytes that each rank receives.
-
-        Args:
-            num_ranks: Ranks of the whole run.
-        """
-        return _sums(self.receivers, self.sizes, num_ranks)
+        """[num_ranks] bytes that each rank receives."""
+        return sums(self.receivers, self.sizes, num_ranks)
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a cluster.
-
-    Attributes:
-        cluster: Constants of the machines.
-        num_ranks: Ranks of the run, which fill hosts one after another.
-    """
+    """The links of a cluster, between the ranks of a run, which fill hosts one after another."""
 
     cluster: ClusterConfig
     num_ranks: int
 
     def hosts(self, ranks: Int) -> Int:
-        """[n] host of each rank.
-
-        Args:
-            ranks: [n].
-        """
+        """[n] host of each rank."""
         return ranks // self.cluster.host.devices
 
     def interfaces(self, ranks: Int) -> Int:
-        """[n] interface of each rank, numbered through all hosts.
-
-        Args:
-            ranks: [n].
-        """
+        """[n] interface of each rank, numbered through all hosts."""
         return ranks * self.cluster.host.interfaces // self.cluster.host.devices
 
     def crosses(self, transfer: Transfer) -> NDArray[np.bool_]:
-        """[m] whether a message goes to another host.
-
-        Args:
-            transfer: Messages.
-        """
+        """[m] whether a message goes to another host."""
         crosses: NDArray[np.bool_] = self.hosts(transfer.senders) != self.hosts(transfer.receivers)
         return crosses
 
     def interface_bytes(self, transfer: Transfer) -> tuple[Int, Int]:
-        """Bytes out of and into each interface.
-
-        Args:
-            transfer: Messages.
-        """
+        """Bytes out of and into each interface."""
         crosses = self.crosses(transfer)
         sizes = transfer.sizes[crosses]
         count = int(self.interfaces(np.array([self.num_ranks - 1]))[0]) + 1
-        out = _sums(self.interfaces(transfer.senders[crosses]), sizes, count)
-        return out, _sums(self.interfaces(transfer.receivers[crosses]), sizes, count)
+        out = sums(self.interfaces(transfer.senders[crosses]), sizes, count)
+        return out, sums(self.interfaces(transfer.receivers[crosses]), sizes, count)
 
     def transfer_seconds(self, transfer: Transfer) -> float:
         """Seconds until the last message arrives: latency of the rank with most messages, bytes of the fullest link.
 
         Links inside hosts and between them work at the same time.
-
-        Args:
-            transfer: Messages.
         """
         if not len(transfer.sizes):
             return 0.0
@@ -131,15 +85,11 @@ class Network:
         return self.latency_seconds(transfer) + carried
 
     def latency_seconds(self, transfer: Transfer) -> float:
-        """The part of `transfer_seconds` that does not depend on bytes.
-
-        Args:
-            transfer: Messages.
-        """
+        """The part of `transfer_seconds` that does not depend on bytes."""
         if not len(transfer.sizes):
             return 0.0
         ones = np.ones(len(transfer.sizes), dtype=np.int64)
-        peers = max(int(_sums(ends, ones, self.num_ranks).max()) for ends in (transfer.senders, transfer.receivers))
+        peers = max(int(sums(ends, ones, self.num_ranks).max()) for ends in (transfer.senders, transfer.receivers))
         links = self.cluster.links
         level = links.network if self.crosses(transfer).any() else links.host
         return peers * level.latency_us * MICRO
@@ -148,18 +98,13 @@ class Network:
         """Seconds of an all-gather, or a reduce-scatter, of a model's weights, cut in even parts.
 
         Rings over all interfaces of a host carry it; the small steps between grow with the logarithm of the ranks.
-
-        Args:
-            num_bytes: Size of the whole.
-            ranks: Ranks that take part.
         """
         if len(ranks) < 2:
             return 0.0
-        cluster, hosts = self.cluster, np.unique(self.hosts(ranks))
-        link = cluster.links.host
-        bandwidth = link.bandwidth_gb_per_s
+        links, hosts = self.cluster.links, np.unique(self.hosts(ranks))
+        link, bandwidth = links.host, links.host.bandwidth_gb_per_s
         if len(hosts) > 1:
-            link = cluster.links.network
+            link = links.network
             shared = np.unique(self.interfaces(ranks)).size / len(hosts)
             within = bandwidth if len(ranks) > len(hosts) else np.inf
             bandwidth = min(within, link.bandwidth_gb_per_s * shared)
@@ -167,15 +112,11 @@ class Network:
         return ceil(log2(len(ranks))) * link.latency_us * MICRO + seconds(num_bytes * share, bandwidth)
 
 
-def seconds(num_bytes: float, gb_per_s: float | None) -> float:
-    """Seconds that some bytes take.
-
-    Args:
-        num_bytes: Number of bytes.
-        gb_per_s: Bandwidth; None where there is nothing to do.
-    """
-    return 0.0 if gb_per_s is None else num_bytes / (gb_per_s * GIGA)
+def seconds(num_bytes: float, gb_per_s: float) -> float:
+    """Seconds that some bytes take."""
+    return num_bytes / (gb_per_s * GIGA)
 
 
-def _sums(places: Int, sizes: Int, count: int) -> Int:
+def sums(places: Int, sizes: Int, count: int) -> Int:
+    """[count] sum of the sizes at each place; exact below 2 ** 53."""
     return np.bincount(places, weights=sizes, minlength=count).astype(np.int64)

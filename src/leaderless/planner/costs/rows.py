@@ -1,20 +1,20 @@
-"""The rows of a simulated step: how long they are, and how many bytes their columns take."""
+"""The rows of a simulated step: how long they are, how many bytes their columns take, and which rank holds which."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config import Recipe
-from leaderless.data.balance import is_repeated, sequence_cost
+from leaderless.data.balance import assign, is_repeated, sequence_cost
+from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard
 from leaderless.planner.costs.cluster import WorkloadConfig
-from leaderless.planner.make_plan import UNKNOWN_COLUMN_BYTES
-from leaderless.workflow import COLUMNS
-from leaderless.workflow.columns import Axis, Column
+from leaderless.planner.schedule import is_expanded
+from leaderless.workflow.columns import Axis, column_of
 
 Int = NDArray[np.int64]
 
@@ -28,13 +28,9 @@ HELD_LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Rows:
-    """Lengths of some rows, in the order of their ids.
+    """Some rows in the order of their ids: [n] the place of each row's prompt, ascending, and the lengths of its parts.
 
-    Attributes:
-        groups: [n] place of each row's prompt, ascending.
-        prompt_tokens: [n] length of each row's prompt.
-        response_tokens: [n] length of what follows it; 0 before there is a response.
-        are_samples: Rows point to prompts; else they are prompts.
+    Samples point to prompts; other rows are prompts. A response has no tokens before it is there.
     """
 
     groups: Int
@@ -43,7 +39,6 @@ class Rows:
     are_samples: bool
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.groups)
 
     @cached_property
@@ -52,22 +47,13 @@ class Rows:
         return self.prompt_tokens + self.response_tokens
 
     def shared_tokens(self, shards: Int) -> Int:
-        """[n] tokens that are computed with another row: of the prompt, where a row before on its shard has it too.
-
-        Args:
-            shards: [n] shard of each row.
-        """
+        """[n] tokens that are computed with another row: of the prompt, where a row before on its shard has it too."""
         if not self.are_samples or not len(self):
             return np.zeros(len(self), dtype=np.int64)
         return self.prompt_tokens * is_repeated(shards * (int(self.groups[-1]) + 1) + self.groups)
 
     def costs(self, columns: Iterable[str], shards: Int) -> Int:
-        """[n] cost of each row in the databuffer's assignment: that of its length, where it travels.
-
-        Args:
-            columns: Columns that travel.
-            shards: [n] shard that holds each row.
-        """
+        """[n] cost of each row in the databuffer's assignment: that of its length, where it travels."""
         chosen, nothing = frozenset(columns), np.zeros(len(self), dtype=np.int64)
         responses = self.response_tokens if "tokens" in chosen else nothing
         if "prompt_tokens" not in chosen:
@@ -75,90 +61,49 @@ class Rows:
         return np.maximum(sequence_cost(self.prompt_tokens + responses, self.shared_tokens(shards)), 1)
 
     def row_bytes(self, columns: Iterable[str]) -> Int:
-        """[n] bytes of the values of rows, as they are in memory and as they travel.
-
-        Args:
-            columns: Columns of the rows; those of the prompt are not counted here.
-        """
-        return self._values(column for column in map(column_of, columns) if not self._is_of_prompt(column))
+        """[n] bytes of the values of rows without those of their prompts, in memory and as they travel."""
+        return self._bytes(columns, are_of_prompts=False)
 
     def prompt_bytes(self, columns: Iterable[str]) -> Int:
-        """[n] bytes of the values of each row's prompt; 0 where rows are prompts.
+        """[n] bytes of the values of each row's prompt; 0 where rows are prompts."""
+        return self._bytes(columns, are_of_prompts=True)
 
-        Args:
-            columns: Columns of the rows; only those of the prompt are counted.
-        """
-        return self._values(column for column in map(column_of, columns) if self._is_of_prompt(column))
+    def _bytes(self, columns: Iterable[str], *, are_of_prompts: bool) -> Int:
+        sizes = np.zeros(len(self), dtype=np.int64)
+        for column in map(column_of, columns):
+            if (column.is_prompt and self.are_samples) == are_of_prompts:
+                sizes += column.item_bytes * (1 if column.axis is None else self.lengths_along(column.axis))
+        return sizes
 
     def num_lengths(self, columns: Iterable[str]) -> tuple[int, int]:
-        """Lengths that travel with a row, and with a prompt that rows point to.
-
-        Args:
-            columns: Columns that travel.
-        """
+        """Lengths that travel with a row, and with a prompt that rows point to."""
         ragged: tuple[set[str], set[str]] = (set(), set())
         for name in columns:
             column = column_of(name)
             if column.kind != "dense":
-                ragged[self._is_of_prompt(column)].add(column.axis or name)
+                ragged[column.is_prompt and self.are_samples].add(column.axis or name)
         return len(ragged[0]), len(ragged[1])
 
     def held_bytes(self, columns: Iterable[str]) -> Int:
-        """[n] bytes of rows in memory: the id, that of the prompt, lengths, and the rows' own columns.
-
-        Args:
-            columns: Columns that are held; those of the prompt are not counted here.
-        """
+        """[n] bytes of rows in memory: the id, that of the prompt, lengths, and the rows' own columns."""
         chosen = tuple(columns)
         return self.row_bytes(chosen) + 2 * ID_BYTES + HELD_LENGTH_BYTES * self.num_lengths(chosen)[0]
-
-    def _is_of_prompt(self, column: Column) -> bool:
-        return column.is_prompt and self.are_samples
-
-    def _values(self, columns: Iterable[Column]) -> Int:
-        sizes = np.zeros(len(self), dtype=np.int64)
-        for column in columns:
-            sizes += column.item_bytes * (1 if column.axis is None else self.lengths_along(column.axis))
-        return sizes
 
     def lengths_along(self, axis: Axis) -> Int:
         """[n] length of each row along an axis."""
         return self.prompt_tokens if axis == "prompt_tokens" else self.response_tokens
 
 
-def column_of(name: str) -> Column:
-    """The column of a name, as the planner sizes it; a user's own column is a number for each row.
-
-    Args:
-        name: Name of a column.
-    """
-    known = COLUMNS["old_log_probs"] if name.endswith("_log_probs") else COLUMNS.get(name)
-    if known is None:
-        assert COLUMNS["response_lengths"].item_bytes == UNKNOWN_COLUMN_BYTES
-        return COLUMNS["response_lengths"]
-    return known
-
-
 @dataclass(frozen=True)
 class Workload:
-    """The sequences of one step.
-
-    Attributes:
-        prompts: The rows of the data.
-        samples: The rows behind a rollout.
-    """
+    """The sequences of one step: the rows of the data, and the rows behind a rollout."""
 
     prompts: Rows
     samples: Rows
 
 
 def sample_workload(recipe: Recipe, config: WorkloadConfig) -> Workload:
-    """Draw the lengths of a step's sequences; the recipe's seed decides, and the number of ranks does not matter.
-
-    Args:
-        recipe: Batch sizes, limits and seed.
-        config: The distributions.
-    """
+    """Draw the lengths of a step's sequences; the recipe's seed decides, and the number of ranks does not matter."""
     generator = np.random.default_rng(recipe.seed)
     num_prompts, num_siblings = recipe.batch.prompts_per_step, recipe.batch.responses_per_prompt
     limit = recipe.data.max_prompt_tokens
@@ -179,3 +124,109 @@ def _lengths(generator: np.random.Generator, count: int, median: float, sigma: f
     """[count] lognormal lengths, at least 1 and at most the limit."""
     drawn = median * np.exp(sigma * generator.standard_normal(count))
     return np.clip(np.rint(drawn), 1, limit).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where the rows of one reshard come from and go to: [n] rank that sends each, and target shard that owns it.
+
+    Owners are agreed if an earlier reshard has found them. Spares are the rows that each rank has already from an
+    earlier reshard, ascending, by rank.
+    """
+
+    rows: Rows
+    holders: Int
+    owners: Int
+    source: Layout
+    target: Layout
+    is_agreed: bool
+    spares: Mapping[int, Int] = field(default_factory=dict)
+
+
+class Placement:
+    """The shard of each row, for every row set and layout that has rows."""
+
+    def __init__(self, plan: Plan, workload: Workload) -> None:
+        self.plan, self.workload = plan, workload
+        self._shards: dict[tuple[str, Layout], Int] = {}
+
+    def rows(self, row_set: str) -> Rows:
+        """The rows of a row set; filters are taken to keep all of theirs."""
+        return self.workload.samples if is_expanded(self.plan.nodes, row_set) else self.workload.prompts
+
+    def shards(self, row_set: str, layout: Layout) -> Int:
+        """[n] shard of each row."""
+        return self._shards[row_set, _divided(layout)]
+
+    def load(self, action: Load) -> Int:
+        """Divide the prompts, [n] shard of each: each shard takes a contiguous part of the step."""
+        num_rows, dp = len(self.workload.prompts), action.layout.dp
+        firsts = num_rows * np.arange(dp) // dp
+        shards = np.searchsorted(firsts, np.arange(num_rows), side="right") - 1
+        self._shards["data", _divided(action.layout)] = shards
+        return shards
+
+    def run(self, node: PlannedNode) -> Int:
+        """[n] shard of each row that a node puts out: a response is where its prompt is."""
+        shards = self.shards(node.row_set, node.layout)
+        if node.spec.rows == "expand":
+            shards = shards[self.rows(node.row_set_after).groups]
+        self._shards[node.row_set_after, _divided(node.layout)] = shards
+        return shards
+
+    def reshard(self, action: Reshard) -> Routes:
+        """Reshard rows; the assignment is the databuffer's own."""
+        rows, target = self.rows(action.row_set), action.target_layout
+        holders = sending_ranks(self.shards(action.row_set, action.source_layout), action.source_layout)
+        key = (action.row_set, _divided(target))
+        is_agreed, spares = key in self._shards, self._spares(action)
+        if not is_agreed:
+            self._shards[key] = owners_of(action, rows, holders, spares)
+        return Routes(rows, holders, self._shards[key], action.source_layout, target, is_agreed, spares)
+
+    def _spares(self, action: Reshard) -> dict[int, Int]:
+        """For each rank of the target layout, the rows that it has got with the same columns before."""
+        spare = action.spare_layout
+        if spare is None:
+            return {}
+        shards = self.shards(action.row_set, spare)
+        order = np.argsort(shards, kind="stable")
+        of_shard = np.split(order, np.searchsorted(shards[order], np.arange(1, spare.dp)))
+        ranks = [rank for rank in spare.ranks if rank in action.target_layout]
+        return {rank: of_shard[spare.shard_of(rank)] for rank in ranks if len(of_shard[spare.shard_of(rank)])}
+
+
+def _divided(layout: Layout) -> Layout:
+    """Layouts that hold the same rows on the same ranks are one."""
+    return Layout(layout.ranks, layout.dp)
+
+
+def owners_of(action: Reshard, rows: Rows, holders: Int, spares: Mapping[int, Int]) -> Int:
+    """[n] shard that gets each row, as all ranks of the reshard compute it."""
+    target, last = action.target_layout, action.ranks[-1]
+    units = rows.groups if action.keep_groups else np.arange(len(rows))
+    before, shards = (_shard_of_rank(layout, last)[holders] for layout in (action.source_layout, target))
+    for rank in sorted(spares):
+        known = spares[rank]
+        shards[known[shards[known] < 0]] = target.shard_of(rank)
+    return assign(rows.costs(action.columns, before), units, shards, target.dp)
+
+
+def _shard_of_rank(layout: Layout, last: int) -> Int:
+    """[last + 1] shard of each rank, or -1."""
+    shards = np.full(last + 1, -1, dtype=np.int64)
+    shards[list(layout.ranks)] = np.arange(len(layout.ranks)) // layout.ranks_per_shard
+    return shards
+
+
+def sending_ranks(shards: Int, layout: Layout) -> Int:
+    """[n] rank that sends each row: ranks that hold the same rows each send a part of them, in order."""
+    size, ranks = layout.ranks_per_shard, np.array(layout.ranks)
+    order = np.argsort(shards, kind="stable")
+    counts = np.bincount(shards, minlength=layout.dp)
+    place = np.empty(len(shards), dtype=np.int64)
+    place[order] = np.arange(len(shards)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # A rank's part ends before count * (part + 1) // size.
+    part = ((place + 1) * size - 1) // np.maximum(counts[shards], 1)
+    senders: Int = ranks[shards * size + part]
+    return senders

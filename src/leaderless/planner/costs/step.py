@@ -1,19 +1,129 @@
-"""The time of one step: clocks of all ranks, moved on entry by entry."""
+"""One step: what happens in it, in the order of the plan, and the clocks of all ranks on the way through it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from leaderless.config import Recipe
-from leaderless.planner import Layout, Plan
+from leaderless.config import Recipe, RecipeError
+from leaderless.planner import Layout, Load, Loop, Plan, PlannedNode, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
-from leaderless.planner.costs.events import Event, Loaded, Moved, Synced, Worked, events_of
+from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
 from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, weights_cost
-from leaderless.planner.costs.network import Network
-from leaderless.planner.costs.rows import Int, Workload
+from leaderless.planner.costs.network import Float, Network, sums
+from leaderless.planner.costs.rows import Int, Placement, Routes, Rows, Workload, sending_ranks
+
+Models = Mapping[tuple[str | None, tuple[int, ...]], ModelCost]
+"""The cost of every model, by its role and ranks."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Prompts loaded by a layout: [dp] seconds of each shard, where it loads its own, and [n] rank that sends each."""
+
+    action: Load
+    rows: Rows
+    seconds: Float
+    holders: Int
+
+
+@dataclass(frozen=True)
+class Worked:
+    """A node that has run: its rows before and after, with [n] rank that sends each of them.
+
+    The seconds are those of each shard, [dp], once all ranks of the node have begun.
+    """
+
+    node: PlannedNode
+    rows: Rows
+    holders: Int
+    rows_after: Rows
+    holders_after: Int
+    seconds: Float
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Rows sent to another layout."""
+
+    action: Reshard
+    routes: Routes
+
+
+@dataclass(frozen=True)
+class Synced:
+    """Weights sent to another layout."""
+
+    action: SyncWeights
+    num_parameters: int
+
+
+Event = Loaded | Worked | Moved | Synced
+
+
+def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) -> tuple[Event, ...]:
+    """What happens in one step, in the order of the plan.
+
+    Raises:
+        RecipeError: The workflow has a loop, or the size of a model is not known.
+    """
+    models, placement, events = _model_costs(plan, recipe, network), Placement(plan, workload), list[Event]()
+    for action in flat(plan.schedule):
+        match action:
+            case Load(layout, _):
+                shards, rows = placement.load(action), workload.prompts
+                took = tokenizing_seconds(rows, network.cluster.dataloader.tokens_per_s, shards, layout.dp)
+                events.append(Loaded(action, rows, took, sending_ranks(shards, layout)))
+            case RunNode(name):
+                events.append(_work(plan[name], models, placement))
+            case Reshard():
+                events.append(Moved(action, placement.reshard(action)))
+            case SyncWeights():
+                num_parameters = models[action.role, action.source_layout.ranks].size.num_parameters
+                events.append(Synced(action, num_parameters))
+            case Windowed():  # overlap is not modeled: its entries follow each other
+                continue
+            case Loop():
+                raise RecipeError.at(
+                    "workflow",
+                    f"'{plan.workflow}' has a loop, and how often it goes round depends on rewards, which a "
+                    "simulation does not know: simulate a workflow without one, as grpo",
+                )
+    return tuple(events)
+
+
+def _work(node: PlannedNode, models: Models, placement: Placement) -> Worked:
+    rows, shards = placement.rows(node.row_set), placement.shards(node.row_set, node.layout)
+    after, shards_after = placement.rows(node.row_set_after), placement.run(node)
+    took = np.zeros(node.layout.dp)
+    if node.spec.role_use != "none":
+        model = models[node.node.role, node.layout.ranks]
+        match node.spec.role_use:
+            case "generate":
+                took = model.generation_seconds(after, shards_after)
+            case "score":
+                took = took + model.scoring_seconds(rows, shards)
+            case "train":
+                took = took + model.training_seconds(rows, shards)
+    holders, holders_after = sending_ranks(shards, node.layout), sending_ranks(shards_after, node.layout)
+    return Worked(node, rows, holders, after, holders_after, took)
+
+
+def _model_costs(plan: Plan, recipe: Recipe, network: Network) -> Models:
+    costs: dict[tuple[str | None, tuple[int, ...]], ModelCost] = {}
+    for instance in plan.instances:
+        model, size = recipe.model_of(instance.role), plan.sizes[instance.role]
+        assert model is not None, "the planner refuses a role without a model"
+        if size is None:
+            raise RecipeError.at(
+                f"models.{instance.role}" if instance.role in recipe.models else "models.policy",
+                f"the size of '{model.path}' is not known, because its config.json is not on this machine or is of no "
+                "known family: name a folder that holds one",
+            )
+        costs[instance.role, instance.layout.ranks] = ModelCost(size, model, instance.layout, network, recipe)
+    return costs
 
 
 @dataclass(frozen=True)
@@ -44,35 +154,19 @@ class Estimate:
 
 
 def estimate_step(plan: Plan, recipe: Recipe, workload: Workload, cluster: ClusterConfig) -> Estimate:
-    """Estimate one step.
-
-    Args:
-        plan: Plan of the recipe.
-        recipe: Batch sizes and models.
-        workload: Rows of the step.
-        cluster: Constants of the machines.
-
-    Raises:
-        RecipeError: The workflow has a loop, or the size of a model is not known.
-    """
+    """Estimate one step, with the same errors as `events_of`."""
     network = Network(cluster, plan.world_size)
     return walk_peers(events_of(plan, recipe, workload, network), network)
 
 
-@dataclass
 class Walk:
     """Clocks and memory of all ranks on the way through a step."""
 
-    network: Network
-    clocks: np.ndarray[tuple[int], np.dtype[np.float64]] = field(init=False)
-    held: Int = field(init=False)
-    peak_bytes: int = 0
-    transitions: dict[str, Cost] = field(default_factory=dict)
-    weights: dict[str, Cost] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.clocks = np.zeros(self.network.num_ranks)
-        self.held = np.zeros(self.network.num_ranks, dtype=np.int64)
+    def __init__(self, network: Network) -> None:
+        self.network, self.peak_bytes = network, 0
+        self.clocks, self.held = np.zeros(network.num_ranks), np.zeros(network.num_ranks, dtype=np.int64)
+        self.transitions: dict[str, Cost] = {}
+        self.weights: dict[str, Cost] = {}
 
     def together(self, ranks: Iterable[int], took: float) -> None:
         """Some ranks wait for each other, and then take the same time."""
@@ -81,11 +175,10 @@ class Walk:
 
     def work(self, event: Worked, begin: float = 0.0) -> None:
         """A node runs; models begin together, because their weights are gathered."""
-        layout = event.node.layout
-        chosen = np.array(layout.ranks)
-        if event.uses_model:
+        chosen = np.array(event.node.layout.ranks)
+        if event.node.spec.role_use != "none":
             begin = max(begin, float(self.clocks[chosen].max()))
-            self.clocks[chosen] = begin + np.repeat(event.seconds, layout.ranks_per_shard)
+            self.clocks[chosen] = begin + np.repeat(event.seconds, event.node.layout.ranks_per_shard)
 
     def sync(self, event: Synced) -> None:
         """Weights go from rank to rank."""
@@ -95,8 +188,7 @@ class Walk:
 
     def move(self, name: str, cost: Cost, held_bytes: int) -> None:
         """Add a reshard, and the memory that its busiest process has meanwhile."""
-        before = self.transitions.get(name)
-        self.transitions[name] = cost if before is None else before + cost
+        self.transitions[name] = self.transitions[name] + cost if name in self.transitions else cost
         self.peak_bytes = max(self.peak_bytes, held_bytes + cost.process_bytes)
 
     def estimate(self, events: Sequence[Event], processes_per_host: int) -> Estimate:
@@ -119,12 +211,7 @@ class Walk:
 
 
 def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
-    """Estimate a step in which every rank loads its own prompts, and rows go straight to their new owners.
-
-    Args:
-        events: All of the step, in order.
-        network: Links between the ranks.
-    """
+    """Estimate a step in which every rank loads its own prompts, and rows go straight to their new owners."""
     walk = Walk(network)
     traveling = {event.action.source for event in events if isinstance(event, Moved)}
     for event in events:
@@ -154,7 +241,6 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
 
 def _hold(walk: Walk, layout: Layout, sizes: Int, holders: Int) -> None:
     """Add the rows that ranks hold from now on; all ranks of a shard hold its rows."""
-    held = np.bincount(holders, weights=sizes, minlength=walk.network.num_ranks).astype(np.int64)
-    ranks = np.array(layout.ranks)
+    held, ranks = sums(holders, sizes, walk.network.num_ranks), np.array(layout.ranks)
     by_shard = held[ranks].reshape(-1, layout.ranks_per_shard).sum(axis=1)
     walk.held[ranks] += np.repeat(by_shard, layout.ranks_per_shard)
