@@ -142,7 +142,22 @@ def test_picture_keeps_what_draws_and_drops_what_acts():
         '<use href="http://x#a"/><use href="#b"/><rect fill="url(#g)" stroke="url(http://x)"/><text>a &lt; b</text>'
         "</svg>"
     )
-    assert '<svg viewbox="0 0 9 9">' in clean
+    assert '<svg viewBox="0 0 9 9">' in clean
     assert "<style>.a{fill:var(--ink)}</style><style></style><style></style>" in clean
     assert '<use></use><use href="#b"></use><rect fill="url(#g)"></rect><text>a &lt; b</text></svg>' in clean
     assert not re.search("script|alert|hidden|http|onload|image|no<", clean)
+
+
+@pytest.mark.parametrize(
+    "text", ["<svg>", "<svg/><svg/>", "<p>text</p>", "no markup", '<!DOCTYPE s [<!ENTITY e "&e;">]><svg>&e;</svg>']
+)
+def test_a_picture_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="holds no complete <svg>"):
+        clean_svg(text)
+
+
+def test_names_in_capitals_and_styles_in_parts_act_no_more_than_others():
+    clean = clean_svg(
+        '<svg ONLOAD="a()"><SCRIPT>a()</SCRIPT><style>@imp<g>ort</g> "x"</style><use HREF="http://x"/></svg>'
+    )
+    assert clean == "<svg><style></style><use></use></svg>"
