@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,11 +21,11 @@ class Topic:
 
     Attributes:
         title: Title in plain words.
-        explanation: One line.
+        explanation: Explanation in one line.
         metrics: Metrics that it shows, by name or pattern.
-        unit: `share` writes 0.25 as 25 %.
+        unit: Kind of its numbers; `share` writes 0.25 as 25 %.
         is_log: Whether its axis is logarithmic at first.
-        band: A metric drawn as a band of its size around the first one.
+        band: Metric drawn as a band of its size around the first one.
     """
 
     title: str
@@ -45,13 +45,8 @@ class Chart:
     band: Series | None = None
 
 
-@dataclass(frozen=True)
-class ChartGroup:
-    """Charts under one heading."""
-
-    title: str
-    charts: Sequence[Chart]
-
+Charts = list[tuple[str, list[Chart]]]
+"""Charts under headings."""
 
 CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
     "Is it learning?": (
@@ -68,9 +63,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             band="reward/std",
         ),
         Topic(
-            "Rewards by name",
-            "Mean of each before weighting. If one rises alone, look for a loophole.",
-            ("reward/*",),
+            "Rewards by name", "Mean of each before weighting. If one rises alone, look for a loophole.", ("reward/*",)
         ),
         Topic(
             "Loss",
@@ -185,45 +178,26 @@ TIME_PATTERN = "time/*"
 """Seconds by node: a picture of their own."""
 
 
-def charts_of(run: RunFiles) -> tuple[list[ChartGroup], int]:
-    """The charts that a run has something to show in.
-
-    Args:
-        run: What was read of the run.
-
-    Returns:
-        Groups of charts, custom metrics last, by prefix; and the number of custom metrics left out.
-    """
+def charts_of(run: RunFiles) -> tuple[Charts, int]:
+    """The charts that a run has something to show in, custom metrics last, and the number of those left out."""
     # The specific names first, so that a pattern such as `reward/*` takes what they leave.
-    topics = [topic for group in CATALOGUE.values() for topic in group]
-    taken = {name for topic in topics for name in (*topic.metrics, topic.band)}
-    groups: list[ChartGroup] = []
-    drawn: set[str] = set()
-    for title, members in CATALOGUE.items():
+    taken = {name for topics in CATALOGUE.values() for topic in topics for name in (*topic.metrics, topic.band)}
+    found: Charts = []
+    drawn: set[str | None] = set()
+    for title, topics in CATALOGUE.items():
         charts = []
-        for topic in members:
-            series = {
-                name: one
-                for name, one in run.matching(*topic.metrics).items()
-                if name in topic.metrics or name not in taken
-            }
+        for topic in topics:
+            matching = run.matching(*topic.metrics)
+            series = {name: one for name, one in matching.items() if name in topic.metrics or name not in taken}
             if series:
-                band = run.series.get(topic.band) if topic.band else None
-                charts.append(Chart(topic, series, band))
-                drawn |= {*series, *([topic.band] if topic.band else [])}
+                charts.append(Chart(topic, series, run.series.get(topic.band) if topic.band else None))
+                drawn |= {*series, topic.band}
         if charts:
-            groups.append(ChartGroup(title, charts))
-    own = {name: one for name, one in run.series.items() if name not in drawn and not name.startswith("time/")}
-    return groups + _own_groups(own), max(0, len(own) - MAX_OWN_CHARTS)
-
-
-def _own_groups(own: Mapping[str, Series]) -> list[ChartGroup]:
+            found.append((title, charts))
+    own = sorted(name for name in run.series if name not in drawn and not name.startswith("time/"))
     by_prefix: dict[str, list[Chart]] = {}
-    for name in sorted(own)[:MAX_OWN_CHARTS]:
+    for name in own[:MAX_OWN_CHARTS]:
         prefix, _, rest = name.rpartition("/")
-        topic = Topic(rest or name, "", (name,))
-        by_prefix.setdefault(prefix, []).append(Chart(topic, {name: own[name]}))
-    return [
-        ChartGroup(f"More metrics: {prefix}" if prefix else "More metrics", charts)
-        for prefix, charts in by_prefix.items()
-    ]
+        chart = Chart(Topic(rest or name, "", (name,)), {name: run.series[name]})
+        by_prefix.setdefault(f"More metrics: {prefix}" if prefix else "More metrics", []).append(chart)
+    return found + list(by_prefix.items()), max(0, len(own) - MAX_OWN_CHARTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from leaderless.observability.report.run_files import RunFiles
 from leaderless.observability.report.view import format_number
@@ -25,17 +25,8 @@ RECENT = 0.25
 """Part of the run, at its end, that counts as lately."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something worth a look.
-
-    Attributes:
-        title: Name of the problem.
-        seen: The place and the size of it.
-        meaning: Reason why it matters.
-        remedy: Advice on what to do.
-        example: Text from the run that shows it; may be empty.
-    """
+class Finding(NamedTuple):
+    """Something worth a look: what was seen, why it matters, what to do, and a text from the run that shows it."""
 
     title: str
     seen: str
@@ -44,16 +35,8 @@ class Finding:
     example: str = ""
 
 
-@dataclass(frozen=True)
-class Check:
-    """A question that every run is asked.
-
-    Attributes:
-        rule: Statement that holds in a run without the problem.
-        metric: The metric that answers it; None for all of them.
-        min_points: Logged values that an answer needs.
-        find: Function that looks for the problem.
-    """
+class Check(NamedTuple):
+    """A question that every run is asked: the metric that answers it (None for all) and the values that it takes."""
 
     rule: str
     metric: str | None
@@ -61,25 +44,14 @@ class Check:
     find: Callable[[RunFiles], Finding | None]
 
     def can_be_made(self, run: RunFiles) -> bool:
-        """Whether enough was logged.
-
-        Args:
-            run: What was read of the run.
-        """
+        """Whether enough was logged."""
         if self.metric is None:
             return bool(run.series)
         return self.metric in run.series and len(run.series[self.metric].finite) >= self.min_points
 
 
-@dataclass(frozen=True)
-class Review:
-    """The outcome of all checks.
-
-    Attributes:
-        findings: What is worth a look, most serious first.
-        passed: Rules that hold.
-        not_made: Rules of which the run logged too little.
-    """
+class Review(NamedTuple):
+    """The outcome of all checks: findings, most serious first, rules that hold, and rules with too little logged."""
 
     findings: Sequence[Finding]
     passed: Sequence[str]
@@ -87,17 +59,12 @@ class Review:
 
 
 def review(run: RunFiles) -> Review:
-    """Make all checks.
-
-    Args:
-        run: What was read of the run.
-    """
-    made = [check for check in CHECKS if check.can_be_made(run)]
-    outcomes = [(check, check.find(run)) for check in made]
+    """Make all checks."""
+    outcomes = [(check, check.find(run)) for check in CHECKS if check.can_be_made(run)]
     return Review(
         [finding for _, finding in outcomes if finding],
         [check.rule for check, finding in outcomes if not finding],
-        [check.rule for check in CHECKS if check not in made],
+        [check.rule for check in CHECKS if not check.can_be_made(run)],
     )
 
 
@@ -120,14 +87,14 @@ def _non_finite(run: RunFiles) -> Finding | None:
 
 
 def _reward_failures(run: RunFiles) -> Finding | None:
-    failed = [(step, count) for step, count in run.series["reward/failed"].finite if count > 0]
+    logged = run.series["reward/failed"].finite
+    failed = [(step, count) for step, count in logged if count > 0]
     if not failed:
         return None
-    total = sum(count for _, count in failed)
+    total, last = sum(count for _, count in failed), failed[-1][0]
     return Finding(
         "Rewards that could not be computed",
-        f"{total:,.0f} responses in {len(failed)} of {len(run.series['reward/failed'].finite)} logged steps, "
-        f"the last at step {failed[-1][0]}.",
+        f"{total:,.0f} responses in {len(failed)} of {len(logged)} logged steps, the last at step {last}.",
         "A response whose reward failed carries no gradient and is left out of its group. "
         "If failures go with certain answers, the policy learns from a biased rest.",
         "Read the error, correct the reward function or raise its timeout_s, and test it on the failed samples below.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from leaderless.observability.report.untrusted import as_number, as_step
 
@@ -14,12 +15,7 @@ MAX_POINTS = 2000
 
 @dataclass(frozen=True)
 class Series:
-    """One metric.
-
-    Attributes:
-        steps: Steps at which it was logged, ascending.
-        values: Logged values; None where one was no finite number.
-    """
+    """One metric: the steps at which it was logged, ascending, and its values, None for what is not finite."""
 
     steps: tuple[int, ...]
     values: tuple[float | None, ...]
@@ -30,68 +26,38 @@ class Series:
         return tuple((step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None)
 
     def recent(self, share: float) -> tuple[tuple[int, float], ...]:
-        """The last finite points, at least one if there is any.
-
-        Args:
-            share: Their share of all points, from 0 to 1.
-        """
+        """The last finite points, a share of all of them, but at least one if there is any."""
         return self.finite[-max(1, round(share * len(self.finite))) :]
 
 
 def last_rows(rows: Sequence[Mapping[str, object]]) -> dict[int, Mapping[str, object]]:
-    """Rows by step, ascending; of a step that was run again after a resume the last row.
-
-    Args:
-        rows: Lines of `metrics.jsonl`; those without a step are passed over.
-    """
-    by_step: dict[int, Mapping[str, object]] = {}
-    for row in rows:
-        step = as_step(row.get("step"))
-        if step is not None:
-            by_step[step] = row
+    """Lines of `metrics.jsonl` by step, ascending; the last one of a step that was run again after a resume."""
+    by_step = {step: row for row in rows if (step := as_step(row.get("step"))) is not None}
     return dict(sorted(by_step.items()))
 
 
 def collect_series(rows: Mapping[int, Mapping[str, object]]) -> dict[str, Series]:
-    """All metrics in the rows, in order of their first appearance.
-
-    Args:
-        rows: Rows by step, ascending.
-    """
-    points: dict[str, list[tuple[int, float | None]]] = {}
+    """All metrics in rows by step, in order of their first appearance."""
+    points: dict[str, dict[int, float | None]] = {}
     for step, row in rows.items():
         for name, value in row.items():
             # Writers put null for NaN, which JSON does not have; text is no metric.
             if name not in {"step", "time_s"} and (value is None or isinstance(value, int | float)):
-                points.setdefault(name, []).append((step, as_number(value)))
-    return {
-        name: Series(tuple(step for step, _ in logged), tuple(value for _, value in logged))
-        for name, logged in points.items()
-    }
+                points.setdefault(name, {})[step] = as_number(value)
+    return {name: Series(tuple(logged), tuple(logged.values())) for name, logged in points.items()}
 
 
 def duration_s(rows: Mapping[int, Mapping[str, object]]) -> float | None:
-    """Seconds that the rows took, or None when no row says.
-
-    Args:
-        rows: Rows by step, ascending; `time_s` may begin again at 0 after a resume.
-    """
-    total, previous = 0.0, 0.0
+    """Seconds that rows by step took; None if no row says. `time_s` may begin again at 0 after a resume."""
     times = [time for row in rows.values() if (time := as_number(row.get("time_s"))) is not None]
-    for time in times:
-        total += time - previous if time >= previous else time
-        previous = time
-    return total if times else None
+    passed = (time - before if time >= before else time for before, time in pairwise([0.0, *times]))
+    return sum(passed) if times else None
 
 
 def thin(series: Series, max_points: int = MAX_POINTS) -> Series:
-    """The series with fewer points; every spike of it is still there.
+    """The series with at most so many points (four or more); every spike of it is still there.
 
     The points between the first and the last are cut into equal runs, and the lowest and the highest of each are kept.
-
-    Args:
-        series: A series of any length.
-        max_points: Largest number of points, at least 4.
     """
     count = len(series.steps)
     if count <= max_points:
@@ -101,20 +67,15 @@ def thin(series: Series, max_points: int = MAX_POINTS) -> Series:
     for run in range(num_runs):
         indices = range(1 + run * (count - 2) // num_runs, 1 + (run + 1) * (count - 2) // num_runs)
         finite = [(value, index) for index in indices if (value := series.values[index]) is not None]
-        if finite:
-            kept |= {min(finite)[1], max(finite)[1]}
-        else:
-            kept.add(indices[0])
+        kept |= {min(finite)[1], max(finite)[1]} if finite else {indices[0]}
     order = sorted(kept)
     return Series(tuple(series.steps[i] for i in order), tuple(series.values[i] for i in order))
 
 
 def mean_per_run(series: Mapping[str, Series], max_runs: int) -> tuple[list[int], dict[str, list[float]]]:
-    """Several series on one grid, so that they can be stacked; a step on which one was not logged counts as 0.
+    """Means of several series over at most `max_runs` runs of neighboring steps, so that they can be stacked.
 
-    Args:
-        series: Metrics by name.
-        max_runs: Largest number of runs of equal length over which steps are averaged.
+    A step on which a series was not logged counts as 0.
 
     Returns:
         The first step of each run, and for each name the mean over the run.
@@ -122,9 +83,7 @@ def mean_per_run(series: Mapping[str, Series], max_runs: int) -> tuple[list[int]
     steps = sorted({step for one in series.values() for step in one.steps})
     num_runs = min(max_runs, len(steps))
     bounds = [run * len(steps) // num_runs for run in range(num_runs + 1)] if steps else [0]
-    means: dict[str, list[float]] = {}
-    for name, one in series.items():
-        values = dict(one.finite)
-        runs = [steps[bounds[run] : bounds[run + 1]] for run in range(num_runs)]
-        means[name] = [sum(values.get(step, 0.0) for step in run) / len(run) for run in runs]
-    return [steps[bound] for bound in bounds[:-1]], means
+    runs = [steps[begin:end] for begin, end in pairwise(bounds)]
+    values = {name: dict(one.finite) for name, one in series.items()}
+    means = {name: [sum(of.get(step, 0.0) for step in run) / len(run) for run in runs] for name, of in values.items()}
+    return [run[0] for run in runs], means

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -17,7 +16,6 @@ from plotly.offline import get_plotlyjs
 from leaderless.observability.report import view
 from leaderless.observability.report.checks import review
 from leaderless.observability.report.run_files import read_run
-from leaderless.observability.report.samples import Samples
 from leaderless.observability.report.untrusted import as_list, as_mapping, as_text, embedded_json
 
 FILE_NAME = "report.html"
@@ -28,7 +26,7 @@ def write_report(run_directory: Path) -> Path:
     """Write `report.html` into a run directory; a reader sees the old page or the new one, never half of one.
 
     Args:
-        run_directory: A folder as a run writes it, or as much of it as there is.
+        run_directory: Folder as a run writes it, or as much of it as there is.
 
     Returns:
         Path of the page.
@@ -36,14 +34,10 @@ def write_report(run_directory: Path) -> Path:
     Raises:
         ValueError: There is no such directory.
     """
-    page = render_report(run_directory)
-    target = run_directory / FILE_NAME
-    unfinished = run_directory / f".{FILE_NAME}.{os.getpid()}"
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    from leaderless.observability.run_directory import write_atomically  # needs more libraries than a page does
+
+    target, page = run_directory / FILE_NAME, render_report(run_directory)
+    write_atomically(target, page)
     return target
 
 
@@ -51,7 +45,7 @@ def render_report(run_directory: Path) -> str:
     """The report about a run as one self-contained HTML page.
 
     Args:
-        run_directory: A folder as a run writes it, or as much of it as there is; the page says what is missing.
+        run_directory: Folder as a run writes it, or as much of it as there is; the page says what is missing.
 
     Raises:
         ValueError: There is no such directory.
@@ -59,7 +53,8 @@ def render_report(run_directory: Path) -> str:
     if not run_directory.is_dir():
         raise ValueError(f"run directory '{run_directory}': there is no such directory; name one under `run.directory`")
     run = read_run(run_directory)
-    curves, (times, parts) = view.curves(run), view.times(run)
+    (curves, curve_notes), (times, parts) = view.curves(run), view.times(run)
+    cards = [card for _, group in curves for card in group] + ([times] if times else [])
     scripts = [_asset("boot.js"), _plotly(), _asset("charts.js"), _asset("samples.js")]
     page = (
         _environment()
@@ -70,16 +65,17 @@ def render_report(run_directory: Path) -> str:
             style=Markup(_asset("style.css")),  # noqa: S704 - a file of this package
             picture=Markup(run.picture),  # noqa: S704 - reduced by `clean_svg` to what draws
             facts=view.facts(run),
-            figures=list(view.figures(run)),
+            figures=view.figures(run),
             failures=view.failures(run),
             guards=view.guards(run),
             review=review(run),
             curves=curves,
+            curve_notes=curve_notes,
             times=times,
             parts=parts,
-            chart_data=_json({**curves.data, **times.data}),
-            sample_data=_json(_steps(run.samples)),
-            held_out_data=_json(_steps(run.held_out)),
+            chart_data=_json({card.identifier: card.data for card in cards}),
+            sample_data=_json([asdict(step) for step in run.samples.steps]),
+            held_out_data=_json([asdict(step) for step in run.held_out.steps]),
             scripts=[_script(script) for script in scripts],
         )
     )
@@ -98,10 +94,6 @@ def _environment() -> Environment:
     )
     environment.filters |= {"text": as_text, "items_of": as_list, "mapping": as_mapping, "size": view.format_bytes}
     return environment
-
-
-def _steps(samples: Samples) -> list[dict[str, object]]:
-    return [asdict(step) for step in samples.steps]
 
 
 def _asset(name: str) -> str:

@@ -34,17 +34,18 @@ class RunFiles:
     """What was found in a run directory; a file that is missing leaves its attribute empty.
 
     Attributes:
-        directory: The run directory.
-        recipe_text: `config.yaml`.
+        directory: Run directory.
+        recipe_text: Text of `config.yaml`.
         settings: Settings of the recipe.
-        plan: `plan.json`.
-        picture: `plan.svg`, safe to stand in the page.
+        judge: Rule of the recipe that tells correct responses from wrong ones.
+        plan: Contents of `plan.json`.
+        picture: Contents of `plan.svg`, safe to stand in the page.
         series: Metrics by name.
         steps: Steps of `metrics.jsonl`, ascending.
         duration_s: Seconds that the steps took; None if no line says.
         last_logged: Time at which `metrics.jsonl` was last written; None if it was not.
         samples: Recorded samples of training, as far as the page shows them.
-        held_out: Those of held-out prompts.
+        held_out: Recorded samples of held-out prompts.
         events: Lines of `events.jsonl`, in order.
         notes: Sentences on what is missing or could not be read.
     """
@@ -52,6 +53,7 @@ class RunFiles:
     directory: Path
     recipe_text: str
     settings: Settings
+    judge: Judge
     plan: Mapping[str, object]
     picture: str
     series: Mapping[str, Series]
@@ -68,34 +70,8 @@ class RunFiles:
         """Name of the run."""
         return as_text(self.plan.get("recipe")) or self.settings.get(("name",), "") or self.directory.resolve().name
 
-    @property
-    def workflow(self) -> str:
-        """Name of its workflow; empty when not known."""
-        return as_text(self.plan.get("workflow")) or self.settings.get(("workflow",), "")
-
-    @property
-    def models(self) -> Mapping[str, str]:
-        """Path of the model of each role that the recipe gives one."""
-        return {
-            path[1]: value for path, value in self.settings.items() if path[0] == "models" and path[2:] == ("path",)
-        }
-
-    @property
-    def planned_steps(self) -> str:
-        """Steps that the recipe asks for; empty when not known."""
-        return self.settings.get(("steps",), "")
-
-    @property
-    def judge(self) -> Judge:
-        """How the recipe tells correct responses from wrong ones."""
-        return judge_of(self.settings)
-
     def matching(self, *patterns: str) -> dict[str, Series]:
-        """Metrics by name or pattern, in the order of the patterns.
-
-        Args:
-            patterns: Patterns in which `*` stands for any text.
-        """
+        """Metrics by name or by pattern, in which `*` stands for any text, in the order of the patterns."""
         found: dict[str, Series] = {}
         for pattern in patterns:
             regex = re.compile(".*".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)
@@ -104,32 +80,30 @@ class RunFiles:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Read a run directory.
-
-    Args:
-        directory: A folder as a run writes it, or as much of it as there is.
-    """
+    """Read a run directory, or as much of it as there is."""
     notes: list[str] = []
     recipe_text = _read(directory / "config.yaml", "the recipe", notes)
     plan = _read_plan(directory / "plan.json", notes)
     picture = _read_picture(directory / "plan.svg", notes)
-    metrics = directory / "metrics.jsonl"
+    metrics, events = directory / "metrics.jsonl", directory / "events.jsonl"
     metrics_text = _read(metrics, "the curves", notes)
-    lines, num_broken = parse_json_lines(metrics_text)
-    rows = last_rows(lines)
-    if num_broken:
-        notes.append(f"metrics.jsonl: {num_broken} lines are no JSON objects and were passed over.")
+    rows = last_rows(parse_json_lines(metrics_text, metrics.name, notes))
     if metrics_text.strip() and not rows:
         notes.append("metrics.jsonl holds no step yet, so there are no curves.")
     settings = flatten_recipe(recipe_text)
-    samples = read_samples(directory / "samples", judge_of(settings))
-    held_out = read_samples(directory / "samples", judge_of(settings), HELD_OUT_BYTES, "evaluation")
+    judge = _judge(settings)
+    samples = read_samples(directory / "samples", judge)
+    held_out = read_samples(directory / "samples", judge, HELD_OUT_BYTES, "evaluation")
     if not samples.num_recorded_steps and _is_recorded(plan):
         notes.append("samples/ holds no recorded samples, so none can be shown.")
+    # Most runs have no events.
+    has_events = events.exists() and events.stat().st_size > 0
+    events_text = _read(events, "its failures and the events of guards", notes) if has_events else ""
     return RunFiles(
         directory,
         recipe_text,
         settings,
+        judge,
         plan,
         picture,
         collect_series(rows),
@@ -138,16 +112,15 @@ def read_run(directory: Path) -> RunFiles:
         datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if rows else None,
         samples,
         held_out,
-        _read_events(directory / "events.jsonl", notes),
+        parse_json_lines(events_text, events.name, notes),
         (*notes, *samples.problems, *held_out.problems),
     )
 
 
 def flatten_recipe(text: str) -> dict[tuple[str, ...], str]:
-    """Settings of a recipe as text by their path, as `("batch", "prompts_per_step")`; what is not set is left out.
+    """Settings of a resolved recipe as text by their path, as `("batch", "prompts_per_step")`.
 
-    Args:
-        text: A resolved recipe; one that is broken has no settings.
+    What is not set is left out. A recipe that is broken has no settings.
     """
     settings: dict[tuple[str, ...], str] = {}
 
@@ -165,12 +138,8 @@ def flatten_recipe(text: str) -> dict[tuple[str, ...], str]:
     return settings
 
 
-def judge_of(settings: Settings) -> Judge:
-    """How a recipe tells correct responses from wrong ones: by `evaluation.metric`, else the reward of largest weight.
-
-    Args:
-        settings: Settings of the recipe.
-    """
+def _judge(settings: Settings) -> Judge:
+    """The judge by `evaluation.metric`, else by the reward of largest weight."""
     weights = {
         path[1]: _number(value) for path, value in settings.items() if path[0] == "reward" and path[2:] == ("weight",)
     }
@@ -199,16 +168,6 @@ def _read(path: Path, content: str, notes: list[str]) -> str:
     if not text.strip():
         notes.append(f"{path.name} {problem}, so {content} cannot be shown.")
     return text
-
-
-def _read_events(path: Path, notes: list[str]) -> Sequence[Mapping[str, object]]:
-    """Failures, restarts and events of guards; most runs have none."""
-    if not path.exists() or not path.stat().st_size:
-        return ()
-    lines, num_broken = parse_json_lines(_read(path, "its failures and the events of guards", notes))
-    if num_broken:
-        notes.append(f"events.jsonl: {num_broken} lines are no JSON objects and were passed over.")
-    return lines
 
 
 def _read_plan(path: Path, notes: list[str]) -> Mapping[str, object]:

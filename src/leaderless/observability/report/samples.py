@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -29,8 +29,8 @@ MAX_ERROR_CHARACTERS = 2_000
 """A longer error of a reward is cut."""
 MAX_TOKEN_CHARACTERS = 80
 """A longer text of a token is cut."""
-LOG_PROBS = ("rollout", "old")
-"""Log-probs of tokens, as they are recorded."""
+TOKEN_COLUMNS = ("rollout", "old", "mask")
+"""Values of tokens, as they are recorded: log-probs as sampled and of the trainer, and what the policy sampled."""
 
 _FILE_NAME = re.compile(r"(step|evaluation)-(\d+)(?:\.rank-(\d+))?\.jsonl")
 
@@ -40,19 +40,15 @@ class Judge:
     """Tells correct responses from wrong ones, as evaluation does.
 
     Attributes:
-        metric: The reward that decides; None when the recipe does not say.
-        correct_at: The least value of a correct response.
+        metric: Reward that decides; None when the recipe does not say.
+        correct_at: Least value of a correct response.
     """
 
     metric: str | None = None
     correct_at: float = 1.0
 
     def state(self, row: Mapping[str, object]) -> str:
-        """`correct`, `wrong`, or `failed` when a reward could not be computed.
-
-        Args:
-            row: A recorded sample.
-        """
+        """A recorded sample is `correct` or `wrong`, or `failed` when a reward could not be computed."""
         reward = as_number(row.get("reward"))
         if row.get("is_valid") is False or reward is None:
             return "failed"
@@ -107,7 +103,7 @@ class RecordedStep:
     """The samples of one step.
 
     Attributes:
-        step: Its number.
+        step: Number of the step.
         groups: Prompts with their responses, as far as the page shows them.
         num_recorded: Number of samples in the files, of which the groups may hold fewer.
         tokens: Tokens of responses one by one, by sample id.
@@ -129,11 +125,7 @@ class RecordedStep:
         return _size_bytes(asdict(replace(self, tokens={})))
 
     def cut(self, limit_bytes: int) -> RecordedStep:
-        """Its first groups, as many as fit; the last of them may lack responses.
-
-        Args:
-            limit_bytes: Largest size in the page.
-        """
+        """Its first groups, as many as fit into the page; the last of them may lack responses."""
         room = limit_bytes - replace(self, groups=()).size_bytes
         groups: list[Group] = []
         for group in self.groups:
@@ -155,7 +147,7 @@ class Samples:
     """What the page shows of one kind of files in `samples/`.
 
     Attributes:
-        steps: The steps on the page, ascending.
+        steps: Steps on the page, ascending.
         num_recorded_steps: Number of steps that have files.
         problems: Files and lines that could not be read.
         budget_bytes: Largest size of the steps in the page.
@@ -167,25 +159,22 @@ class Samples:
     budget_bytes: int = BUDGET_BYTES
 
     @property
-    def num_samples(self) -> int:
-        """Number of samples on the page."""
-        return sum(step.num_samples for step in self.steps)
-
-    @property
     def num_left_out(self) -> int:
         """Number of samples of these steps that are not on the page."""
-        return sum(step.num_recorded for step in self.steps) - self.num_samples
+        return sum(step.num_recorded - step.num_samples for step in self.steps)
 
     @property
     def example_error(self) -> str:
         """The newest error of a reward, with its step and the reward's name; empty when none was recorded."""
-        for recorded in reversed(self.steps):
-            for group in recorded.groups:
-                for sample in group.samples:
-                    for detail in sample.details:
-                        if detail.error:
-                            return f"step {recorded.step}, {detail.name}: {detail.error}"
-        return ""
+        errors = (
+            f"step {recorded.step}, {detail.name}: {detail.error}"
+            for recorded in reversed(self.steps)
+            for group in recorded.groups
+            for sample in group.samples
+            for detail in sample.details
+            if detail.error
+        )
+        return next(errors, "")
 
 
 def read_samples(
@@ -194,28 +183,34 @@ def read_samples(
     """Read the samples of evenly spread steps, the first and the last among them, within the budget.
 
     Args:
-        folder: `samples/` of a run directory; it may be missing.
+        folder: Folder `samples/` of a run, which may be missing.
         judge: Rule that tells correct from wrong.
         budget_bytes: Largest size in the page, without tokens.
         kind: Samples of training steps, or of evaluations after them.
     """
-    reader = _Reader(judge, _files_by_step(folder, kind))
-    every_step = sorted(reader.files)
+    files, problems = _files_by_step(folder, kind), list[str]()
+
+    @cache
+    def read(step: int) -> RecordedStep:
+        return read_step(step, [row for path in files[step] for row in _read_rows(path, problems)], judge)
+
+    every_step = sorted(files)
     # A prompt stands in a file once per response and in the page once, so files may be larger than the budget.
-    count = _num_fitting(every_step, len(every_step), reader.file_bytes, 8 * budget_bytes)
-    count = _num_fitting(every_step, count, lambda step: reader.read(step).size_bytes, budget_bytes)
-    recorded = [reader.read(step) for step in _spread(every_step, count)]
+    count = _num_fitting(
+        every_step, len(files), lambda step: sum(path.stat().st_size for path in files[step]), 8 * budget_bytes
+    )
+    count = _num_fitting(every_step, count, lambda step: read(step).size_bytes, budget_bytes)
+    recorded = [read(step) for step in _spread(every_step, count)]
     if sum(one.size_bytes for one in recorded) > budget_bytes:
         recorded = [one.cut(budget_bytes // len(recorded)) for one in recorded]
-    shown = _with_newest_tokens(recorded)
-    return Samples(tuple(shown), len(every_step), tuple(reader.problems), budget_bytes)
+    return Samples(_with_newest_tokens(recorded), len(every_step), tuple(problems), budget_bytes)
 
 
 def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> RecordedStep:
     """The samples of a step: each prompt once with all its responses, equal responses once with their number.
 
     Args:
-        step: Its number.
+        step: Number of the step.
         rows: Lines of its files, in order; of a sample that was recorded again after a resume the last counts.
         judge: Rule that tells correct from wrong.
     """
@@ -233,45 +228,20 @@ def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> 
             alike[what] = sample
             if recorded := _tokens(as_mapping(row.get("tokens"))):
                 tokens[sample.sample_id] = recorded
-    return RecordedStep(
-        step,
-        tuple(
-            Group(group_id, _clip(prompt), _clip(answer), tuple(alike.values()))
-            for (group_id, prompt, answer), alike in groups.items()
-        ),
-        len(last),
-        tokens,
+    shown = (
+        Group(group_id, _clip(prompt), _clip(answer), tuple(alike.values()))
+        for (group_id, prompt, answer), alike in groups.items()
     )
+    return RecordedStep(step, tuple(shown), len(last), tokens)
 
 
-@dataclass
-class _Reader:
-    """Reads each step once."""
-
-    judge: Judge
-    files: Mapping[int, Sequence[Path]]
-    problems: list[str] = field(default_factory=list)
-    _steps: dict[int, RecordedStep] = field(default_factory=dict)
-
-    def file_bytes(self, step: int) -> int:
-        return sum(path.stat().st_size for path in self.files[step])
-
-    def read(self, step: int) -> RecordedStep:
-        if step not in self._steps:
-            rows = [row for path in self.files[step] for row in self._rows(path)]
-            self._steps[step] = read_step(step, rows, self.judge)
-        return self._steps[step]
-
-    def _rows(self, path: Path) -> list[Mapping[str, object]]:
-        name = f"samples/{path.name}"
-        try:
-            rows, num_broken = parse_json_lines(read_text(path))
-        except OSError as error:
-            self.problems.append(f"{name} cannot be read: {error.strerror}.")
-            return []
-        if num_broken:
-            self.problems.append(f"{name}: {num_broken} lines are no JSON objects and were passed over.")
-        return rows
+def _read_rows(path: Path, problems: list[str]) -> Sequence[Mapping[str, object]]:
+    name = f"samples/{path.name}"
+    try:
+        return parse_json_lines(read_text(path), name, problems)
+    except OSError as error:
+        problems.append(f"{name} cannot be read: {error.strerror}.")
+        return []
 
 
 def _files_by_step(folder: Path, kind: str) -> dict[int, list[Path]]:
@@ -300,15 +270,15 @@ def _spread(steps: Sequence[int], count: int) -> Sequence[int]:
     return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
 
 
-def _with_newest_tokens(steps: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
+def _with_newest_tokens(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
     """Steps without the tokens that do not fit, those of the first steps before others."""
-    room, kept = TOKEN_BUDGET_BYTES, []
+    room, kept = TOKEN_BUDGET_BYTES, list[RecordedStep]()
     for step in reversed(steps):
         on_page = {sample.sample_id for group in step.groups for sample in group.samples}
         tokens = {name: view for name, view in step.tokens.items() if name in on_page}
         room -= _size_bytes(tokens)
         kept.append(replace(step, tokens=tokens if room >= 0 else {}))
-    return kept[::-1]
+    return tuple(reversed(kept))
 
 
 def _prompt_text(prompt: object) -> str:
@@ -340,7 +310,7 @@ def _sample(row: Mapping[str, object], judge: Judge) -> Sample:
 def _tokens(view: Mapping[str, object]) -> Mapping[str, object]:
     """Recorded tokens in a shape that the page can rely on; empty where they have another one."""
     texts = [as_text(text)[:MAX_TOKEN_CHARACTERS] for text in as_list(view.get("text"))]
-    numbers = {name: list(map(as_number, as_list(view.get(name)))) for name in (*LOG_PROBS, "mask")}
+    numbers = {name: list(map(as_number, as_list(view.get(name)))) for name in TOKEN_COLUMNS}
     known = {name: values for name, values in numbers.items() if len(values) == len(texts)}
     return {"text": texts, "total": as_number(view.get("total")), **known} if texts and known else {}
 

@@ -9,26 +9,12 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; bytes that are no UTF-8 become replacement characters.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: It is not there or may not be read.
-    """
+    """The text of a file, with replacement characters for bytes that are not UTF-8."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def parse_json(text: str) -> object:
-    """Parse JSON.
-
-    Args:
-        text: What should be JSON.
-
-    Raises:
-        ValueError: It is none, or it is nested too deeply to be read.
-    """
+    """Parse JSON; a ValueError says that it is none, or is nested too deeply to be read."""
     try:
         value: object = json.loads(text)
     except RecursionError as error:
@@ -36,77 +22,54 @@ def parse_json(text: str) -> object:
     return value
 
 
-def parse_json_lines(text: str) -> tuple[list[Mapping[str, object]], int]:
-    """The objects of a JSONL file.
+def parse_json_lines(text: str, name: str, notes: list[str]) -> list[Mapping[str, object]]:
+    """The objects of the JSONL file of this name; a note gives the number of lines that are none.
 
-    Args:
-        text: The whole file.
-
-    Returns:
-        The objects, and how many lines before the last were none. The last line does not count: a run that is killed
-        while it writes leaves it unfinished.
+    The last line does not count: a run that is killed while it writes leaves it unfinished.
     """
     rows: list[Mapping[str, object]] = []
     num_broken = 0
     # JSON strings may hold line separators that str.splitlines would split at.
     lines = [line for line in text.split("\n") if line.strip()]
-    for index, line in enumerate(lines):
+    for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line)
         except ValueError:
             row = None
         if isinstance(row, dict):
             rows.append(row)
-        elif index < len(lines) - 1:
+        elif number < len(lines):
             num_broken += 1
-    return rows, num_broken
+    if num_broken:
+        notes.append(f"{name}: {num_broken} lines are no JSON objects and were passed over.")
+    return rows
 
 
 def embedded_json(value: object) -> str:
-    """Compact JSON without a character that means something to an HTML parser.
-
-    Args:
-        value: JSON-able, without NaN or infinity.
-    """
+    """Compact JSON without a character that means something to an HTML parser; numbers must be finite."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def as_mapping(value: object) -> Mapping[str, object]:
-    """The value if it is a JSON object, else an empty one.
-
-    Args:
-        value: Any JSON value.
-    """
+    """The value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> Sequence[object]:
-    """The value if it is a JSON array, else an empty one.
-
-    Args:
-        value: Any JSON value.
-    """
+    """The value if it is a JSON array, else an empty one."""
     return value if isinstance(value, list) else []
 
 
 def as_text(value: object) -> str:
-    """The value if it is a string, nothing for null, else its JSON.
-
-    Args:
-        value: Any JSON value.
-    """
+    """The value if it is a string, nothing for null, else its JSON."""
     if isinstance(value, str):
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def as_number(value: object) -> float | None:
-    """The value if it is a finite number, else None.
-
-    Args:
-        value: Any JSON value.
-    """
+    """The value if it is a finite number, else None."""
     if not isinstance(value, int | float):
         return None
     try:
@@ -117,10 +80,6 @@ def as_number(value: object) -> float | None:
 
 
 def as_step(value: object) -> int | None:
-    """The value if it is a whole number, else None.
-
-    Args:
-        value: Any JSON value.
-    """
+    """The value if it is a whole number, else None."""
     number = as_number(value)
     return int(number) if number is not None and number.is_integer() and not isinstance(value, bool) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from leaderless.observability.report.catalogue import TIME_PATTERN, Chart, Unit, charts_of
@@ -23,60 +24,41 @@ OUTSIDE_STEP = frozenset({"evaluate", "checkpoint"})
 _FAILURES = {"restart": "started again", "stall": "nothing moved", "resumed": "back at work"}
 _ACTIONS = {"warn": "warning", "skip": "skipped update", "roll_back": "roll-back", "stop": "stop"}
 
-
-class Figure(NamedTuple):
-    """A number that helps to sum a run up."""
-
-    label: str
-    value: str
-    detail: str
+Figure = tuple[str, str, str]
+"""A number that helps to sum a run up: its name, its value, and how it came about."""
+Events = tuple[str, Sequence[Sequence[str]]]
+"""A sentence that sums events up, and the rows of a table; without rows there were none."""
+Part = tuple[str, str, str, int, float]
+"""What takes time in a step: its name, median and longest seconds, number of times, and share of all seconds."""
 
 
 class Card(NamedTuple):
-    """A chart on the page: `identifier` is the id of the element that it is drawn in, `shown` its values in short."""
+    """A chart on the page.
+
+    Attributes:
+        identifier: Id of the element that it is drawn in.
+        title: Title in plain words.
+        shown: First and last value.
+        explanation: Explanation in one line.
+        described: Description for those who do not see it.
+        data: Contents, which the page's script draws.
+    """
 
     identifier: str
     title: str
     shown: str
     explanation: str
     described: str
-
-
-class Part(NamedTuple):
-    """What takes time in a step."""
-
-    name: str
-    median: str
-    longest: str
-    num_times: int
-    share: float
-
-
-class Charts(NamedTuple):
-    """Cards under headings, notes below them, and what the page's script draws, by identifier."""
-
-    groups: Sequence[tuple[str, Sequence[Card]]]
-    notes: Sequence[str]
     data: Mapping[str, object]
 
 
-class Events(NamedTuple):
-    """A table of events and a sentence that sums it up; without rows there were none."""
-
-    summary: str
-    rows: Sequence[Sequence[str]]
-
-
 def facts(run: RunFiles) -> dict[str, str]:
-    """Workflow, models, ranks and time, as far as they are known.
-
-    Args:
-        run: What was read of the run.
-    """
-    models = list(dict.fromkeys(run.models.values()))
+    """Workflow, models, ranks and time, as far as they are known."""
+    models = {key[1]: path for key, path in run.settings.items() if key[0] == "models" and key[2:] == ("path",)}
+    is_one = len(set(models.values())) == 1
     known = {
-        "Workflow": run.workflow,
-        "Model": models[0] if len(models) == 1 else ", ".join(f"{role} {path}" for role, path in run.models.items()),
+        "Workflow": as_text(run.plan.get("workflow")) or run.settings.get(("workflow",), ""),
+        "Model": next(iter(models.values())) if is_one else ", ".join(map(" ".join, models.items())),
         "World size": as_text(run.plan.get("world_size")),
         "Seed": run.settings.get(("seed",), ""),
         "Last step logged": f"{run.last_logged:%Y-%m-%d %H:%M} UTC" if run.last_logged else "",
@@ -85,11 +67,7 @@ def facts(run: RunFiles) -> dict[str, str]:
 
 
 def figures(run: RunFiles) -> Iterator[Figure]:
-    """The few figures that sum a run up.
-
-    Args:
-        run: What was read of the run.
-    """
+    """The few figures that sum a run up."""
     accuracies = run.matching("evaluation/mean@*", "evaluation/pass@*", "evaluation/maj@*")
     for name in list(accuracies)[:1]:
         yield from _change(f"Held-out {name.removeprefix('evaluation/')}", accuracies[name], "share")
@@ -98,26 +76,23 @@ def figures(run: RunFiles) -> Iterator[Figure]:
         yield from _change("Loss", run.series.get("policy/loss"), "number")
     yield from _change("Response length, tokens", run.series.get("rollout/response_tokens"), "number")
     if run.steps:
-        yield Figure("Last step", f"{run.steps[-1]:,}", f"of {run.planned_steps} planned" if run.planned_steps else "")
+        planned = run.settings.get(("steps",))
+        yield "Last step", f"{run.steps[-1]:,}", f"of {planned} planned" if planned else ""
     if run.duration_s is not None:
         seconds = _median(run.series.get("time/step"))
         pace = f"{format_number(seconds)} s per step, median" if seconds else ""
-        yield Figure("Duration", format_duration(run.duration_s), pace)
+        yield "Duration", format_duration(run.duration_s), pace
     speed = _median(run.series.get("throughput/tokens_per_s"))
     if speed is not None:
-        yield Figure("Tokens per second", f"{speed:,.0f}", "median of the run")
+        yield "Tokens per second", f"{speed:,.0f}", "median of the run"
 
 
 def failures(run: RunFiles) -> Events:
-    """Failures, stalls and restarts.
-
-    Args:
-        run: What was read of the run.
-    """
+    """Failures, stalls and restarts."""
     events = [event for event in run.events if as_text(event.get("event")) in _FAILURES]
     lost = sum(int(as_number(event.get("lost_steps")) or 0) for event in events)
-    count = sum(event.get("event") == "restart" for event in events)
-    summary = f"Workers were started again {count} time{'s' * (count != 1)}; {lost} steps had to be done again."
+    times = sum(event.get("event") == "restart" for event in events)
+    summary = f"Workers were started again {times} time{'s' * (times != 1)}; {lost} steps had to be done again."
     rows = [
         (
             as_text(event.get("time"))[:19].replace("T", " "),
@@ -125,19 +100,15 @@ def failures(run: RunFiles) -> Events:
             as_text(as_step(event.get("rank"))),
             as_text(event.get("cause")),
             as_text(as_step(event.get("from_step"))),
-            "" if (seconds := as_number(event.get("seconds"))) is None else f"{format_number(seconds)} s",
+            _shown(event.get("seconds"), "{} s"),
         )
         for event in events[-MAX_EVENTS:]
     ]
-    return Events(summary, rows)
+    return summary, rows
 
 
 def guards(run: RunFiles) -> Events:
-    """What guards have seen and done.
-
-    Args:
-        run: What was read of the run.
-    """
+    """What guards have seen and done."""
     events = [event for event in run.events if event.get("event") == "guard"]
     actions = Counter(as_text(event.get("action")) for event in events)
     counts = ", ".join(f"{actions[a]} {noun}" + "s" * (actions[a] > 1) for a, noun in _ACTIONS.items() if actions[a])
@@ -146,50 +117,35 @@ def guards(run: RunFiles) -> Events:
         (
             as_text(as_step(event.get("step"))),
             as_text(event.get("guard")),
-            "no finite number" if (value := as_number(event.get("value"))) is None else format_number(value),
-            "" if (limit := as_number(event.get("limit"))) is None else format_number(limit),
+            _shown(event.get("value")) or "no finite number",
+            _shown(event.get("limit")),
             as_text(event.get("node")),
             as_text(event.get("action")),
         )
         for event in events[-MAX_EVENTS:]
     ]
-    return Events(f"Guards have acted: {counts}.{left_out}", rows)
+    return f"Guards have acted: {counts}.{left_out}", rows
 
 
-def curves(run: RunFiles) -> Charts:
-    """All curves, grouped.
-
-    Args:
-        run: What was read of the run.
-    """
+def curves(run: RunFiles) -> tuple[Sequence[tuple[str, Sequence[Card]]], Sequence[str]]:
+    """All curves under their headings, and notes on them."""
     found, num_left_out = charts_of(run)
-    data: dict[str, object] = {}
-    groups: list[tuple[str, Sequence[Card]]] = []
-    for group in found:
-        cards = []
-        for chart in group.charts:
-            identifier = f"chart-{len(data)}"
-            data[identifier] = _curve_data(chart)
-            cards.append(_curve_card(identifier, chart))
-        groups.append((group.title, cards))
+    numbers = count()
+    groups = [(title, [_curve_card(f"chart-{next(numbers)}", chart) for chart in charts]) for title, charts in found]
     notes = []
     if max((len(one.steps) for one in run.series.values()), default=0) > MAX_POINTS:
         notes.append(f"Curves of more than {MAX_POINTS:,} points are thinned; the lowest and highest values are kept.")
     if num_left_out:
         notes.append(f"{num_left_out} more metrics are in metrics.jsonl and are not drawn here.")
-    return Charts(groups, notes, data)
+    return groups, notes
 
 
-def times(run: RunFiles) -> tuple[Charts, Sequence[Part]]:
-    """Where the seconds of a step go: a stacked picture over the steps, and a table.
-
-    Args:
-        run: What was read of the run.
-    """
+def times(run: RunFiles) -> tuple[Card | None, Sequence[Part]]:
+    """Where the seconds of a step go: a stacked picture over the steps, and a table."""
     parts = {name.removeprefix("time/"): one for name, one in run.matching(TIME_PATTERN).items()}
     whole = parts.pop("step", None)
     if not parts and whole is None:
-        return Charts((), (), {}), ()
+        return None, ()
     chains = as_mapping(run.plan.get("chains")).values()
     planned = list(dict.fromkeys(as_text(action) for chain in chains for action in as_list(chain)))
     order = sorted(parts, key=lambda name: (planned.index(name) if name in planned else len(planned), name))
@@ -211,27 +167,19 @@ def times(run: RunFiles) -> tuple[Charts, Sequence[Part]]:
         explanation += " Each point is a mean over neighboring steps."
     shown = "" if whole is None else f"whole step {_first_and_last(whole, 'number')} s"
     described = f"Stacked seconds per step of {', '.join(ordered) or 'the whole step'}"
-    card = Card("chart-time", "Seconds per step", shown, explanation, described)
-    return Charts([("", [card])], (), {card.identifier: data}), _time_table(ordered, whole)
+    card = Card("chart-time", "Seconds per step", shown, explanation, described, data)
+    return card, _time_table(ordered, whole)
 
 
 def format_number(value: float) -> str:
-    """A number for a reader, four digits of it.
-
-    Args:
-        value: A finite number.
-    """
+    """A finite number for a reader, four digits of it."""
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.4g}"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.2e}"
 
 
 def format_bytes(value: object) -> str:
-    """A size for a reader; a dash for what is no number.
-
-    Args:
-        value: Number of bytes.
-    """
+    """A number of bytes for a reader; a dash for what is no number."""
     number = as_number(value)
     if number is None:
         return "–"
@@ -244,15 +192,17 @@ def format_bytes(value: object) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time span for a reader.
-
-    Args:
-        seconds: Length of the span, at least 0.
-    """
+    """A time span for a reader."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _shown(value: object, layout: str = "{}") -> str:
+    """A number of an event; empty for what is no number."""
+    number = as_number(value)
+    return "" if number is None else layout.format(format_number(number))
 
 
 def _format(value: float, unit: Unit) -> str:
@@ -275,7 +225,7 @@ def _change(label: str, series: Series | None, unit: Unit) -> Iterator[Figure]:
         since = f"{100 * (last - first):+.1f} points {since}"
     else:
         since = f"{'+' if last >= first else '−'}{format_number(abs(last - first))} {since}"
-    yield Figure(label, _format(last, unit), since)
+    yield label, _format(last, unit), since
 
 
 def _first_and_last(series: Series, unit: Unit) -> str:
@@ -288,38 +238,44 @@ def _first_and_last(series: Series, unit: Unit) -> str:
 def _stacked(means: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """The parts that take most, one color each, and all others together."""
     largest = sorted(means, key=lambda name: -sum(means[name]))[: MAX_STACK_PARTS - 1]
-    others = [name for name in means if name not in largest]
+    others = [values for name, values in means.items() if name not in largest]
     if len(others) < 2:
         return dict(means)
     stacked = {name: values for name, values in means.items() if name in largest}
-    together = [sum(values) for values in zip(*(means[name] for name in others), strict=True)]
-    return stacked | {f"{len(others)} others": together}
+    return stacked | {f"{len(others)} others": [sum(values) for values in zip(*others, strict=True)]}
 
 
-def _curve_data(chart: Chart) -> dict[str, object]:
-    band = None
-    if chart.band is not None:
-        center, half = next(iter(chart.series.values())), dict(chart.band.finite)
-        edges = [(step, value, half[step]) for step, value in center.finite if step in half]
-        steps = tuple(step for step, _, _ in edges)
-        low, high = Series(steps, tuple(v - h for _, v, h in edges)), Series(steps, tuple(v + h for _, v, h in edges))
-        band = {"low": _trace("low", low), "high": _trace("high", high)}
-    return {
+def _curve_card(identifier: str, chart: Chart) -> Card:
+    topic, series = chart.topic, chart.series
+    # The last parts of the names of metrics, if that tells them apart.
+    labels = [name.rpartition("/")[2] for name in series]
+    if len(set(labels)) < len(labels):
+        labels = list(series)
+    if len(series) == 1:
+        shown = _first_and_last(next(iter(series.values())), topic.unit)
+    else:
+        last = [_format(one.finite[-1][1], topic.unit) if one.finite else "–" for one in series.values()]
+        shown = ", ".join(f"{label} {value}" for label, value in zip(labels, last, strict=True))
+    described = f"{topic.title} over steps: " + "; ".join(_described(name, one) for name, one in series.items())
+    data = {
         "kind": "curves",
-        "unit": chart.topic.unit,
-        "is_log": chart.topic.is_log,
-        "traces": [_trace(name, one) for name, one in zip(_labels(chart), chart.series.values(), strict=True)],
-        "band": band,
+        "unit": topic.unit,
+        "is_log": topic.is_log,
+        "traces": [_trace(label, one) for label, one in zip(labels, series.values(), strict=True)],
+        "band": None if chart.band is None else _band(next(iter(series.values())), dict(chart.band.finite)),
     }
+    return Card(identifier, topic.title, shown, topic.explanation or next(iter(series)), described, data)
 
 
-def _labels(chart: Chart) -> Sequence[str]:
-    """The last parts of the names of metrics, if that tells them apart."""
-    short = [name.rpartition("/")[2] for name in chart.series]
-    return short if len(set(short)) == len(short) else list(chart.series)
+def _band(center: Series, half: Mapping[int, float]) -> Mapping[str, object]:
+    """A band around a series, whose half width is known at some steps."""
+    points = [(step, value, half[step]) for step, value in center.finite if step in half]
+    steps = tuple(step for step, _, _ in points)
+    low, high = (Series(steps, tuple(value + sign * by for _, value, by in points)) for sign in (-1, 1))
+    return {"low": _trace("low", low), "high": _trace("high", high)}
 
 
-def _trace(name: str, series: Series) -> dict[str, object]:
+def _trace(name: str, series: Series) -> Mapping[str, object]:
     thinned = thin(series)
     return {"name": name, "steps": list(thinned.steps), "values": _rounded(thinned.values)}
 
@@ -327,18 +283,6 @@ def _trace(name: str, series: Series) -> dict[str, object]:
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
     """Six digits are more than a screen shows."""
     return [None if value is None else float(f"{value:.6g}") for value in values]
-
-
-def _curve_card(identifier: str, chart: Chart) -> Card:
-    unit, series = chart.topic.unit, chart.series
-    if len(series) == 1:
-        shown = _first_and_last(next(iter(series.values())), unit)
-    else:
-        last = [_format(one.finite[-1][1], unit) if one.finite else "–" for one in series.values()]
-        shown = ", ".join(f"{label} {value}" for label, value in zip(_labels(chart), last, strict=True))
-    described = "; ".join(_described(name, one) for name, one in series.items())
-    explanation = chart.topic.explanation or next(iter(series))
-    return Card(identifier, chart.topic.title, shown, explanation, f"{chart.topic.title} over steps: {described}")
 
 
 def _described(name: str, series: Series) -> str:
@@ -361,5 +305,5 @@ def _time_table(parts: Mapping[str, Series], whole: Series | None) -> Sequence[P
         values = [value for _, value in parts[name].finite] or [0.0]
         share = totals[name] / all_seconds if all_seconds > 0 else 0.0
         median, longest = format_number(statistics.median(values)), format_number(max(values))
-        rows.append(Part(name, median, longest, len(parts[name].finite), share))
+        rows.append((name, median, longest, len(parts[name].finite), share))
     return rows
