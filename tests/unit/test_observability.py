@@ -15,8 +15,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from leaderless.observability.console import Display
-from leaderless.observability.run_directory import MANIFEST, RunDirectory, list_checkpoints, write_atomically
-from leaderless.observability.step_log import StepLog
+from leaderless.observability.run_directory import MANIFEST, RunDirectory, StepLog, list_checkpoints, write_atomically
 from leaderless.observability.trace import Tracer
 from leaderless.worker.place import Place
 

@@ -27,7 +27,7 @@ from rich.text import Text
 console = Console(emoji=False)
 """What a person asked for, on standard output. A name such as `:key:` stays what it is."""
 errors = Console(stderr=True, emoji=False)
-"""What a person should know besides, on standard error."""
+"""What a person should know as well, on standard error."""
 
 HEADLINES = (
     ("evaluation/mean@", "accuracy", "{:.3f}"),
@@ -48,35 +48,22 @@ LINE_EVERY_S = 10.0
 
 
 def print_line(text: str) -> None:
-    """Print a line for people.
-
-    Args:
-        text: Any text; shown as it is.
-    """
+    """Print any text for people, as it is."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_path(label: str, path: Path) -> None:
-    """Print where something is, on one line that can be copied.
-
-    Args:
-        label: What it is.
-        path: Its path.
-    """
+    """Print what something is and its path, on one line that can be copied."""
     console.print(f"{label}: [bold]{escape(str(path))}", highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
-    """Print a value for programs to read.
-
-    Args:
-        value: Any value that JSON can hold.
-    """
+    """Print a value for programs to read."""
     console.out(json.dumps(value, indent=2), highlight=False)
 
 
 class _FieldColumn(ProgressColumn):
-    """Shows a field of the task that holds a `Text`; nothing in it is taken for markup."""
+    """Shows a field of the task that holds a `Text`, none of which is taken for markup."""
 
     def __init__(self, name: str, table_column: Column) -> None:
         super().__init__(table_column)
@@ -89,15 +76,12 @@ class _FieldColumn(ProgressColumn):
 
 
 class Display:
-    """A live progress line; where output does not go to a terminal, a plain line from time to time."""
+    """A live progress line; where output does not go to a terminal, a plain line from time to time.
+
+    `is_shown` is set on the one rank that shows something.
+    """
 
     def __init__(self, console: Console, *, is_shown: bool) -> None:
-        """Prepare.
-
-        Args:
-            console: Console to print on.
-            is_shown: Whether this rank is the one that shows something.
-        """
         self.console, self.is_shown = console, is_shown
         self._progress: Progress | None = None
         self._last_line = self._begin = 0.0
@@ -106,23 +90,15 @@ class Display:
         self._latest: dict[str, float] = {}
 
     def say(self, text: str) -> None:
-        """Print a line for people to read.
-
-        Args:
-            text: Text with rich markup.
-        """
+        """Print a line of text with rich markup."""
         if self.is_shown:
             self.console.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
     def reading(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Show how far data have been read before the first step: a bar, or now and then a line.
+        """Show how much of some data has been read before the first step: a bar, or now and then a line.
 
-        Args:
-            what: Name of the data.
-
-        Yields:
-            A function that takes the rows read so far, and all rows to read.
+        What is yielded is a function that takes the numbers of rows read so far and to be read in all.
         """
         columns = TextColumn("reading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         is_live = self.is_shown and self.console.is_terminal
@@ -140,12 +116,7 @@ class Display:
             yield report
 
     def start(self, num_steps: int, done: int) -> None:
-        """Begin to show steps.
-
-        Args:
-            num_steps: Number of steps of the whole run.
-            done: Number of steps done before this start.
-        """
+        """Begin to show the steps of a run, some of which may have been done before this start."""
         self._begin, self._done = time.monotonic(), done
         if not self.is_shown or not self.console.is_terminal:
             return
@@ -166,24 +137,15 @@ class Display:
         self._progress.start()
 
     def activity(self, name: str, fraction: float | None = None) -> None:
-        """Show what is being done within a step.
-
-        Args:
-            name: Name of a node.
-            fraction: Share of its work that is done, between 0 and 1.
-        """
+        """Show which node is being run, and the share of its work that is done, from 0 to 1."""
         if self._progress is not None:
             share = "" if fraction is None else f" {fraction:.0%}"
             self._progress.update(self._task, activity=Text(f"{name}{share}", "dim"))
 
     def step(self, step: int, num_steps: int, numbers: Mapping[str, float], reward_error: str = "") -> None:
-        """Show a step that is done.
+        """Show the metrics of a step that is done.
 
-        Args:
-            step: Its number.
-            num_steps: Steps of the whole run.
-            numbers: Its metrics.
-            reward_error: The first error of a reward in this run; shown next to the share of failed rewards.
+        The first error of a reward in this run is shown next to the share of failed rewards.
         """
         for name, value in numbers.items():
             self._first.setdefault(name, value)
@@ -210,11 +172,7 @@ class Display:
             self._progress = None
 
     def summary(self, title: str) -> None:
-        """Print a table of how the metrics have changed.
-
-        Args:
-            title: Above it.
-        """
+        """Print a table of the first and the last value of the metrics."""
         if not self.is_shown or not self._latest:
             return
         table = Table(title=title, title_justify="left")

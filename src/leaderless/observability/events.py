@@ -37,17 +37,10 @@ LOWER_BOUNDS = ("entropy_limit",)
 
 @dataclass(frozen=True)
 class GuardEvent:
-    """A guard has acted.
+    """What one of the `GUARDS` saw in a step, and what the run does about it.
 
-    Attributes:
-        step: Number of the step.
-        guard: One of `GUARDS`.
-        value: The value that it saw; may be NaN or infinite.
-        limit: The limit that the value exceeds; None where the value has to be finite.
-        action: What the run does about it.
-        node: Name of the node with the value.
-        role: Role of the node; empty for a node without one.
-        num_roll_backs: Number of roll-backs of the run before.
+    The value may be NaN or infinite. The limit is None where the value has to be finite. A node without a role has an
+    empty one. The roll-backs are those of the run before.
     """
 
     step: int
@@ -80,14 +73,7 @@ class GuardEvent:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Json]) -> Self:
-        """An event that was written down.
-
-        Args:
-            values: Values as `to_json` gives them.
-
-        Raises:
-            TypeError: The values are no event.
-        """
+        """An event from the values that `to_json` gave; a TypeError for those of anything else."""
         value = values.get("value")
         number = float(value) if isinstance(value, int | float) else math.nan
         return cls(**{**values, "value": number})  # type: ignore[arg-type]
@@ -98,9 +84,5 @@ class GuardStop(RuntimeError):  # noqa: N818
 
 
 def strongest(actions: Iterable[GuardAction]) -> GuardAction | None:
-    """The strongest of some actions; None when there is none.
-
-    Args:
-        actions: Actions of the guards that have acted.
-    """
+    """The strongest of some actions; None when there is none."""
     return max(actions, key=STRENGTH.index, default=None)

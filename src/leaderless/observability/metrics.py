@@ -1,4 +1,4 @@
-"""Numbers that nodes report: summed on each rank, made means over all ranks once per step."""
+"""Numbers that nodes report: summed on each rank, and made means over all ranks once per step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Metrics:
         Args:
             name: Name such as `rollout/truncated`.
             total: Sum of this rank's values.
-            count: Number of them.
+            count: Number of this rank's values.
         """
         measure = self._measures.setdefault(name, _Measure("mean"))
         if not self._is_replica:
@@ -71,7 +71,7 @@ class Metrics:
 
         Args:
             name: Prefix of the two names, such as `reward`.
-            values: This rank's, of any shape.
+            values: Values of this rank, of any shape.
         """
         measure = self._measures.setdefault(name, _Measure("spread"))
         values = values.double().flatten()[: 0 if self._is_replica else None]
@@ -84,7 +84,7 @@ class Metrics:
 
         Args:
             name: Name such as `policy/learning_rate`.
-            value: This rank's.
+            value: Number of this rank.
         """
         measure = self._measures.setdefault(name, _Measure("max"))
         if not isinstance(value, Tensor):
@@ -96,30 +96,22 @@ class Metrics:
         return Metrics({name: replace(measure) for name, measure in self._measures.items()})
 
     def go_back_to(self, earlier: Metrics) -> None:
-        """Forget what has been reported since a copy was made.
-
-        Args:
-            earlier: The copy to return to.
-        """
+        """Forget what has been reported since a copy was made."""
         self._measures = {name: replace(measure) for name, measure in earlier._measures.items()}
 
-    def reduce(self, group: Reducer) -> dict[str, float]:
-        """The numbers over all ranks of a pool, the same on each; means of nothing are left out.
+    def reduce(self, process_group: Reducer) -> dict[str, float]:
+        """The numbers over all ranks of a pool, which call this together; means of nothing are left out.
 
-        Args:
-            group: The ranks of the pool, which all call this together.
-
-        Raises:
-            RuntimeError: Ranks report different names.
+        A RuntimeError is raised where ranks report different names.
         """
         names = "\n".join(f"{measure.kind} {name}" for name, measure in self._measures.items())
         digest = float(zlib.crc32(names.encode()))
         largest = [float(measure.largest) for measure in self._measures.values()]
-        agreed = group.max(torch.tensor([digest, -digest, *largest], dtype=torch.float64), "metrics")
+        agreed = process_group.max(torch.tensor([digest, -digest, *largest], dtype=torch.float64), "metrics")
         if agreed[0] != -agreed[1]:
             raise RuntimeError(f"ranks of one pool report different metrics; this one reports:\n{names}")
         sums = [[float(m.count), float(m.total), float(m.square)] for m in self._measures.values()]
-        sums = group.sum(torch.tensor(sums, dtype=torch.float64).reshape(-1, 3), "metrics").tolist()
+        sums = process_group.sum(torch.tensor(sums, dtype=torch.float64).reshape(-1, 3), "metrics").tolist()
         numbers: dict[str, float] = {}
         for (name, measure), (count, total, square), most in zip(
             self._measures.items(), sums, agreed[2:].tolist(), strict=True

@@ -1,4 +1,4 @@
-"""The folder of a run and what lies in it."""
+"""The folder of a run, what lies in it, and where the numbers of its steps go."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import Json, Recipe, RecipeError
 from leaderless.observability.events import GuardEvent
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 MANIFEST = "manifest.json"
 """Lists the files of a checkpoint; there is none without it."""
@@ -31,7 +34,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tell: Callable[[str], None] | None = None
-        """Called when a file for people to read cannot be written, and training continues; else errors are raised."""
+        """Called when a file for people to read cannot be written and training continues; errors are raised if None."""
         self._told: dict[str, float] = {}
         self._unwritten = ""
         self.config = path / "config.yaml"
@@ -51,14 +54,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, recipe: Recipe) -> RunDirectory:
-        """The folder that a recipe names.
-
-        Args:
-            recipe: Its name, and `run.directory`.
-
-        Raises:
-            RecipeError: It is a link, which may come with a recipe and lead anywhere.
-        """
+        """The folder that a recipe names; a RecipeError if it is a link, which may have come with the recipe."""
         path = Path(recipe.run.directory) / recipe.name
         if path.is_symlink():
             raise RecipeError.at(
@@ -68,10 +64,9 @@ class RunDirectory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from writing here; one that is killed lets go.
+        """Keep other processes from writing here; a BlockingIOError names the process that does so now.
 
-        Raises:
-            BlockingIOError: Another process holds it; the error names it.
+        A process that is killed lets go.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         path = self.path.with_name(f".{self.path.name}.lock")
@@ -100,10 +95,10 @@ class RunDirectory:
         return step_of(checkpoints[-1]) if checkpoints else 0
 
     def set_aside(self, *, keep_limits: bool = False) -> Path:
-        """Rename the folder, so that a new run can take its name; the new one may begin from the same `config.yaml`.
+        """Rename the folder, so that a new run can take its name and begin from the same `config.yaml`.
 
         Args:
-            keep_limits: Keep the bounds that were lowered for lack of memory: it is the same run again.
+            keep_limits: Whether the new run is the same, and keeps bounds that were lowered for lack of memory.
 
         Returns:
             The new path.
@@ -121,8 +116,7 @@ class RunDirectory:
     def append_metrics(self, record: Mapping[str, float]) -> None:
         """Add one step to `metrics.jsonl`, after those that could not be written before.
 
-        Args:
-            record: Numbers by name; one of them is `step`.
+        One of the numbers is `step`.
         """
         self._unwritten += _to_line(record)
         with self.may_fail(self.metrics):
@@ -136,25 +130,13 @@ class RunDirectory:
             self._unwritten = ""
 
     def append_event(self, event: str, details: Mapping[str, Json]) -> None:
-        """Add an event to `events.jsonl`. Any process may call this; a line is written at once.
-
-        Args:
-            event: Name of the event.
-            details: Further values to record.
-        """
+        """Add an event to `events.jsonl`. Any process may call this; a line is written at once."""
         record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details}
         with self.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def note_reward_error(self, step: int, rank: int, reward: str, error: str) -> None:
-        """Add the first error of a reward to `events.jsonl`.
-
-        Args:
-            step: Step in which the reward failed.
-            rank: Rank that computed it.
-            reward: Name of the reward.
-            error: What it raised.
-        """
+        """Add an error of a reward to `events.jsonl`, if it is the first of the run."""
         if not self.first_reward_error():
             with self.may_fail(self.events):
                 self.append_event("reward_failed", {"step": step, "rank": rank, "reward": reward, "error": error})
@@ -194,11 +176,7 @@ class RunDirectory:
     def forget_after(self, step: int, num_roll_backs: int = 0) -> None:
         """Drop what was logged of later steps, which are about to be done again.
 
-        Events that ended an attempt at these steps, and those of earlier attempts, are history and stay.
-
-        Args:
-            step: Last step that is kept.
-            num_roll_backs: Number of roll-backs of the run so far.
+        Events that ended an attempt at these steps, and those before the last roll-back, are history and stay.
         """
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.metrics, "".join(map(_to_line, kept)))
@@ -221,25 +199,14 @@ class RunDirectory:
         samples: Iterable[Mapping[str, Json]],
         kind: Literal["step", "evaluation"] = "step",
     ) -> None:
-        """Keep what was asked, answered and rewarded.
-
-        Args:
-            step: Step that the samples belong to.
-            rank: Rank that writes them.
-            samples: One mapping each.
-            kind: Samples of the training step, or of the evaluation after it.
-        """
+        """Keep what was asked, answered and rewarded in a training step or in the evaluation after it."""
         text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         with self.may_fail(self.samples):
             write_atomically(self.samples / f"{kind}-{step:06d}.rank-{rank}.jsonl", text)
 
     @contextmanager
     def may_fail(self, what: Path) -> Iterator[None]:
-        """Let training continue when a file for people to read cannot be written, if `tell` is set.
-
-        Args:
-            what: File that is written inside.
-        """
+        """Let training continue when a file for people to read cannot be written, if `tell` is set."""
         try:
             yield
         except OSError as error:
@@ -250,31 +217,53 @@ class RunDirectory:
                 self.tell(f"{what} cannot be written: {error.strerror}; training continues: make room")
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first.
+class StepLog:
+    """Writes the numbers of each step to `metrics.jsonl` and TensorBoard; only one rank does so."""
 
-    Args:
-        folder: Folder of the run's checkpoints.
-    """
+    def __init__(self, directory: RunDirectory, *, enable_tensorboard: bool) -> None:
+        self.directory = directory
+        self._writer: SummaryWriter | None = None
+        self._enable_tensorboard = enable_tensorboard
+
+    def open(self, step: int, num_roll_backs: int = 0) -> None:
+        """Begin to log, or continue, with this step; what was logged of it and of later ones is dropped."""
+        self.close()
+        self.directory.forget_after(step - 1, num_roll_backs)
+        if self._enable_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            with self.directory.may_fail(self.directory.tensorboard):
+                # Readers of the events drop those of an earlier start that are not before this step.
+                self._writer = SummaryWriter(str(self.directory.tensorboard), purge_step=step or None)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log the numbers of a step."""
+        self.directory.append_metrics({"step": step, **numbers})
+        if self._writer is not None:
+            with self.directory.may_fail(self.directory.tensorboard):
+                for name, value in numbers.items():
+                    self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write out what is left."""
+        if self._writer is not None:
+            with self.directory.may_fail(self.directory.tensorboard):
+                self._writer.close()
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
     named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
     return sorted((path for path in named if (path / MANIFEST).exists()), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint was written after, by its name.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
-    """
+    """The step that a checkpoint was written after, by the name of its folder."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def finite_or_none(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """Numbers as JSON can hold them, which has neither NaN nor infinity.
-
-    Args:
-        numbers: Numbers by name.
-    """
+    """Numbers as JSON can hold them, which has neither NaN nor infinity."""
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
@@ -283,12 +272,7 @@ def _to_line(record: Mapping[str, float]) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all.
-
-    Args:
-        path: The file.
-        text: Its content.
-    """
+    """Write a file so that it is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -11,10 +11,9 @@ _MIN_LENGTH = 8
 
 
 def without_secrets(text: str) -> str:
-    """A text in which the values of environment variables that seem secret, by their names, are replaced by the names.
+    """A text, such as an error that quotes an address, with secret values of the environment replaced by their names.
 
-    Args:
-        text: Any text, such as the message of an error that quotes an address or a header.
+    Environment variables are taken for secret by their names.
     """
     secrets = {value: name for name, value in os.environ.items() if len(value) >= _MIN_LENGTH and _NAME.search(name)}
     # The longest first: one may be a part of another.

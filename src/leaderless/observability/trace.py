@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TextIO
@@ -14,39 +15,30 @@ MayFail = Callable[[Path], AbstractContextManager[object]]
 
 
 class Tracer:
-    """Times spans, and writes them until it is closed."""
+    """Times spans, and writes them to a file, if there is one, until it is closed.
+
+    What an earlier start of the run wrote there is kept. Errors of writing are left to the context `may_fail`.
+    """
 
     def __init__(self, path: Path | None, rank: int, may_fail: MayFail = nullcontext) -> None:
-        """Begin a trace.
-
-        Args:
-            path: File to write; None to time without writing. What an earlier start of the run traced there is kept.
-            rank: Shown as the process.
-            may_fail: Context in which errors of writing are caught, so that training continues.
-        """
-        self.rank, self._path, self._may_fail = rank, path, may_fail
-        self._file: TextIO | None = None
-        self._lock = Lock()
+        self.rank = rank
         self.seconds: dict[str, float] = {}
+        self._lock = Lock()
+        self._file: TextIO | None = None
         if path is not None:
-            with may_fail(path):
-                self._open(path)
-
-    def _open(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        # The format allows the closing bracket to be missing, so a trace is readable however the run ends.
-        self._file = path.open("w", encoding="utf-8")
-        self._file.write("[\n" + "".join(f"{line}\n" for line in before if line.endswith("},")))
+            self._may_fail = partial(may_fail, path)
+            with self._may_fail():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+                # The format allows the closing bracket to be missing, so a trace is readable however the run ends.
+                self._file = path.open("w", encoding="utf-8")
+                self._file.write("[\n" + "".join(f"{line}\n" for line in before if line.endswith("},")))
 
     @contextmanager
     def span(self, name: str, step: int, lane: int = 0) -> Iterator[None]:
-        """Time what happens inside. Threads may do so at the same time, each in a lane of its own.
+        """Time a node or another part of a step.
 
-        Args:
-            name: Name of a node or another part of the step.
-            step: Step that it belongs to.
-            lane: Row in which it is drawn; 0 is the main thread.
+        Threads may do so at the same time, each in a lane (a row of the picture) of its own; 0 is the main thread.
         """
         wall_us = time.time_ns() / 1000
         begin = time.perf_counter()
@@ -57,26 +49,23 @@ class Tracer:
             event = {"name": name, "ph": "X", "ts": wall_us, "dur": seconds * 1e6, "pid": self.rank, "tid": lane}
             with self._lock:
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-                self._write({**event, "args": {"step": step}})
+                if self._file is not None:
+                    with self._may_fail():
+                        self._file.write(json.dumps({**event, "args": {"step": step}}) + ",\n")
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds by name since the last call."""
         with self._lock:
             seconds, self.seconds = self.seconds, {}
-            if self._file is not None and self._path is not None:
-                with self._may_fail(self._path):
+            if self._file is not None:
+                with self._may_fail():
                     self._file.flush()  # what is killed in a later step leaves this one behind
         return seconds
 
     def close(self) -> None:
         """End the trace; spans are still timed, but not written."""
-        if self._file is not None and self._path is not None:
+        if self._file is not None:
             name = {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}
             file, self._file = self._file, None
-            with self._may_fail(self._path), file:
+            with self._may_fail(), file:
                 file.write(json.dumps(name) + "\n]\n")
-
-    def _write(self, event: dict[str, object]) -> None:
-        if self._file is not None and self._path is not None:
-            with self._may_fail(self._path):
-                self._file.write(json.dumps(event) + ",\n")

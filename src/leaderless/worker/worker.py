@@ -13,7 +13,7 @@ import torch
 from rich.markup import escape
 
 from leaderless.observability.console import FAILED
-from leaderless.observability.step_log import StepLog
+from leaderless.observability.run_directory import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.planner import PlannedNode
 from leaderless.supervision.guards import Guards

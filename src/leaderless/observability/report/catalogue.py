@@ -17,15 +17,10 @@ Unit = Literal["number", "share"]
 
 @dataclass(frozen=True)
 class Topic:
-    """A chart that a run may have.
+    """A chart that a run may have, of metrics by name or pattern.
 
-    Attributes:
-        title: Title in plain words.
-        explanation: Explanation in one line.
-        metrics: Metrics that it shows, by name or pattern.
-        unit: Kind of its numbers; `share` writes 0.25 as 25 %.
-        is_log: Whether its axis is logarithmic at first.
-        band: Metric drawn as a band of its size around the first one.
+    The unit `share` writes 0.25 as 25 %. An axis that `is_log` is logarithmic at first. The metric `band` is drawn as a
+    band of its size around the first one.
     """
 
     title: str

@@ -20,7 +20,6 @@ from leaderless.observability.report.untrusted import (
     as_text,
     parse_json,
     parse_json_lines,
-    read_text,
 )
 
 Settings = Mapping[tuple[str, ...], str]
@@ -33,21 +32,8 @@ HELD_OUT_BYTES = 1_000_000
 class RunFiles:
     """What was found in a run directory; a file that is missing leaves its attribute empty.
 
-    Attributes:
-        directory: Run directory.
-        recipe_text: Text of `config.yaml`.
-        settings: Settings of the recipe.
-        judge: Rule of the recipe that tells correct responses from wrong ones.
-        plan: Contents of `plan.json`.
-        picture: Contents of `plan.svg`, safe to stand in the page.
-        series: Metrics by name.
-        steps: Steps of `metrics.jsonl`, ascending.
-        duration_s: Seconds that the steps took; None if no line says.
-        last_logged: Time at which `metrics.jsonl` was last written; None if it was not.
-        samples: Recorded samples of training, as far as the page shows them.
-        held_out: Recorded samples of held-out prompts.
-        events: Lines of `events.jsonl`, in order.
-        notes: Sentences on what is missing or could not be read.
+    The picture is safe to stand in the page. Metrics are by name in `series`, and their steps ascend. Samples are those
+    of training and of held-out prompts, as far as the page shows them. Notes say what is missing or could not be read.
     """
 
     directory: Path
@@ -160,7 +146,7 @@ def _read(path: Path, content: str, notes: list[str]) -> str:
     """The text of a file; without any, a note says what is lost."""
     text, problem = "", "is empty"
     try:
-        text = read_text(path)
+        text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         problem = "is not there"
     except OSError as error:

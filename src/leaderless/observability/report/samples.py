@@ -16,7 +16,6 @@ from leaderless.observability.report.untrusted import (
     as_text,
     embedded_json,
     parse_json_lines,
-    read_text,
 )
 
 BUDGET_BYTES = 4_000_000
@@ -37,12 +36,7 @@ _FILE_NAME = re.compile(r"(step|evaluation)-(\d+)(?:\.rank-(\d+))?\.jsonl")
 
 @dataclass(frozen=True)
 class Judge:
-    """Tells correct responses from wrong ones, as evaluation does.
-
-    Attributes:
-        metric: Reward that decides; None when the recipe does not say.
-        correct_at: Least value of a correct response.
-    """
+    """Tells correct responses from wrong ones, as evaluation does: by a reward, if one is known to decide."""
 
     metric: str | None = None
     correct_at: float = 1.0
@@ -73,10 +67,7 @@ class Detail:
 
 @dataclass(frozen=True)
 class Sample:
-    """A response, or several equal ones; the attributes are those of the recorded line, and `state` is a `Judge`'s.
-
-    A reward that failed is None.
-    """
+    """A response, or several equal ones, as recorded; the state is a `Judge`'s, and a reward that failed is None."""
 
     sample_id: str
     response: str
@@ -100,14 +91,7 @@ class Group:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The samples of one step.
-
-    Attributes:
-        step: Number of the step.
-        groups: Prompts with their responses, as far as the page shows them.
-        num_recorded: Number of samples in the files, of which the groups may hold fewer.
-        tokens: Tokens of responses one by one, by sample id.
-    """
+    """The samples of one step: as many of those recorded as the page shows, and tokens one by one, by sample id."""
 
     step: int
     groups: tuple[Group, ...]
@@ -144,14 +128,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Samples:
-    """What the page shows of one kind of files in `samples/`.
-
-    Attributes:
-        steps: Steps on the page, ascending.
-        num_recorded_steps: Number of steps that have files.
-        problems: Files and lines that could not be read.
-        budget_bytes: Largest size of the steps in the page.
-    """
+    """What the page shows, within a budget, of one kind of files in `samples/`, and what could not be read of them."""
 
     steps: tuple[RecordedStep, ...] = ()
     num_recorded_steps: int = 0
@@ -238,7 +215,7 @@ def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> 
 def _read_rows(path: Path, problems: list[str]) -> Sequence[Mapping[str, object]]:
     name = f"samples/{path.name}"
     try:
-        return parse_json_lines(read_text(path), name, problems)
+        return parse_json_lines(path.read_text(encoding="utf-8", errors="replace"), name, problems)
     except OSError as error:
         problems.append(f"{name} cannot be read: {error.strerror}.")
         return []

@@ -5,12 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-
-
-def read_text(path: Path) -> str:
-    """The text of a file, with replacement characters for bytes that are not UTF-8."""
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def parse_json(text: str) -> object:

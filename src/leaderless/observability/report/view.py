@@ -35,13 +35,8 @@ Part = tuple[str, str, str, int, float]
 class Card(NamedTuple):
     """A chart on the page.
 
-    Attributes:
-        identifier: Id of the element that it is drawn in.
-        title: Title in plain words.
-        shown: First and last value.
-        explanation: Explanation in one line.
-        described: Description for those who do not see it.
-        data: Contents, which the page's script draws.
+    `identifier` is the id of its element, `shown` its values in short, `described` its contents in words for those who
+    cannot see them, and `data` what the page's script draws.
     """
 
     identifier: str
