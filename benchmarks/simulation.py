@@ -24,9 +24,9 @@ from benchmarks.simulated.controllers import load_compared_cluster
 from benchmarks.simulated.show import print_sweep
 from benchmarks.simulated.sweep import Sweep, settings_of, simulate
 
+from leaderless import Run
 from leaderless.config import Recipe
 from leaderless.planner import Plan
-from leaderless.run.planned import plan_recipe
 from leaderless.workflow import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,8 +78,8 @@ def run(case: Case, recipe: Path = RECIPE, clusters: Path = ROOT / "recipes/clus
     cluster, loaded = load_compared_cluster(clusters / f"{case.cluster}.yaml"), load_recipe(recipe, case.overrides)
 
     def plan_for(more: Sequence[str], num_ranks: int) -> tuple[Recipe, Plan]:
-        planned = plan_recipe(recipe, [*case.overrides, *more], num_ranks)
-        return planned.recipe, planned.plan
+        one = Run(recipe, *case.overrides, *more)
+        return one.recipe, one.plan(num_ranks)
 
     axis, settings = settings_of(loaded.recipe, case.world_sizes, case.prompts, case.contexts, case.prompts_per_rank)
     return Sweep(loaded.recipe.name, cluster, axis, tuple(simulate(settings, plan_for, cluster)))

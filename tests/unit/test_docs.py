@@ -21,11 +21,11 @@ import typer
 import yaml
 
 import leaderless
+from leaderless import Run
 from leaderless.cli.main import app
 from leaderless.config import Recipe, load_recipe, load_section
 from leaderless.config.source import Setting, apply_overrides, read_yaml
 from leaderless.planner.costs.cluster import ClusterConfig
-from leaderless.run.planned import plan_recipe
 from leaderless.workflow import read_workflow
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +186,7 @@ def test_yaml_is_a_recipe_or_part_of_one_or_a_workflow(block: Block, tmp_path: P
         file.write_text(yaml.safe_dump(merged(base_recipe(), read_yaml(file).settings)), encoding="utf-8")
         last_ranks = re.findall(r"(\d+)[\"}]", str(settings.get("layout", "")).replace("'", '"'))
         with chdir(tmp_path):  # where no quickstart has left the model that some blocks name
-            plan_recipe(file, [], max((int(rank) + 1 for rank in last_ranks), default=1))
+            Run(file).plan(max((int(rank) + 1 for rank in last_ranks), default=1))
 
 
 def base_recipe() -> dict[str, Setting]:
@@ -234,7 +234,7 @@ def test_commands_are_taken_and_can_be_planned(place: str, words: list[str], mon
         needed = max((int(rank) + 1 for rank in named), default=1)
         if name == "simulate":
             assert load_section(params["cluster"], ClusterConfig).name
-        plan_recipe(target, overrides, params.get("world_size") or max(params.get("workers") or 1, needed))
+        Run(target, *overrides).plan(params.get("world_size") or max(params.get("workers") or 1, needed))
     elif params.get("overrides"):
         source = read_yaml(ROOT / "recipes/quickstart/grpo.yaml")
         Recipe.model_validate(apply_overrides(source, params["overrides"]).settings)

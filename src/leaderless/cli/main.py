@@ -10,14 +10,10 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
-from leaderless.cli.evaluate import evaluate
-from leaderless.cli.export import export
-from leaderless.cli.plan import plan
-from leaderless.cli.report import report
+from leaderless.cli.plan import plan, schema, simulate
+from leaderless.cli.results import evaluate, export, report
 from leaderless.cli.reward import reward
-from leaderless.cli.schema import schema
 from leaderless.cli.serve import serve
-from leaderless.cli.simulate import simulate
 from leaderless.cli.train import train
 from leaderless.observability.console import errors
 from leaderless.supervision.failure import Failure, WorkersFailed

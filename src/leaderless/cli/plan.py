@@ -1,4 +1,4 @@
-"""`leaderless plan`."""
+"""Commands that start nothing: `leaderless plan`, `leaderless simulate` and `leaderless schema`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from leaderless.config import Recipe, load_section
 from leaderless.observability.console import console, print_json, print_path
-from leaderless.observability.run_directory import RunDirectory, write_atomically
-from leaderless.run.planned import plan_recipe
+from leaderless.observability.run_directory import write_atomically
+from leaderless.run.planned import located
+from leaderless.run.run import Run
 from leaderless.supervision.limits import read_limits
 
 
@@ -23,12 +25,13 @@ def plan(
     """Show what every worker would do, what they would send, and the memory it takes; start nothing."""
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
-    planned = plan_recipe(target, overrides or [], world_size)
+    run = Run(target, *(overrides or []))
+    planned = run.plan(world_size)
     if picture is not None:
         try:
             from leaderless.planner.picture import draw_plan
 
-            write_atomically(picture, draw_plan(planned.plan))
+            write_atomically(picture, draw_plan(planned))
         except OSError as error:
             message = f"{picture} cannot be written: {error.strerror}"
             raise typer.BadParameter(message, param_hint="--picture") from error
@@ -36,11 +39,39 @@ def plan(
             message = f"a picture needs {error.name}, which is not installed: pip install {error.name}"
             raise typer.BadParameter(message, param_hint="--picture") from error
     if as_json:
-        print_json(planned.plan.to_json())
+        print_json(planned.to_json())
     else:
         from leaderless.planner.show import print_plan
 
-        adapts = planned.plan.batch.adapts_to_memory
-        print_plan(planned.plan, console, read_limits(RunDirectory.of(planned.recipe)) if adapts else {})
+        print_plan(planned, console, read_limits(run.directory) if planned.batch.adapts_to_memory else {})
     if picture is not None and not as_json:
         print_path("picture", picture)
+
+
+def simulate(
+    target: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the folder of a run.")],
+    cluster: Annotated[Path, typer.Option(help="File with the constants of the machines.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Estimate the time of a step on machines that a file describes; start nothing."""
+    from leaderless.planner.costs.cluster import ClusterConfig
+    from leaderless.planner.costs.rows import sample_workload
+    from leaderless.planner.costs.step import estimate_step
+    from leaderless.planner.show import estimate_to_json, print_estimate
+
+    constants = load_section(cluster, ClusterConfig)
+    run = Run(target, *(overrides or []))
+    planned = run.plan(world_size)
+    with located(run.loaded):
+        estimate = estimate_step(planned, run.recipe, sample_workload(run.recipe, constants.workload), constants)
+    if as_json:
+        print_json(estimate_to_json(planned, estimate, constants))
+    else:
+        print_estimate(planned, estimate, constants, console)
+
+
+def schema() -> None:
+    """Print the JSON Schema of recipes, by which editors complete and check them."""
+    print_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()})

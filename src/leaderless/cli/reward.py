@@ -13,7 +13,7 @@ from rich.text import Text
 from leaderless.config import RecipeError
 from leaderless.observability.console import console
 from leaderless.rewards.trial import Score, Trial, read_responses, try_rewards
-from leaderless.run.planned import recipe_path
+from leaderless.run.settings import recipe_path
 from leaderless.workflow import load_recipe
 
 MAX_CELL_CHARACTERS = 60

@@ -83,11 +83,7 @@ def _check(token: str | None) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end what runs inside cleanly.
-
-    Raises:
-        Interrupted: One of these signals has come.
-    """
+    """Let Ctrl-C and SIGTERM end what runs inside cleanly, by an `Interrupted`."""
     before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from leaderless.config import Json, Recipe, RecipeError
-from leaderless.config.data import DatasetConfig
 from leaderless.data.encode import RowEncoder
 from leaderless.data.rows import Row
 from leaderless.observability.console import print_line
@@ -22,26 +21,11 @@ def answer(
     recipe: Recipe,
     prompts: Sequence[Prompt],
     checkpoint: Path | None,
-    role: str = "policy",
-    temperature: float | None = None,
-    max_tokens: int | None = None,
+    role: str,
+    temperature: float | None,
+    max_tokens: int | None,
 ) -> list[str]:
-    """Have a model answer prompts, which are written as those of the dataset are.
-
-    Args:
-        recipe: Recipe of the model, with the template of prompts and the sampling of evaluation.
-        prompts: Any number.
-        checkpoint: Checkpoint whose weights answer; None for those that the recipe names.
-        role: Role that answers.
-        temperature: Temperature of sampling; that of `evaluation` when None.
-        max_tokens: Length at which a response is cut; `rollout.max_response_tokens` when None.
-
-    Returns:
-        One response for each prompt. Equal prompts have responses of their own where the temperature is above 0.
-
-    Raises:
-        RecipeError: A prompt cannot be written as the dataset's are, or is too long for the model.
-    """
+    """Have a model answer prompts, as `Run.generate` describes; its own weights are used without a checkpoint."""
     config = recipe.model_of(role)
     if config is None:
         raise RecipeError.at("models", f"has no model for the role '{role}'")
@@ -59,7 +43,9 @@ def answer(
 
 
 def _requests(recipe: Recipe, prompts: Sequence[Prompt], served: Served, longest: int) -> list[Request]:
-    key, data = _dataset_of(recipe)
+    # Prompts have the template of the held-out ones, if there are any.
+    held_out = {"data.evaluation": recipe.data.evaluation} if recipe.data.evaluation else {}
+    key, data = next(iter({**held_out, **recipe.data.train_sets()}.items()))
     asked = data.model_copy(update={"answer": None, "response": None, "source": None, "columns": None})
     encoder = RowEncoder(served.tokenizer, asked, key)
     requests: list[Request] = []
@@ -71,10 +57,3 @@ def _requests(recipe: Recipe, prompts: Sequence[Prompt], served: Served, longest
             raise RecipeError.at("", reason + f"but the model takes {served.max_context}: lower max_tokens")
         requests.append(Request(tokens, [number]))
     return requests
-
-
-def _dataset_of(recipe: Recipe) -> tuple[str, DatasetConfig]:
-    """The dataset whose template prompts have, with its key."""
-    if recipe.data.evaluation is not None:
-        return "data.evaluation", recipe.data.evaluation
-    return next(iter(recipe.data.train_sets().items()))

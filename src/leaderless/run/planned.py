@@ -1,17 +1,38 @@
-"""A recipe together with the plan of its workers."""
+"""A run as it is planned: checks of what its recipe names, its folder, and the report at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from leaderless.config import LoadedRecipe, Recipe, RecipeError, nearest
+from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
+from leaderless.data.files import find_files
+from leaderless.observability.console import print_line, print_path
+from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.rollout.choose import choose_engine
+from leaderless.run.settings import leaves_of
 from leaderless.workflow import Workflow, load_recipe, resolve_workflow
 from leaderless.workflow.evaluation import evaluation_workflow
+
+FREE_KEYS = (
+    "steps",
+    "run.",
+    "checkpoint.",
+    "evaluation.",
+    "layout.",
+    "batch.micro_batch_tokens",
+    "data.prefetch_steps",
+    "rollout.max_sequences",
+    "guards.",
+    "algorithm.loop.",
+)
+"""Settings that may change when a run continues. They change no number, but how long and where the run continues, and
+what happens when numbers go bad."""
 
 
 @dataclass(frozen=True)
@@ -26,53 +47,144 @@ class Planned:
         """The settings."""
         return self.loaded.recipe
 
+    @property
+    def directory(self) -> RunDirectory:
+        """The folder of the run."""
+        return RunDirectory.of(self.recipe)
+
+    def check_inputs(self) -> None:
+        """Check the models, files and rewards that the recipe names, as far as nothing has to be loaded."""
+        from leaderless.rewards.registry import check_rewards
+
+        recipe = self.recipe
+        problems: list[Problem] = []
+        for role, model in recipe.models.items():
+            path = Path(model.path)
+            if path.is_file():
+                problems.append(Problem(f"models.{role}", f"{path} is a file; name the folder that holds config.json"))
+            elif path.is_dir() and not (path / "config.json").exists():
+                problems.append(Problem(f"models.{role}", f"folder {path} holds no config.json, so it is not a model"))
+            elif not path.exists() and (path.is_absolute() or model.path.startswith(".") or len(path.parts) > 2):
+                reason = f"folder {path} does not exist (looked for from {Path.cwd()})"
+                problems.append(Problem(f"models.{role}", reason))
+        held_out = {"data.evaluation": recipe.data.evaluation} if recipe.data.evaluation else {}
+        for key, dataset in {**recipe.data.train_sets(), **held_out}.items():
+            try:
+                find_files(dataset, key)
+            except RecipeError as error:
+                problems += error.problems
+        with located(self.loaded):
+            if problems:
+                raise RecipeError(problems)
+            check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
+
+    def is_finished(self, *, is_shown: bool = True) -> bool:
+        """Whether the run has all of its steps; if so, it may be shown that there is nothing to do."""
+        if self.directory.last_step() < self.recipe.steps:
+            return False
+        if is_shown:
+            advice = "Raise `steps` to continue, or pass --fresh (in Python: fresh=True) to begin anew."
+            print_line(f"{self.directory.path} has all of its {self.recipe.steps} steps: nothing to do. {advice}")
+        return True
+
+    @contextmanager
+    def opened(self, *, fresh: bool = False, is_restart: bool = False, is_held: bool = True) -> Iterator[None]:
+        """Prepare the run's folder, and keep other runs out of it.
+
+        Args:
+            fresh: Whether to set an earlier run of this name aside.
+            is_restart: Whether the run is under way, so that what it has written stays.
+            is_held: Whether to keep other processes from writing into the folder.
+
+        Raises:
+            RecipeError: Another process writes into the folder, it cannot be written, or it holds a run with other
+                settings.
+        """
+        with ExitStack() as stack:
+            if is_held:
+                self._hold(stack)
+            self._prepare(fresh=fresh and not is_restart, is_restart=is_restart)
+            yield
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Write the report at the end, also of a run that fails; a failure to do so must not hide why."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self._report()
+            except OSError as error:
+                print_line(f"the report could not be written: {error}")
+            raise
+        self._report()
+
+    def _report(self) -> None:
+        if self.directory.config.exists() and self.directory.metrics.exists():
+            from leaderless.observability.report import write_report
+
+            print_path("report", write_report(self.directory.path))
+
+    def _hold(self, stack: ExitStack) -> None:
+        """Keep a second run from writing into the folder of this one."""
+        try:
+            stack.enter_context(self.directory.held())
+        except BlockingIOError as error:
+            reason = f"is the name of a run that {error} is writing now: take another name, or end that process"
+            raise self.loaded.locate(RecipeError.at("name", reason)) from error
+        except OSError:
+            pass  # a folder that cannot be written is reported with its reason when it is prepared
+
+    def _prepare(self, *, fresh: bool, is_restart: bool) -> None:
+        directory = self.directory
+        has_checkpoint = directory.last_step() > 0
+        if has_checkpoint and not fresh:
+            self._check_same_settings()
+        elif has_checkpoint or (not is_restart and any(record["step"] for record in directory.read_metrics())):
+            print_path("the earlier run is now in", directory.set_aside(keep_limits=not fresh))
+        try:
+            directory.path.mkdir(parents=True, exist_ok=True)
+            if not has_checkpoint and not is_restart:
+                # A run without a step is not kept; what it has noted about itself is not about the new one.
+                shutil.rmtree(directory.traces, ignore_errors=True)
+                for file in (directory.events, *([directory.limits] if fresh else [])):
+                    file.unlink(missing_ok=True)
+            with tempfile.TemporaryFile(dir=directory.path):
+                pass
+        except OSError as error:
+            reason = f"folder {directory.path} cannot be written: {error.strerror}"
+            raise self.loaded.locate(RecipeError.at("run.directory", reason)) from error
+
+    def _check_same_settings(self) -> None:
+        """Refuse to continue a run with other settings than it was begun with."""
+        before, now = (
+            {".".join(path): value for path, value in leaves_of(recipe.model_dump(mode="json")) if value != {}}
+            for recipe in (load_recipe(self.directory.config).recipe, self.recipe)
+        )
+        problems = [
+            Problem(
+                key,
+                f"is {now.get(key)!r}, but run '{self.recipe.name}' was begun with {before.get(key)!r}: "
+                "give the new run another name, or pass --fresh to set the old one aside",
+            )
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key) and not key.startswith(FREE_KEYS)
+        ]
+        if problems:
+            raise self.loaded.locate(RecipeError(problems))
+
 
 @contextmanager
 def located(loaded: LoadedRecipe) -> Iterator[None]:
-    """Errors about a recipe name the file and line of the setting.
-
-    Args:
-        loaded: The recipe.
-    """
+    """Let errors about a recipe name the file and line of the setting."""
     try:
         yield
     except RecipeError as error:
         raise loaded.locate(error) from None  # the error says all that a user needs
 
 
-def recipe_path(target: Path) -> Path:
-    """The recipe that a path means.
-
-    Args:
-        target: YAML file, or the folder of a run.
-    """
-    return target / "config.yaml" if target.is_dir() else target
-
-
-def plan_recipe(recipe: Path, overrides: Sequence[str], num_workers: int) -> Planned:
-    """Read a recipe and plan its run.
-
-    Args:
-        recipe: YAML file, or the folder of a run.
-        overrides: Settings as `section.key=value`.
-        num_workers: Number of workers.
-
-    Raises:
-        RecipeError: Something in the recipe is wrong; every problem has its place.
-    """
-    return plan_training(load_recipe(recipe_path(recipe), overrides), num_workers)
-
-
 def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:
-    """Plan a run.
-
-    Args:
-        loaded: Its recipe.
-        num_workers: Number of workers.
-
-    Raises:
-        RecipeError: The recipe does not work with so many workers; every problem has its place.
-    """
+    """Plan a run; a RecipeError gives every reason why it does not work with so many workers."""
     with located(loaded):
         return _plan(loaded, resolve_workflow(loaded.recipe.workflow), num_workers)
 
@@ -80,13 +192,7 @@ def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:
 def plan_evaluation(loaded: LoadedRecipe, role: str, num_workers: int) -> Planned:
     """Plan an evaluation, in which one role answers on all workers, whatever the recipe says about training.
 
-    Args:
-        loaded: The recipe.
-        role: Role that answers.
-        num_workers: Number of workers.
-
-    Raises:
-        RecipeError: The recipe has no held-out prompts, no reward or no such role.
+    A RecipeError says that the recipe has no held-out prompts, no reward or no such role.
     """
     recipe = loaded.recipe
     model = recipe.model_of(role)

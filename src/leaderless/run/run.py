@@ -17,7 +17,6 @@ from leaderless.launch.nodes import Nodes
 from leaderless.observability.console import print_line
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan
-from leaderless.run.folder import check_inputs, is_finished, open_run, reporting
 from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
 from leaderless.run.settings import check_importable, read_settings
 from leaderless.run.table import MetricsTable
@@ -95,12 +94,12 @@ class Run:
         """Train to the last step, from the newest checkpoint if there is one.
 
         Args:
-            workers: Workers on this machine.
-            fresh: An earlier run of this name is set aside.
+            workers: Number of workers on this machine.
+            fresh: Whether to set an earlier run of this name aside.
             nodes: Machines that train together; each makes this call.
-            apart: This process exists for the run alone, so that signals may end it.
-            in_process: A single worker is this process itself, where a debugger sees it; otherwise a process of its
-                own, which is started again when it fails. Several workers always are.
+            apart: Whether this process exists for the run alone, so that signals may end it.
+            in_process: Whether a single worker is this process itself, where a debugger sees it, rather than a process
+                of its own, which is started again when it fails. Several workers always have processes of their own.
 
         Returns:
             The metrics of all steps.
@@ -109,7 +108,7 @@ class Run:
             RecipeError: Something is wrong that can be seen before the first step.
             Interrupted: A signal has stopped the run, after a checkpoint if there was time for one.
             WorkersFailed: A worker has failed, and restarts did not help.
-            RuntimeError: torchrun has started this process, as one worker of several.
+            RuntimeError: torchrun has started this process as one worker of several.
         """
         if Place.is_given():
             raise RuntimeError(
@@ -119,14 +118,14 @@ class Run:
         if not is_alone:
             check_importable(self.loaded)
         planned = self._plan_for(workers, nodes)
-        check_inputs(planned)
+        planned.check_inputs()
         # Of several machines, the first worker opens the run: no launcher does so for all of them.
-        with open_run(planned, fresh=fresh) if nodes is None else nullcontext():
-            if is_finished(planned):
+        with planned.opened(fresh=fresh) if nodes is None else nullcontext():
+            if planned.is_finished():
                 return self.metrics
             step_before = self.directory.last_step()
             try:
-                with reporting(self.directory) if nodes is None else nullcontext():
+                with planned.reporting() if nodes is None else nullcontext():
                     self._start(planned, workers, nodes, apart=apart, is_alone=is_alone)
             except (Interrupted, KeyboardInterrupt) as error:
                 if self.directory.last_step() >= self.recipe.steps:
@@ -147,20 +146,20 @@ class Run:
         """Be one of the workers that torchrun, or something like it, has started.
 
         Args:
-            place: Place of this worker; the one that torchrun has given to this process when None.
-            fresh: An earlier run of this name is set aside.
-            is_restart: Workers of this run have been started before.
+            place: Place of this worker; the one that torchrun has given to this process if None.
+            fresh: Whether to set an earlier run of this name aside.
+            is_restart: Whether workers of this run have been started before.
         """
         place = place or Place.from_environment()
         planned = plan_training(self.loaded, place.world_size)
         # Every worker looks for itself: none may wait for others that see that there is nothing to do.
-        is_done = not (fresh and not is_restart) and is_finished(planned, is_shown=place.rank == 0)
+        is_done = not (fresh and not is_restart) and planned.is_finished(is_shown=place.rank == 0)
         with ExitStack() as stack:
             if place.rank == 0:
-                check_inputs(planned)
-                stack.enter_context(open_run(planned, fresh=fresh, is_restart=is_restart))
+                planned.check_inputs()
+                stack.enter_context(planned.opened(fresh=fresh, is_restart=is_restart))
                 if not is_done:
-                    stack.enter_context(reporting(self.directory))
+                    stack.enter_context(planned.reporting())
             if not is_done:
                 train_as_worker(planned, place)
 
@@ -173,7 +172,7 @@ class Run:
             checkpoint: Checkpoint whose weights answer; "newest" for the run's newest one, or the untrained model where
                 there is none; None for the untrained model.
             role: Role that answers.
-            workers: Workers on this machine. One worker is this process itself.
+            workers: Number of workers on this machine. A single worker is this process itself.
 
         Returns:
             mean@k, and for several responses to a prompt pass@k and maj@k, by name as `evaluation/mean@1`.
@@ -210,11 +209,11 @@ class Run:
             prompts: Texts, chats as lists of messages, or rows of a dataset.
             checkpoint: Checkpoint whose weights answer, as for `evaluate`.
             role: Role that answers.
-            temperature: Temperature of sampling; that of `evaluation` when None.
-            max_tokens: Length at which a response is cut; `rollout.max_response_tokens` when None.
+            temperature: Temperature of sampling; that of `evaluation` if None.
+            max_tokens: Length at which a response is cut; `rollout.max_response_tokens` if None.
 
         Returns:
-            One response for each prompt.
+            One response for each prompt. Where the temperature is above 0, equal prompts have responses of their own.
 
         Raises:
             RecipeError: A prompt cannot be written as the dataset's are, or is too long for the model.
@@ -247,8 +246,8 @@ class Run:
         """
         from leaderless.checkpoint.export import export_model
 
-        source = self.directory.path if checkpoint == "newest" else Path(checkpoint)
-        return export_model(newest_checkpoint(source), role, Path(path))
+        source = self._checkpoint(checkpoint) or newest_checkpoint(self.directory.path)
+        return export_model(source, role, Path(path))
 
     def _plan_for(self, workers: int, nodes: Nodes | None) -> Planned:
         """The plan. Where the number of machines may change, it is for all of them, and must fit the fewest as well."""
@@ -291,14 +290,7 @@ class Run:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means.
-
-    Args:
-        path: A checkpoint, or the folder of a run.
-
-    Raises:
-        RecipeError: It is neither.
-    """
+    """The checkpoint that a path means: itself, or the newest one of a run's folder."""
     if (path / "state.json").exists():
         return path
     checkpoints = list_checkpoints(path / "checkpoints")

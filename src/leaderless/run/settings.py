@@ -16,7 +16,6 @@ from leaderless.config import LoadedRecipe, Recipe, RecipeError
 from leaderless.config.run import RunConfig
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
 from leaderless.observability.run_directory import write_atomically
-from leaderless.run.planned import recipe_path
 from leaderless.workflow import Workflow, builtin_workflows, load_recipe, write_workflow
 
 if TYPE_CHECKING:
@@ -32,16 +31,7 @@ _Leaf = tuple[tuple[str, ...], Setting]
 def read_settings(
     recipe: Recipe | Mapping[str, Setting] | str | Path, overrides: Sequence[str], settings: Mapping[str, Setting]
 ) -> LoadedRecipe:
-    """Read a recipe, and write files for the objects in it.
-
-    Args:
-        recipe: Recipe, its settings, a YAML file, the folder of a run, or the name of a built-in workflow.
-        overrides: Settings as `section.key=value`.
-        settings: Settings by section or by dotted key, applied last.
-
-    Raises:
-        RecipeError: Something in it is wrong; all problems are named, each with its place.
-    """
+    """Read a recipe from what `Run` takes, and write files for the objects in it; the settings are applied last."""
     given = dict(leaves_of(settings))
     if isinstance(recipe, Mapping | Recipe):
         whole = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
@@ -63,15 +53,13 @@ def read_settings(
     return loaded
 
 
+def recipe_path(target: Path) -> Path:
+    """The recipe that a path means: the file, or that of a run's folder."""
+    return target / "config.yaml" if target.is_dir() else target
+
+
 def check_importable(loaded: LoadedRecipe) -> None:
-    """Refuse functions that processes other than this one cannot import.
-
-    Args:
-        loaded: The recipe.
-
-    Raises:
-        RecipeError: A function is defined in a script or notebook.
-    """
+    """Refuse functions that other processes cannot import, as a script or notebook defines them."""
     for path, value in leaves_of(loaded.recipe.model_dump(mode="json")):
         name = next((part for part in (*path, value) if str(part).startswith(f"{MAIN}:")), None)
         if name is not None:
@@ -86,12 +74,7 @@ def _section(source: RecipeSource, name: str) -> Mapping[str, Setting]:
 
 
 def leaves_of(settings: Mapping[str, Setting], prefix: tuple[str, ...] = ()) -> Iterator[_Leaf]:
-    """Settings that are not sections, by path.
-
-    Args:
-        settings: Settings by section. Keys may be dotted, or functions.
-        prefix: Path of the section.
-    """
+    """Settings that are not sections, by path. Keys of the mapping may be dotted, or functions."""
     for key, value in settings.items():
         name = _name_of(key, prefix) if callable(key) else str(key)
         path = path_of(".".join((*prefix, name)))
@@ -118,12 +101,7 @@ class _Inputs:
         self._missing: dict[Path, Callable[[Path], object]] = {}
 
     def plain(self, value: Setting, path: tuple[str, ...]) -> Setting:
-        """A value as a YAML file could hold it.
-
-        Args:
-            value: What the program gave.
-            path: Key of the setting, part by part.
-        """
+        """What a program gave for the setting at a path, as a YAML file could hold it."""
         key = ".".join(path)
         if isinstance(value, Workflow):
             file = self._text(write_workflow(value), ".yaml")

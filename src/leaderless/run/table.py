@@ -27,11 +27,6 @@ class MetricsTable:
     """
 
     def __init__(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Make a table.
-
-        Args:
-            rows: Metrics of each step by name.
-        """
         self.columns = tuple(dict.fromkeys(name for row in rows for name in row))
         self._rows = [{name: row.get(name, math.nan) for name in self.columns} for row in rows]
 
@@ -44,24 +39,13 @@ class MetricsTable:
         return iter([dict(row) for row in self._rows])
 
     def __getitem__(self, column: str) -> list[float]:
-        """A column.
-
-        Args:
-            column: Name of a metric.
-
-        Raises:
-            KeyError: There is no such column; the error names the nearest one.
-        """
+        """The column of a metric; a KeyError names the nearest one."""
         if column not in self.columns:
             raise KeyError(f"no metric '{column}'{nearest(column, self.columns)}")
         return [row[column] for row in self._rows]
 
     def to_pandas(self) -> DataFrame:
-        """The table as a data frame, whose index is the step.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
+        """The table as a data frame, whose index is the step, if pandas is installed."""
         from pandas import DataFrame
 
         return DataFrame(self._rows, columns=list(self.columns)).set_index("step")

@@ -12,8 +12,7 @@ from typing import Literal, Self
 from leaderless.config import Json
 from leaderless.config.source import RecipeSource
 from leaderless.observability.console import Display, console, errors
-from leaderless.observability.run_directory import RunDirectory, write_atomically
-from leaderless.run.folder import check_inputs, open_run, reporting
+from leaderless.observability.run_directory import write_atomically
 from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
 from leaderless.supervision.failure import STOPPED, reported_failures, tell_launcher
 from leaderless.supervision.stop import follow_launcher
@@ -25,14 +24,8 @@ from leaderless.workflow import load_recipe
 class Job:
     """What the workers of one machine are started for; they find it in a file.
 
-    Attributes:
-        task: Training, or the evaluation of one role.
-        source: The recipe.
-        has_prepared: The launcher has prepared the run's folder and will write the report. With several machines no
-            launcher does so, but the first worker.
-        role: Role that answers in an evaluation.
-        checkpoint: Checkpoint whose weights answer; None for those that the recipe names.
-        scores: File for the scores of an evaluation.
+    A launcher that `has_prepared` the run's folder also writes the report; with several machines, the first worker does
+    both. An evaluation names the role that answers, a checkpoint if the weights come from one, and a file for scores.
     """
 
     task: Literal["train", "evaluate"]
@@ -50,11 +43,7 @@ class Job:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Read a job, and look for modules where its launcher does.
-
-        Args:
-            text: What `to_text` has made.
-        """
+        """Read a job, and look for modules where its launcher does."""
         values = json.loads(text)
         sys.path[:] = values.pop("path")
         source = values.pop("source")
@@ -63,15 +52,7 @@ class Job:
 
 
 def train_as_worker(planned: Planned, place: Place) -> int | None:
-    """Be one worker of a training run.
-
-    Args:
-        planned: The run.
-        place: Place of this worker.
-
-    Returns:
-        The signal that stopped the run before the last step, if one did.
-    """
+    """Be one worker of a training run, and return the signal that stopped it before the last step, if one did."""
     from leaderless.worker.process import train
 
     display = Display(console, is_shown=place.rank == 0)
@@ -82,16 +63,7 @@ def train_as_worker(planned: Planned, place: Place) -> int | None:
 
 
 def evaluate_as_worker(planned: Planned, place: Place, checkpoint: Path | None) -> dict[str, float]:
-    """Be one worker of an evaluation.
-
-    Args:
-        planned: The evaluation.
-        place: Place of this worker.
-        checkpoint: Checkpoint whose weights answer; None for those that the recipe names.
-
-    Returns:
-        The scores, on every rank.
-    """
+    """Be one worker of an evaluation of a checkpoint, or of the model without one; each rank gets the scores."""
     from leaderless.worker.process import evaluate
 
     with located(planned.loaded):
@@ -109,9 +81,9 @@ def _work(job: Job, place: Place) -> None:
     planned = plan_training(loaded, place.world_size)
     with ExitStack() as stack:
         if place.rank == 0 and not job.has_prepared:
-            check_inputs(planned)
-            stack.enter_context(open_run(planned, is_restart=True, is_held=False))
-            stack.enter_context(reporting(RunDirectory.of(planned.recipe)))
+            planned.check_inputs()
+            stack.enter_context(planned.opened(is_restart=True, is_held=False))
+            stack.enter_context(planned.reporting())
         stopped_by = train_as_worker(planned, place)
     if stopped_by is not None:
         tell_launcher(STOPPED)

@@ -1,4 +1,4 @@
-"""`leaderless eval`."""
+"""Commands about what a run has made: `leaderless eval`, `leaderless export` and `leaderless report`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from leaderless.config import Recipe
-from leaderless.observability.console import console, print_json, print_line
+from leaderless.observability.console import console, print_json, print_line, print_path
 from leaderless.observability.run_directory import finite_or_none
 from leaderless.run.planned import plan_evaluation
 from leaderless.run.run import Run, newest_checkpoint
@@ -39,6 +39,26 @@ def evaluate(
         scores = run.evaluate(checkpoint, role=role, workers=workers)
     if place.rank == 0:
         _print(scores, run.recipe, checkpoint, as_json=as_json)
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a run for its newest one.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    role: Annotated[str, typer.Option(help="Role to export.")] = "policy",
+) -> None:
+    """Write a checkpoint's model as a Hugging Face folder, which transformers and vLLM load."""
+    from leaderless.checkpoint.export import export_model
+
+    print_path("model", export_model(newest_checkpoint(checkpoint), role, out))
+
+
+def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
+    """Write `report.html` of a run: curves, timing, graph and samples in one file."""
+    from leaderless.observability.report import write_report
+
+    if not (run / "config.yaml").exists():
+        raise typer.BadParameter(f"{run} is not the folder of a run: it holds no config.yaml")
+    print_path("report", write_report(run))
 
 
 def _print(scores: Mapping[str, float], recipe: Recipe, checkpoint: Path | None, *, as_json: bool) -> None:
