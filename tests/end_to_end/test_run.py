@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import runpy
 import shutil
 import signal
@@ -11,7 +12,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import metrics, succeed
@@ -76,6 +79,32 @@ def test_a_notebook_may_have_an_event_loop_and_another_thread(tmp_path: Path, mo
     assert metrics(tmp_path / "runs/loop") == metrics(tmp_path / "runs/thread")
     assert seen[0] is threading.main_thread(), "a debugger stops in the user's function"
     assert seen[-1] is not threading.main_thread()
+
+
+def generators() -> tuple[object, ...]:
+    """States of the global generators."""
+    _, keys, *place = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), keys.tolist(), place, torch.get_rng_state().tolist()
+
+
+def test_a_program_has_its_generators_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(sample: RewardInput) -> float:
+        return random.random() + np.random.random() + torch.rand(()).item()  # noqa: NPY002
+
+    rows = write_additions(tmp_path / "test.jsonl", 2)
+    data = {"data.evaluation": {"path": str(rows), "prompt": "question", "answer": "answer", "template": "plain"}}
+    recipe = write_recipe(tmp_path, tiny_model(), data | {"reward": {}, "steps": 1})
+    rewards = {"reward": {define(draw, monkeypatch): 1.0}}
+    run = Run(recipe, **rewards)
+    before = generators()
+    rewards_drawn = run.train()["reward/mean"]
+    assert generators() == before
+    run.evaluate()
+    run.generate(["1+1="], temperature=1.0)
+    assert generators() == before
+    random.seed(5)
+    torch.manual_seed(5)
+    assert Run(recipe, **rewards, name="other").train()["reward/mean"] == rewards_drawn, "a step has its own seed"
 
 
 def test_ctrl_c_ends_the_run_and_not_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

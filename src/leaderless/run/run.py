@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,6 +162,7 @@ class Run:
                 if not is_done:
                     stack.enter_context(planned.reporting())
             if not is_done:
+                stack.enter_context(_kept_generators())
                 train_as_worker(planned, place)
 
     def evaluate(
@@ -183,7 +185,8 @@ class Run:
         planned = plan_evaluation(self.loaded, role, workers)
         path = self._checkpoint(checkpoint)
         if workers == 1:
-            return evaluate_as_worker(planned, Place.alone(), path)
+            with _kept_generators():
+                return evaluate_as_worker(planned, Place.alone(), path)
         with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
             file = Path(folder) / "scores.json"
             checkpoint = str(path) if path else None
@@ -220,7 +223,7 @@ class Run:
         """
         from leaderless.run.generation import answer
 
-        with located(self.loaded):
+        with located(self.loaded), _kept_generators():
             return answer(self.recipe, prompts, self._checkpoint(checkpoint), role, temperature, max_tokens)
 
     def report(self) -> Path:
@@ -264,7 +267,7 @@ class Run:
     def _start(self, planned: Planned, workers: int, nodes: Nodes | None, *, apart: bool, is_alone: bool) -> None:
         if is_alone:
             # In a process of its own, whatever is left belongs to the run.
-            with Leftovers() if apart else nullcontext():
+            with _kept_generators(), Leftovers() if apart else nullcontext():
                 stopped_by = train_as_worker(planned, Place.alone(is_guest=not apart))
             if stopped_by is not None:
                 raise Interrupted(stopped_by)
@@ -287,6 +290,23 @@ class Run:
         if checkpoint is None or (checkpoint == "newest" and not self.directory.last_step()):
             return None
         return newest_checkpoint(self.directory.path if checkpoint == "newest" else Path(checkpoint))
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Give a program the global generators back as it left them; training seeds them at each step."""
+    import numpy as np
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    devices = range(torch.accelerator.device_count())
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the program's own
+    try:
+        with torch.random.fork_rng(devices, device_type=accelerator.type):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def newest_checkpoint(path: Path) -> Path:
