@@ -21,7 +21,7 @@ from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
 
 OTHERS_REPORT_S = 5.0
-"""Time in which a worker waits for others to report the cause of their common failure."""
+"""Time that a worker gives the others to report the cause of their common failure."""
 
 app = typer.Typer(
     help="Fully distributed reinforcement-learning post-training: every worker computes the plan, none leads.",

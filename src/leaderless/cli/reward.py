@@ -17,9 +17,9 @@ from leaderless.run.settings import recipe_path
 from leaderless.workflow import load_recipe
 
 MAX_CELL_CHARACTERS = 60
-"""Longer prompts, answers and responses are cut in the table."""
+"""Length at which prompts, answers and responses are cut in the table."""
 MAX_TRACES = 3
-"""Different errors that are shown with their tracebacks."""
+"""Largest number of different errors that are shown with their tracebacks."""
 
 
 def reward(
@@ -34,7 +34,7 @@ def reward(
         ),
     ] = None,
 ) -> None:
-    """Try the rewards of a recipe on its data, in this process; without responses, grade the expected answer and none.
+    """Try the rewards of a recipe on its data, in this process; without responses, grade the expected and an empty one.
 
     Ends with exit code 1 if a reward failed.
     """
@@ -70,7 +70,7 @@ def _table(trials: list[Trial], names: list[str]) -> Table:
     for title in ("row", "prompt", "expected", "response"):
         table.add_column(title)
     for name in names:
-        # The function alone tells users' rewards apart well enough, and leaves room.
+        # The name of its function distinguishes a custom reward well enough, and is short.
         table.add_column(Text(name.rpartition(":")[2]), justify="right")
     table.add_column("reward", justify="right")
     for trial in trials:

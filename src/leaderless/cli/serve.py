@@ -72,7 +72,7 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
 
 
 def _check(token: str | None) -> None:
-    """Refuse what can be seen to be wrong before anything is loaded."""
+    """Refuse what is wrong before anything is loaded."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise RecipeError.at("", "`leaderless serve` needs more packages: pip install 'leaderless[serve]'")
     if Place.is_given() and Place.from_environment().world_size > 1:

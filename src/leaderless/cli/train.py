@@ -25,7 +25,7 @@ def train(
     ] = None,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address at which the machines meet.")] = "",
     in_process: Annotated[
-        bool, typer.Option("--in-process", help="Be the only worker, for a debugger; nothing is started again.")
+        bool, typer.Option("--in-process", help="Train in this process alone, for a debugger; it is not restarted.")
     ] = False,
 ) -> None:
     """Train. A run that was interrupted continues from its newest checkpoint."""
@@ -56,12 +56,12 @@ def _machines(nodes: str | None, rendezvous: str, *, fresh: bool) -> Nodes | Non
 
 
 def _is_debugged() -> bool:
-    """Whether this process runs under a debugger, which would not see another one."""
+    """Whether this process runs under a debugger, which would not see another process."""
     return sys.gettrace() is not None or not {"debugpy", "pydevd"}.isdisjoint(sys.modules)
 
 
 def _num_accelerators() -> int:
-    """Number of accelerators of this machine, without asking torch where there can be none."""
+    """Number of accelerators of this machine, found without torch if there can be none."""
     patterns = ("nvidia[0-9]*", "davinci[0-9]*", "kfd")
     if not any(True for pattern in patterns for _ in Path("/dev").glob(pattern)):
         return 1

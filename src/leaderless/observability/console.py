@@ -1,4 +1,4 @@
-"""What a person sees in the terminal during a run."""
+"""What the user sees in the terminal during a run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 console = Console(emoji=False)
-"""What a person asked for, on standard output. A name such as `:key:` stays what it is."""
+"""Standard output, for what the user asked for. Names such as `:key:` are not taken for emoji."""
 errors = Console(stderr=True, emoji=False)
-"""What a person should know as well, on standard error."""
+"""Standard error, for what the user should know as well."""
 
 HEADLINES = (
     ("evaluation/mean@", "accuracy", "{:.3f}"),
@@ -38,13 +38,13 @@ HEADLINES = (
     ("rollout/response_tokens", "length", "{:.1f}"),
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
 )
-"""Metrics that are shown during a run: name, or the part of it before its number, label, and format."""
+"""Metrics shown during a run: the name (or what is before its number), a label and a format."""
 FAILED = "reward/failed_share"
 """Share of the responses of a step whose reward could not be computed."""
 MAX_ERROR_CHARACTERS = 120
-"""A longer error of a reward is cut on the progress line."""
+"""Longest error of a reward on the progress line."""
 LINE_EVERY_S = 10.0
-"""Without a terminal, a line is printed at most this often."""
+"""Shortest time between two lines where output does not go to a terminal."""
 
 
 def print_line(text: str) -> None:
@@ -53,7 +53,7 @@ def print_line(text: str) -> None:
 
 
 def print_path(label: str, path: Path) -> None:
-    """Print what something is and its path, on one line that can be copied."""
+    """Print a label and a path, on one line that can be copied."""
     console.print(f"{label}: [bold]{escape(str(path))}", highlight=False, soft_wrap=True)
 
 
@@ -63,7 +63,7 @@ def print_json(value: object) -> None:
 
 
 class _FieldColumn(ProgressColumn):
-    """Shows a field of the task that holds a `Text`, none of which is taken for markup."""
+    """Shows a `Text` from a field of the task, so that nothing in it is taken for markup."""
 
     def __init__(self, name: str, table_column: Column) -> None:
         super().__init__(table_column)
@@ -78,7 +78,7 @@ class _FieldColumn(ProgressColumn):
 class Display:
     """A live progress line; where output does not go to a terminal, a plain line from time to time.
 
-    `is_shown` is set on the one rank that shows something.
+    Only the rank with `is_shown` shows anything.
     """
 
     def __init__(self, console: Console, *, is_shown: bool) -> None:
@@ -96,9 +96,9 @@ class Display:
 
     @contextmanager
     def reading(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Show how much of some data has been read before the first step: a bar, or now and then a line.
+        """Show how much of a dataset has been read before the first step: a bar, or a line now and then.
 
-        What is yielded is a function that takes the numbers of rows read so far and to be read in all.
+        The function that it yields takes the number of rows read so far, and that of all rows.
         """
         columns = TextColumn("reading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         is_live = self.is_shown and self.console.is_terminal
@@ -116,11 +116,11 @@ class Display:
             yield report
 
     def start(self, num_steps: int, done: int) -> None:
-        """Begin to show the steps of a run, some of which may have been done before this start."""
+        """Begin to show the steps of a run, of which some may have been done by an earlier start."""
         self._begin, self._done = time.monotonic(), done
         if not self.is_shown or not self.console.is_terminal:
             return
-        # In a narrow terminal the numbers fold, and what is being done is cut; steps and times stay whole.
+        # In a narrow terminal the numbers are folded and the activity is cut; steps and times stay whole.
         whole = Column(no_wrap=True)
         self._progress = Progress(
             TextColumn("[bold]step"),
@@ -137,7 +137,7 @@ class Display:
         self._progress.start()
 
     def activity(self, name: str, fraction: float | None = None) -> None:
-        """Show which node is being run, and the share of its work that is done, from 0 to 1."""
+        """Show which node is running, and the fraction of its work that is done, from 0 to 1."""
         if self._progress is not None:
             share = "" if fraction is None else f" {fraction:.0%}"
             self._progress.update(self._task, activity=Text(f"{name}{share}", "dim"))
@@ -172,7 +172,7 @@ class Display:
             self._progress = None
 
     def summary(self, title: str) -> None:
-        """Print a table of the first and the last value of the metrics."""
+        """Print a table of the first and last values of the metrics."""
         if not self.is_shown or not self._latest:
             return
         table = Table(title=title, title_justify="left")
@@ -184,7 +184,7 @@ class Display:
         self.console.print(table)
 
     def _headlines(self) -> list[tuple[str, str, str]]:
-        """The metrics at hand that are shown: name, label, format."""
+        """Those headlines that have been reported: name, label and format."""
         return [
             (name, label, layout)
             for beginning, label, layout in HEADLINES

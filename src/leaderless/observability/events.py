@@ -30,7 +30,7 @@ _REMEDIES = {
     "max_roll_backs": "what makes steps bad is not their data: change the settings of training, or raise it",
 }
 GUARDS = tuple(_REMEDIES)
-"""Guards, by the setting of the section `guards` that holds their limit or their action."""
+"""Guards, named after the setting of the section `guards` that holds their limit or action."""
 LOWER_BOUNDS = ("entropy_limit",)
 """Guards that act below their limit; all others act above it."""
 
@@ -39,8 +39,8 @@ LOWER_BOUNDS = ("entropy_limit",)
 class GuardEvent:
     """What one of the `GUARDS` saw in a step, and what the run does about it.
 
-    The value may be NaN or infinite. The limit is None where the value has to be finite. A node without a role has an
-    empty one. The roll-backs are those of the run before.
+    The value may be NaN or infinite. The limit is None if the value only has to be finite. The role is empty for a node
+    without one. Roll-backs are counted from the beginning of the run to this event.
     """
 
     step: int
@@ -53,7 +53,7 @@ class GuardEvent:
     num_roll_backs: int
 
     def __str__(self) -> str:
-        """What was seen, where, and what follows."""
+        """What was seen, where, and what the run does now."""
         place = f"step {self.step}, node '{self.node}'" + (f" of role '{self.role}'" if self.role else "")
         if self.limit is None:
             seen = f"guards.{self.guard}: the value is {self.value}"
@@ -64,16 +64,16 @@ class GuardEvent:
 
     @property
     def remedy(self) -> str:
-        """What a person can do about it."""
+        """What the user can do about it."""
         return _REMEDIES[self.guard]
 
     def to_json(self) -> dict[str, Json]:
-        """JSON-able values; null where the value is not finite."""
+        """The event as JSON, in which a value that is not finite is null."""
         return asdict(self) | {"value": self.value if math.isfinite(self.value) else None}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Json]) -> Self:
-        """An event from the values that `to_json` gave; a TypeError for those of anything else."""
+        """The event that `to_json` wrote; a TypeError if it is something else."""
         value = values.get("value")
         number = float(value) if isinstance(value, int | float) else math.nan
         return cls(**{**values, "value": number})  # type: ignore[arg-type]

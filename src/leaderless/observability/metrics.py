@@ -1,4 +1,4 @@
-"""Numbers that nodes report: summed on each rank, and made means over all ranks once per step."""
+"""Metrics that nodes report: collected on each rank, and reduced over all ranks once per step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 class Reducer(Protocol):
-    """Ranks that can add up numbers."""
+    """Ranks that can reduce numbers together."""
 
     def sum(self, values: Tensor, what: str) -> Tensor:
         """The sum over all ranks."""
 
     def max(self, values: Tensor, what: str) -> Tensor:
-        """The largest over all ranks."""
+        """The largest value over all ranks."""
 
 
 @dataclass
 class _Measure:
-    """A number that is being collected; tensors stay on their device until the step ends, so none is waited for."""
+    """A metric that is being collected; tensors stay on their device until the step ends, so nothing waits."""
 
     kind: Literal["mean", "total", "spread", "max"]
     count: float | Tensor = 0.0
@@ -33,13 +33,13 @@ class _Measure:
 
 @dataclass
 class Metrics:
-    """What one rank has to report of a step. All ranks of a pool report the same names in the same order."""
+    """What one rank reports of a step. All ranks of a pool report the same names in the same order."""
 
     _measures: dict[str, _Measure] = field(default_factory=dict)
     _is_replica: bool = False
 
     def of_replica(self) -> Metrics:
-        """The same numbers for a node whose rows another rank reports: names are kept, and values count for nothing."""
+        """The same metrics for a node whose rows another rank reports: the names count, the values do not."""
         return Metrics(self._measures, _is_replica=True)
 
     def mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
@@ -47,8 +47,8 @@ class Metrics:
 
         Args:
             name: Name such as `rollout/truncated`.
-            total: Sum of this rank's values.
-            count: Number of this rank's values.
+            total: Sum of the values of this rank.
+            count: Number of the values of this rank.
         """
         measure = self._measures.setdefault(name, _Measure("mean"))
         if not self._is_replica:
@@ -60,7 +60,7 @@ class Metrics:
 
         Args:
             name: Name such as `reward/failed`.
-            value: This rank's share.
+            value: Share of this rank.
         """
         measure = self._measures.setdefault(name, _Measure("total"))
         if not self._is_replica:
@@ -80,11 +80,11 @@ class Metrics:
         measure.square = measure.square + values.square().sum()
 
     def max(self, name: str, value: float | Tensor) -> None:
-        """Report the largest over all ranks; also a number that is the same on all.
+        """Report the largest value over all ranks, or a value that is the same on all of them.
 
         Args:
             name: Name such as `policy/learning_rate`.
-            value: Number of this rank.
+            value: Value of this rank.
         """
         measure = self._measures.setdefault(name, _Measure("max"))
         if not isinstance(value, Tensor):
@@ -92,7 +92,7 @@ class Metrics:
         measure.largest = torch.maximum(torch.as_tensor(measure.largest), value)
 
     def copy(self) -> Metrics:
-        """What has been reported so far; what follows does not change it."""
+        """A copy of what has been reported so far, which later reports do not change."""
         return Metrics({name: replace(measure) for name, measure in self._measures.items()})
 
     def go_back_to(self, earlier: Metrics) -> None:

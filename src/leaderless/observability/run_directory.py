@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 MANIFEST = "manifest.json"
-"""Lists the files of a checkpoint; there is none without it."""
-TELL_EVERY_S = 60.0
-"""Seconds between two complaints about the same file."""
+"""List of the files of a checkpoint; a folder without it is not a checkpoint."""
+SAY_EVERY_S = 60.0
+"""Shortest time between two messages about the same file."""
 
 
 class RunDirectory:
@@ -33,9 +33,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tell: Callable[[str], None] | None = None
-        """Called when a file for people to read cannot be written and training continues; errors are raised if None."""
-        self._told: dict[str, float] = {}
+        self.say: Callable[[str], None] | None = None
+        """Called if a file for people to read cannot be written, and training continues; if None, errors are raised."""
+        self._said: dict[str, float] = {}
         self._unwritten = ""
         self.config = path / "config.yaml"
         self.plan = path / "plan.json"
@@ -66,7 +66,7 @@ class RunDirectory:
     def held(self) -> Iterator[None]:
         """Keep other processes from writing here; a BlockingIOError names the process that does so now.
 
-        A process that is killed lets go.
+        When a process is killed, others may write.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         path = self.path.with_name(f".{self.path.name}.lock")
@@ -142,7 +142,7 @@ class RunDirectory:
                 self.append_event("reward_failed", {"step": step, "rank": rank, "reward": reward, "error": error})
 
     def first_reward_error(self) -> str:
-        """Name and error of the first reward that failed, as `note_reward_error` wrote it; empty if none did."""
+        """Name and error of the first reward that failed, as `note_reward_error` wrote them; empty if none did."""
         for line, _ in self.read_events():
             event = json.loads(line)
             if event["event"] == "reward_failed":
@@ -199,22 +199,22 @@ class RunDirectory:
         samples: Iterable[Mapping[str, Json]],
         kind: Literal["step", "evaluation"] = "step",
     ) -> None:
-        """Keep what was asked, answered and rewarded in a training step or in the evaluation after it."""
+        """Write the prompts, responses and rewards of a training step, or of the evaluation after it."""
         text = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         with self.may_fail(self.samples):
             write_atomically(self.samples / f"{kind}-{step:06d}.rank-{rank}.jsonl", text)
 
     @contextmanager
     def may_fail(self, what: Path) -> Iterator[None]:
-        """Let training continue when a file for people to read cannot be written, if `tell` is set."""
+        """Let training continue when a file for people to read cannot be written, if `say` is set."""
         try:
             yield
         except OSError as error:
-            if self.tell is None:
+            if self.say is None:
                 raise
-            if time.monotonic() - self._told.get(str(what), -math.inf) > TELL_EVERY_S:
-                self._told[str(what)] = time.monotonic()
-                self.tell(f"{what} cannot be written: {error.strerror}; training continues: make room")
+            if time.monotonic() - self._said.get(str(what), -math.inf) > SAY_EVERY_S:
+                self._said[str(what)] = time.monotonic()
+                self.say(f"{what} cannot be written: {error.strerror}; training continues: make room")
 
 
 class StepLog:
@@ -226,14 +226,14 @@ class StepLog:
         self._enable_tensorboard = enable_tensorboard
 
     def open(self, step: int, num_roll_backs: int = 0) -> None:
-        """Begin to log, or continue, with this step; what was logged of it and of later ones is dropped."""
+        """Begin to log, or continue, at this step; what was logged of it and of later steps is dropped."""
         self.close()
         self.directory.forget_after(step - 1, num_roll_backs)
         if self._enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             with self.directory.may_fail(self.directory.tensorboard):
-                # Readers of the events drop those of an earlier start that are not before this step.
+                # Readers of these events ignore those that an earlier start wrote from this step on.
                 self._writer = SummaryWriter(str(self.directory.tensorboard), purge_step=step or None)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -263,7 +263,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def finite_or_none(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """Numbers as JSON can hold them, which has neither NaN nor infinity."""
+    """The same numbers for JSON, which has neither NaN nor infinity."""
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
@@ -272,7 +272,7 @@ def _to_line(record: Mapping[str, float]) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file so that it is complete or does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""A Chrome trace of what a rank did when; opens in Perfetto and in chrome://tracing."""
+"""A Chrome trace of what a rank did when, to be opened in Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MayFail = Callable[[Path], AbstractContextManager[object]]
 
 
 class Tracer:
-    """Times spans, and writes them to a file, if there is one, until it is closed.
+    """Times spans and, if it has a path, writes them to a file until it is closed.
 
-    What an earlier start of the run wrote there is kept. Errors of writing are left to the context `may_fail`.
+    What an earlier start of the run wrote to the file is kept. All writing happens in the context `may_fail`.
     """
 
     def __init__(self, path: Path | None, rank: int, may_fail: MayFail = nullcontext) -> None:
@@ -38,7 +38,7 @@ class Tracer:
     def span(self, name: str, step: int, lane: int = 0) -> Iterator[None]:
         """Time a node or another part of a step.
 
-        Threads may do so at the same time, each in a lane (a row of the picture) of its own; 0 is the main thread.
+        Several threads may do so at once, each in its own lane, a row of the picture; the main thread has lane 0.
         """
         wall_us = time.time_ns() / 1000
         begin = time.perf_counter()
@@ -59,7 +59,7 @@ class Tracer:
             seconds, self.seconds = self.seconds, {}
             if self._file is not None:
                 with self._may_fail():
-                    self._file.flush()  # what is killed in a later step leaves this one behind
+                    self._file.flush()  # a process that is killed in a later step leaves this one behind
         return seconds
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ def answer(
     temperature: float | None,
     max_tokens: int | None,
 ) -> list[str]:
-    """Have a model answer prompts, as `Run.generate` describes; its own weights are used without a checkpoint."""
+    """Have a model answer prompts, as described at `Run.generate`; without a checkpoint it is untrained."""
     config = recipe.model_of(role)
     if config is None:
         raise RecipeError.at("models", f"has no model for the role '{role}'")

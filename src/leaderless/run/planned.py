@@ -1,4 +1,4 @@
-"""A run as it is planned: checks of what its recipe names, its folder, and the report at its end."""
+"""A planned run: checks of what its recipe names, its folder, and the report at its end."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FREE_KEYS = (
     "guards.",
     "algorithm.loop.",
 )
-"""Settings that may change when a run continues. They change no number, but how long and where the run continues, and
-what happens when numbers go bad."""
+"""Settings that may differ when a run continues: they change no number, only how long and where it runs, and what
+happens when numbers go bad."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Planned:
             check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
 
     def is_finished(self, *, is_shown: bool = True) -> bool:
-        """Whether the run has all of its steps; if so, it may be shown that there is nothing to do."""
+        """Whether the run has all of its steps; if so, and if `is_shown`, print that there is nothing to do."""
         if self.directory.last_step() < self.recipe.steps:
             return False
         if is_shown:
@@ -108,7 +108,7 @@ class Planned:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Write the report at the end, also of a run that fails; a failure to do so must not hide why."""
+        """Write the report at the end, even if the run fails; a report that cannot be written must not hide why."""
         try:
             yield
         except BaseException:
@@ -145,7 +145,7 @@ class Planned:
         try:
             directory.path.mkdir(parents=True, exist_ok=True)
             if not has_checkpoint and not is_restart:
-                # A run without a step is not kept; what it has noted about itself is not about the new one.
+                # A run without a step is not kept, and its notes do not apply to the new one.
                 shutil.rmtree(directory.traces, ignore_errors=True)
                 for file in (directory.events, *([directory.limits] if fresh else [])):
                     file.unlink(missing_ok=True)
@@ -156,7 +156,7 @@ class Planned:
             raise self.loaded.locate(RecipeError.at("run.directory", reason)) from error
 
     def _check_same_settings(self) -> None:
-        """Refuse to continue a run with other settings than it was begun with."""
+        """Refuse to continue a run with settings other than those it was begun with."""
         before, now = (
             {".".join(path): value for path, value in leaves_of(recipe.model_dump(mode="json")) if value != {}}
             for recipe in (load_recipe(self.directory.config).recipe, self.recipe)
@@ -184,7 +184,7 @@ def located(loaded: LoadedRecipe) -> Iterator[None]:
 
 
 def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:
-    """Plan a run; a RecipeError gives every reason why it does not work with so many workers."""
+    """Plan a run; a RecipeError gives every reason why it does not work with this number of workers."""
     with located(loaded):
         return _plan(loaded, resolve_workflow(loaded.recipe.workflow), num_workers)
 

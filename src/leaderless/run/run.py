@@ -57,7 +57,7 @@ class Run:
         self.loaded = read_settings(recipe, overrides, settings)
 
     def __repr__(self) -> str:
-        """The run's name, and how far it is."""
+        """The run's name and its newest saved step."""
         return f"Run({self.recipe.name!r}: step {self.directory.last_step()} of {self.recipe.steps})"
 
     @property
@@ -120,7 +120,7 @@ class Run:
             check_importable(self.loaded)
         planned = self._plan_for(workers, nodes)
         planned.check_inputs()
-        # Of several machines, the first worker opens the run: no launcher does so for all of them.
+        # With several machines, the first worker opens the run, as no launcher could do so for all.
         with planned.opened(fresh=fresh) if nodes is None else nullcontext():
             if planned.is_finished():
                 return self.metrics
@@ -144,7 +144,7 @@ class Run:
         return self.metrics
 
     def work(self, place: Place | None = None, *, fresh: bool = False, is_restart: bool = False) -> None:
-        """Be one of the workers that torchrun, or something like it, has started.
+        """Act as one of the workers that torchrun or a similar launcher has started.
 
         Args:
             place: Place of this worker; the one that torchrun has given to this process if None.
@@ -153,7 +153,7 @@ class Run:
         """
         place = place or Place.from_environment()
         planned = plan_training(self.loaded, place.world_size)
-        # Every worker looks for itself: none may wait for others that see that there is nothing to do.
+        # Every worker finds out for itself: none may wait for others that have nothing to do.
         is_done = not (fresh and not is_restart) and planned.is_finished(is_shown=place.rank == 0)
         with ExitStack() as stack:
             if place.rank == 0:
@@ -253,7 +253,7 @@ class Run:
         return export_model(source, role, Path(path))
 
     def _plan_for(self, workers: int, nodes: Nodes | None) -> Planned:
-        """The plan. Where the number of machines may change, it is for all of them, and must fit the fewest as well."""
+        """The plan for the largest number of machines, which must work with the smallest number as well."""
         if nodes is None:
             return plan_training(self.loaded, workers)
         for number in dict.fromkeys((nodes.smallest, nodes.largest)):
@@ -266,7 +266,7 @@ class Run:
 
     def _start(self, planned: Planned, workers: int, nodes: Nodes | None, *, apart: bool, is_alone: bool) -> None:
         if is_alone:
-            # In a process of its own, whatever is left belongs to the run.
+            # A process that exists for the run alone may end all that are left over.
             with _kept_generators(), Leftovers() if apart else nullcontext():
                 stopped_by = train_as_worker(planned, Place.alone(is_guest=not apart))
             if stopped_by is not None:
@@ -278,7 +278,7 @@ class Run:
     def _launch(
         self, job: Job, directory: RunDirectory, workers: int, max_restarts: int = 0, nodes: Nodes | None = None
     ) -> None:
-        """Do a job in workers of this machine."""
+        """Do a job with workers on this machine."""
         from leaderless.launch.local import Launch, launch_workers
         from leaderless.launch.restarts import Restarts
 
@@ -294,7 +294,7 @@ class Run:
 
 @contextmanager
 def _kept_generators() -> Iterator[None]:
-    """Give a program the global generators back as it left them; training seeds them at each step."""
+    """Give the program its global generators back as they were; training seeds them at each step."""
     import numpy as np
     import torch
 

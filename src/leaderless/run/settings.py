@@ -1,4 +1,4 @@
-"""From what a Python program says to a recipe: functions become names, datasets and models become files."""
+"""Makes a recipe of what a Python program gives: functions become names, datasets and models become files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def recipe_path(target: Path) -> Path:
 
 
 def check_importable(loaded: LoadedRecipe) -> None:
-    """Refuse functions that other processes cannot import, as a script or notebook defines them."""
+    """Refuse functions that other processes cannot import because a script or notebook defines them."""
     for path, value in leaves_of(loaded.recipe.model_dump(mode="json")):
         name = next((part for part in (*path, value) if str(part).startswith(f"{MAIN}:")), None)
         if name is not None:
@@ -94,14 +94,14 @@ def _name_of(function: Callable[..., object], path: Sequence[str]) -> str:
 
 
 class _Inputs:
-    """Files for objects, named after their content: the same object is the same setting in a later start."""
+    """Files for objects, named after their content, so that the same object gives the same setting at a later start."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._missing: dict[Path, Callable[[Path], object]] = {}
 
     def plain(self, value: Setting, path: tuple[str, ...]) -> Setting:
-        """What a program gave for the setting at a path, as a YAML file could hold it."""
+        """A program's value for the setting at a path, in a form that a YAML file can hold."""
         key = ".".join(path)
         if isinstance(value, Workflow):
             file = self._text(write_workflow(value), ".yaml")
@@ -158,7 +158,7 @@ def _rows_of(value: Setting) -> Iterable[Mapping[str, object]] | None:
 
 
 def _lines(rows: Iterable[Mapping[str, object]], key: str) -> Iterator[str]:
-    from leaderless.data.rows import plain_row  # imports torch, which commands that start nothing do without
+    from leaderless.data.rows import plain_row  # imports torch, which commands that start nothing do not need
 
     for number, row in enumerate(rows):
         yield json.dumps(plain_row(row, f"{key}[{number}]"), ensure_ascii=False) + "\n"

@@ -65,7 +65,7 @@ class MetricsTable:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><p>{self._size()}</p>"
 
     def _shown(self) -> list[list[str]]:
-        """Names and numbers that fit a screen."""
+        """Names and numbers that fit on a screen."""
         known = [name for start, _, _ in HEADLINES for name in self.columns if name.startswith(start)]
         names = list(dict.fromkeys(["step", *known, *self.columns]))[:_SHOWN_COLUMNS]
         names = [name for name in names if name in self.columns]

@@ -1,4 +1,4 @@
-"""A process of its own for one worker: `python -m leaderless.run.worker JOB`."""
+"""The process of one worker: `python -m leaderless.run.worker JOB`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leaderless.workflow import load_recipe
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of one machine are started for; they find it in a file.
+    """The job of the workers of one machine, which they read from a file.
 
     A launcher that `has_prepared` the run's folder also writes the report; with several machines, the first worker does
     both. An evaluation names the role that answers, a checkpoint if the weights come from one, and a file for scores.
@@ -36,7 +36,7 @@ class Job:
     scores: str = ""
 
     def to_text(self) -> str:
-        """The job as JSON; `sys.path` comes with it, as the recipe may name functions."""
+        """The job as JSON, together with `sys.path`, as the recipe may name functions."""
         places: list[Json] = [[list(path), place] for path, place in self.source.places.items()]
         values = asdict(self) | {"source": {"settings": self.source.settings, "places": places}, "path": sys.path}
         return json.dumps(values)
@@ -52,7 +52,7 @@ class Job:
 
 
 def train_as_worker(planned: Planned, place: Place) -> int | None:
-    """Be one worker of a training run, and return the signal that stopped it before the last step, if one did."""
+    """Act as one worker of a training run; return the signal that stopped it before the last step, if one did."""
     from leaderless.worker.process import train
 
     display = Display(console, is_shown=place.rank == 0)
@@ -63,7 +63,7 @@ def train_as_worker(planned: Planned, place: Place) -> int | None:
 
 
 def evaluate_as_worker(planned: Planned, place: Place, checkpoint: Path | None) -> dict[str, float]:
-    """Be one worker of an evaluation of a checkpoint, or of the model without one; each rank gets the scores."""
+    """Act as one worker of an evaluation, of the untrained model without a checkpoint; each rank gets the scores."""
     from leaderless.worker.process import evaluate
 
     with located(planned.loaded):

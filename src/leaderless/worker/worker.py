@@ -44,7 +44,7 @@ class Worker:
             parts: Parts of the worker.
         """
         recipe, directory, self._rank = parts.recipe, parts.directory, parts.transport.rank
-        directory.tell = lambda text: parts.display.say(f"[bold red]{escape(text)}[/]")
+        directory.say = lambda text: parts.display.say(f"[bold red]{escape(text)}[/]")
         self.parts, self.progress = parts, Progress({})
         trace = directory.traces / f"rank-{self._rank}.json" if recipe.run.trace_steps else None
         self.tracer = Tracer(trace, self._rank, directory.may_fail)

@@ -76,7 +76,7 @@ def test_unfinished_last_line_is_skipped_and_a_broken_one_before_is_said(run):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 42, "reward/mean": 1}\n')
     assert read_run(run).steps == (*whole.steps, 42)
-    assert read_run(run).notes == ("metrics.jsonl: 1 lines are no JSON objects and were passed over.",)
+    assert read_run(run).notes == ("metrics.jsonl: skipped lines that are not JSON objects: 1.",)
 
 
 def test_last_row_of_a_repeated_step_wins(run):

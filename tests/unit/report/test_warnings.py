@@ -18,7 +18,7 @@ from leaderless.observability.report.checks import review
 from leaderless.observability.report.run_files import read_run
 
 WARNINGS = {
-    "Values that are no finite numbers": ("policy/loss", lambda bad: float("nan") if bad else 0.0),
+    "Values that are not finite numbers": ("policy/loss", lambda bad: float("nan") if bad else 0.0),
     "Rewards that could not be computed": ("reward/failed", lambda bad: 1 if bad else 0),
     "Engine and trainer disagree about log-probs": ("mismatch/abs_mean", lambda bad: 0.051 if bad else 0.05),
     "Most groups teach nothing": ("group/no_signal", lambda bad: 0.51 if bad else 0.5),
@@ -59,7 +59,7 @@ def test_failed_rewards_come_with_count_and_example(run):
 @pytest.mark.parametrize("written", ["NaN", "-Infinity", "null", "1e999", "1" + "0" * 400])
 def test_a_value_that_is_not_finite_is_a_gap_and_a_warning(run, written):
     (run / "metrics.jsonl").write_text(f'{{"step": 1, "policy/loss": 0.5}}\n{{"step": 2, "policy/loss": {written}}}\n')
-    assert titles(run) == ["Values that are no finite numbers"]
+    assert titles(run) == ["Values that are not finite numbers"]
     page = Page(render_report(run))
     assert page.data("chart-data")["chart-0"]["traces"][0]["values"] == [0.5, None]
     assert "policy/loss (first at step 2)" in page.text
@@ -76,5 +76,5 @@ def test_what_a_run_does_not_log_is_not_called_fine(run):
     outcome = review(read_run(run))
     assert (len(outcome.findings), len(outcome.passed), len(outcome.not_made)) == (0, 1, 6)
     text = Page(render_report(run)).text
-    assert "1 checks passed, 6 could not be made" in text
+    assert "1 check passed, 6 could not be made" in text
     assert "Loss 0 −1 since step 1 (1)" in text

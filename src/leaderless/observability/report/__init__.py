@@ -1,4 +1,4 @@
-"""One HTML file about a run: curves, warnings, samples, plan and recipe. Opens offline and imports no torch."""
+"""One HTML file about a run: curves, warnings, samples, plan and recipe. It loads nothing and needs no torch."""
 
 from leaderless.observability.report.page import render_report, write_report
 

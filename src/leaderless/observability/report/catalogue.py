@@ -1,4 +1,4 @@
-"""Which charts there are, what they show, and in which order a reader meets them."""
+"""The charts of a report: what they show, and in which order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from leaderless.observability.report.curves import Series
 from leaderless.observability.report.run_files import RunFiles
 
 MAX_OWN_CHARTS = 60
-"""Largest number of charts of metrics that the catalogue does not know."""
+"""Largest number of charts of metrics that are not in the catalogue."""
 
 Unit = Literal["number", "share"]
 
@@ -19,8 +19,8 @@ Unit = Literal["number", "share"]
 class Topic:
     """A chart that a run may have, of metrics by name or pattern.
 
-    The unit `share` writes 0.25 as 25 %. An axis that `is_log` is logarithmic at first. The metric `band` is drawn as a
-    band of its size around the first one.
+    With the unit `share`, 0.25 is written as 25 %. With `is_log`, the axis is logarithmic at first. The metric `band`
+    is drawn as a band of its size around the first of the others.
     """
 
     title: str
@@ -87,7 +87,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             "Chosen groups that wait for the next step, and those that the last round did not find.",
             ("sampling/carried", "sampling/missing"),
         ),
-        Topic("Rounds", "How often a step asked new prompts until it had enough groups.", ("sampling/rounds",)),
+        Topic("Rounds", "How often a step took new prompts until it had enough groups.", ("sampling/rounds",)),
         Topic(
             "Entropy",
             "How undecided the policy is about the next token, in nats. A fall to zero ends exploration.",
@@ -108,7 +108,7 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             is_log=True,
         ),
         Topic("Clipped tokens", "Tokens whose ratio left the clip range.", ("policy/clip_fraction",), unit="share"),
-        Topic("Learning rate", "Of the policy, after warm-up and decay.", ("policy/learning_rate",)),
+        Topic("Learning rate", "Rate of the policy, after warm-up and decay.", ("policy/learning_rate",)),
     ),
     "How the critic is trained": (
         Topic(
@@ -116,16 +116,16 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             "Share of the returns' variance that the critic foresees. At 0 it knows their mean at best.",
             ("critic/explained_variance",),
         ),
-        Topic("Critic loss", "Half the squared error of its values.", ("critic/loss",)),
+        Topic("Critic loss", "Half the squared error of the critic's values.", ("critic/loss",)),
         Topic("Mean value", "What the critic expects, over all tokens.", ("critic/value_mean",)),
         Topic(
             "Clipped values",
-            "Tokens whose value moved further in one step than it should.",
+            "Tokens whose value moved further in one step than it may.",
             ("critic/clip_fraction",),
             unit="share",
         ),
         Topic("Critic gradient norm", "Global L2 norm before clipping.", ("critic/grad_norm",)),
-        Topic("Critic learning rate", "After warm-up and decay.", ("critic/learning_rate",)),
+        Topic("Critic learning rate", "Rate of the critic, after warm-up and decay.", ("critic/learning_rate",)),
     ),
     "Can the numbers be trusted?": (
         Topic(
@@ -170,12 +170,12 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
 }
 
 TIME_PATTERN = "time/*"
-"""Seconds by node: a picture of their own."""
+"""Seconds by node, which share one chart."""
 
 
 def charts_of(run: RunFiles) -> tuple[Charts, int]:
-    """The charts that a run has something to show in, custom metrics last, and the number of those left out."""
-    # The specific names first, so that a pattern such as `reward/*` takes what they leave.
+    """The charts that have something to show, those of custom metrics last, and the number of metrics left out."""
+    # A pattern such as `reward/*` takes the metrics that no other topic names.
     taken = {name for topics in CATALOGUE.values() for topic in topics for name in (*topic.metrics, topic.band)}
     found: Charts = []
     drawn: set[str | None] = set()

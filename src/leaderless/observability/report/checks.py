@@ -12,17 +12,17 @@ from leaderless.observability.report.view import format_number
 MAX_MISMATCH = 0.05
 """Mean |rollout_log_probs - old_log_probs| of a step; above it the engine samples from another policy."""
 MAX_NO_SIGNAL = 0.5
-"""Fraction of groups, lately, that may be without signal."""
+"""Largest fraction of groups without signal, lately."""
 MAX_TRUNCATED = 0.2
-"""Fraction of responses, lately, that may be cut."""
+"""Largest fraction of responses that are cut, lately."""
 MIN_ENTROPY_LEFT = 0.1
-"""Fraction of its entropy at the start that the policy should keep."""
+"""Smallest fraction of its first entropy that the policy should keep."""
 SPIKE_FACTOR = 10.0
-"""A gradient norm of more than this many times its running median is a spike."""
+"""Multiple of the running median above which a gradient norm is a spike."""
 SPIKE_WINDOW = 50
-"""Steps before a step whose median it is compared with."""
+"""Steps over which that median is taken, just before the step."""
 RECENT = 0.25
-"""Part of the run, at its end, that counts as lately."""
+"""Fraction of the run, at its end, that counts as lately."""
 
 
 class Finding(NamedTuple):
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A question that every run is asked: the metric that answers it (None for all) and the values that it takes."""
+    """A rule for every run: the metric that shows whether it holds (None for all), and the values that this takes."""
 
     rule: str
     metric: str | None
@@ -51,7 +51,7 @@ class Check(NamedTuple):
 
 
 class Review(NamedTuple):
-    """The outcome of all checks: findings, most serious first, rules that hold, and rules with too little logged."""
+    """The outcome of all checks: findings (most serious first), rules that hold, and rules with too little to check."""
 
     findings: Sequence[Finding]
     passed: Sequence[str]
@@ -78,7 +78,7 @@ def _non_finite(run: RunFiles) -> Finding | None:
     listed = ", ".join(f"{name} (first at step {first[name]})" for name in named[:6])
     more = f" and {len(named) - 6} more" if len(named) > 6 else ""
     return Finding(
-        "Values that are no finite numbers",
+        "Values that are not finite numbers",
         f"{listed}{more}.",
         "A loss, a gradient or a metric became NaN or infinite. Once it reaches the weights, all that follows is lost.",
         "Look at the samples of that step; lower optimizer.learning_rate, use float32 for compute_dtype, "
@@ -96,7 +96,7 @@ def _reward_failures(run: RunFiles) -> Finding | None:
         "Rewards that could not be computed",
         f"{total:,.0f} responses in {len(failed)} of {len(logged)} logged steps, the last at step {last}.",
         "A response whose reward failed carries no gradient and is left out of its group. "
-        "If failures go with certain answers, the policy learns from a biased rest.",
+        "If certain answers fail more often, the policy learns from a biased selection.",
         "Read the error, correct the reward function or raise its timeout_s, and test it on the failed samples below.",
         run.samples.example_error or "No error of this kind is among the recorded samples.",
     )
@@ -130,8 +130,8 @@ def _no_signal(run: RunFiles) -> Finding | None:
         f"{mean:.0%} of groups had no signal in {recent}.{reached}",
         "All responses of such a group earned the same, so their advantages are zero: they cost a rollout and "
         "change no weight.",
-        "With a reward near its maximum the prompts are too easy, take harder ones; near its minimum they are too "
-        "hard, take easier ones, raise batch.responses_per_prompt, or check that the reward can be earned at all.",
+        "With a reward near its maximum the prompts are too easy: take harder ones. Near its minimum they are too "
+        "hard: take easier ones, raise batch.responses_per_prompt, or check that the reward can be earned at all.",
     )
 
 
@@ -162,7 +162,7 @@ def _entropy_collapse(run: RunFiles) -> Finding | None:
         f"From {format_number(start)} at the start to {format_number(end)} at the end, "
         f"{end / start:.1%} of what it was.",
         "The policy gives nearly the same response every time; then groups have no signal and learning ends. "
-        "That is as it should be only if the task is solved.",
+        "That is right only if the task is solved.",
         "Lower optimizer.learning_rate, raise algorithm.policy_loss.clip_high, or set "
         "algorithm.kl.coefficient; keep the checkpoint from before the fall.",
     )
@@ -172,7 +172,7 @@ def _gradient_spikes(run: RunFiles) -> Finding | None:
     points = run.series["policy/grad_norm"].finite
     spikes: list[tuple[float, int, float]] = []
     for index in range(5, len(points)):
-        # A step without signal has no gradient; it says nothing about the usual size of one.
+        # A step without signal has no gradient, which says nothing about the usual size of one.
         before = [value for _, value in points[max(0, index - SPIKE_WINDOW) : index] if value > 0]
         step, value = points[index]
         if len(before) >= 5 and value > SPIKE_FACTOR * statistics.median(before):

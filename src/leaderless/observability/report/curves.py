@@ -1,4 +1,4 @@
-"""Metrics over steps, and how long ones are thinned so that a browser stays quick."""
+"""Metrics over steps, and how long series are thinned so that a browser stays quick."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_POINTS = 2000
 
 @dataclass(frozen=True)
 class Series:
-    """One metric: the steps at which it was logged, ascending, and its values, None for what is not finite."""
+    """One metric: the steps at which it was logged, ascending, and its values, None for those that are not finite."""
 
     steps: tuple[int, ...]
     values: tuple[float | None, ...]
@@ -26,38 +26,38 @@ class Series:
         return tuple((step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None)
 
     def recent(self, share: float) -> tuple[tuple[int, float], ...]:
-        """The last finite points, a share of all of them, but at least one if there is any."""
+        """The last finite points: this share of them, but at least one if there is any."""
         return self.finite[-max(1, round(share * len(self.finite))) :]
 
 
 def last_rows(rows: Sequence[Mapping[str, object]]) -> dict[int, Mapping[str, object]]:
-    """Lines of `metrics.jsonl` by step, ascending; the last one of a step that was run again after a resume."""
+    """Lines of `metrics.jsonl` by step, ascending; the last line of a step that was run again after a resume."""
     by_step = {step: row for row in rows if (step := as_step(row.get("step"))) is not None}
     return dict(sorted(by_step.items()))
 
 
 def collect_series(rows: Mapping[int, Mapping[str, object]]) -> dict[str, Series]:
-    """All metrics in rows by step, in order of their first appearance."""
+    """All metrics of rows by step, in the order in which they first appear."""
     points: dict[str, dict[int, float | None]] = {}
     for step, row in rows.items():
         for name, value in row.items():
-            # Writers put null for NaN, which JSON does not have; text is no metric.
+            # NaN, which JSON does not have, was written as null; text is not a metric.
             if name not in {"step", "time_s"} and (value is None or isinstance(value, int | float)):
                 points.setdefault(name, {})[step] = as_number(value)
     return {name: Series(tuple(logged), tuple(logged.values())) for name, logged in points.items()}
 
 
 def duration_s(rows: Mapping[int, Mapping[str, object]]) -> float | None:
-    """Seconds that rows by step took; None if no row says. `time_s` may begin again at 0 after a resume."""
+    """Seconds that all steps took; None if no row says. After a resume, `time_s` may begin at 0 again."""
     times = [time for row in rows.values() if (time := as_number(row.get("time_s"))) is not None]
     passed = (time - before if time >= before else time for before, time in pairwise([0.0, *times]))
     return sum(passed) if times else None
 
 
 def thin(series: Series, max_points: int = MAX_POINTS) -> Series:
-    """The series with at most so many points (four or more); every spike of it is still there.
+    """The series with at most `max_points` (four or more) points, every spike among them.
 
-    The points between the first and the last are cut into equal runs, and the lowest and the highest of each are kept.
+    The points between the first and the last are divided into equal runs; the lowest and the highest of each are kept.
     """
     count = len(series.steps)
     if count <= max_points:

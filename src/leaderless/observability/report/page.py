@@ -1,4 +1,4 @@
-"""The page as a whole: templates in `assets`, filled with what is known of a run."""
+"""The page as a whole: the templates in `assets`, filled with what is known about a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE_NAME = "report.html"
 
 
 def write_report(run_directory: Path) -> Path:
-    """Write `report.html` into a run directory; a reader sees the old page or the new one, never half of one.
+    """Write `report.html` into a run directory; a reader sees the old page or the new one, never a part.
 
     Args:
         run_directory: Folder as a run writes it, or as much of it as there is.
@@ -34,7 +34,7 @@ def write_report(run_directory: Path) -> Path:
     Raises:
         ValueError: There is no such directory.
     """
-    from leaderless.observability.run_directory import write_atomically  # needs more libraries than a page does
+    from leaderless.observability.run_directory import write_atomically  # needs libraries that rendering does not
 
     target, page = run_directory / FILE_NAME, render_report(run_directory)
     write_atomically(target, page)
@@ -79,12 +79,12 @@ def render_report(run_directory: Path) -> str:
             scripts=[_script(script) for script in scripts],
         )
     )
-    # A response may hold half a surrogate pair, which UTF-8 cannot.
+    # A response may hold half a surrogate pair, which UTF-8 cannot encode.
     return page.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _environment() -> Environment:
-    """Templates that escape every value, and fail where one is not there."""
+    """Templates that escape every value, and fail where a value is missing."""
     environment = Environment(
         loader=PackageLoader("leaderless.observability.report", "assets"),
         autoescape=True,
@@ -102,12 +102,12 @@ def _asset(name: str) -> str:
 
 def _plotly() -> str:
     source: str = get_plotlyjs()
-    # An HTML parser reads every line end as \n, and the script must match its hash after that.
+    # An HTML parser reads every line end as \n; only then is the script compared with its hash.
     return source.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _json(value: object) -> Markup:
-    """Data for the page's scripts, in which no text can close the block that it stands in."""
+    """Data for the page's scripts, in which no text can end the script element."""
     return Markup(embedded_json(value))  # noqa: S704
 
 
@@ -117,7 +117,7 @@ def _script(source: str) -> Markup:
 
 
 def _content_policy(scripts: Sequence[str]) -> str:
-    """A policy under which the page loads nothing and runs these scripts only, whatever the run's texts hold."""
+    """A policy under which the page loads nothing and runs only these scripts, whatever the texts of the run hold."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"

@@ -12,9 +12,9 @@ KNOWN = frozenset(f"{DRAWING} {STRUCTURE}".split())
 
 
 def clean_svg(text: str) -> str:
-    """An SVG file reduced to elements and attributes that only draw; a ValueError if it is none."""
+    """An SVG file reduced to elements and attributes that only draw; a ValueError if it is not one."""
     try:
-        # The parser loads nothing and limits what entities may become.
+        # This parser loads nothing, and limits the size that entities grow to.
         root = fromstring(text)  # noqa: S314
         cleaned = _copy(root)
     except (ParseError, RecursionError):

@@ -1,4 +1,4 @@
-"""Everything that a run directory says about its run."""
+"""Everything that a run directory holds about its run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leaderless.observability.report.untrusted import (
 )
 
 Settings = Mapping[tuple[str, ...], str]
-"""Settings of a recipe as text, by their path."""
+"""Settings of a recipe as text, by path."""
 HELD_OUT_BYTES = 1_000_000
 """Largest size of the samples of held-out prompts on a page, without tokens."""
 
@@ -32,8 +32,8 @@ HELD_OUT_BYTES = 1_000_000
 class RunFiles:
     """What was found in a run directory; a file that is missing leaves its attribute empty.
 
-    The picture is safe to stand in the page. Metrics are by name in `series`, and their steps ascend. Samples are those
-    of training and of held-out prompts, as far as the page shows them. Notes say what is missing or could not be read.
+    The picture is safe to stand in the page. The series are metrics by name. Samples, of training and of held-out
+    prompts, are those that the page shows. Notes say what is missing or could not be read.
     """
 
     directory: Path
@@ -57,7 +57,7 @@ class RunFiles:
         return as_text(self.plan.get("recipe")) or self.settings.get(("name",), "") or self.directory.resolve().name
 
     def matching(self, *patterns: str) -> dict[str, Series]:
-        """Metrics by name or by pattern, in which `*` stands for any text, in the order of the patterns."""
+        """Metrics that match names or patterns, in which `*` stands for any text, in the order of these."""
         found: dict[str, Series] = {}
         for pattern in patterns:
             regex = re.compile(".*".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)
@@ -82,8 +82,7 @@ def read_run(directory: Path) -> RunFiles:
     held_out = read_samples(directory / "samples", judge, HELD_OUT_BYTES, "evaluation")
     if not samples.num_recorded_steps and _is_recorded(plan):
         notes.append("samples/ holds no recorded samples, so none can be shown.")
-    # Most runs have no events.
-    has_events = events.exists() and events.stat().st_size > 0
+    has_events = events.exists() and events.stat().st_size > 0  # most runs have none
     events_text = _read(events, "its failures and the events of guards", notes) if has_events else ""
     return RunFiles(
         directory,
@@ -104,9 +103,9 @@ def read_run(directory: Path) -> RunFiles:
 
 
 def flatten_recipe(text: str) -> dict[tuple[str, ...], str]:
-    """Settings of a resolved recipe as text by their path, as `("batch", "prompts_per_step")`.
+    """Settings of a resolved recipe as text, by path such as `("batch", "prompts_per_step")`.
 
-    What is not set is left out. A recipe that is broken has no settings.
+    Settings without a value are left out. A broken recipe has no settings.
     """
     settings: dict[tuple[str, ...], str] = {}
 
@@ -125,7 +124,7 @@ def flatten_recipe(text: str) -> dict[tuple[str, ...], str]:
 
 
 def _judge(settings: Settings) -> Judge:
-    """The judge by `evaluation.metric`, else by the reward of largest weight."""
+    """A judge by `evaluation.metric`, or else by the reward with the largest weight."""
     weights = {
         path[1]: _number(value) for path, value in settings.items() if path[0] == "reward" and path[2:] == ("weight",)
     }
@@ -143,7 +142,7 @@ def _number(text: str) -> float:
 
 
 def _read(path: Path, content: str, notes: list[str]) -> str:
-    """The text of a file; without any, a note says what is lost."""
+    """The text of a file; if there is none, a note says what is missing from the page."""
     text, problem = "", "is empty"
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -163,12 +162,12 @@ def _read_plan(path: Path, notes: list[str]) -> Mapping[str, object]:
     except ValueError:
         plan = {}
     if text.strip() and not plan:
-        notes.append("plan.json is no JSON object, so the plan cannot be shown.")
+        notes.append("plan.json is not a JSON object, so the plan cannot be shown.")
     return plan
 
 
 def _is_recorded(plan: Mapping[str, object]) -> bool:
-    """Whether a node records samples; taken for granted without a plan."""
+    """Whether a node records samples; without a plan, one is assumed to."""
     return not plan or any(as_mapping(node).get("run") == "record" for node in as_list(plan.get("nodes")))
 
 

@@ -1,4 +1,4 @@
-"""Recorded samples as the page shows them, and which of them it holds."""
+"""Recorded samples as the page shows them, and the choice of those that fit on it."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from leaderless.observability.report.untrusted import (
 )
 
 BUDGET_BYTES = 4_000_000
-"""Largest size of all samples of a kind on a page."""
+"""Largest size of all samples of one kind on a page."""
 TOKEN_BUDGET_BYTES = 2_000_000
-"""Largest size of their tokens, one by one, which come on top."""
+"""Largest size of their single tokens, on top of that."""
 MAX_TEXT_CHARACTERS = 20_000
-"""A longer prompt, response or answer is cut."""
+"""Length at which a prompt, response or answer is cut."""
 MAX_ERROR_CHARACTERS = 2_000
-"""A longer error of a reward is cut."""
+"""Length at which an error of a reward is cut."""
 MAX_TOKEN_CHARACTERS = 80
-"""A longer text of a token is cut."""
+"""Length at which the text of a token is cut."""
 TOKEN_COLUMNS = ("rollout", "old", "mask")
-"""Values of tokens, as they are recorded: log-probs as sampled and of the trainer, and what the policy sampled."""
+"""Recorded values of tokens: log-probs as sampled and of the trainer, and whether the policy sampled the token."""
 
 _FILE_NAME = re.compile(r"(step|evaluation)-(\d+)(?:\.rank-(\d+))?\.jsonl")
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Tells correct responses from wrong ones, as evaluation does: by a reward, if one is known to decide."""
+    """Distinguishes correct responses from wrong ones as evaluation does: by the reward `metric`, if it is known."""
 
     metric: str | None = None
     correct_at: float = 1.0
 
     def state(self, row: Mapping[str, object]) -> str:
-        """A recorded sample is `correct` or `wrong`, or `failed` when a reward could not be computed."""
+        """`correct`, `wrong`, or `failed` if a reward of the recorded sample could not be computed."""
         reward = as_number(row.get("reward"))
         if row.get("is_valid") is False or reward is None:
             return "failed"
@@ -58,7 +58,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Detail:
-    """What one reward found a response to be worth: a value, or the error that it failed with."""
+    """What one reward made of a response: a value, or the error that it failed with."""
 
     name: str
     value: float | None
@@ -67,7 +67,7 @@ class Detail:
 
 @dataclass(frozen=True)
 class Sample:
-    """A response, or several equal ones, as recorded; the state is a `Judge`'s, and a reward that failed is None."""
+    """A response as recorded, or several equal ones; the state is that of a `Judge`, and a failed reward is None."""
 
     sample_id: str
     response: str
@@ -91,7 +91,7 @@ class Group:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The samples of one step: as many of those recorded as the page shows, and tokens one by one, by sample id."""
+    """The recorded samples of one step that the page shows, and single tokens by sample id."""
 
     step: int
     groups: tuple[Group, ...]
@@ -105,11 +105,11 @@ class RecordedStep:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes that it takes in the page, without the tokens."""
+        """Size in the page, without the tokens."""
         return _size_bytes(asdict(replace(self, tokens={})))
 
     def cut(self, limit_bytes: int) -> RecordedStep:
-        """Its first groups, as many as fit into the page; the last of them may lack responses."""
+        """The step with only as many groups as fit; the last of them may lack responses."""
         room = limit_bytes - replace(self, groups=()).size_bytes
         groups: list[Group] = []
         for group in self.groups:
@@ -128,7 +128,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Samples:
-    """What the page shows, within a budget, of one kind of files in `samples/`, and what could not be read of them."""
+    """What the page shows of one kind of files in `samples/`, within a budget, and what could not be read."""
 
     steps: tuple[RecordedStep, ...] = ()
     num_recorded_steps: int = 0
@@ -142,7 +142,7 @@ class Samples:
 
     @property
     def example_error(self) -> str:
-        """The newest error of a reward, with its step and the reward's name; empty when none was recorded."""
+        """The newest error of a reward, with its step and the reward's name; empty if none was recorded."""
         errors = (
             f"step {recorded.step}, {detail.name}: {detail.error}"
             for recorded in reversed(self.steps)
@@ -172,7 +172,7 @@ def read_samples(
         return read_step(step, [row for path in files[step] for row in _read_rows(path, problems)], judge)
 
     every_step = sorted(files)
-    # A prompt stands in a file once per response and in the page once, so files may be larger than the budget.
+    # Files hold a prompt once per response, the page only once, so files may be larger than the budget.
     count = _num_fitting(
         every_step, len(files), lambda step: sum(path.stat().st_size for path in files[step]), 8 * budget_bytes
     )
@@ -188,7 +188,7 @@ def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> 
 
     Args:
         step: Number of the step.
-        rows: Lines of its files, in order; of a sample that was recorded again after a resume the last counts.
+        rows: Lines of its files, in order; if a sample was recorded again after a resume, its last line counts.
         judge: Rule that tells correct from wrong.
     """
     last = {as_text(row.get("sample_id")) or f"line {line}": row for line, row in enumerate(rows)}
@@ -234,7 +234,7 @@ def _files_by_step(folder: Path, kind: str) -> dict[int, list[Path]]:
 
 
 def _num_fitting(steps: Sequence[int], count: int, size_of: Callable[[int], int], limit: int) -> int:
-    """How many evenly spread steps, at most `count`, fit into the limit; never fewer than the first and the last."""
+    """The number of evenly spread steps, at most `count`, that fit into the limit; at least the first and the last."""
     while count > 2 and (total := sum(map(size_of, _spread(steps, count)))) > limit:
         count = max(2, min(count - 1, count * limit // total))
     return count
@@ -248,7 +248,7 @@ def _spread(steps: Sequence[int], count: int) -> Sequence[int]:
 
 
 def _with_newest_tokens(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ...]:
-    """Steps without the tokens that do not fit, those of the first steps before others."""
+    """The steps without the tokens that do not fit; those of the first steps are left out first."""
     room, kept = TOKEN_BUDGET_BYTES, list[RecordedStep]()
     for step in reversed(steps):
         on_page = {sample.sample_id for group in step.groups for sample in group.samples}
@@ -259,7 +259,7 @@ def _with_newest_tokens(steps: Sequence[RecordedStep]) -> tuple[RecordedStep, ..
 
 
 def _prompt_text(prompt: object) -> str:
-    """A prompt for a reader: chat messages one below the other, each under its role."""
+    """A prompt as text: chat messages one below the other, each under its role."""
     messages = [as_mapping(message) for message in as_list(prompt)]
     if not messages or not all("role" in message and "content" in message for message in messages):
         return as_text(prompt)
@@ -272,7 +272,7 @@ def _sample(row: Mapping[str, object], judge: Judge) -> Sample:
     return Sample(
         sample_id=as_text(row.get("sample_id")),
         response=_clip(as_text(row.get("response"))),
-        # What stands there for a failed reward is no reward.
+        # The number that is recorded for a failed reward means nothing.
         reward=None if state == "failed" else as_number(row.get("reward")),
         advantage=as_number(row.get("advantage")),
         state=state,
@@ -285,7 +285,7 @@ def _sample(row: Mapping[str, object], judge: Judge) -> Sample:
 
 
 def _tokens(view: Mapping[str, object]) -> Mapping[str, object]:
-    """Recorded tokens in a shape that the page can rely on; empty where they have another one."""
+    """Recorded tokens in the shape that the page relies on; empty if they have another one."""
     texts = [as_text(text)[:MAX_TOKEN_CHARACTERS] for text in as_list(view.get("text"))]
     numbers = {name: list(map(as_number, as_list(view.get(name)))) for name in TOKEN_COLUMNS}
     known = {name: values for name, values in numbers.items() if len(values) == len(texts)}

@@ -1,4 +1,4 @@
-"""Values from files that may hold anything: a crash cut them short, a model wrote the text in them."""
+"""Values from files that may hold anything: a crash may have cut them, and a model wrote the texts in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 
 def parse_json(text: str) -> object:
-    """Parse JSON; a ValueError says that it is none, or is nested too deeply to be read."""
+    """Parse JSON; a ValueError if the text is something else, or is nested too deeply."""
     try:
         value: object = json.loads(text)
     except RecursionError as error:
@@ -17,9 +17,9 @@ def parse_json(text: str) -> object:
 
 
 def parse_json_lines(text: str, name: str, notes: list[str]) -> list[Mapping[str, object]]:
-    """The objects of the JSONL file of this name; a note gives the number of lines that are none.
+    """The objects in the text of the JSONL file of this name; a note counts the lines that are not objects.
 
-    The last line does not count: a run that is killed while it writes leaves it unfinished.
+    A broken last line is not counted: a run that is killed while it writes leaves one behind.
     """
     rows: list[Mapping[str, object]] = []
     num_broken = 0
@@ -35,28 +35,28 @@ def parse_json_lines(text: str, name: str, notes: list[str]) -> list[Mapping[str
         elif number < len(lines):
             num_broken += 1
     if num_broken:
-        notes.append(f"{name}: {num_broken} lines are no JSON objects and were passed over.")
+        notes.append(f"{name}: skipped lines that are not JSON objects: {num_broken}.")
     return rows
 
 
 def embedded_json(value: object) -> str:
-    """Compact JSON without a character that means something to an HTML parser; numbers must be finite."""
+    """Compact JSON without any character that means something to an HTML parser; numbers must be finite."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def as_mapping(value: object) -> Mapping[str, object]:
-    """The value if it is a JSON object, else an empty one."""
+    """The value if it is a JSON object, else an empty object."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> Sequence[object]:
-    """The value if it is a JSON array, else an empty one."""
+    """The value if it is a JSON array, else an empty array."""
     return value if isinstance(value, list) else []
 
 
 def as_text(value: object) -> str:
-    """The value if it is a string, nothing for null, else its JSON."""
+    """The value if it is a string, no text if it is null, else its JSON."""
     if isinstance(value, str):
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What the templates of the page show of a run, as plain values."""
+"""What the templates of the page show about a run, as plain values."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from leaderless.observability.report.run_files import RunFiles
 from leaderless.observability.report.untrusted import as_list, as_mapping, as_number, as_step, as_text
 
 MAX_EVENTS = 40
-"""Events of a kind that are listed, the last ones."""
+"""Largest number of events of a kind that are listed."""
 MAX_STACK_POINTS = 400
-"""Points of the stacked picture of seconds; longer runs show means."""
+"""Points of the stacked chart of seconds; longer runs show means."""
 MAX_STACK_PARTS = 8
-"""Parts of that picture, as many as there are colors."""
+"""Parts of that chart, as many as there are colors."""
 OUTSIDE_STEP = frozenset({"evaluate", "checkpoint"})
-"""What a worker does between steps; `time/step` does not hold it."""
+"""What a worker does between steps, which `time/step` does not include."""
 _FAILURES = {"restart": "started again", "stall": "nothing moved", "resumed": "back at work"}
 _ACTIONS = {"warn": "warning", "skip": "skipped update", "roll_back": "roll-back", "stop": "stop"}
 
 Figure = tuple[str, str, str]
-"""A number that helps to sum a run up: its name, its value, and how it came about."""
+"""A number that sums a run up: its name, its value, and a detail such as its change."""
 Events = tuple[str, Sequence[Sequence[str]]]
-"""A sentence that sums events up, and the rows of a table; without rows there were none."""
+"""A sentence that sums events up, and the rows of their table; no rows if there were no events."""
 Part = tuple[str, str, str, int, float]
-"""What takes time in a step: its name, median and longest seconds, number of times, and share of all seconds."""
+"""A part of a step that takes time: name, median and longest seconds, number of times, and share of all seconds."""
 
 
 class Card(NamedTuple):
     """A chart on the page.
 
-    `identifier` is the id of its element, `shown` its values in short, `described` its contents in words for those who
-    cannot see them, and `data` what the page's script draws.
+    `identifier` is the id of its element, `shown` its values in short, `described` a description for those who cannot
+    see it, and `data` what the page's script draws.
     """
 
     identifier: str
@@ -62,7 +62,7 @@ def facts(run: RunFiles) -> dict[str, str]:
 
 
 def figures(run: RunFiles) -> Iterator[Figure]:
-    """The few figures that sum a run up."""
+    """The figures that sum a run up."""
     accuracies = run.matching("evaluation/mean@*", "evaluation/pass@*", "evaluation/maj@*")
     for name in list(accuracies)[:1]:
         yield from _change(f"Held-out {name.removeprefix('evaluation/')}", accuracies[name], "share")
@@ -112,7 +112,7 @@ def guards(run: RunFiles) -> Events:
         (
             as_text(as_step(event.get("step"))),
             as_text(event.get("guard")),
-            _shown(event.get("value")) or "no finite number",
+            _shown(event.get("value")) or "not finite",
             _shown(event.get("limit")),
             as_text(event.get("node")),
             as_text(event.get("action")),
@@ -136,7 +136,7 @@ def curves(run: RunFiles) -> tuple[Sequence[tuple[str, Sequence[Card]]], Sequenc
 
 
 def times(run: RunFiles) -> tuple[Card | None, Sequence[Part]]:
-    """Where the seconds of a step go: a stacked picture over the steps, and a table."""
+    """What the seconds of a step are spent on: a stacked chart over the steps, and the rows of a table."""
     parts = {name.removeprefix("time/"): one for name, one in run.matching(TIME_PATTERN).items()}
     whole = parts.pop("step", None)
     if not parts and whole is None:
@@ -167,14 +167,14 @@ def times(run: RunFiles) -> tuple[Card | None, Sequence[Part]]:
 
 
 def format_number(value: float) -> str:
-    """A finite number for a reader, four digits of it."""
+    """A finite number for a reader, with four digits."""
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.4g}"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.2e}"
 
 
 def format_bytes(value: object) -> str:
-    """A number of bytes for a reader; a dash for what is no number."""
+    """A number of bytes for a reader; a dash for anything else."""
     number = as_number(value)
     if number is None:
         return "–"
@@ -195,7 +195,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _shown(value: object, layout: str = "{}") -> str:
-    """A number of an event; empty for what is no number."""
+    """A number of an event; empty for anything else."""
     number = as_number(value)
     return "" if number is None else layout.format(format_number(number))
 
@@ -231,7 +231,7 @@ def _first_and_last(series: Series, unit: Unit) -> str:
 
 
 def _stacked(means: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """The parts that take most, one color each, and all others together."""
+    """The parts that take most, each with its color, and all others together."""
     largest = sorted(means, key=lambda name: -sum(means[name]))[: MAX_STACK_PARTS - 1]
     others = [values for name, values in means.items() if name not in largest]
     if len(others) < 2:
@@ -242,7 +242,7 @@ def _stacked(means: Mapping[str, list[float]]) -> dict[str, list[float]]:
 
 def _curve_card(identifier: str, chart: Chart) -> Card:
     topic, series = chart.topic, chart.series
-    # The last parts of the names of metrics, if that tells them apart.
+    # The last parts of the names of the metrics, if they differ.
     labels = [name.rpartition("/")[2] for name in series]
     if len(set(labels)) < len(labels):
         labels = list(series)
@@ -263,7 +263,7 @@ def _curve_card(identifier: str, chart: Chart) -> Card:
 
 
 def _band(center: Series, half: Mapping[int, float]) -> Mapping[str, object]:
-    """A band around a series, whose half width is known at some steps."""
+    """A band around a series, whose half width is known at some of its steps."""
     points = [(step, value, half[step]) for step, value in center.finite if step in half]
     steps = tuple(step for step, _, _ in points)
     low, high = (Series(steps, tuple(value + sign * by for _, value, by in points)) for sign in (-1, 1))
@@ -276,7 +276,7 @@ def _trace(name: str, series: Series) -> Mapping[str, object]:
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Six digits are more than a screen shows."""
+    """Values with six digits, which are more than a screen shows."""
     return [None if value is None else float(f"{value:.6g}") for value in values]
 
 
