@@ -26,6 +26,10 @@ class RewardOptions(ShorthandSection):
     """Sources of rows that the reward applies to (`data.train.source` names the column; without one, the source of a
     mixture's row is the name of its dataset); empty for all."""
 
+    def applies_to(self, source: str | None) -> bool:
+        """Whether the reward grades rows of a source; None if the recipe names no such column."""
+        return not self.sources or source in self.sources
+
 
 class MathOptions(RewardOptions):
     """1 where the response's final answer equals the expected one mathematically, else 0."""

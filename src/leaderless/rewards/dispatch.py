@@ -1,4 +1,4 @@
-"""Reward processes receive chunks of responses and send outcomes back, whatever the rewards do. Imports no torch."""
+"""Reward processes grade chunks of responses, and lose nothing whatever the rewards do. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from tempfile import TemporaryFile
 
 from leaderless.config.rewards import RewardsConfig
-from leaderless.rewards.grading import Outcome, Outcomes, describe, timed_out
-from leaderless.rewards.process import RewardProcess, serve
+from leaderless.rewards.grading import Outcome, describe, timed_out
+from leaderless.rewards.process import SHARE_S, RewardProcess, serve
 from leaderless.rewards.protocol import RewardInput
 
 START_TIMEOUT_S = 300.0
@@ -25,11 +25,11 @@ MAX_CHUNK_SIZE = 64
 _CHUNKS_PER_PROCESS = 4
 """Enough that one process can take over what another has no time for."""
 _MAX_FAILED_STARTS = 3
-_LEEWAY_S = 0.25
-"""Seconds beyond the time limit of a response, in which its process would report by itself that it took too long."""
+_LEEWAY_S = SHARE_S + 0.25
+"""Seconds beyond the time limit of a response: others come before it, and its process reports by itself that it took
+too long."""
 _END_TIMEOUT_S = 10.0
 """Seconds that a killed process may take to disappear."""
-_READ_BYTES = 2**16
 _NOTICE_S = 1.0
 """Longest time between two looks at whether the processes are still there."""
 
@@ -40,8 +40,9 @@ class Chunk:
 
     Attributes:
         reward: Name of the reward.
-        indices: Responses without an outcome, by their index among all; the first one is being graded.
-        is_suspect: Its only response was being graded when a process ended: it is the culprit if that happens again.
+        indices: Responses without an outcome, by their index among all.
+        is_suspect: Whether its only response was being graded when a process ended: it is the culprit if that happens
+            again.
     """
 
     reward: str
@@ -58,10 +59,11 @@ class _Job:
     num_left: int
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
 
-    def add(self, chunk: Chunk, outcome: Outcome) -> None:
-        """Keep the outcome of the response that a chunk is at."""
-        self.outcomes[chunk.reward, chunk.indices.popleft()] = outcome
-        self.num_left -= 1
+    def add(self, chunk: Chunk, *outcomes: Outcome) -> None:
+        """Keep outcomes of the first responses of a chunk."""
+        for outcome in outcomes:
+            self.outcomes[chunk.reward, chunk.indices.popleft()] = outcome
+        self.num_left -= len(outcomes)
 
     def again(self, chunk: Chunk) -> None:
         """Have the rest of a chunk graded by whichever process is free next."""
@@ -76,16 +78,19 @@ class _Grader:
         self._config = config
         self._num_failed_starts = 0
         self.suspect: Chunk | None = None
-        self._start()
+        """Chunk that only a new process can judge, before it has seen another."""
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin with a new process."""
         self.connection, there = Pipe()
-        self._process = RewardProcess(target=serve, args=(self._config, there), daemon=True)
+        with TemporaryFile() as file:
+            self._outcomes = Connection(os.dup(file.fileno()))  # the form in which a file reaches a spawned process
+        self._process = RewardProcess(target=serve, args=(self._config, there, self._outcomes), daemon=True)
         self._process.start()
         there.close()
         self.chunk: Chunk | None = None
-        self.is_ready = self.is_closed = False
-        self._unfinished = b""
+        self.is_ready = self._is_closed = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
 
     @property
@@ -95,73 +100,65 @@ class _Grader:
 
     def has_ended(self) -> bool:
         """Whether the process has ended, and all that it sent was received."""
-        return self.is_closed or not (self._process.is_alive() or self.connection.poll())
+        return self._is_closed or not (self._process.is_alive() or self.connection.poll())
 
     def is_late(self) -> bool:
         """Whether the process takes longer than it may."""
         return not self.is_idle and time.monotonic() > self.deadline and not self.connection.poll()
 
-    def stop(self, patience_s: float = 0.0) -> str:
-        """End the process, whatever it is doing.
-
-        Args:
-            patience_s: Time for a process to end that is about to.
-
-        Returns:
-            How it ended: its exit code, or the name of a signal.
-        """
-        self._process.join(patience_s)
+    def stop(self) -> str:
+        """End the process, whatever it is doing; how it ended: its exit code, or the name of a signal."""
+        self._process.join(
+            _NOTICE_S if self._is_closed else 0.0
+        )  # one that is about to end has an exit code of its own
         self._process.kill()
         self._process.join(_END_TIMEOUT_S)
         self.connection.close()
         code = self._process.exitcode or 0
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
-    def replace(self) -> str:
-        """Begin again with a new process.
-
-        Returns:
-            How the old one ended.
+    def replace(self) -> tuple[str, list[Outcome]]:
+        """Begin again with a new process; how the old one ended, and what it leaves of its chunk.
 
         Raises:
             RuntimeError: Several in a row ended before they could grade a response.
         """
         self._num_failed_starts = 0 if self.is_ready else self._num_failed_starts + 1
-        how = self.stop(patience_s=_NOTICE_S if self.is_closed else 0.0)
+        how, outcomes = self.stop(), self.outcomes()
         if self._num_failed_starts > _MAX_FAILED_STARTS:
             raise RuntimeError(
                 f"reward processes ended {self._num_failed_starts} times before they could grade a response; "
                 "their output above says why, or set run.reward_processes=0 to see it happen in the worker"
             )
-        self._start()
-        return how
-
-    def next_of(self, waiting: deque[Chunk]) -> Chunk | None:
-        """The chunk to grade next: before all others one that only a new process can judge."""
-        suspect, self.suspect = self.suspect, None
-        return suspect or (waiting.popleft() if waiting else None)
+        self.start()
+        return how, outcomes
 
     def send(self, chunk: Chunk, samples: Sequence[RewardInput], timeout_s: float) -> None:
-        """Have a chunk graded.
-
-        Args:
-            chunk: What to grade.
-            samples: Responses of the chunk.
-            timeout_s: Time limit of each response.
-        """
+        """Have a chunk graded, each response within the time limit."""
+        file = self._outcomes.fileno()
+        os.ftruncate(file, 0)
+        os.lseek(file, 0, os.SEEK_SET)  # for the process as well
         self.connection.send((chunk.reward, samples))
         self.chunk = chunk
         self.deadline = time.monotonic() + timeout_s + _LEEWAY_S
 
-    def receive(self) -> list[Any]:
-        """What the process has sent since the last call, parsed; waits for it if there is nothing."""
+    def receive(self) -> bool:
+        """Whether the process has loaded the rewards or finished its chunk; else it has ended."""
         try:
-            data = os.read(self.connection.fileno(), _READ_BYTES)
-        except ConnectionResetError:
-            data = b""
-        self.is_closed = not data
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+            problem = self.connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            self._is_closed = True
+            return False
+        if problem:
+            raise RuntimeError(f"a reward process cannot load the rewards: {problem.decode()}")
+        self.is_ready = True
+        return True
+
+    def outcomes(self) -> list[Outcome]:
+        """Outcomes of the first responses of the chunk, as far as they were graded."""
+        file = self._outcomes.fileno()
+        lines = os.pread(file, os.fstat(file).st_size, 0).split(b"\n")[:-1]  # without one that was not finished
+        return [Outcome(*values) for values in json.loads(b"[" + b",".join(lines) + b"]")]
 
 
 class Dispatcher:
@@ -193,7 +190,9 @@ class Dispatcher:
         while self._graders:
             self._graders.pop().stop()
 
-    def run(self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]) -> Outcomes:
+    def run(
+        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]
+    ) -> Mapping[tuple[str, int], Outcome]:
         """Grade responses.
 
         Args:
@@ -229,35 +228,32 @@ class Dispatcher:
 
     def _look_after(self, job: _Job, grader: _Grader) -> None:
         """Replace a process that has ended, or that takes too long."""
-        chunk = grader.chunk
-        if grader.has_ended():
-            how = grader.replace()
-            if chunk is not None and chunk.indices:
-                self._blame(job, grader, chunk, how)
-        elif grader.is_late():
-            if chunk is None:
-                raise RuntimeError(
-                    f"reward processes gave no sign of life for {START_TIMEOUT_S:g} s; "
-                    "a module that a reward imports may hang, or a process may have been stopped from outside"
-                )
-            grader.replace()
-            if chunk.indices:
-                job.add(chunk, timed_out(self._timeouts_s[chunk.reward]))
-            job.again(chunk)
-            self._on_news()
-
-    def _blame(self, job: _Job, grader: _Grader, chunk: Chunk, how: str) -> None:
-        """A response was being graded when its process ended."""
-        if chunk.is_suspect:
-            job.add(chunk, Outcome(error=f"RuntimeError: ended its process ({how})"))
+        chunk, has_ended = grader.chunk, grader.has_ended()
+        if not has_ended and not grader.is_late():
             return
-        # What an earlier response left behind may have ended it; in a new process only its own doing can.
-        grader.suspect = Chunk(chunk.reward, deque([chunk.indices.popleft()]), is_suspect=True)
+        if not has_ended and chunk is None:
+            raise RuntimeError(
+                f"reward processes gave no sign of life for {START_TIMEOUT_S:g} s; "
+                "a module that a reward imports may hang, or a process may have been stopped from outside"
+            )
+        how, outcomes = grader.replace()
+        if chunk is None:
+            return
+        job.add(chunk, *outcomes)
+        if chunk.indices and not has_ended:
+            job.add(chunk, timed_out(self._timeouts_s[chunk.reward]))
+        elif chunk.indices and chunk.is_suspect:
+            job.add(chunk, Outcome(error=f"RuntimeError: ended its process ({how})"))
+        elif chunk.indices:
+            # What an earlier response left behind may have ended it; in a new process only its own doing can.
+            grader.suspect = Chunk(chunk.reward, deque([chunk.indices.popleft()]), is_suspect=True)
         job.again(chunk)
+        self._on_news()
 
     def _feed(self, job: _Job, grader: _Grader) -> None:
         """Give an idle process a chunk."""
-        while grader.is_idle and (chunk := grader.next_of(job.waiting)):
+        while grader.is_idle and (grader.suspect or job.waiting):
+            chunk, grader.suspect = grader.suspect or job.waiting.popleft(), None
             samples = [job.samples[index] for index in chunk.indices]
             try:
                 grader.send(chunk, samples, self._timeouts_s[chunk.reward])
@@ -276,21 +272,9 @@ class Dispatcher:
         timeout_s = max(0.0, min([_NOTICE_S, *due_s])) if job.num_left else 0.0
         ready = wait([grader.connection for grader in self._graders], timeout_s)
         for grader in self._graders:
-            if grader.connection in ready:
-                self._receive(job, grader)
-        if ready:
-            self._on_news()
-
-    def _receive(self, job: _Job, grader: _Grader) -> None:
-        """Keep what a process has sent."""
-        for message in grader.receive():
-            if isinstance(message, str):
-                raise RuntimeError(f"a reward process cannot load the rewards: {message}")
-            if grader.chunk is None:
-                grader.is_ready = True
-            elif message is None:
+            if grader.connection in ready and grader.receive() and grader.chunk is not None:
+                job.add(grader.chunk, *grader.outcomes())
                 job.again(grader.chunk)
                 grader.chunk = None
-            else:
-                job.add(grader.chunk, Outcome(*message))
-                grader.deadline = time.monotonic() + self._timeouts_s[grader.chunk.reward] + _LEEWAY_S
+        if ready:
+            self._on_news()

@@ -1,25 +1,22 @@
-"""One reward grades one response, whatever it does; in reward processes and without them. Imports no torch."""
+"""One reward grades one response, whatever it does. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from leaderless.config.rewards import RewardsConfig
 from leaderless.observability.secrets import without_secrets
-from leaderless.rewards.protocol import RewardInput, RewardResult
-from leaderless.rewards.registry import LoadedReward, make_rewards
+from leaderless.rewards.protocol import Reward, RewardInput, RewardResult
 
 MAX_ERROR_LENGTH = 500
 """Characters of an error's text that are kept."""
 
 
 class Outcome(NamedTuple):
-    """What one reward found one response to be worth.
+    """What one reward found one response to be worth, as plain values that JSON can hold.
 
     Attributes:
         value: Finite number; 0 where there is an error.
@@ -32,133 +29,44 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-Outcomes = Mapping[tuple[str, int], Outcome]
-"""Outcomes by reward and index of the response."""
+def grade(
+    reward: Reward,
+    sample: RewardInput,
+    timeout_s: float = math.inf,
+    caught: tuple[type[BaseException], ...] = (BaseException,),
+) -> Outcome:
+    """Grade a response. If it takes too long, it has failed even though it has a value."""
+    begin = time.monotonic()
+    try:
+        outcome = compute(reward, sample)
+    except caught as error:
+        return Outcome(error=describe(error))
+    return outcome if time.monotonic() - begin <= timeout_s else timed_out(timeout_s)
 
 
-class Graders(Protocol):
-    """What grades many responses."""
-
-    def start(self) -> None:
-        """Load the rewards, or begin to."""
-
-    def stop(self) -> None:
-        """Stop grading, whatever rewards are doing."""
-
-    def run(self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]) -> Outcomes:
-        """Grade responses.
-
-        Args:
-            samples: All responses.
-            work: Indices of the responses that each reward grades, by reward.
-
-        Raises:
-            RuntimeError: The rewards cannot be loaded or computed.
-        """
-
-
-class InProcess:
-    """Grades in the worker's own process, where a debugger can stop inside a reward.
-
-    Time limits are not enforced, and a reward that crashes or prints does so in the worker.
-
-    Args:
-        config: The recipe's `reward` section.
-        on_news: Function to call after each response.
-    """
-
-    def __init__(self, config: RewardsConfig, on_news: Callable[[], None]) -> None:
-        self._config = config
-        self._on_news = on_news
-        self._rewards: Mapping[str, LoadedReward] = {}
-
-    def start(self) -> None:
-        """Load the rewards."""
-        if not self._rewards:
-            self._rewards = make_rewards(self._config, in_worker=True)
-
-    def stop(self) -> None:
-        """There is nothing to stop."""
-
-    def run(self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]) -> Outcomes:
-        """Grade responses one after another; see `Graders.run`."""
-        self.start()
-        return {(name, index): self._grade(name, samples[index]) for name in work for index in work[name]}
-
-    def _grade(self, name: str, sample: RewardInput) -> Outcome:
-        try:
-            return compute(self._rewards[name], sample)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of the user's code: kept with the sample
-            return Outcome(error=describe(error))
-        finally:
-            self._on_news()
-
-
-def grade_in_turn(reward: LoadedReward, samples: Iterable[RewardInput]) -> Iterable[Outcome]:
-    """Grade responses one after another, inside a reward process.
-
-    Args:
-        reward: What grades them.
-        samples: The responses.
-
-    Yields:
-        One outcome for each response. One that took too long has failed, though it may have a value.
-    """
-    for sample in samples:
-        start = time.monotonic()
-        try:
-            outcome = compute(reward, sample)
-        except BaseException as error:  # noqa: BLE001 - the boundary of the user's code: kept with the sample
-            outcome = Outcome(error=describe(error))
-        else:
-            if time.monotonic() - start > reward.timeout_s:
-                outcome = timed_out(reward.timeout_s)
-        yield outcome
-
-
-def compute(reward: LoadedReward, sample: RewardInput) -> Outcome:
-    """Call a reward and check what it returns.
-
-    Args:
-        reward: The reward.
-        sample: The response.
-
-    Returns:
-        Plain values that any process can read.
-
-    Raises:
-        Exception: Any that the reward raises, and a TypeError or ValueError if it does not return a finite number.
-    """
-    result: object = reward.grade(sample)
-    value: object = result
-    answer: object = None
-    if isinstance(result, RewardResult):
-        value, answer = result.value, result.answer
+def compute(reward: Reward, sample: RewardInput) -> Outcome:
+    """Call a reward; besides what it raises, a TypeError or ValueError if it does not return a finite number."""
+    result: object = reward(sample)
+    value, answer = (result.value, result.answer) if isinstance(result, RewardResult) else (result, None)
     if not isinstance(value, Real):
         raise TypeError(f"returned a {type(value).__name__}, but must return a number or a RewardResult")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"returned {number}, but must return a finite number")
-    if not isinstance(answer, str | None):
+    if answer is None:
+        return Outcome(number)
+    if not isinstance(answer, str):
         raise TypeError(f"returned an answer that is a {type(answer).__name__}, but it must be text or None")
-    return Outcome(number, None if answer is None else _writable(str(answer)))
+    return Outcome(number, _writable(str(answer)))
 
 
 def timed_out(timeout_s: float) -> Outcome:
-    """The outcome of a response that took too long.
-
-    Args:
-        timeout_s: The limit.
-    """
+    """The outcome of a response that took longer than the limit."""
     return Outcome(error=f"TimeoutError: took longer than {timeout_s:g} s")
 
 
 def describe(error: BaseException) -> str:
-    """An error in one short text: its type, message, and where in the code it was raised.
-
-    Args:
-        error: The error as caught.
-    """
+    """An error in one short text: its type, message, and where in the code it was raised."""
     try:
         message = str(error)
     except Exception as failure:  # noqa: BLE001 - a user's error may fail to describe itself

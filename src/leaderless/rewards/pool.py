@@ -11,9 +11,9 @@ from typing import Self
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.dispatch import Dispatcher
-from leaderless.rewards.grading import Graders, InProcess, Outcome
-from leaderless.rewards.protocol import RewardInput
-from leaderless.rewards.registry import applies_to
+from leaderless.rewards.grading import Outcome, grade
+from leaderless.rewards.protocol import Reward, RewardInput
+from leaderless.rewards.registry import make_rewards
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,14 @@ class RewardPool:
         ValueError: `num_processes` is negative.
     """
 
-    def __init__(
-        self,
-        config: RewardsConfig,
-        num_processes: int,
-        on_news: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, config: RewardsConfig, num_processes: int, on_news: Callable[[], None] = lambda: None) -> None:
         if num_processes < 0:
             raise ValueError(f"num_processes={num_processes}: must be at least 0")
-        self._options = config.options()
-        self._graders: Graders = (
-            Dispatcher(config, num_processes, on_news) if num_processes else InProcess(config, on_news)
-        )
+        self._config, self._options = config, config.options()
+        self._on_news = on_news
+        self._dispatcher = Dispatcher(config, num_processes, on_news) if num_processes else None
+        self._rewards: Mapping[str, Reward] = {}
+        """Rewards that are computed in this process."""
         self._is_closed = False
 
     def start(self) -> None:
@@ -71,8 +67,10 @@ class RewardPool:
             RuntimeError: The pool is closed.
         """
         self._check_open()
-        if self._options:
-            self._graders.start()
+        if self._dispatcher and self._options:
+            self._dispatcher.start()
+        elif not self._rewards:
+            self._rewards = make_rewards(self._config, in_worker=True)
 
     def grade(self, samples: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
         """Compute what responses are worth, by all rewards that apply to their source.
@@ -91,20 +89,24 @@ class RewardPool:
         self._check_open()
         if len(samples) != len(sources):
             raise ValueError(f"there are {len(samples)} samples but {len(sources)} sources; give one for each sample")
-        applying = [
-            [name for name, options in self._options.items() if applies_to(options, source)] for source in sources
-        ]
-        work = {name: [i for i, names in enumerate(applying) if name in names] for name in self._options}
-        outcomes = self._graders.run(samples, work)
+        applying = {
+            source: [name for name, options in self._options.items() if options.applies_to(source)]
+            for source in set(sources)
+        }
+        work = {name: [i for i, source in enumerate(sources) if name in applying[source]] for name in self._options}
+        outcomes = self._dispatcher.run(samples, work) if self._dispatcher else self._grade_here(samples, work)
         return [
-            self._sum({name: outcomes[name, index] for name in names}) if names else _no_reward(source)
-            for index, (names, source) in enumerate(zip(applying, sources, strict=True))
+            self._sum({name: outcomes[name, index] for name in applying[source]})
+            if applying[source]
+            else _no_reward(source)
+            for index, source in enumerate(sources)
         ]
 
     def close(self) -> None:
         """End the processes. Closing twice is the same as once."""
         self._is_closed = True
-        self._graders.stop()
+        if self._dispatcher:
+            self._dispatcher.stop()
 
     def __enter__(self) -> Self:
         """Start the processes."""
@@ -121,8 +123,24 @@ class RewardPool:
         if self._is_closed:
             raise RuntimeError("the reward pool is closed; make a new one")
 
+    def _grade_here(
+        self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]
+    ) -> Mapping[tuple[str, int], Outcome]:
+        self.start()
+        outcomes: dict[tuple[str, int], Outcome] = {}
+        for name, indices in work.items():
+            for index in indices:
+                outcomes[name, index] = grade(self._rewards[name], samples[index], caught=(Exception, SystemExit))
+                self._on_news()
+        return outcomes
+
     def _sum(self, outcomes: Mapping[str, Outcome]) -> Graded:
-        details: dict[str, Json] = {name: _detail(outcome) for name, outcome in outcomes.items()}
+        details: dict[str, Json] = {
+            name: {"value": outcome.value, "answer": outcome.answer}
+            if outcome.error is None
+            else {"error": outcome.error}
+            for name, outcome in outcomes.items()
+        }
         if any(outcome.error is not None for outcome in outcomes.values()):
             return Graded(0.0, is_valid=False, details=details)
         total = sum(self._options[name].weight * outcome.value for name, outcome in outcomes.items())
@@ -130,12 +148,6 @@ class RewardPool:
             error = f"OverflowError: the weighted sum of the rewards is {total}, but must be finite"
             return Graded(0.0, is_valid=False, details=details | {"reward": {"error": error}})
         return Graded(total, is_valid=True, details=details)
-
-
-def _detail(outcome: Outcome) -> Json:
-    if outcome.error is not None:
-        return {"error": outcome.error}
-    return {"value": outcome.value, "answer": outcome.answer}
 
 
 def _no_reward(source: str | None) -> Graded:

@@ -10,13 +10,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
 from leaderless.config.rewards import RewardsConfig
-from leaderless.rewards.grading import describe, grade_in_turn
+from leaderless.rewards.grading import describe, grade
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rewards.registry import make_rewards
 
@@ -31,77 +31,59 @@ class RewardProcess(SpawnProcess):
 
     def start(self) -> None:
         """Start it, deaf to Ctrl-C from its first moment on: the worker decides how a run ends."""
-        with _starting, _main_hidden(), _hash_seed_fixed():
+        main = vars(sys.modules["__main__"])
+        with _starting:
+            hidden: dict[str, object] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+            seed = os.environ.get("PYTHONHASHSEED")
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
+                # `multiprocessing` finds no file or name by which a child could import the main module again.
+                main["__spec__"] = None
+                main.pop("__file__", None)
+                # Sets have the same order in all reward processes, so that rewards do not depend on their number.
+                os.environ["PYTHONHASHSEED"] = "0"
                 super().start()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+                main.update(hidden)
+                if seed is None:
+                    del os.environ["PYTHONHASHSEED"]
+                else:
+                    os.environ["PYTHONHASHSEED"] = seed
 
 
-@contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Let `multiprocessing` find no file or name by which a child could import the main module again."""
-    main = sys.modules["__main__"].__dict__
-    hidden: dict[str, object] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
-    main["__spec__"] = None
-    main.pop("__file__", None)
-    try:
-        yield
-    finally:
-        main.update(hidden)
-
-
-@contextmanager
-def _hash_seed_fixed() -> Iterator[None]:
-    """The order of sets is the same in all reward processes, so that it cannot make a reward depend on their number."""
-    previous = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = "0"
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ["PYTHONHASHSEED"]
-        else:
-            os.environ["PYTHONHASHSEED"] = previous
-
-
-def serve(config: RewardsConfig, worker: Connection) -> None:
+def serve(config: RewardsConfig, worker: Connection, outcomes: Connection) -> None:
     """Grade what the worker sends, until it closes the connection; what a reward process runs.
-
-    The worker receives lines of JSON: first `true`, or a text that says why the rewards cannot be loaded. Then for each
-    chunk an `Outcome` as a list as soon as a response is graded, and `null` when no further one of it will be.
 
     Args:
         config: The recipe's `reward` section.
-        worker: Connection to the worker, which sends the name of a reward and the responses to grade.
+        worker: Connection to the worker. It sends the name of a reward and responses to grade; it receives an empty
+            message when the process has loaded the rewards, and after each chunk. Any other message says why the
+            rewards cannot be loaded.
+        outcomes: A file for the outcomes of a chunk, one line of JSON each. It outlives this process, so that the
+            worker need not wake up for each outcome and yet loses none.
     """
     _settle_in()
+    timeouts_s = {name: options.timeout_s for name, options in config.options().items()}
     try:
         rewards = make_rewards(config)
     except BaseException as error:  # noqa: BLE001 - this is the process's boundary: the worker raises it
-        _send(worker, describe(error))
+        worker.send_bytes(describe(error).encode())
         return
-    _send(worker, message=True)
     pid = os.getpid()
     with suppress(EOFError, BrokenPipeError):
         while True:
+            worker.send_bytes(b"")
             chunk: tuple[str, Sequence[RewardInput]] = worker.recv()
+            name, samples = chunk
             end = time.monotonic() + SHARE_S
-            for outcome in grade_in_turn(rewards[chunk[0]], chunk[1]):
+            for sample in samples:
+                outcome = grade(rewards[name], sample, timeouts_s[name])
                 if os.getpid() != pid:
                     os._exit(1)  # A copy of this process that a reward has made must not answer.
-                _send(worker, outcome)
+                os.write(outcomes.fileno(), json.dumps(outcome).encode() + b"\n")
                 if time.monotonic() >= end:
                     break
-            _send(worker, None)
-
-
-def _send(worker: Connection, message: object) -> None:
-    # Without the framing of `Connection`, the worker can read many lines at once, and never waits for the rest of one.
-    line = json.dumps(message).encode() + b"\n"
-    while line:
-        line = line[os.write(worker.fileno(), line) :]
 
 
 def _settle_in() -> None:

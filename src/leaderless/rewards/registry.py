@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import cast
 
 from leaderless.config.errors import Problem, RecipeError
@@ -20,29 +19,12 @@ from leaderless.rewards.protocol import Reward
 from leaderless.rewards.text import ExactMatchReward, FormatReward
 
 
-@dataclass(frozen=True)
-class LoadedReward:
-    """A reward of the recipe, ready to be called.
-
-    Attributes:
-        grade: Function that grades one response.
-        weight: Its share in the sample's reward.
-        timeout_s: Seconds one response may take, above 0.
-        sources: Sources of the rows that it applies to; empty for all.
-    """
-
-    grade: Reward
-    weight: float
-    timeout_s: float
-    sources: tuple[str, ...]
-
-
-def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str, LoadedReward]:
+def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str, Reward]:
     """Load the rewards of a recipe, importing what custom ones need.
 
     Args:
         config: The recipe's `reward` section.
-        in_worker: They are called in the process that runs the main script, which may define them.
+        in_worker: Whether they are called in the process that runs the main script, which may define them.
 
     Returns:
         The rewards by name, in the order of `config.options()`.
@@ -50,10 +32,7 @@ def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str,
     Raises:
         RecipeError: A custom function cannot be imported or does not take one argument.
     """
-    return {
-        name: LoadedReward(_load(name, options, in_worker), options.weight, options.timeout_s, options.sources)
-        for name, options in config.options().items()
-    }
+    return {name: _load(name, options, in_worker) for name, options in config.options().items()}
 
 
 def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
@@ -61,7 +40,7 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
 
     Args:
         config: The recipe's `reward` section.
-        in_worker: They are called in the process that runs the main script, which may define them.
+        in_worker: Whether they are called in the process that runs the main script, which may define them.
 
     Raises:
         RecipeError: Custom functions cannot be imported, do not take one argument, or could not be called from
@@ -81,16 +60,6 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
                 problems += error.problems
     if problems:
         raise RecipeError(problems)
-
-
-def applies_to(options: RewardOptions, source: str | None) -> bool:
-    """Whether a reward grades rows of a source.
-
-    Args:
-        options: Options of the reward.
-        source: Source of a row; None where the recipe names no such column.
-    """
-    return not options.sources or source in options.sources
 
 
 def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:

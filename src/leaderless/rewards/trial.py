@@ -16,8 +16,8 @@ from leaderless.config.data import COMPRESSED, DATASET_COLUMN, DatasetConfig
 from leaderless.data.files import find_files
 from leaderless.observability.secrets import without_secrets
 from leaderless.rewards.grading import compute, describe, timed_out
-from leaderless.rewards.protocol import RewardInput
-from leaderless.rewards.registry import LoadedReward, make_rewards
+from leaderless.rewards.protocol import Reward, RewardInput
+from leaderless.rewards.registry import make_rewards
 
 Row = dict[str, Json]
 
@@ -27,9 +27,9 @@ class Score:
     """What one reward found a response to be worth.
 
     Attributes:
-        value: The value before weighting; None where the reward failed.
+        value: Value before weighting; None where the reward failed.
         answer: Final answer found in the response.
-        error: Reason why there is no value, in one line.
+        error: Reason why training would count the reward as failed, in one line; empty where it would not.
         trace: The error with its traceback, as Python prints it.
         seconds: Time that the reward took.
     """
@@ -73,7 +73,7 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
         RecipeError: A reward or the data cannot be loaded.
         ValueError: There are fewer responses than rows.
     """
-    rewards = make_rewards(recipe.reward, in_worker=True)
+    rewards, options = make_rewards(recipe.reward, in_worker=True), recipe.reward.options()
     rows = list(_training_rows(recipe, num_rows))
     if 1 < len(responses) < len(rows):
         raise ValueError(f"there are {len(responses)} responses for {len(rows)} rows: give one, or one for each row")
@@ -86,12 +86,13 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
             made = {"given": responses[number if len(responses) > 1 else 0]}
         else:
             made = ({"expected": str(answer)} if isinstance(answer, str | int | float) else {}) | {"empty": ""}
-        source = recipe.data.source_of(row)
+        applying = [name for name in rewards if options[name].applies_to(recipe.data.source_of(row))]
         for kind, response in made.items():
             sample = RewardInput(row.get(config.prompt), response, answer, row, is_truncated=False)
-            applying = {name: one for name, one in rewards.items() if not one.sources or source in one.sources}
-            scores = {name: _score(one, sample) for name, one in applying.items()}
-            yield Trial(number + 1, kind, sample, scores, _sum(applying, scores))
+            scores = {name: _score(rewards[name], sample, options[name].timeout_s) for name in applying}
+            is_graded = bool(scores) and not any(score.error for score in scores.values())
+            total = sum(options[name].weight * (score.value or 0.0) for name, score in scores.items())
+            yield Trial(number + 1, kind, sample, scores, total if is_graded else None)
 
 
 def read_responses(path: Path) -> list[str]:
@@ -116,14 +117,14 @@ def read_responses(path: Path) -> list[str]:
     return responses
 
 
-def _score(reward: LoadedReward, sample: RewardInput) -> Score:
+def _score(reward: Reward, sample: RewardInput, timeout_s: float) -> Score:
     begin = time.perf_counter()
     try:
         outcome = compute(reward, sample)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of the user's code: shown to the user
         return Score(None, None, describe(error), _trace(error), time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
-    late = timed_out(reward.timeout_s).error if seconds > reward.timeout_s else None
+    late = timed_out(timeout_s).error if seconds > timeout_s else None
     return Score(outcome.value, outcome.answer, late or "", "", seconds)
 
 
@@ -133,12 +134,6 @@ def _trace(error: BaseException) -> str:
     while place and place.tb_next and Path(place.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
         place = place.tb_next
     return without_secrets("".join(traceback.format_exception(type(error), error, place)))
-
-
-def _sum(rewards: Mapping[str, LoadedReward], scores: Mapping[str, Score]) -> float | None:
-    if not scores or any(score.value is None or score.error for score in scores.values()):
-        return None
-    return sum(rewards[name].weight * (score.value or 0.0) for name, score in scores.items())
 
 
 def _training_rows(recipe: Recipe, num_rows: int) -> Iterator[Row]:

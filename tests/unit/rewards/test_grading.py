@@ -32,11 +32,12 @@ from leaderless.rewards.registry import check_rewards, make_rewards
 
 def test_rewards_of_a_recipe_become_functions_with_weight_limit_and_sources() -> None:
     config = make_config({own("length"): {"weight": 3, "timeout_s": 2, "sources": ["a"]}, "exact_match": 1.0})
-    loaded = make_rewards(config)
-    assert list(loaded) == list(config.options())
-    reward = loaded[own("length")]
-    assert (reward.weight, reward.timeout_s, reward.sources) == (3.0, 2.0, ("a",))
-    assert reward.grade(make_sample("four")) == 4
+    rewards = make_rewards(config)
+    assert list(rewards) == list(config.options())
+    options = config.options()[own("length")]
+    assert (options.weight, options.timeout_s, options.sources) == (3.0, 2.0, ("a",))
+    assert (options.applies_to("a"), options.applies_to("b"), options.applies_to(None)) == (True, False, False)
+    assert rewards[own("length")](make_sample("four")) == 4
 
 
 @pytest.mark.parametrize(
@@ -236,9 +237,8 @@ def test_results_do_not_depend_on_the_number_of_processes(rewards: RewardPool) -
 
 
 def test_cheap_rewards_go_to_their_processes_many_at_a_time(rewards: RewardPool) -> None:
-    graders = rewards._graders
-    assert isinstance(graders, dispatch.Dispatcher)
-    assert len(graders._split("exact_match", range(1024))) <= 16
+    assert rewards._dispatcher is not None
+    assert len(rewards._dispatcher._split("exact_match", range(1024))) <= 16
     graded = rewards.grade([make_sample("Paris", "Paris")] * 1024, ["exact_match"] * 1024)
     assert sum(g.value for g in graded) == 2048
 
