@@ -1,8 +1,7 @@
-"""Tries the rewards of a recipe on rows of its data, in this process. Imports no torch."""
+"""Tries the rewards of a recipe on rows of its data, in this process. Imports no torch until it reads them."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
 import traceback
@@ -12,14 +11,11 @@ from itertools import islice
 from pathlib import Path
 
 from leaderless.config import Json, Recipe, RecipeError
-from leaderless.config.data import COMPRESSED, DATASET_COLUMN, DatasetConfig
-from leaderless.data.files import find_files
+from leaderless.config.data import DATASET_COLUMN, DatasetConfig
 from leaderless.observability.secrets import without_secrets
 from leaderless.rewards.grading import compute, describe, timed_out
 from leaderless.rewards.protocol import Reward, RewardInput
 from leaderless.rewards.registry import make_rewards
-
-Row = dict[str, Json]
 
 
 @dataclass(frozen=True)
@@ -136,38 +132,11 @@ def _trace(error: BaseException) -> str:
     return without_secrets("".join(traceback.format_exception(type(error), error, place)))
 
 
-def _training_rows(recipe: Recipe, num_rows: int) -> Iterator[Row]:
+def _training_rows(recipe: Recipe, num_rows: int) -> Iterator[dict[str, Json]]:
+    """The first rows of each dataset, as they would be read to train on."""
+    from leaderless.data.sources import open_stream  # imports torch
+
     for key, config in recipe.data.train_sets().items():
         name = {} if isinstance(recipe.data.train, DatasetConfig) else {DATASET_COLUMN: key.rpartition(".")[2]}
-        for row in islice(_rows(config, key), num_rows):
+        for _, row in islice(open_stream(config, key).rows(), num_rows):
             yield row | name
-
-
-def _rows(config: DatasetConfig, key: str) -> Iterator[Row]:
-    files = find_files(config, key)
-    if files is None:
-        from leaderless.data.hub import HubStream  # takes seconds to import
-
-        yield from (dict(row) for _, row in HubStream(config).rows())
-    for file in files or ():
-        if file.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=64):
-                # Dates and decimals become text, as they do when rows are read to train on.
-                yield from json.loads(json.dumps(batch.to_pylist(), default=str))
-        else:
-            with gzip.open(file) if file.name.endswith(COMPRESSED) else file.open("rb") as lines:
-                for number, line in enumerate(lines):
-                    if line.strip():
-                        yield _parsed(line, f"{file}:{number + 1}")
-
-
-def _parsed(line: bytes, place: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise RecipeError.at("data", f"{place} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise RecipeError.at("data", f"{place} must be an object with the columns as its keys")
-    return row

@@ -95,6 +95,14 @@ def test_rows_come_from_parquet_and_compressed_files_and_mixtures(tmp_path: Path
     assert [len(trial.scores) for trial in try_rewards(mixture, 1, ["1"])] == [0, 1]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rewards_see_the_columns_that_training_keeps(tmp_path: Path, rows: Path, suffix: str) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    config = recipe(tmp_path / f"rows.{suffix}", {"exact_match": 1.0}, columns=["question"])
+    (trial,) = try_rewards(config, 1, ["1"])
+    assert trial.sample.row == {"question": "0+1", "answer": "1"}
+
+
 def test_data_that_cannot_be_read_are_an_error_of_the_recipe(tmp_path: Path, rows: Path) -> None:
     with pytest.raises(RecipeError, match="no column 'solution'"):
         list(try_rewards(recipe(rows, {"exact_match": 1.0}, answer="solution"), 1))
