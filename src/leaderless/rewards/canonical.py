@@ -25,9 +25,7 @@ def canonical(found: Sequence[Extracted]) -> str:
 
     Numbers share a decimal notation, so that `0.5`, `\frac{1}{2}` and `50\%` are the same; of assignments only the
     value counts; polynomials are multiplied out where that is quick. Other formulas may be equal and not share it.
-
-    Args:
-        found: What the `math-verify` library found: the answer, and mostly how it was written; at least one.
+    The `math-verify` library finds the answer, and mostly how it was written.
     """
     answer = found[0]
     if not isinstance(answer, str):

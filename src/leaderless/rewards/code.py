@@ -6,8 +6,7 @@ import ast
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from leaderless.config import Json
 from leaderless.config.rewards import CODE_RESERVE_S, CodeOptions
@@ -21,21 +20,6 @@ _BLOCK = re.compile(
 _FORMS = (
     'must be {"inputs": [text, ...], "outputs": [text, ...]} of equal length, or {"asserts": "assert ..."}, as JSON'
 )
-
-
-@dataclass(frozen=True)
-class _Examples:
-    """What a program is to print for what it is given."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Statements:
-    """Python statements in their order, each with its kind; a `test` passes where it raises nothing."""
-
-    pieces: tuple[tuple[str, str], ...]
 
 
 class CodeReward:
@@ -66,14 +50,7 @@ class CodeReward:
         if problem := refusal(allow_weaker=options.allow_weaker):
             raise RuntimeError(f"reward.code {problem}")
         self._options = options
-        self._limits = Limits(
-            options.test_timeout_s,
-            options.memory_mib,
-            options.max_processes,
-            options.max_files,
-            options.max_file_bytes,
-            options.max_output_bytes,
-        )
+        self._limits = Limits(*(getattr(options, name) for name in Limits._fields))
 
     def __call__(self, sample: RewardInput, /) -> RewardResult:
         """Grade a response.
@@ -86,41 +63,35 @@ class CodeReward:
             RuntimeError: The sandbox does not work.
         """
         deadline = time.monotonic() + self._options.timeout_s - CODE_RESERVE_S
-        tests = _parse_tests(sample.answer)
+        examples, statements = _parse_tests(sample.answer)
         program = find_program(sample.response)
-        if isinstance(tests, _Statements):
-            num_tests = sum(kind == "test" for _, kind in tests.pieces)
-            passed = self._run_statements(program, tests, deadline)
+        if examples:
+            passed = self._run_examples(program, examples, deadline)
         else:
-            num_tests = len(tests.inputs)
-            passed = self._run_examples(program, tests, deadline)
-        share = sum(passed) / num_tests
+            passed = self._run_statements(program, statements, deadline)
+        share = sum(passed) / (len(examples) or sum(kind == "test" for _, kind in statements))
         return RewardResult(share if self._options.score == "share" else float(share == 1))
 
-    def _run_examples(self, program: str, tests: _Examples, deadline: float) -> Sequence[bool]:
+    def _run_examples(self, program: str, examples: Sequence[tuple[str, str]], deadline: float) -> Sequence[bool]:
         """Whether each example passed, as far as it matters and there is time."""
         passed: list[bool] = []
         with Jail(program, self._limits, has_tests=False) as jail:
-            for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+            for given, expected in examples:
                 if time.monotonic() >= deadline or (self._options.score == "all" and not all(passed)):
                     break
                 passed.append(_is_right(jail.run_input(given, deadline), expected))
         return passed
 
-    def _run_statements(self, program: str, tests: _Statements, deadline: float) -> Sequence[bool]:
+    def _run_statements(self, program: str, statements: Sequence[tuple[str, str]], deadline: float) -> Sequence[bool]:
         with Jail(program, self._limits, has_tests=True) as jail:
-            ended = jail.run_tests(tests.pieces, deadline)
+            ended = jail.run_tests(statements, deadline)
         if ended.unfit:
             raise ValueError(f"the row's tests cannot be run: one {ended.unfit}")
         return ended.passed
 
 
 def find_program(response: str) -> str:
-    """The program in a response: the last block fenced as Python, perhaps cut off; without one all of it.
-
-    Args:
-        response: Text of the response.
-    """
+    """The program in a response: the last block fenced as Python, perhaps cut off; without one all of it."""
     blocks = _BLOCK.findall(response)
     return str(blocks[-1]) if blocks else response
 
@@ -133,8 +104,8 @@ def _plain_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _parse_tests(answer: Json) -> _Examples | _Statements:
-    """The tests that a row's answer column holds."""
+def _parse_tests(answer: Json) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """What a row's answer column holds: either examples of input and output, or statements, each with its kind."""
     tests = answer
     if isinstance(answer, str):
         try:
@@ -142,39 +113,36 @@ def _parse_tests(answer: Json) -> _Examples | _Statements:
         except ValueError as error:
             raise ValueError(f"the row's tests are no JSON ({error}); the answer column {_FORMS}") from error
     if isinstance(tests, Mapping) and set(tests) == {"asserts"} and isinstance(tests["asserts"], str):
-        return _parse_statements(tests["asserts"])
+        return [], _parse_statements(tests["asserts"])
     if isinstance(tests, Mapping) and set(tests) == {"inputs", "outputs"}:
         inputs, outputs = _texts(tests["inputs"]), _texts(tests["outputs"])
         if inputs and outputs and len(inputs) == len(outputs):
-            return _Examples(inputs, outputs)
+            return list(zip(inputs, outputs, strict=True)), []
     found = f"keys {', '.join(sorted(tests))}" if isinstance(tests, Mapping) else f"a {type(tests).__name__}"
     raise ValueError(f"the row's tests have an unknown form ({found}); the answer column {_FORMS}")
 
 
-def _texts(value: Json) -> tuple[str, ...]:
+def _texts(value: Json) -> list[str]:
     """The items of a list of texts; none where it is anything else."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        return ()
-    texts = tuple(item for item in value if isinstance(item, str))
-    return texts if len(texts) == len(value) else ()
+        return []
+    texts = [item for item in value if isinstance(item, str)]
+    return texts if len(texts) == len(value) else []
 
 
-def _parse_statements(source: str) -> _Statements:
+def _parse_statements(source: str) -> list[tuple[str, str]]:
+    """Statements in their order, each with its kind; a `test` passes where it raises nothing."""
     try:
-        pieces = tuple(_pieces(source))
+        statements = [(ast.unparse(statement), _kind(statement)) for statement in ast.parse(source).body]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the row's tests are no Python ({type(error).__name__}: {error}); correct the row") from error
-    if not any(kind == "test" for _, kind in pieces):
+    if not any(kind == "test" for _, kind in statements):
         raise ValueError("the row's tests assert nothing; leave out such rows")
-    return _Statements(pieces)
+    return statements
 
 
-def _pieces(source: str) -> Iterator[tuple[str, str]]:
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            kind = "import"
-        elif isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.AugAssign):
-            kind = "other"
-        else:
-            kind = "test"
-        yield ast.unparse(statement), kind
+def _kind(statement: ast.stmt) -> str:
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return "import"
+    is_other = isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.AugAssign)
+    return "other" if is_other else "test"

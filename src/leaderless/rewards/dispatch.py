@@ -193,14 +193,7 @@ class Dispatcher:
     def run(
         self, samples: Sequence[RewardInput], work: Mapping[str, Sequence[int]]
     ) -> Mapping[tuple[str, int], Outcome]:
-        """Grade responses.
-
-        Args:
-            samples: All responses.
-            work: Indices of the responses that each reward grades, by reward.
-
-        Returns:
-            The outcomes by reward and index.
+        """Outcomes by reward and index of the response, of those that each reward has to grade.
 
         Raises:
             RuntimeError: The processes cannot load the rewards, do not start in time, or end before they can grade.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from leaderless.config import Json
@@ -73,17 +72,13 @@ class RewardPool:
             self._rewards = make_rewards(self._config, in_worker=True)
 
     def grade(self, samples: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
-        """Compute what responses are worth, by all rewards that apply to their source.
+        """Compute what responses are worth, by all rewards that apply to their source, in their order.
 
         Args:
             samples: The responses.
-            sources: Source of the row of each; None where the recipe names no such column.
-
-        Returns:
-            One for each response, in their order.
+            sources: Source of the row of each response; None where the recipe names no such column.
 
         Raises:
-            ValueError: The numbers of sources and samples differ.
             RuntimeError: The pool is closed, or its processes cannot load the rewards or do not stay alive.
         """
         self._check_open()
@@ -113,9 +108,7 @@ class RewardPool:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the processes."""
         self.close()
 

@@ -11,11 +11,7 @@ from leaderless.rewards.protocol import RewardInput, RewardResult
 
 
 class ExactMatchReward:
-    """1 where the response equals the expected answer, else 0.
-
-    Args:
-        options: Options of the reward.
-    """
+    """1 where the response equals the expected answer, else 0."""
 
     def __init__(self, options: ExactMatchOptions) -> None:
         self._options = options
@@ -36,11 +32,7 @@ class ExactMatchReward:
 
 
 class FormatReward:
-    """1 where the whole response matches a pattern, else 0; white space at its ends does not count.
-
-    Args:
-        options: Options with the pattern.
-    """
+    """1 where the whole response matches a pattern, else 0; white space at its ends does not count."""
 
     def __init__(self, options: FormatOptions) -> None:
         self._pattern = re.compile(options.pattern, re.DOTALL)
@@ -53,11 +45,7 @@ class FormatReward:
 def expected_text(answer: Json) -> str:
     """The expected answer as text, without white space at its ends.
 
-    Args:
-        answer: The dataset's answer column: text or a finite number.
-
-    Raises:
-        ValueError: There is none, or it is neither: such a row cannot be graded.
+    Raises a ValueError where there is none, or it is neither text nor a finite number: such a row cannot be graded.
     """
     if answer is None:
         raise ValueError("the row has no expected answer; `answer` of the dataset must name the column that holds it")

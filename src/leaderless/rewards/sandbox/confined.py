@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import math
 import os
@@ -9,10 +10,12 @@ import resource
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import ModuleType
 
-from . import kernel, landlock, seccomp  # relative, for the supervisor runs without the package
+from . import kernel, seccomp  # relative, for the supervisor runs without the package
 from .messages import Limits, Setting
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -23,6 +26,7 @@ _MAX_OPEN_FILES = 64
 _MAX_MESSAGE_BYTES = 4096
 _START_TIMEOUT_S = 30.0
 """Seconds a process may take to confine itself, however busy the machine is."""
+_FILE_NAME = "program.py"
 
 
 class Confined:
@@ -31,14 +35,13 @@ class Confined:
     Args:
         run: Function that it calls once it is confined; it must not return.
         setting: Folder and layers that it runs with.
-        limits: Bounds of what it may use.
-        stdin: A file descriptor; not closed here.
-        kept: File descriptors that it needs besides, by the numbers they have here.
+        limits: Limits of what it may use.
+        stdin: File descriptor of its standard input; not closed here.
+        kept: Further file descriptors that it keeps.
 
     Attributes:
         pid: Number of the process, and of its process group.
-        listener: File descriptor on which its filter asks; None without.
-        counter: Counter that answers there.
+        listener: File descriptor on which its filter asks, and `counter` answers; None without.
         outputs: Bytes that it printed so far, by the file descriptors to read from: standard output first.
 
     Raises:
@@ -79,17 +82,51 @@ class Confined:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder that nobody uses any more, with all that is in it.
-
-    Args:
-        folder: Its path.
-    """
+    """Remove a folder that nobody uses any more, with all that is in it."""
     try:
         os.rmdir(folder)  # noqa: PTH106 - pathlib is slow to import
     except OSError:
         import shutil  # Slow to import, and few programs leave files behind.
 
         shutil.rmtree(folder)
+
+
+def run_as_script(source: str) -> None:
+    """Run a program as `python program.py` would, and end this process with its exit code."""
+    sys.argv = [_FILE_NAME]
+    code = 0
+    try:
+        execute(source, "__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - the boundary of the program: reported as an interpreter does
+        traceback.print_exc()
+        code = 1
+    finally:
+        _leave(code)
+
+
+def execute(source: str, name: str) -> ModuleType:
+    """Execute a program as a module of this interpreter, which has what the program defined."""
+    module = ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(source, _FILE_NAME, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - confined, for this
+    return module
+
+
+def _leave(code: int) -> None:
+    """End this process as an interpreter ends; the supervisor's own clean-up, which it was forked with, is not run."""
+    try:
+        if "threading" in sys.modules:
+            threading = sys.modules["threading"]
+            for thread in threading.enumerate():
+                if thread is not threading.main_thread() and not thread.daemon:
+                    thread.join()
+        atexit._run_exitfuncs()  # noqa: SLF001 - there is no other way to call them
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def _await(here: socket.socket) -> int | None:
@@ -132,7 +169,7 @@ def _give_up(folder: str, setting: Setting, limits: Limits, there: socket.socket
     os.environ.clear()
     os.umask(0o077)
     if setting.landlock:
-        landlock.restrict(setting.landlock, folder, setting.readable, setting.listable)
+        kernel.restrict_files(setting.landlock, folder, setting.readable, setting.listable)
     # Root's rights would stand above the limits that follow.
     header = struct.pack("=Ii", _CAPABILITIES_VERSION, 0)
     kernel.call(_CAPSET[os.uname().machine], ctypes.create_string_buffer(header), bytes(24))

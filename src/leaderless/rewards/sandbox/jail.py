@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from leaderless.config import Json
@@ -54,17 +53,10 @@ class Jail:
     """
 
     def __init__(self, program: str, limits: Limits, *, has_tests: bool) -> None:
-        layers = ask_layers()
+        landlock, has_filter, has_listener = ask_layers()
         readable, listable = _interpreter_paths()
         self._scratch = tempfile.mkdtemp(prefix="leaderless-program-")
-        setting = Setting(
-            self._scratch,
-            readable,
-            listable,
-            layers.landlock,
-            layers.has_filter,
-            layers.has_filter and layers.has_listener,
-        )
+        setting = Setting(self._scratch, readable, listable, landlock, has_filter, has_filter and has_listener)
         # Sets have the same order in every process; where libraries are may be needed to start, and is then forgotten.
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         self._supervisor = subprocess.Popen(  # noqa: S603 - this interpreter, with the package's own code
@@ -75,26 +67,19 @@ class Jail:
             cwd=self._scratch,
             start_new_session=True,
         )
+        assert self._supervisor.stdin is not None
+        assert self._supervisor.stdout is not None
+        self._requests, self._replies = self._supervisor.stdin, self._supervisor.stdout
         order = Order(setting=list(setting), limits=list(limits), program=program, has_tests=has_tests)  # type: ignore[arg-type]
         self._send(order)
 
     def run_input(self, text: str, deadline: float) -> Ended:
-        """Run the program as a script.
-
-        Args:
-            text: Standard input of the program.
-            deadline: End of the run at the latest, by the monotonic clock.
-        """
+        """Run the program as a script with an input, until a deadline by the monotonic clock."""
         self._send(ScriptRequest(input=text, deadline=deadline))
         return self._ended()
 
     def run_tests(self, pieces: Sequence[tuple[str, str]], deadline: float) -> Ended:
-        """Run tests of what the program defines.
-
-        Args:
-            pieces: Statements in their order, each with its kind: `test`, or `import` and `other` for what tests need.
-            deadline: End of the run at the latest, by the monotonic clock.
-        """
+        """Run tests of what the program defines; see `TestRequest`."""
         self._receive()
         self._send(TestRequest(pieces=list(pieces), deadline=deadline))
         return self._ended()
@@ -102,29 +87,23 @@ class Jail:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the supervisor, and with it whatever it runs."""
-        assert self._supervisor.stdin is not None
-        assert self._supervisor.stdout is not None
         with suppress(BrokenPipeError):
-            self._supervisor.stdin.close()
-        self._supervisor.stdout.close()
+            self._requests.close()
+        self._replies.close()
         self._supervisor.wait()
         if Path(self._scratch).exists():  # The supervisor was ended before it could remove it.
             shutil.rmtree(self._scratch)
 
     def _send(self, message: Order | ScriptRequest | TestRequest) -> None:
-        assert self._supervisor.stdin is not None
         # What is read next says why nobody listens.
         with suppress(BrokenPipeError):
-            self._supervisor.stdin.write(json.dumps(message).encode() + b"\n")
-            self._supervisor.stdin.flush()
+            self._requests.write(json.dumps(message).encode() + b"\n")
+            self._requests.flush()
 
     def _receive(self) -> Sequence[Json] | str:
-        assert self._supervisor.stdout is not None
-        line = self._supervisor.stdout.readline()
+        line = self._replies.readline()
         if not line:
             raise RuntimeError(
                 f"the sandbox's supervisor ended with exit code {self._supervisor.wait()}; see its output above"

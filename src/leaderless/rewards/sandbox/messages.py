@@ -6,16 +6,7 @@ from typing import NamedTuple, TypedDict
 
 
 class Limits(NamedTuple):
-    """What one run of a program may use.
-
-    Attributes:
-        test_timeout_s: Seconds of the clock for one test, above 0.
-        memory_mib: Address space of each of its processes.
-        max_processes: Processes and threads that it may start.
-        max_files: Files and folders that it may make.
-        max_file_bytes: Size of each of its files.
-        max_output_bytes: Bytes that it may print, on standard output and on standard error each.
-    """
+    """Limits of one run of a program; the settings of `reward.code` that have these names."""
 
     test_timeout_s: float
     memory_mib: int
@@ -51,7 +42,7 @@ class Ended(NamedTuple):
     Attributes:
         cause: `exited`, `timeout` or `output` (it printed too much).
         code: Exit code, negative for the signal that ended it; meaningful for `exited` only.
-        output: What it printed on standard output, bytes that are no UTF-8 replaced.
+        output: Standard output, with replacements for bytes that are no UTF-8.
         passed: Outcome of each test that came to an end; empty for a script.
         unfit: Reason why the tests themselves cannot be run; empty where they can.
     """
@@ -64,13 +55,9 @@ class Ended(NamedTuple):
 
 
 class Order(TypedDict):
-    """First message of the grader.
+    """First message of the grader: a program, with a `Setting` and `Limits` as lists.
 
-    Attributes:
-        setting: A `Setting`, as a list.
-        limits: `Limits`, as a list.
-        program: Source of the program.
-        has_tests: Whether one `TestRequest` follows, or any number of `ScriptRequest`s.
+    One `TestRequest` follows if it has tests, else any number of `ScriptRequest`s.
     """
 
     setting: list[str | int | list[str]]
@@ -80,23 +67,16 @@ class Order(TypedDict):
 
 
 class ScriptRequest(TypedDict):
-    """Asks to run the program as a script.
-
-    Attributes:
-        input: Standard input of the program.
-        deadline: End of the run at the latest, by the monotonic clock.
-    """
+    """Asks to run the program as a script with an input, until a deadline by the monotonic clock."""
 
     input: str
     deadline: float
 
 
 class TestRequest(TypedDict):
-    """Asks to test what the program defines.
+    """Asks to test what the program defines, until a deadline by the monotonic clock.
 
-    Attributes:
-        pieces: Statements in their order, each with its kind: `test`, or `import` and `other` for what tests need.
-        deadline: End of the tests at the latest, by the monotonic clock.
+    The statements are in their order, each with its kind: `test`, or `import` and `other` for what tests need.
     """
 
     pieces: list[tuple[str, str]]

@@ -17,7 +17,7 @@ from functools import partial
 from types import ModuleType
 from typing import TextIO
 
-from .program import execute  # relative, for the supervisor runs without the package
+from .confined import execute  # relative, for the supervisor runs without the package
 
 Wire = None | bool | int | float | str | list["Wire"]
 """JSON; a list begins with the name of the type that it stands for."""
@@ -39,12 +39,12 @@ class UnfitTestError(BaseException):
 def encode(value: object, refer: Callable[[object], int]) -> Wire:
     """A value as JSON; subclasses of built-in types become these types.
 
-    Args:
-        value: Value to send.
-        refer: Function that gives the number by which an object of another type is known to the program's process.
+    The number by which an object of another type is known to the program's process comes from `refer`.
     """
-    if value is None or isinstance(value, bool | str):
-        return value if value is None or isinstance(value, bool) else str.__str__(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, int):
         number = int.__index__(value)
         return number if abs(number) < _LARGEST_PLAIN_INT else ["int", hex(number)]
@@ -63,12 +63,7 @@ def encode(value: object, refer: Callable[[object], int]) -> Wire:
 
 
 def decode(wire: Wire, find: Callable[[int], object]) -> object:
-    """The value that `encode` was given.
-
-    Args:
-        wire: JSON as received.
-        find: Function that gives the object of a number.
-    """
+    """The value that `encode` was given; `find` gives the object of a number."""
     if not isinstance(wire, list):
         return wire
     kind, *parts = wire
@@ -105,10 +100,7 @@ _OPERATIONS: Mapping[str, Callable[..., object]] = {
 def serve(source: str, requests: int, replies: int) -> None:
     """Execute a program, and do with what it defined what the tests ask for, until they end.
 
-    Args:
-        source: Source of the program.
-        requests: File descriptor to read requests from.
-        replies: File descriptor to write replies to.
+    Requests and replies are lines of JSON, read from and written to file descriptors.
     """
     objects: list[object] = []
 
@@ -278,14 +270,10 @@ def _number_of(value: object) -> int:
 
 
 def judge(pieces: Sequence[tuple[str, str]], replies: int, requests: int, report: int) -> None:
-    """Run tests, and report each of them as it comes to its end.
+    """Run tests (see `TestRequest`), and report each of them as it comes to its end.
 
-    Args:
-        pieces: Statements in their order, each with its kind: `test`, or `import` and `other` for what tests need.
-        replies: File descriptor to read the program's replies from.
-        requests: File descriptor to write requests to.
-        report: File descriptor that only this process and the supervisor hold: one line of JSON for each test, true or
-            false, or the reason why the tests cannot be run, as text.
+    The report, a file descriptor that only this process and the supervisor hold, gets one line of JSON for each test:
+    true or false, or as text the reason why the tests cannot be run.
     """
     with (
         os.fdopen(replies, encoding="ascii") as told,

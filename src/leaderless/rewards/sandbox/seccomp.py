@@ -51,15 +51,8 @@ def number_of(name: str) -> int | None:
 def install(*, has_listener: bool) -> int | None:
     """Filter the system calls of this process and its children, for ever; it must have given up new privileges.
 
-    Args:
-        has_listener: Calls that start processes and make files ask whoever holds what is returned; without one
-            they are refused.
-
-    Returns:
-        The listener, a file descriptor.
-
-    Raises:
-        OSError: The kernel refuses, as where another filter of this process has a listener already.
+    Calls that start processes and make files ask whoever holds the listener, a file descriptor, that is returned;
+    without one they are refused. Raises an OSError if the kernel refuses, as where another filter has a listener.
     """
     counted = RET_USER_NOTIF if has_listener else RET_ERRNO | errno.EPERM
     packed = b"".join(struct.pack("=HBBI", *statement) for statement in _make_filter(os.getpid(), counted))
@@ -129,10 +122,6 @@ class Counter:
     """Answers a program's filter: grants a number of processes and files, and no more.
 
     It counts what was granted, not what is there, so that nothing can be created between looking and granting.
-
-    Args:
-        max_processes: Processes and threads that may be started.
-        max_files: Files and folders that may be made.
     """
 
     def __init__(self, max_processes: int, max_files: int) -> None:
@@ -140,11 +129,7 @@ class Counter:
         self._kinds = {number_of(name): "process" for name in PROCESSES} | {number_of(name): "file" for name in FILES}
 
     def answer(self, listener: int) -> None:
-        """Answer one call that waits.
-
-        Args:
-            listener: File descriptor from `install`, ready to be read.
-        """
+        """Answer one call that waits at the file descriptor from `install`, which is ready to be read."""
         notification = bytearray(_NOTIFICATION_BYTES)
         try:
             fcntl.ioctl(listener, _RECEIVE, notification)

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from . import kernel  # relative, for the supervisor runs without the package
-from .confined import Confined, remove
+from .confined import Confined, remove, run_as_script
 from .messages import Ended, Limits, Order, ScriptRequest, Setting, TestRequest
-from .program import run_as_script
 from .remote import judge, serve
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,68 +45,57 @@ def _serve_grader() -> None:
     order: Order = json.loads(_read_line())
     source = order["program"]
     setting, limits = Setting(*order["setting"]), Limits(*order["limits"])  # type: ignore[arg-type]
-    runner = _Runner(setting, limits)
     try:
         if order["has_tests"]:
-            _send(runner.run_tests(source))
+            _send(_run_tests(source, setting, limits))
         while True:
             request: ScriptRequest = json.loads(_read_line())
-            _send(runner.run_input(source, request["input"], request["deadline"]))
+            _send(_run_input(source, request, setting, limits))
     finally:
         remove(setting.scratch)
 
 
-class _Runner:
-    """Runs one program."""
+def _run_input(source: str, request: ScriptRequest, setting: Setting, limits: Limits) -> Ended:
+    """Run a program once, as a script."""
+    stdin = os.memfd_create("input")
+    with open(stdin, "wb") as file:  # noqa: PTH123 - a descriptor
+        file.write(request["input"].encode())
+        file.seek(0)
+        main = Confined(lambda: run_as_script(source), setting, limits, stdin)
+    watch = _Watch([main], limits, request["deadline"])
+    cause = watch.until(lambda: watch.has_ended(main))
+    codes = watch.end()
+    output = bytes(next(iter(main.outputs.values())))
+    return Ended("output" if watch.is_too_long() else cause, codes[main.pid], output.decode(errors="replace"))
 
-    def __init__(self, setting: Setting, limits: Limits) -> None:
-        self._setting, self._limits = setting, limits
 
-    def run_input(self, source: str, text: str, deadline: float) -> Ended:
-        """Run the program once, as a script."""
-        stdin = os.memfd_create("input")
-        with open(stdin, "wb") as file:  # noqa: PTH123 - a descriptor
-            file.write(text.encode())
-            file.seek(0)
-            main = Confined(lambda: run_as_script(source), self._setting, self._limits, stdin)
-        watch = _Watch([main], self._limits, deadline)
-        cause = watch.until(lambda: watch.has_ended(main))
-        codes = watch.end()
-        output = bytes(next(iter(main.outputs.values())))
-        return Ended("output" if watch.is_too_long() else cause, codes[main.pid], output.decode(errors="replace"))
-
-    def run_tests(self, source: str) -> Ended:
-        """Run the program in one process, and in another one the tests, which the grader sends now and not before."""
-        requests, requests_end = os.pipe()
-        replies, replies_end = os.pipe()
-        with open(os.devnull) as nothing:  # noqa: PTH123 - pathlib is slow to import
-            program = Confined(
-                lambda: serve(source, requests, replies_end),
-                self._setting,
-                self._limits,
-                nothing.fileno(),
-                (requests, replies_end),
-            )
-            _send("started")
-            trial: TestRequest = json.loads(_read_line())
-            report, report_end = os.pipe()
-            # The tests start nothing and write nothing.
-            limits = self._limits._replace(max_processes=0, max_files=0)
-            tests = Confined(
-                lambda: judge(trial["pieces"], replies, requests_end, report_end),
-                self._setting,
-                limits,
-                nothing.fileno(),
-                (replies, requests_end, report_end),
-            )
-        for fd in (requests, requests_end, replies, replies_end, report_end):
-            os.close(fd)
-        watch = _Watch([program, tests], self._limits, trial["deadline"], report)
-        cause = watch.until(lambda: watch.has_ended(tests))
-        watch.end()
-        verdicts = [json.loads(line) for line in bytes(watch.report).splitlines(keepends=True) if line.endswith(b"\n")]
-        unfit = next((verdict for verdict in verdicts if isinstance(verdict, str)), "")
-        return Ended(cause, 0, "", tuple(verdict for verdict in verdicts if isinstance(verdict, bool)), unfit)
+def _run_tests(source: str, setting: Setting, limits: Limits) -> Ended:
+    """Run a program in one process, and in another one the tests, which the grader sends now and not before."""
+    requests, requests_end = os.pipe()
+    replies, replies_end = os.pipe()
+    with open(os.devnull) as nothing:  # noqa: PTH123 - pathlib is slow to import
+        stdin = nothing.fileno()
+        program = Confined(
+            lambda: serve(source, requests, replies_end), setting, limits, stdin, (requests, replies_end)
+        )
+        _send("started")
+        trial: TestRequest = json.loads(_read_line())
+        report, report_end = os.pipe()
+        tests = Confined(
+            lambda: judge(trial["pieces"], replies, requests_end, report_end),
+            setting,
+            limits._replace(max_processes=0, max_files=0),  # the tests start nothing and write nothing
+            stdin,
+            (replies, requests_end, report_end),
+        )
+    for fd in (requests, requests_end, replies, replies_end, report_end):
+        os.close(fd)
+    watch = _Watch([program, tests], limits, trial["deadline"], report)
+    cause = watch.until(lambda: watch.has_ended(tests))
+    watch.end()
+    verdicts = [json.loads(line) for line in bytes(watch.report).splitlines(keepends=True) if line.endswith(b"\n")]
+    unfit = next((verdict for verdict in verdicts if isinstance(verdict, str)), "")
+    return Ended(cause, 0, "", tuple(verdict for verdict in verdicts if isinstance(verdict, bool)), unfit)
 
 
 class _Watch:
@@ -115,12 +103,12 @@ class _Watch:
 
     Args:
         processes: Processes that were just started.
-        limits: Limits of each.
+        limits: Limits of each process.
         deadline: End of the run at the latest, by the monotonic clock.
         report: File descriptor on which tests report; each report begins the time of the next test.
 
     Attributes:
-        report: Bytes read from there.
+        report: Reports of the tests, as bytes.
     """
 
     def __init__(
