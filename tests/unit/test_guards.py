@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from tests.unit.recipes import make_recipe
 
-from leaderless.config.guards import GuardsConfig
+from leaderless.config.run import GuardsConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.console import Display

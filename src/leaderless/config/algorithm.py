@@ -385,18 +385,14 @@ def refusals(algorithm: AlgorithmConfig) -> list[str]:
             f"algorithm.policy_loss.type=gmpo needs one advantage for all tokens of a response, and "
             f"advantage.type={advantage} gives each token its own: use ppo, or another advantage"
         )
-    if kl.place == "reward" and advantage in {"pass_at_k", "rejection"}:
+    looks = "looks at no reward" if advantage == "distillation" else "asks whether a response is correct"
+    is_shaped = advantage not in {"pass_at_k", "rejection", "distillation"}
+    if kl.place == "reward" and not is_shaped:
+        goes = "does nothing" if advantage == "distillation" else "does not go"
         found.append(
-            f"algorithm.kl.place=reward does not go with advantage.type={advantage}, which asks whether a response is "
-            "correct: use kl.place=loss"
+            f"algorithm.kl.place=reward {goes} with advantage.type={advantage}, which {looks}: use kl.place=loss"
         )
-    if kl.place == "reward" and advantage == "distillation":
-        found.append(
-            "algorithm.kl.place=reward does nothing with advantage.type=distillation, which looks at no reward: "
-            "use kl.place=loss"
-        )
-    if algorithm.overlong.buffer_tokens and advantage in {"pass_at_k", "rejection", "distillation"}:
-        looks = "looks at no reward" if advantage == "distillation" else "asks whether a response is correct"
+    if algorithm.overlong.buffer_tokens and not is_shaped:
         found.append(
             f"algorithm.overlong.buffer_tokens does not go with advantage.type={advantage}, which {looks}: leave it "
             "out, or use overlong.filter"

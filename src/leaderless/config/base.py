@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
@@ -30,24 +31,25 @@ class ShorthandSection(Section):
     """A section that may be written as a single value, which sets the field named by `shorthand`."""
 
     shorthand: ClassVar[str]
-    shorthand_types: ClassVar[tuple[type, ...]]
 
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: object) -> object:
         if value is None or isinstance(value, Mapping | cls):
             return value
-        is_text = str in cls.shorthand_types
-        if isinstance(value, str) and not is_text:  # YAML takes `1e-1` for text
-            try:
+        is_text = cls._is_text()
+        if isinstance(value, str) and not is_text:
+            with suppress(ValueError):  # YAML takes `1e-1` for text
                 return {cls.shorthand: float(value)}
-            except ValueError:
-                pass
-        elif isinstance(value, cls.shorthand_types) and not isinstance(value, bool):
+        elif isinstance(value, str if is_text else int | float) and not isinstance(value, bool):
             return {cls.shorthand: value}
         needs_more = any(field.is_required() for name, field in cls.model_fields.items() if name != cls.shorthand)
         short = "" if needs_more else f"{'text' if is_text else 'a number'} (its {cls.shorthand}) or "
         raise ValueError(f"must be {short}a section of settings")
+
+    @classmethod
+    def _is_text(cls) -> bool:
+        return cls.model_fields[cls.shorthand].annotation is str
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
@@ -55,5 +57,4 @@ class ShorthandSection(Section):
         schema = handler.resolve_ref_schema(handler(core_schema))
         if set(schema.get("required", ())) - {cls.shorthand}:
             return schema
-        short = "string" if str in cls.shorthand_types else "number"
-        return {"title": cls.__name__, "anyOf": [schema, {"type": short}]}
+        return {"title": cls.__name__, "anyOf": [schema, {"type": "string" if cls._is_text() else "number"}]}

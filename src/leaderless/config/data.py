@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from typing_extensions import override
 
+from leaderless.config import Json
 from leaderless.config.base import Section, ShorthandSection
-from leaderless.config.json import Json
 
 DATASET_COLUMN = "_dataset"
 """Column added to the rows of a mixture: the name of their dataset."""
@@ -73,7 +73,6 @@ class CurriculumConfig(ShorthandSection):
     """
 
     shorthand: ClassVar[str] = "column"
-    shorthand_types: ClassVar[tuple[type, ...]] = (str,)
 
     column: str = Field(min_length=1)
     """Column that holds a number, such as a level of difficulty."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,12 @@ class RecipeError(ValueError):
         """The error for a single setting."""
         return cls([Problem(key, message)])
 
+    def placed(self, place_of: Callable[[str], str]) -> RecipeError:
+        """The same error, in which each problem has a place: its own, or that of its key."""
+        return RecipeError(
+            [problem if problem.place else replace(problem, place=place_of(problem.key)) for problem in self.problems]
+        )
+
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The hint ` (did you mean 'x'?)` for a misspelled name, else the list of known names if it is short."""
@@ -50,12 +56,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def closest(word: str, known: Sequence[str], similarity: float = 0.55) -> str | None:
-    """The known name that a misspelled one is most similar to; swapping two neighboring letters is one mistake.
+    """The known name that a misspelled one is most similar to, the first of equally similar ones.
 
-    Args:
-        word: Misspelled name.
-        known: List of known names; of equally similar ones, the first counts.
-        similarity: Least share of letters that have to agree.
+    At least the given share of letters has to agree; swapping two neighboring letters is one mistake.
     """
     from rapidfuzz import process
     from rapidfuzz.distance import OSA

@@ -16,16 +16,10 @@ def is_function_name(name: str) -> bool:
 
 
 def load_function(name: str, key: str, num_arguments: int) -> Callable[..., object]:
-    """Import a user's function and check that it can be called.
-
-    Args:
-        name: `package.module:function`, importable from the current directory or the environment.
-        key: Setting that names it, for the error.
-        num_arguments: Number of positional arguments that it will be called with.
+    """Import a user's function, and check that it takes the number of positional arguments that it will get.
 
     Raises:
-        RecipeError: The module cannot be imported, has no such function, or the function takes another number of
-            arguments.
+        RecipeError: It cannot be imported or called so; the error is at the setting `key`, which names the function.
     """
     module_name, _, function_name = name.partition(":")
     try:

@@ -32,30 +32,17 @@ class LayoutConfig(Section):
 
     @field_validator("ranks", mode="before")
     @classmethod
-    def _ranks_are_text(cls, value: object) -> object:
+    def _ranks_are_readable(cls, value: object) -> object:
         if isinstance(value, list):
             raise ValueError('must be text: write "0-1" or "0,1"')
-        return value
-
-    @field_validator("ranks")
-    @classmethod
-    def _ranks_are_readable(cls, value: str) -> str:
-        if value != "all" and not re.fullmatch(rf"\d+(-\d+)?(,\d+(-\d+)?)*|{SHARE}", value):
+        if not re.fullmatch(rf"all|\d+(-\d+)?(,\d+(-\d+)?)*|{SHARE}", str(value)):
             raise ValueError(
                 "must be 'all', ranks and inclusive ranges such as '0-3,8-11', or a share such as '0%-50%'"
             )
         return value
 
     def ranks_of(self, world_size: int) -> tuple[int, ...]:
-        """The ranks in ascending order.
-
-        Args:
-            world_size: Number of all ranks.
-
-        Raises:
-            ValueError: A range runs backwards, a rank is named twice or does not exist, or a share is not a whole
-                number of ranks.
-        """
+        """The ranks in ascending order, of all ranks; a ValueError if they do not exist or make no sense."""
         if self.ranks == "all":
             return tuple(range(world_size))
         if share := re.fullmatch(SHARE, self.ranks):

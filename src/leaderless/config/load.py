@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from leaderless.config.base import Section
 from leaderless.config.errors import Problem, RecipeError, nearest
 from leaderless.config.recipe import Recipe
-from leaderless.config.shape import hints_for, written_path
+from leaderless.config.shape import follow, hints_for
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, read_yaml
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -40,28 +40,18 @@ class LoadedRecipe:
     source: RecipeSource
 
     def locate(self, error: RecipeError) -> RecipeError:
-        """The same error with file and line filled in.
+        """An error that was raised for this recipe after it was read, with file and line filled in."""
+        return error.placed(self._place_of)
 
-        Args:
-            error: Error raised for this recipe after it was read.
-        """
-        return RecipeError([problem if problem.place else self._locate(problem) for problem in error.problems])
-
-    def _locate(self, problem: Problem) -> Problem:
+    def _place_of(self, key: str) -> str:
         # Nodes are not in the recipe, but it names the workflow that they are in.
-        key = "workflow" if problem.key.partition(".")[0] in {"nodes", "loop"} else problem.key
-        return Problem(problem.key, problem.message, self.source.place_of(key))
-
-
-def no_defaults(workflow: str) -> Mapping[str, Setting]:  # noqa: ARG001
-    """No settings: the defaults do not depend on the workflow."""
-    return {}
+        return self.source.place_of("workflow" if key.partition(".")[0] in {"nodes", "loop"} else key)
 
 
 def load_recipe(
     recipe: str | Path | RecipeSource,
     overrides: Sequence[str] = (),
-    defaults_of: Callable[[str], Mapping[str, Setting]] = no_defaults,
+    defaults_of: Callable[[str], Mapping[str, Setting]] = lambda _: {},
 ) -> LoadedRecipe:
     """Read and check a recipe.
 
@@ -79,9 +69,7 @@ def load_recipe(
     try:
         defaults = defaults_of(workflow) if isinstance(workflow, str) else {}
     except RecipeError as error:
-        raise RecipeError(
-            [Problem(p.key, p.message, p.place or source.place_of(p.key)) for p in error.problems]
-        ) from error
+        raise error.placed(source.place_of) from error
     return LoadedRecipe(_validate(Recipe, merge_settings(defaults, source.settings), source), source)
 
 
@@ -108,12 +96,7 @@ def _validate(section: type[AnySection], settings: Mapping[str, Setting], source
 
 
 def merge_settings(defaults: Mapping[str, Setting], settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Settings on top of defaults. A section of another `type` than the default's inherits nothing from it.
-
-    Args:
-        defaults: Settings that hold where nothing is set.
-        settings: Settings that are set.
-    """
+    """Settings on top of defaults. A section of another `type` than the default's inherits nothing from it."""
     merged = {**defaults, **settings}
     for key, default in defaults.items():
         value = settings.get(key)
@@ -147,7 +130,7 @@ def _problems(details: ErrorDetails, source: RecipeSource, root: type[Section]) 
     if kind == "extra_forbidden":
         hints = hints_for(details["loc"], value, root)
         return [Problem(".".join(path), f"unknown key{hint}", source.place_of(path)) for path, hint in hints.items()]
-    path = written_path(details["loc"], root)
+    path, _ = follow(details["loc"], root)
     if kind == "invalid_key":
         path = (*path[:-1], str(value))  # pydantic calls the key `true` 1
     key = ".".join(path)

@@ -44,7 +44,6 @@ class ModelConfig(ShorthandSection):
     """One role's model; a bare string is its path."""
 
     shorthand: ClassVar[str] = "path"
-    shorthand_types: ClassVar[tuple[type, ...]] = (str,)
 
     path: str = Field(min_length=1)
     """A local folder in Hugging Face format, or the name of a model on the hub."""

@@ -67,10 +67,9 @@ _KEYS = {name: key for key, names in _NAMES.items() for name in names.split()}
 
 
 def own_name(path: Sequence[str]) -> str | None:
-    """The key of this framework for a setting of another one; None if there is none.
+    """The key of this framework for a setting of another one, such as `actor_rollout_ref`, `actor`, `optim`, `lr`.
 
-    Args:
-        path: Keys as written, such as `actor_rollout_ref`, `actor`, `optim`, `lr`; the longest known ending counts.
+    The longest known ending counts; None if there is none.
     """
     endings = (".".join(path[first:]) for first in range(len(path)))
     return next((_KEYS[ending] for ending in endings if ending in _KEYS), None)

@@ -8,14 +8,12 @@ from pydantic import Field, field_validator, model_validator
 
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.base import Section
-from leaderless.config.batch import BatchConfig
 from leaderless.config.data import DataConfig
-from leaderless.config.guards import GuardsConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rewards import RewardsConfig
-from leaderless.config.rollout import EvaluationConfig, RolloutConfig
-from leaderless.config.run import CheckpointConfig, RunConfig
+from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
+from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
 
 DERIVED_ROLES = ("reference", "critic")
 """Roles that start from the policy's model if the recipe gives them none."""

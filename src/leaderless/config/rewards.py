@@ -16,7 +16,6 @@ class RewardOptions(ShorthandSection):
     """Settings of every reward; a bare number is its weight."""
 
     shorthand: ClassVar[str] = "weight"
-    shorthand_types: ClassVar[tuple[type, ...]] = (int, float)
 
     weight: float = 1.0
     """Weight in the sample's reward, which is the weighted sum over the rewards that apply to it."""

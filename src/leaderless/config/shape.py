@@ -14,11 +14,6 @@ from leaderless.config.recipe import Recipe
 from leaderless.config.rewards import RewardOptions, RewardsConfig
 
 
-def written_path(location: Sequence[int | str], root: type[BaseModel] = Recipe) -> tuple[str, ...]:
-    """The keys of a location that pydantic gives, without the types that it puts between them."""
-    return _follow(location, root)[0]
-
-
 def hints_for(
     location: Sequence[int | str], value: object, root: type[BaseModel] = Recipe
 ) -> dict[tuple[str, ...], str]:
@@ -32,10 +27,10 @@ def hints_for(
     Returns:
         A hint for each key in question, by its path.
     """
-    path, sections = _follow(location, root)
-    hint = nearest(path[-1], {name for section in sections for name in section.model_fields})
-    has_sibling, is_section = "did you mean" in hint, isinstance(value, Mapping)
-    if has_sibling and (is_section or root is not Recipe):
+    path, sections = follow(location, root)
+    siblings = sorted({name for section in sections for name in section.model_fields})
+    hint, has_sibling = nearest(path[-1], siblings), closest(path[-1], siblings) is not None
+    if has_sibling and (isinstance(value, Mapping) or root is not Recipe):
         return {path: hint}
     keys = all_keys(root)
     meant = {leaf: _meant(leaf, keys, is_like_sibling=has_sibling) for leaf in _leaves(path, value)}
@@ -72,32 +67,32 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
     return list(keys)
 
 
-def _follow(location: Sequence[int | str], root: type[BaseModel]) -> tuple[tuple[str, ...], list[type[BaseModel]]]:
-    """The keys of a location, and the sections that may contain the last one."""
+def follow(
+    location: Sequence[int | str], root: type[BaseModel] = Recipe
+) -> tuple[tuple[str, ...], list[type[BaseModel]]]:
+    """The keys of a location that pydantic gives, without the forms that it puts between them.
+
+    The sections come with them that may contain the last key.
+    """
     path: list[str] = []
     annotation: object = root
     parents: list[type[BaseModel]] = []
     for part in map(str, location):
-        form = _form(annotation, part)
-        if form is not None:
-            annotation = form
-            continue
-        sections = _sections_in(annotation)
-        named = [section for section in sections if len(sections) > 1 and section.model_fields["type"].default == part]
-        if named:
-            annotation = named[0]
+        forms = _forms(annotation)
+        if part in forms:
+            annotation = forms[part]
             continue
         path.append(part)
-        parents = sections
-        annotation = _child(annotation, sections, part)
+        parents = _sections_in(annotation)
+        annotation = _child(annotation, parents, part)
     return tuple(path), parents
 
 
-def _form(annotation: object, tag: str) -> object:
-    """The annotation of one of the forms of a setting, by its tag; None if it has no such form."""
-    forms = get_args(annotation) if get_origin(annotation) in {Union, UnionType} else ()
-    named = [get_args(form)[0] for form in forms if get_origin(form) is Annotated and Tag(tag) in get_args(form)]
-    return named[0] if named else None
+def _forms(annotation: object) -> dict[str, object]:
+    """The annotations of the forms that a setting may have, by tag."""
+    is_union = get_origin(annotation) in {Union, UnionType}
+    forms = [get_args(form) for form in get_args(annotation) if is_union and get_origin(form) is Annotated]
+    return {mark.tag: form for form, *marks in forms for mark in marks if isinstance(mark, Tag)}
 
 
 def _child(annotation: object, sections: Sequence[type[BaseModel]], part: str) -> object:

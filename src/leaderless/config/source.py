@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from leaderless.config.errors import Problem, RecipeError
-
-CIRCLE = "holds itself through an alias: write out what is meant"
 
 Setting = object
 """A value as YAML gives it: text, number, boolean, null, list or mapping."""
@@ -22,7 +20,7 @@ class RecipeSource:
     """A recipe's text as settings, and the place of each.
 
     Attributes:
-        settings: What was written, overrides applied.
+        settings: Settings as written, with overrides applied.
         places: Place of each key by its path: `recipes/x.yaml:14`, or `override a.b=c`.
     """
 
@@ -30,10 +28,9 @@ class RecipeSource:
     places: Mapping[tuple[str, ...], str]
 
     def place_of(self, key: str | Sequence[str]) -> str:
-        """Where a setting was written, or the first one in it; else where its nearest enclosing section was.
+        """Where a setting, by its dotted path or its parts, was written, or the first one in it.
 
-        Args:
-            key: Dotted path or its parts.
+        If there is none, the place is that of the nearest section around it.
         """
         path = tuple(key.split(".")) if isinstance(key, str) else tuple(key)
         inside = next((place for other, place in self.places.items() if path and other[: len(path)] == path), "")
@@ -56,8 +53,9 @@ def read_yaml(path: Path) -> RecipeSource:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError([Problem("", f"cannot be read: {error}", str(path))]) from error
     try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        settings = yaml.safe_load(text)
+        tree, settings = _parse(text)
+    except _CircleError as error:
+        raise RecipeError([Problem("", str(error), f"{path}:{error.line}")]) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -65,54 +63,12 @@ def read_yaml(path: Path) -> RecipeSource:
         raise RecipeError([Problem("", f"is not valid YAML: {reason}", place)]) from error
     if not isinstance(settings, dict) or tree is None:
         raise RecipeError([Problem("", "must be a mapping of sections, as `name: my-run`", f"{path}:1")])
-    places: dict[tuple[str, ...], str] = {(): str(path)}
-    problems: list[Problem] = []
-    circle = _circle(tree)
-    if circle is not None:
-        raise RecipeError([Problem("", CIRCLE, f"{path}:{circle.start_mark.line + 1}")])
-    _walk(tree, (), path, places, problems)
-    if problems:
-        raise RecipeError(problems)
-    return RecipeSource(settings, places)
-
-
-def _walk(
-    node: yaml.Node,
-    prefix: tuple[str, ...],
-    path: Path,
-    places: dict[tuple[str, ...], str],
-    problems: list[Problem],
-) -> None:
-    """Record the place of every key below `node`; a key written twice is a problem."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: set[str] = set()
-    for key_node, value_node in node.value:
-        key = _key_of(key_node)
-        place = f"{path}:{key_node.start_mark.line + 1}"
-        if key in seen:
-            problems.append(Problem(".".join((*prefix, key)), "is written twice; keep one", place))
-        seen.add(key)
-        places[(*prefix, key)] = place
-        _walk(value_node, (*prefix, key), path, places, problems)
-
-
-def _key_of(node: yaml.Node) -> str:
-    """A key as settings have it: `on` is true in YAML, and `~` is nothing."""
-    is_text = node.tag == "tag:yaml.org,2002:str" or not isinstance(node, yaml.ScalarNode)
-    return str(node.value if is_text else yaml.safe_load(node.value))
-
-
-def _circle(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> yaml.Node | None:
-    """A mapping or list that holds itself, through an alias."""
-    if any(node is other for other in above):
-        return node
-    inner: list[yaml.Node] = []
-    if isinstance(node, yaml.MappingNode):
-        inner = [part for pair in node.value for part in pair]
-    elif isinstance(node, yaml.SequenceNode):
-        inner = node.value
-    return next((found for part in inner if (found := _circle(part, (*above, node)))), None)
+    keys = list(_keys_in(tree))
+    if twice := [(key, line) for key, line, is_first in keys if not is_first]:
+        raise RecipeError(
+            [Problem(".".join(key), "is written twice; keep one", f"{path}:{line}") for key, line in twice]
+        )
+    return RecipeSource(settings, {(): str(path)} | {key: f"{path}:{line}" for key, line, _ in keys})
 
 
 def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSource:
@@ -132,12 +88,9 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
         if not equals or not all(path):
             raise RecipeError([Problem("", "an override must look like section.key=value", place)])
         try:
-            tree = yaml.compose(text, Loader=yaml.SafeLoader)
-            if tree is not None and _circle(tree) is not None:
-                raise RecipeError([Problem(key, CIRCLE, place)])
-            value = yaml.safe_load(text)
-        except RecipeError:
-            raise
+            _, value = _parse(text)
+        except _CircleError as error:
+            raise RecipeError([Problem(key, str(error), place)]) from error
         except (yaml.YAMLError, ValueError) as error:
             raise RecipeError([Problem(key, f"the value is not valid YAML: {text!r}", place)]) from error
         source = with_setting(source, path, value, place)
@@ -145,13 +98,7 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
 
 
 def with_setting(source: RecipeSource, path: tuple[str, ...], value: Setting, place: str) -> RecipeSource:
-    """Set a single value on top of a recipe.
-
-    Args:
-        source: The recipe as written.
-        path: Key of the setting, part by part.
-        value: Its value.
-        place: Place of the value, for errors.
+    """Set a single value, by its path and with its place, on top of a recipe.
 
     Raises:
         RecipeError: The path runs through a plain value.
@@ -161,8 +108,7 @@ def with_setting(source: RecipeSource, path: tuple[str, ...], value: Setting, pl
     for depth, part in enumerate(path[:-1], start=1):
         inner = section.setdefault(part, {})
         if not isinstance(inner, dict):
-            inner = _long_form(path[:depth], inner, place)
-            section[part] = inner
+            inner = section[part] = _long_form(path[:depth], inner, place)
         section = inner
     section[path[-1]] = value
     # What the file says below this key is gone, and so are its places.
@@ -171,11 +117,7 @@ def with_setting(source: RecipeSource, path: tuple[str, ...], value: Setting, pl
 
 
 def path_of(key: str) -> tuple[str, ...]:
-    """The parts of a dotted key; a reward `package.module:function` is one part.
-
-    Args:
-        key: Key of a setting.
-    """
+    """The parts of a dotted key; a reward `package.module:function` is one part."""
     section, _, rest = key.partition(".")
     function = re.match(r"[\w.]+:\w+", rest)
     if section == "reward" and function:
@@ -184,12 +126,60 @@ def path_of(key: str) -> tuple[str, ...]:
     return tuple(key.split("."))
 
 
+class _CircleError(ValueError):
+    """A mapping or list contains itself, through an alias."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__("holds itself through an alias: write out what is meant")
+        self.line = line
+
+
+def _parse(text: str) -> tuple[yaml.Node | None, Setting]:
+    """A YAML text as a tree, in which keys have lines, and as plain values."""
+    loader = yaml.SafeLoader(text)
+    tree = loader.get_single_node()
+    if tree is None:
+        return None, None
+    if circle := _circle(tree):
+        raise _CircleError(circle.start_mark.line + 1)
+    return tree, loader.construct_document(tree)
+
+
+def _circle(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> yaml.Node | None:
+    """A mapping or list that contains itself."""
+    if any(node is other for other in above):
+        return node
+    inner = (
+        [node.value]
+        if isinstance(node, yaml.SequenceNode)
+        else node.value
+        if isinstance(node, yaml.MappingNode)
+        else []
+    )
+    return next((found for parts in inner for part in parts if (found := _circle(part, (*above, node)))), None)
+
+
+def _keys_in(node: yaml.Node, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int, bool]]:
+    """Path and line of every key below a node, and whether it is the first one of that name in its section."""
+    seen: set[str] = set()
+    for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
+        key = _key_of(key_node)
+        yield (*prefix, key), key_node.start_mark.line + 1, key not in seen
+        seen.add(key)
+        yield from _keys_in(value_node, (*prefix, key))
+
+
+def _key_of(node: yaml.Node) -> str:
+    """A key as settings have it: `on` is true in YAML, and `~` is nothing."""
+    is_text = node.tag == "tag:yaml.org,2002:str" or not isinstance(node, yaml.ScalarNode)
+    return str(node.value if is_text else yaml.safe_load(node.value))
+
+
 def _long_form(path: tuple[str, ...], value: Setting, place: str) -> dict[str, Setting]:
     """The mapping that a section's shorthand stands for, so that an override can reach inside it."""
-    if len(path) == 2 and path[0] == "models":
-        return {"path": value}
-    if len(path) == 2 and path[0] == "reward":
-        return {"weight": value}
+    short = {"models": "path", "reward": "weight"}
+    if len(path) == 2 and path[0] in short:
+        return {short[path[0]]: value}
     raise RecipeError([Problem(".".join(path), f"is {value!r}, not a section", place)])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Json
-from leaderless.config.batch import MAX_RESPONSES
+from leaderless.config.rollout import MAX_RESPONSES
 
 SIBLING_BITS = (MAX_RESPONSES - 1).bit_length()
 """Room for 65,536 responses to a prompt, and for 2^47 prompts in a run."""

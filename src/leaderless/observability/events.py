@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from leaderless.config import Json
-from leaderless.config.guards import GuardAction
+from leaderless.config.run import GuardAction
 
 STRENGTH: tuple[GuardAction, ...] = ("warn", "skip", "roll_back", "stop")
 """Actions from the mildest to the strongest."""

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from leaderless.config import Json
-from leaderless.config.batch import MAX_RESPONSES
+from leaderless.config.rollout import MAX_RESPONSES
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.serve.errors import ApiError
 from leaderless.serve.guard import Guard, to_response

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Recipe
-from leaderless.config.guards import GuardAction
+from leaderless.config.run import GuardAction
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.events import GuardEvent

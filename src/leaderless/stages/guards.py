@@ -11,7 +11,7 @@ import statistics
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from leaderless.config.guards import GuardAction, GuardsConfig
+from leaderless.config.run import GuardAction, GuardsConfig
 from leaderless.observability.events import LOWER_BOUNDS, strongest
 from leaderless.stages.context import StageContext
 from leaderless.training.engine import Trainable, UpdateInfo

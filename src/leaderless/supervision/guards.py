@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from leaderless.config.guards import GuardsConfig
+from leaderless.config.run import GuardsConfig
 from leaderless.observability.console import Display
 from leaderless.observability.events import GuardEvent, GuardStop, strongest
 from leaderless.observability.run_directory import RunDirectory, step_of, write_atomically
