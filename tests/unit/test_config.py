@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -159,6 +160,15 @@ def test_each_key_of_another_framework_s_section_gets_its_hint(tmp_path):
             ("actor_rollout_ref.rollout.n", "batch.responses_per_prompt", "actor_rollout_ref.rollout.n=5"),
         )
     ]
+
+
+def test_the_page_on_recipes_shows_what_is_said_of_other_frameworks_names(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/concepts/recipe.md").read_text(encoding="utf-8")
+    more = "num_generations: 8\nrollout: {n: 8}\nactor: {optim: {lr: 1.0e-6}}\n"
+    path = write_recipe(tmp_path, more=more)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert str(caught.value).replace(str(path), "recipes/x.yaml") in page
 
 
 def test_other_frameworks_names_lead_to_settings_that_exist():
