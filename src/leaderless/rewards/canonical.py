@@ -1,4 +1,4 @@
-"""One text for all ways to write an answer, so that answers can be counted. Imports no torch."""
+"""One text for all ways of writing an answer, so that answers can be counted. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ Extracted: TypeAlias = sympy.Basic | sympy.MatrixBase | str
 """An answer found in a text: parsed, or as it was written where it could not be parsed."""
 
 _NUM_DIGITS = 6
-"""Numbers that agree to so many decimals count as equal, as they do for `math_verify.verify`."""
+"""Numbers that agree to this many decimals count as equal, as they do for `math_verify.verify`."""
 _MAX_EXACT_DIGITS = 1000
 _UNBOUNDED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
-"""What may take for ever to evaluate."""
+"""Formulas that may take forever to evaluate."""
 _MAX_OPERATIONS = 100
 _MAX_EXPONENT = 8
 
 
 def canonical(found: Sequence[Extracted]) -> str:
-    r"""The text that equal answers share.
+    r"""The text that equal answers share, given what the `math-verify` library found.
 
-    Numbers share a decimal notation, so that `0.5`, `\frac{1}{2}` and `50\%` are the same; of assignments only the
-    value counts; polynomials are multiplied out where that is quick. Other formulas may be equal and not share it.
-    The `math-verify` library finds the answer, and mostly how it was written.
+    Numbers share a decimal notation, so that `0.5`, `\frac{1}{2}` and `50\%` are the same. Only the value of an
+    assignment counts. Polynomials are multiplied out if that is quick. Other formulas may be equal and differ as text.
     """
     answer = found[0]
     if not isinstance(answer, str):
         try:
             return _text(answer)
         except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError):
-            # How a formula is written must not decide whether its response counts; the grade is known already.
-            pass
+            pass  # the grade is known already, and must not depend on how a formula is written
     written = found[-1]
     return written.strip() if isinstance(written, str) else str(written)
 

@@ -23,24 +23,21 @@ _FORMS = (
 
 
 class CodeReward:
-    """The share of the row's tests that the program in the response passes, or 1 where it passes all of them, else 0.
+    """The share of the row's tests that the program in the response passes; or 1 if it passes all of them, else 0.
 
-    The program is the last block of the response that is fenced as Python, or without one all of the response. It runs
-    in a sandbox, with nothing but the standard library. One that fails in whichever way is worth 0; only where its row
-    has no usable tests, or the sandbox does not work, is there no reward.
+    The program is the last block of the response that is fenced as Python, or without one the whole response. It runs
+    in a sandbox, with nothing but the standard library. A program that fails in any way is worth 0. There is no reward
+    only if the row has no usable tests or the sandbox does not work.
 
-    With examples of input and output, each is a run of its own, and passes with exit code 0 and the expected output,
-    white space at the ends of lines and empty lines at the end aside. The expected output never leaves this process.
+    Each example of input and output is a separate run. It passes with exit code 0 and the expected output, apart from
+    white space at the ends of lines and empty lines at the end. The expected output never leaves this process.
 
-    With assertions, the program is loaded in one process and they run in another, to which its values are copied. So
-    neither leaving early, nor changing what `assert` or `==` mean, nor looking for what is expected in memory helps a
-    program. What remains possible: to give back an object of its own that deceives about its length, its truth or its
-    items (not about equality with a value of a built-in type); to compare two objects of its own falsely; to have the
-    tests call a function of its own by a name that they expect from elsewhere and do not import; and to recognise the
-    arguments of the tests and answer by heart.
-
-    Args:
-        options: The limits, and what counts.
+    With assertions, the program is loaded in one process, and the assertions run in another, to which its values are
+    copied. So it does not help a program to exit early, to change the meaning of `assert` or `==`, or to search memory
+    for what is expected. Some tricks remain possible: returning an object of its own that lies about its length, truth
+    or items (but not about equality with a value of a built-in type); comparing two objects of its own falsely; having
+    the tests call its own function by a name that they expect from elsewhere and do not import; and recognizing the
+    arguments of the tests.
 
     Raises:
         RuntimeError: This machine lacks a layer of the sandbox.
@@ -53,10 +50,7 @@ class CodeReward:
         self._limits = Limits(*(getattr(options, name) for name in Limits._fields))
 
     def __call__(self, sample: RewardInput, /) -> RewardResult:
-        """Grade a response.
-
-        Args:
-            sample: The response, and the tests as its answer.
+        """Grade a response by the tests in its row's answer column.
 
         Raises:
             ValueError: The row has no tests, or none that can be run.
@@ -73,7 +67,7 @@ class CodeReward:
         return RewardResult(share if self._options.score == "share" else float(share == 1))
 
     def _run_examples(self, program: str, examples: Sequence[tuple[str, str]], deadline: float) -> Sequence[bool]:
-        """Whether each example passed, as far as it matters and there is time."""
+        """Whether each example passed, as long as it matters and there is time."""
         passed: list[bool] = []
         with Jail(program, self._limits, has_tests=False) as jail:
             for given, expected in examples:

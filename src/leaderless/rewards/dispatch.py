@@ -1,4 +1,4 @@
-"""Reward processes grade chunks of responses, and lose nothing whatever the rewards do. Imports no torch."""
+"""Reward processes grade chunks of responses and lose no outcome, whatever the rewards do. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_TIMEOUT_S = 300.0
 """Seconds a reward process may take to start and to import the user's modules."""
 MAX_CHUNK_SIZE = 64
 _CHUNKS_PER_PROCESS = 4
-"""Enough that one process can take over what another has no time for."""
+"""Enough that one process can take over chunks for which another has no time."""
 _MAX_FAILED_STARTS = 3
 _LEEWAY_S = SHARE_S + 0.25
 """Seconds beyond the time limit of a response: others come before it, and its process reports by itself that it took
@@ -78,7 +78,7 @@ class _Grader:
         self._config = config
         self._num_failed_starts = 0
         self.suspect: Chunk | None = None
-        """Chunk that only a new process can judge, before it has seen another."""
+        """Chunk that only a new process can judge, before it has graded any other."""
         self.start()
 
     def start(self) -> None:
@@ -164,8 +164,8 @@ class _Grader:
 class Dispatcher:
     """Grades in reward processes.
 
-    A response that takes too long, or ends its process, fails alone: outcomes that were there before are kept, and what
-    was to come after it is graded by another process.
+    A response that takes too long, or ends its process, fails alone: earlier outcomes are kept, and the responses after
+    it are graded by another process.
 
     Args:
         config: The recipe's `reward` section.
@@ -209,7 +209,7 @@ class Dispatcher:
                     self._feed(job, grader)
                 self._collect(job)
         except BaseException:
-            # What is being graded must not answer to the next call.
+            # Responses that are being graded must not answer the next call.
             self.stop()
             raise
         return job.outcomes
@@ -238,7 +238,7 @@ class Dispatcher:
         elif chunk.indices and chunk.is_suspect:
             job.add(chunk, Outcome(error=f"RuntimeError: ended its process ({how})"))
         elif chunk.indices:
-            # What an earlier response left behind may have ended it; in a new process only its own doing can.
+            # An earlier response may have caused that; in a new process, only this one can.
             grader.suspect = Chunk(chunk.reward, deque([chunk.indices.popleft()]), is_suspect=True)
         job.again(chunk)
         self._on_news()

@@ -1,4 +1,4 @@
-"""One reward grades one response, whatever it does. Imports no torch."""
+"""One reward grades one response, whatever the reward does. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def grade(
     timeout_s: float = math.inf,
     caught: tuple[type[BaseException], ...] = (BaseException,),
 ) -> Outcome:
-    """Grade a response. If it takes too long, it has failed even though it has a value."""
+    """Grade a response. If that takes too long, it has failed, even if it has a value."""
     begin = time.monotonic()
     try:
         outcome = compute(reward, sample)
@@ -78,7 +78,7 @@ def describe(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where a user's code raised an error; the messages of this package need no such help."""
+    """The line of a user's code that raised an error; messages of this package need no such help."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

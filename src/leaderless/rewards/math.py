@@ -14,40 +14,36 @@ from leaderless.rewards.protocol import RewardInput, RewardResult
 from leaderless.rewards.text import expected_text
 
 _MARKED = re.compile(r"\\boxed|\$|(?<!\\)\\[(\[]|answer", re.IGNORECASE)
-"""What shows the library where the mathematics is in a text."""
+"""Marks by which the library finds the mathematics in a text."""
 _NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d+|(?=\.\d))(\.\d*)?([eE][+-]?\d{1,3})?")
-"""A number alone, as programs write it; the exponent is kept short, for all digits are written out."""
+"""A number alone, as programs write it. Its exponent must be short, because all digits are written out."""
 _WITH_UNIT = re.compile(rf"[$€£]?\s*({_NUMBER.pattern}%?)\s*(?=.*[A-Za-z]{{2}})[A-Za-z(][A-Za-z()/.\s°²³-]*")
-"""A number with words behind it and no mathematics: `18 dollars`, `18 km/h`, `18 (eighteen)`."""
+"""A number that is followed by words and no mathematics: `18 dollars`, `18 km/h`, `18 (eighteen)`."""
 _MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)/(\d+)")
 """A whole number and a fraction: `2 1/2`."""
 _ANNOUNCED = re.compile(r"final answer", re.IGNORECASE)
-"""What the library gives precedence over a box."""
+"""Words to which the library gives precedence over a box."""
 _BOX = "\\boxed{"
 _FINAL_LINE = re.compile(r"^####([^\n]+)\Z", re.MULTILINE)
 """A last line as GSM8K ends its solutions."""
 
-# The library warns in every process that its alarm is off; the pool's time limit stands in its place.
+# The library warns in every process that its alarm is off; the pool has a time limit of its own.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 class MathReward:
-    r"""1 where the response's final answer equals the expected one mathematically, else 0.
+    r"""1 if the response's final answer equals the expected one mathematically, else 0.
 
-    The final answer of a response is its last line where that is `#### ...`, else what the `math-verify` library finds
-    from the last `\boxed{...}` on, or without one: what follows "final answer is", what follows "answer", the last
-    formula or number. Emphasis, a full stop and words behind a number (`**18 dollars**.`) do not count.
+    The final answer of a response is its last line if that is `#### ...`, else what the `math-verify` library finds
+    from the last `\boxed{...}` on, or without a box: what follows "final answer is", what follows "answer", the last
+    formula or number. Emphasis, a period and words after a number (`**18 dollars**.`) do not count.
     """
 
     def __call__(self, sample: RewardInput, /) -> RewardResult:
-        r"""Grade a response; 0 where it has no final answer.
+        r"""Grade a response; 0 if it has no final answer.
 
-        Args:
-            sample: The response, and the expected answer: a number, or text that is the answer (`42`, `\frac{1}{2}`),
-                marks it (`$x$`, `\boxed{x}`) or ends in it after `####`.
-
-        Raises:
-            ValueError: The expected answer is missing or cannot be parsed.
+        The expected answer is a number, or text that is the answer (`42`, `\frac{1}{2}`), marks it (`$x$`,
+        `\boxed{x}`) or ends in it after `####`. If it is missing or cannot be parsed, a ValueError is raised.
         """
         expected = _parse_expected(expected_text(sample.answer))
         found = _parse_response(sample.response.strip())
@@ -59,7 +55,7 @@ class MathReward:
 
 @lru_cache(maxsize=4096)
 def _parse_expected(text: str) -> tuple[Extracted, ...]:
-    """The expected answer, remembered because all responses to a prompt share it."""
+    """The expected answer, which is kept because all responses to a prompt share it."""
     final = text.rpartition("####")[2].strip()
     found = _parse_answer(final)
     if not found:
@@ -83,7 +79,7 @@ def _parse_response(text: str) -> tuple[Extracted, ...]:
 
 
 def _in_braces(text: str) -> str | None:
-    """What comes before the brace that closes one which was opened before the text; None where it is missing."""
+    """The text up to the brace that closes one opened before it; None if there is no such brace."""
     depth = 1
     for place, character in enumerate(text):
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -93,7 +89,7 @@ def _in_braces(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """An answer without what writers put around it."""
+    """An answer without emphasis, punctuation and units."""
     text = text.lstrip("* ").rstrip("*., ")
     if unit := _WITH_UNIT.fullmatch(text):
         return unit[1]

@@ -1,4 +1,4 @@
-"""Rewards of many responses, computed in processes next to the worker. Imports no torch."""
+"""Computes the rewards of many responses, in processes next to the worker. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Graded:
     """What a response is worth.
 
     Attributes:
-        value: Weighted sum over the rewards that apply to it, finite; 0 when not valid.
-        is_valid: Whether all of them could be computed. A response that is not valid must not be trained on.
+        value: Weighted sum over the rewards that apply to it, finite; 0 if not valid.
+        is_valid: Whether all of them could be computed; a response that is not valid must not be trained on.
         details: Results by reward, `{"value": 1.0, "answer": "42"}` before weighting or `{"error": "..."}`; the key
             `reward` holds an error of the sum itself, as when no reward applies.
     """

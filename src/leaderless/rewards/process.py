@@ -1,4 +1,4 @@
-"""A reward process: small, undisturbed, and never longer-lived than its worker. Imports no torch."""
+"""A reward process: small, undisturbed, and gone when its worker is. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RewardProcess(SpawnProcess):
     """A spawned process that does not import the worker's main module, and with it torch and the model code."""
 
     def start(self) -> None:
-        """Start it, deaf to Ctrl-C from its first moment on: the worker decides how a run ends."""
+        """Start the process, which never reacts to Ctrl-C: the worker decides how a run ends."""
         main = vars(sys.modules["__main__"])
         with _starting:
             hidden: dict[str, object] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
@@ -53,7 +53,7 @@ class RewardProcess(SpawnProcess):
 
 
 def serve(config: RewardsConfig, worker: Connection, outcomes: Connection) -> None:
-    """Grade what the worker sends, until it closes the connection; what a reward process runs.
+    """Grade what the worker sends, until it closes the connection: the main function of a reward process.
 
     Args:
         config: The recipe's `reward` section.
@@ -87,9 +87,9 @@ def serve(config: RewardsConfig, worker: Connection, outcomes: Connection) -> No
 
 
 def _settle_in() -> None:
-    """Make this process one that ends at once when it is to, and with the worker.
+    """Let this process end together with its worker, and at once.
 
-    What rewards print goes to standard error, line by line: standard output belongs to the worker.
+    Rewards print to standard error, line by line: standard output belongs to the worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,4 +1,4 @@
-"""What a reward is given and what it gives back. Imports no torch: rewards run in small processes of their own."""
+"""Input and result of a reward. Imports no torch, because rewards run in small processes of their own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class RewardInput:
 
     Attributes:
         prompt: The dataset's prompt column: text or chat messages.
-        response: The text that the policy answered, without special tokens.
-        answer: The dataset's answer column; None when the recipe names none.
-        row: The row of the dataset, all of its columns.
-        is_truncated: The response was cut at its longest allowed length.
+        response: Text that the policy answered, without special tokens.
+        answer: The dataset's answer column; None if the recipe names none.
+        row: Row of the dataset with all of its columns.
+        is_truncated: Whether the response was cut at the longest allowed length.
     """
 
     prompt: Json
@@ -30,12 +30,12 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What a response is worth, and what it answered.
+    """Value of a response, and the answer in it.
 
     Attributes:
-        value: Finite.
-        answer: The final answer as found in the response, in a form that equal answers share; the majority vote of
-            evaluation counts these.
+        value: Finite number.
+        answer: Final answer found in the response, in a form that equal answers share; the majority vote of evaluation
+            counts these.
     """
 
     value: float
@@ -46,4 +46,4 @@ class Reward(Protocol):
     """A function that grades one response; a plain number is a result without an answer."""
 
     def __call__(self, sample: RewardInput, /) -> float | RewardResult:
-        """Grade a response. Raising an error makes the sample count as failed, never as 0."""
+        """Grade a response. If it raises an error, the sample counts as failed, never as 0."""

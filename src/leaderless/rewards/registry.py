@@ -1,4 +1,4 @@
-"""From the recipe's rewards to functions that can be called. Imports no torch."""
+"""Makes functions of the recipe's rewards. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from leaderless.rewards.text import ExactMatchReward, FormatReward
 
 
 def make_rewards(config: RewardsConfig, *, in_worker: bool = False) -> dict[str, Reward]:
-    """Load the rewards of a recipe, importing what custom ones need.
+    """Load the rewards of a recipe by name, importing the modules of custom ones.
 
     Args:
         config: The recipe's `reward` section.
         in_worker: Whether they are called in the process that runs the main script, which may define them.
-
-    Returns:
-        The rewards by name, in the order of `config.options()`.
 
     Raises:
         RecipeError: A custom function cannot be imported or does not take one argument.
@@ -64,7 +61,7 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
 
 def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
     if isinstance(options, MathOptions):
-        # Its library takes a while to import, and only recipes that use it should wait.
+        # Its library is slow to import, and only recipes that use it should wait.
         from leaderless.rewards.math import MathReward
 
         return MathReward()

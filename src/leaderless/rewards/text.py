@@ -1,4 +1,4 @@
-"""Rewards that compare texts, and the expected answer that others compare with as well. Imports no torch."""
+"""Rewards that compare texts, and the expected answer, which other rewards use too. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ class ExactMatchReward:
         self._options = options
 
     def __call__(self, sample: RewardInput, /) -> RewardResult:
-        """Grade a response; its answer is the response without white space at its ends.
-
-        Args:
-            sample: The response and the expected answer, text or a number.
-
-        Raises:
-            ValueError: There is no expected answer, or it is neither text nor a number.
-        """
+        """Grade a response; a ValueError if the expected answer is neither text nor a number."""
         expected, response = expected_text(sample.answer), sample.response.strip()
         if self._options.ignore_case:
             expected, response = expected.casefold(), response.casefold()
@@ -43,10 +36,7 @@ class FormatReward:
 
 
 def expected_text(answer: Json) -> str:
-    """The expected answer as text, without white space at its ends.
-
-    Raises a ValueError where there is none, or it is neither text nor a finite number: such a row cannot be graded.
-    """
+    """The expected answer as text; a ValueError if it is neither text nor a finite number."""
     if answer is None:
         raise ValueError("the row has no expected answer; `answer` of the dataset must name the column that holds it")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):

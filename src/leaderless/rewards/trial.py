@@ -1,4 +1,4 @@
-"""Tries the rewards of a recipe on rows of its data, in this process. Imports no torch until it reads them."""
+"""Tries the rewards of a recipe on rows of its data, in this process. Imports torch only to read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that gives up everything but what a program needs, and then runs it. Forked from the supervisor."""
+"""A process that gives up everything but what a program needs, and then runs the program."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CAPABILITIES_VERSION = 0x20080522
 _MAX_OPEN_FILES = 64
 _MAX_MESSAGE_BYTES = 4096
 _START_TIMEOUT_S = 30.0
-"""Seconds a process may take to confine itself, however busy the machine is."""
+"""Seconds that a process may take to confine itself, even on a busy machine."""
 _FILE_NAME = "program.py"
 
 
 class Confined:
-    """A confined process, as the supervisor sees it.
+    """A confined process, forked from the supervisor and seen by it.
 
     Args:
         run: Function that it calls once it is confined; it must not return.
@@ -82,7 +82,7 @@ class Confined:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder that nobody uses any more, with all that is in it."""
+    """Remove a folder that is no longer used, with its contents."""
     try:
         os.rmdir(folder)  # noqa: PTH106 - pathlib is slow to import
     except OSError:
@@ -107,7 +107,7 @@ def run_as_script(source: str) -> None:
 
 
 def execute(source: str, name: str) -> ModuleType:
-    """Execute a program as a module of this interpreter, which has what the program defined."""
+    """Execute a program as a module of this interpreter; the module has the names that the program defined."""
     module = ModuleType(name)
     sys.modules[name] = module
     exec(compile(source, _FILE_NAME, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - confined, for this
@@ -115,7 +115,7 @@ def execute(source: str, name: str) -> ModuleType:
 
 
 def _leave(code: int) -> None:
-    """End this process as an interpreter ends; the supervisor's own clean-up, which it was forked with, is not run."""
+    """End this process as an interpreter ends, but without the supervisor's clean-up, with which it was forked."""
     try:
         if "threading" in sys.modules:
             threading = sys.modules["threading"]
@@ -130,7 +130,7 @@ def _leave(code: int) -> None:
 
 
 def _await(here: socket.socket) -> int | None:
-    """Wait until the process says that it is confined; its listener."""
+    """Wait until the process is confined, and receive its listener."""
     here.settimeout(_START_TIMEOUT_S)
     message, listeners, _, _ = socket.recv_fds(here, _MAX_MESSAGE_BYTES, 1)
     if message != b"confined":
@@ -139,13 +139,13 @@ def _await(here: socket.socket) -> int | None:
 
 
 def _report(there: socket.socket, problem: str) -> None:
-    # Where it was confined already, nobody listens; the supervisor learns from its exit code that it failed.
+    # Once it is confined, the supervisor no longer listens; it learns of the failure from the exit code.
     with suppress(OSError):
         there.send(problem.encode()[:_MAX_MESSAGE_BYTES])
 
 
 def _take_over(streams: Sequence[int], kept: Sequence[int]) -> None:
-    """Make these the standard streams, and close what the supervisor holds."""
+    """Make these the standard streams, and close the supervisor's files."""
     for target, source in enumerate(streams):
         os.dup2(source, target)
     last = 2
@@ -159,10 +159,10 @@ def _take_over(streams: Sequence[int], kept: Sequence[int]) -> None:
 
 
 def _give_up(folder: str, setting: Setting, limits: Limits, there: socket.socket) -> None:
-    """Give up all that a program must not have, and tell the supervisor so."""
+    """Give up everything that a program must not have, and report that to the supervisor."""
     os.setsid()
     kernel.control(_PR_SET_PDEATHSIG, _SIGKILL)
-    # No core dump, whatever the system does with them, and none of its files in /proc for other programs of the user.
+    # No core dump, and no access to its files in /proc for other programs of the user.
     kernel.control(_PR_SET_DUMPABLE, 0)
     kernel.control(_PR_SET_NO_NEW_PRIVS, 1)
     os.chdir(folder)
@@ -170,7 +170,7 @@ def _give_up(folder: str, setting: Setting, limits: Limits, there: socket.socket
     os.umask(0o077)
     if setting.landlock:
         kernel.restrict_files(setting.landlock, folder, setting.readable, setting.listable)
-    # Root's rights would stand above the limits that follow.
+    # The rights of root would override the limits below.
     header = struct.pack("=Ii", _CAPABILITIES_VERSION, 0)
     kernel.call(_CAPSET[os.uname().machine], ctypes.create_string_buffer(header), bytes(24))
     cpu_s = math.ceil(limits.test_timeout_s) + 1

@@ -1,4 +1,4 @@
-"""The grader's side of the sandbox: starts a supervisor for a program, and asks it for runs. Imports no torch."""
+"""The grader's side of the sandbox: starts a supervisor for a program and has it run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ from leaderless.rewards.sandbox.kernel import ask_layers, is_supported
 from leaderless.rewards.sandbox.messages import Ended, Limits, Order, ScriptRequest, Setting, TestRequest
 
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-"""What the interpreter reads besides its own library, wherever it is installed."""
+"""Files that the interpreter reads besides its own library, wherever it is installed."""
 _FLAGS = ("-P", "-s", "-S", "-B")
-"""Isolated as by `-I`, which would also ignore the fixed order of sets."""
+"""Like `-I`, which would also ignore the fixed order of sets."""
 _START = "import sys; sys.path.append(sys.argv[1]); from sandbox.supervisor import main; sys.path.pop(); main()"
 _WEAKER = "use a newer kernel, or run with less and set reward.code.allow_weaker=true, at your own risk"
 
 
 def refusal(*, allow_weaker: bool) -> str | None:
-    """Why programs cannot be run safely on this machine; None where they can.
-
-    Args:
-        allow_weaker: Whether the user accepts that a layer is missing.
-    """
+    """Why programs cannot be run safely on this machine; None if they can, or the user accepts a missing layer."""
     if not is_supported():
         system = os.uname()
         return f"runs programs on Linux on x86-64 and 64-bit ARM only, and this is {system.sysname} on {system.machine}"
@@ -41,15 +37,10 @@ def refusal(*, allow_weaker: bool) -> str | None:
 
 
 class Jail:
-    """One program, and a supervisor that runs it as often as asked; each run begins anew, in an empty folder.
+    """One program, and a supervisor that runs it; each run begins anew, in an empty folder.
 
-    Args:
-        program: Source of the program.
-        limits: Limits of each run.
-        has_tests: Whether it is run once, by `run_tests`; else any number of times, by `run_input`.
-
-    Raises:
-        RuntimeError: From the methods: the sandbox does not work here. What a program does never raises.
+    With tests, it is run once, by `run_tests`; else any number of times, by `run_input`. They raise a RuntimeError if
+    the sandbox does not work on this machine, but never because of what a program does.
     """
 
     def __init__(self, program: str, limits: Limits, *, has_tests: bool) -> None:
@@ -57,7 +48,7 @@ class Jail:
         readable, listable = _interpreter_paths()
         self._scratch = tempfile.mkdtemp(prefix="leaderless-program-")
         setting = Setting(self._scratch, readable, listable, landlock, has_filter, has_filter and has_listener)
-        # Sets have the same order in every process; where libraries are may be needed to start, and is then forgotten.
+        # Sets have the same order in every process. The interpreter may need the path of libraries to start.
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         self._supervisor = subprocess.Popen(  # noqa: S603 - this interpreter, with the package's own code
             [_interpreter(), *_FLAGS, "-c", _START, str(Path(__file__).parents[1])],
@@ -97,7 +88,7 @@ class Jail:
             shutil.rmtree(self._scratch)
 
     def _send(self, message: Order | ScriptRequest | TestRequest) -> None:
-        # What is read next says why nobody listens.
+        # If the supervisor has ended, the next line that is read says why.
         with suppress(BrokenPipeError):
             self._requests.write(json.dumps(message).encode() + b"\n")
             self._requests.flush()
@@ -120,13 +111,13 @@ class Jail:
 
 @cache
 def _interpreter() -> str:
-    """The interpreter itself; a virtual environment's would look for its settings, which a program may not read."""
+    """The interpreter itself; that of a virtual environment would read its settings, which a program may not."""
     return str(Path(sys.executable).resolve())
 
 
 @cache
 def _interpreter_paths() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a program may read, and what it may list: the standard library without packages installed into it."""
+    """Paths that a program may read and list: the standard library without packages installed into it."""
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     libraries = {Path(sysconfig.get_path(name, vars=base)) for name in ("stdlib", "platstdlib")}
     packages = {"site-packages", "dist-packages"}

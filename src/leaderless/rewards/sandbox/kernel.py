@@ -1,4 +1,4 @@
-"""What the kernel offers to confine a program, with its own system calls. Linux on x86-64 or 64-bit ARM only.
+"""System calls by which the kernel confines a program. Linux on x86-64 or 64-bit ARM only.
 
 Landlock keeps files out of a process's reach; see https://docs.kernel.org/userspace-api/landlock.html.
 """
@@ -37,12 +37,12 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class Layers(NamedTuple):
-    """What there is of each layer of the sandbox.
+    """Layers of the sandbox that this kernel has.
 
     Attributes:
         landlock: Version of its interface; 0 where there is none.
         has_filter: Whether system calls can be filtered.
-        has_listener: Whether a filter can ask a process outside, which counts what the program creates.
+        has_listener: Whether a filter can ask another process, which counts what the program creates.
     """
 
     landlock: int
@@ -50,7 +50,7 @@ class Layers(NamedTuple):
     has_listener: bool
 
     def missing(self) -> tuple[str, ...]:
-        """The layers that are not there, each with what it is for and where it comes from."""
+        """The missing layers, each with its purpose and origin."""
         names = {
             "Landlock, which keeps files out of reach (Linux 5.13, in the `lsm=` list of the boot line)": self.landlock,
             "seccomp filters, which keep system calls out of reach (CONFIG_SECCOMP_FILTER)": self.has_filter,
@@ -81,9 +81,9 @@ def ask_layers() -> Layers:
 
 
 def call(number: int, *arguments: object) -> int:
-    """Make a system call that the standard library has no function for, with numbers, buffers and pointers.
+    """Make a system call for which the standard library has no function, with numbers, buffers and pointers.
 
-    Returns what the kernel returns, at least 0; raises an OSError where the call failed.
+    Returns the kernel's result, at least 0; raises an OSError if the call fails.
     """
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     result: int = _libc.syscall(ctypes.c_long(number), *wide)
@@ -94,7 +94,7 @@ def call(number: int, *arguments: object) -> int:
 
 
 def control(option: int, value: int) -> None:
-    """Set an attribute of this process (`prctl`); raises an OSError where the kernel refuses."""
+    """Set an attribute of this process (`prctl`); raises an OSError if the kernel refuses."""
     words = [ctypes.c_ulong(word) for word in (value, 0, 0, 0)]
     if _libc.prctl(ctypes.c_int(option), *words) != 0:
         code = ctypes.get_errno()
@@ -102,16 +102,13 @@ def control(option: int, value: int) -> None:
 
 
 def restrict_files(version: int, folder: str, readable: Iterable[str], listable: Iterable[str]) -> None:
-    """Leave this process, for ever, its folder, and what it may read; nothing may be executed, bound or connected to.
+    """Leave this process only its folder and some files to read, forever; it can execute, bind and connect nothing.
 
     Args:
         version: Version of the kernel's Landlock, at least 1.
-        folder: Folder that may be read and written; neither links nor sockets nor devices can be made there.
-        readable: Files and folders with all that is in them; what does not exist is passed over.
+        folder: Folder that may be read and written; links, sockets and devices cannot be made there.
+        readable: Files and folders with their contents; those that do not exist are left out.
         listable: Folders whose names may be listed, at any depth.
-
-    Raises:
-        OSError: The kernel refuses.
     """
     handled = (1 << _NUM_RIGHTS.get(version, 16)) - 1
     attributes = struct.pack("=QQQ", handled, _ALL_NET, _ALL_SCOPES)

@@ -1,4 +1,4 @@
-"""Messages between the grader and the supervisor: what a program may use, and how it ended. Imports no torch."""
+"""Messages between the grader and the supervisor. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Limits(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Where programs run.
+    """Surroundings of programs.
 
     Attributes:
         scratch: Empty folder, in which each process has a folder of its own.
-        readable: Files and folders that a program may read: the interpreter's own.
+        readable: The interpreter's files and folders, which a program may read.
         listable: Folders whose names it may list.
         landlock: Version of the kernel's Landlock; 0 to do without.
         has_filter: Whether system calls are filtered.
-        has_listener: Whether what is created is counted; without, nothing may be created.
+        has_listener: Whether created processes and files are counted; without, nothing may be created.
     """
 
     scratch: str
@@ -43,8 +43,8 @@ class Ended(NamedTuple):
         cause: `exited`, `timeout` or `output` (it printed too much).
         code: Exit code, negative for the signal that ended it; meaningful for `exited` only.
         output: Standard output, with replacements for bytes that are no UTF-8.
-        passed: Outcome of each test that came to an end; empty for a script.
-        unfit: Reason why the tests themselves cannot be run; empty where they can.
+        passed: Outcome of each test that ended; empty for a script.
+        unfit: Reason why the tests themselves cannot be run; empty if they can.
     """
 
     cause: str

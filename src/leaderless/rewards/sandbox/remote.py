@@ -1,8 +1,8 @@
-"""Tests and the program that they test, in two processes that exchange plain values over two pipes.
+"""Tests, and the program that they test, in two processes that exchange plain values over two pipes.
 
-The tests see built-in values, or `Remote` objects that stand for what only the program has. So what the program does
-to its own interpreter (`sys.exit`, `AssertionError`, `__eq__`, its stack) does not reach the tests, and the values that
-the tests expect are not in its memory. Imports no torch.
+The tests see built-in values, or `Remote` objects that stand for the program's own objects. So the program can do what
+it likes to its interpreter (`sys.exit`, `AssertionError`, `__eq__`, its stack) without an effect on the tests, and the
+values that the tests expect are not in its memory. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TextIO
 from .confined import execute  # relative, for the supervisor runs without the package
 
 Wire = None | bool | int | float | str | list["Wire"]
-"""JSON; a list begins with the name of the type that it stands for."""
+"""JSON; the first item of a list is the name of the type that it stands for."""
 
 _LARGEST_PLAIN_INT = 2**63
 _ITEMS: Mapping[type, Callable[..., Iterator[object]]] = {
@@ -29,18 +29,15 @@ _ITEMS: Mapping[type, Callable[..., Iterator[object]]] = {
     set: set.__iter__,
     frozenset: frozenset.__iter__,
 }
-"""The types' own ways through their items: a subclass may show others."""
+"""The types' own iterators, as those of a subclass may show other items."""
 
 
 class UnfitTestError(BaseException):
-    """A test does what cannot be done across processes; no `except` in a test should hide it."""
+    """A test does something that is impossible across processes; no `except` in a test should hide it."""
 
 
 def encode(value: object, refer: Callable[[object], int]) -> Wire:
-    """A value as JSON; subclasses of built-in types become these types.
-
-    The number by which an object of another type is known to the program's process comes from `refer`.
-    """
+    """A value as JSON; subclasses of built-in types become these types, and `refer` gives other objects a number."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -98,7 +95,7 @@ _OPERATIONS: Mapping[str, Callable[..., object]] = {
 
 
 def serve(source: str, requests: int, replies: int) -> None:
-    """Execute a program, and do with what it defined what the tests ask for, until they end.
+    """Execute a program, and then the tests' requests on its objects until the tests end.
 
     Requests and replies are lines of JSON, read from and written to file descriptors.
     """
@@ -132,7 +129,7 @@ def _pairs(wire: Wire) -> Iterator[Sequence[Wire]]:
 
 
 def _names(module: ModuleType, refer: Callable[[object], int]) -> Mapping[str, Wire]:
-    """What the program defined, for the tests to name; modules by name only, for those of the tests are genuine."""
+    """The names that the program defined. Modules are only named, so that the tests import genuine ones."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     own = [(name, value) for name, value in public.items() if not isinstance(value, ModuleType)]
     modules = [name for name, value in public.items() if isinstance(value, ModuleType) and value.__name__ == name]
@@ -158,7 +155,7 @@ class _Channel:
         self._replies, self._requests = replies, requests
 
     def names(self) -> dict[str, object]:
-        """What the program defined; names of built-in functions stay what they are."""
+        """The names that the program defined, apart from those of built-in functions."""
         reply = self._receive()
         names: dict[str, object] = {}
         for name in _parts(reply["modules"]):
@@ -211,10 +208,10 @@ def _copy_back(originals: Sequence[object], states: object) -> None:
 
 
 class Remote:
-    """What only the program has, as the tests see it: a function, a class, an object of its own.
+    """One of the program's own objects, such as a function or class, as the tests see it.
 
-    It equals other objects of the program where the program says so, and no value of a built-in type: so an object
-    that claims to equal everything is never asked about what a test expects.
+    It equals other objects of the program if the program says so, but no value of a built-in type: so an object that
+    claims to equal everything is never asked about the value that a test expects.
     """
 
     __slots__ = ("_channel", "_number")
@@ -238,7 +235,7 @@ class Remote:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Remote):
             return self._channel.ask("eq", self, other) is True
-        encode(other, _number_of)  # Raises where a test expects what a program could not have sent as a plain value.
+        encode(other, _number_of)  # Raises if a test expects a value that a program cannot send.
         return False
 
     def __hash__(self) -> int:
@@ -270,10 +267,10 @@ def _number_of(value: object) -> int:
 
 
 def judge(pieces: Sequence[tuple[str, str]], replies: int, requests: int, report: int) -> None:
-    """Run tests (see `TestRequest`), and report each of them as it comes to its end.
+    """Run tests (see `TestRequest`), and report on each of them as it ends.
 
-    The report, a file descriptor that only this process and the supervisor hold, gets one line of JSON for each test:
-    true or false, or as text the reason why the tests cannot be run.
+    The report, a file descriptor that only this process and the supervisor have, gets one line of JSON for each test:
+    true or false, or the reason why the tests cannot be run, as text.
     """
     with (
         os.fdopen(replies, encoding="ascii") as told,

@@ -1,7 +1,7 @@
 """Keeps system calls out of a process's reach, and asks the supervisor about those that it counts.
 
-See https://docs.kernel.org/userspace-api/seccomp_filter.html. Only arguments in registers are looked at, so a program
-cannot change them after they were judged; calls that pass them in memory (`clone3`, `openat2`) do not exist for it.
+See https://docs.kernel.org/userspace-api/seccomp_filter.html. Only arguments in registers are checked, so a program
+cannot change them afterwards; calls that pass them in memory (`clone3`, `openat2`) do not exist for it.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _Statement = tuple[int, int, int, int]
 
 
 def number_of(name: str) -> int | None:
-    """The number of a system call on this machine; None where it has no such call."""
+    """The number of a system call on this machine; None if it has no such call."""
     return _CALLS[name][MACHINES[platform.machine()][0]]
 
 
 def install(*, has_listener: bool) -> int | None:
-    """Filter the system calls of this process and its children, for ever; it must have given up new privileges.
+    """Filter the system calls of this process and its children forever; it must have given up new privileges.
 
-    Calls that start processes and make files ask whoever holds the listener, a file descriptor, that is returned;
-    without one they are refused. Raises an OSError if the kernel refuses, as where another filter has a listener.
+    Calls that start processes and create files ask the owner of the listener, the file descriptor that is returned;
+    without one they are refused. Raises an OSError if the kernel refuses, for example because of another listener.
     """
     counted = RET_USER_NOTIF if has_listener else RET_ERRNO | errno.EPERM
     packed = b"".join(struct.pack("=HBBI", *statement) for statement in _make_filter(os.getpid(), counted))
@@ -79,7 +79,7 @@ def _make_filter(own_pid: int, counted: int) -> list[_Statement]:
         "openat2": unknown,
     }
     rules |= {name: [_answer(counted)] for name in ("fork", "vfork", "creat")}
-    # A folder that its owner cannot read could not be removed with all that is in it.
+    # A folder that its owner cannot read could not be removed with its contents.
     rules |= {name: _if_all_set(argument, 0o700, counted) for name, argument in (("mkdir", 1), ("mkdirat", 2))}
     rules |= {name: [_answer(_RET_ALLOW)] for name in PLAIN}
     statements: list[_Statement] = [
@@ -99,7 +99,7 @@ def _answer(action: int) -> _Statement:
 
 
 def _load(argument: int) -> _Statement:
-    """The lower half of an argument: all that the kernel looks at in those judged here."""
+    """The lower half of an argument; the kernel uses no more of those that are checked here."""
     return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)
 
 
@@ -121,7 +121,7 @@ def _if_all_set(argument: int, bits: int, action: int) -> list[_Statement]:
 class Counter:
     """Answers a program's filter: grants a number of processes and files, and no more.
 
-    It counts what was granted, not what is there, so that nothing can be created between looking and granting.
+    It counts what it has granted, not what exists, so that nothing can be created between counting and granting.
     """
 
     def __init__(self, max_processes: int, max_files: int) -> None:
@@ -129,7 +129,7 @@ class Counter:
         self._kinds = {number_of(name): "process" for name in PROCESSES} | {number_of(name): "file" for name in FILES}
 
     def answer(self, listener: int) -> None:
-        """Answer one call that waits at the file descriptor from `install`, which is ready to be read."""
+        """Answer one call that waits at the listener, which is ready to be read."""
         notification = bytearray(_NOTIFICATION_BYTES)
         try:
             fcntl.ioctl(listener, _RECEIVE, notification)

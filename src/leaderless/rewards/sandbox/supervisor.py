@@ -1,7 +1,7 @@
-"""Starts, watches and ends confined processes for one response; a small interpreter of its own. Imports no torch.
+"""Starts, watches and ends confined processes for one response, in a small interpreter of its own. Imports no torch.
 
-It reads one JSON value a line from the grader and answers each with one line. What a program must not know comes after
-the program was forked: each input with its own run, the tests when the program's process runs already, and expected
+It reads one JSON value per line from the grader and answers each with one line. What could help a program to cheat
+arrives only after the program was forked: each input with its own run, tests once the program's process runs, expected
 outputs never.
 """
 
@@ -26,12 +26,12 @@ _END_TIMEOUT_S = 10.0
 """Seconds that killed processes may take to disappear."""
 _READ_BYTES = 65536
 _GRADER = 0
-"""File descriptor that the grader writes to; its end means that the grader has ended."""
+"""File descriptor of what the grader writes; when it is closed, the grader has ended."""
 
 
 def main() -> None:
     """Serve a grader until it closes the pipe."""
-    # Whatever a program leaves behind becomes a child of this process, and not of the system.
+    # Processes that a program leaves behind become children of this process, not of the system.
     kernel.control(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         _serve_grader()
@@ -63,14 +63,14 @@ def _run_input(source: str, request: ScriptRequest, setting: Setting, limits: Li
         file.seek(0)
         main = Confined(lambda: run_as_script(source), setting, limits, stdin)
     watch = _Watch([main], limits, request["deadline"])
-    cause = watch.until(lambda: watch.has_ended(main))
+    cause = watch.until_ended(main)
     codes = watch.end()
     output = bytes(next(iter(main.outputs.values())))
     return Ended("output" if watch.is_too_long() else cause, codes[main.pid], output.decode(errors="replace"))
 
 
 def _run_tests(source: str, setting: Setting, limits: Limits) -> Ended:
-    """Run a program in one process, and in another one the tests, which the grader sends now and not before."""
+    """Run a program in one process, and the tests, which the grader sends only now, in another."""
     requests, requests_end = os.pipe()
     replies, replies_end = os.pipe()
     with open(os.devnull) as nothing:  # noqa: PTH123 - pathlib is slow to import
@@ -91,7 +91,7 @@ def _run_tests(source: str, setting: Setting, limits: Limits) -> Ended:
     for fd in (requests, requests_end, replies, replies_end, report_end):
         os.close(fd)
     watch = _Watch([program, tests], limits, trial["deadline"], report)
-    cause = watch.until(lambda: watch.has_ended(tests))
+    cause = watch.until_ended(tests)
     watch.end()
     verdicts = [json.loads(line) for line in bytes(watch.report).splitlines(keepends=True) if line.endswith(b"\n")]
     unfit = next((verdict for verdict in verdicts if isinstance(verdict, str)), "")
@@ -129,13 +129,12 @@ class _Watch:
     def _begin_test(self) -> None:
         self._deadline = min(self._last, time.monotonic() + self._limits.test_timeout_s)
 
-    def has_ended(self, process: Confined) -> bool:
-        """Whether a process has ended; others that it started may still run."""
-        return process not in [self._ended[fd] for fd in self._open if fd in self._ended]
+    def until_ended(self, process: Confined) -> str:
+        """Watch until a process has ended or a limit is reached; the result is an `Ended.cause`.
 
-    def until(self, is_done: Callable[[], bool]) -> str:
-        """Watch until that is so, or a limit is reached; what became of it, as `Ended.cause` says."""
-        while not is_done():
+        Other processes that it started may still run.
+        """
+        while process in [self._ended[fd] for fd in self._open if fd in self._ended]:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
                 return "timeout"
@@ -150,13 +149,9 @@ class _Watch:
         return any(len(text) > self._limits.max_output_bytes for text in texts)
 
     def end(self) -> Mapping[int, int]:
-        """Kill every process that is left, take in what was printed, and remove all files; exit codes by process.
-
-        Raises:
-            RuntimeError: A process does not end.
-        """
+        """Kill all remaining processes, read what was printed, and remove all files; returns exit codes by process."""
         for process in self._processes:
-            # One call for the whole group, which nothing can leave: none can be started meanwhile by one that is left.
+            # One call for the whole group, which no process can leave: so none can start another in the meantime.
             _kill(os.killpg, process.pid)
         codes: dict[int, int] = {}
         deadline = time.monotonic() + _END_TIMEOUT_S
@@ -180,7 +175,7 @@ class _Watch:
         return codes
 
     def _serve(self, timeout_s: float) -> None:
-        """Take in whatever is there, waiting for it at most so long."""
+        """Read whatever is there, after waiting for it for at most that long."""
         poll = select.poll()
         for fd in self._open:
             poll.register(fd, select.POLLIN)
@@ -198,7 +193,7 @@ class _Watch:
                 self._open -= {fd}
 
     def _read(self, fd: int) -> bool:
-        """Read from a pipe; whether there may be more."""
+        """Read from a pipe; false at its end."""
         data = os.read(fd, _READ_BYTES)
         buffer = self._buffers[fd]
         if fd == self._report:
@@ -215,7 +210,7 @@ def _kill(how: Callable[[int, int], None], pid: int) -> None:
 
 
 def _children() -> list[int]:
-    """Processes that this one has to wait for: those it started, and what they left behind."""
+    """Processes for which this one has to wait: those it started, and those that they left behind."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123 - pathlib is slow to import
         return [int(word) for word in file.read().split()]
 
