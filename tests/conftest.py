@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings that all tests share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Test modules, and the processes that run their functions, find each other as `tests.<folder>.<module>`.
+# Test modules, and the processes that run their functions, import each other as `tests.<folder>.<module>`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# Tensors in tests are tiny, and several processes share the cores: a second thread would cost more than it saves.
+# Tensors in tests are tiny, and several processes share the cores: a second thread would cost more than it gains.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Many tests start Python anew; what has been compiled once need not be compiled by each.
+# Many tests start Python again; compiled modules need not be compiled by each of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from tests.distributed.ranks import RankPool
 
-# A shell that starts this in the background has it ignore Ctrl-C, and so would all that tests start.
+# A shell that starts this in the background makes it ignore Ctrl-C, and all processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -33,7 +33,7 @@ settings.register_profile(
     settings(),
     derandomize=True,
     max_examples=50,
-    deadline=None,  # other processes may use the same cores: how long an example takes says nothing about it
+    deadline=None,  # other processes may use the same cores, so the time of an example means nothing
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("thorough", settings.get_profile("quick"), derandomize=False, max_examples=1000)
@@ -41,18 +41,18 @@ settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that `make test-thorough` sets."""
+    """Add the option that `make test-thorough` uses."""
     parser.addoption("--thorough", action="store_true", help="run the long forms too, with 1,000 random examples each")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Explore in the thorough form, unless another profile of hypothesis is asked for."""
+    """Explore in the thorough form, unless another profile of hypothesis is selected."""
     if config.getoption("thorough") and not config.getoption("--hypothesis-profile"):
         settings.load_profile("thorough")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `thorough`, unless they are asked for."""
+    """Skip tests marked `thorough`, unless the option is given."""
     if not config.getoption("thorough"):
         long_forms = [item for item in items if item.get_closest_marker("thorough")]
         if long_forms:

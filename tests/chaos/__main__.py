@@ -1,4 +1,4 @@
-"""`make chaos`: kills workers in every phase of training, and compares what comes of it with undisturbed runs."""
+"""`make chaos`: kills workers in every phase of training, and compares the results with undisturbed runs."""
 
 from __future__ import annotations
 

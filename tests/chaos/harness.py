@@ -1,4 +1,4 @@
-"""Runs whose workers are killed again and again, compared with runs that nobody disturbs."""
+"""Runs whose workers are killed again and again, compared with undisturbed runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ nodes:
 """
 STEPS = 10
 PROMPTS_PER_STEP, NUM_PROMPTS = 8, 64
-"""The data ends within a step's reach, so that runs go on with a second epoch."""
+"""The data ends within the steps of a run, so that runs continue with a second epoch."""
 POOLS = json.dumps(
     {name: {"ranks": int(name in {"old", "advantage", "policy"})} for name in yaml.safe_load(WORKFLOW)["nodes"]}
 )

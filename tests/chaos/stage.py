@@ -89,7 +89,7 @@ class Killer:
 
     def _is_due(self, number: int, phase: str) -> bool:
         kill = self._kills[number]
-        # One that has just seen another die would not be killed while at work.
+        # A worker that has just seen another die would not be killed while at work.
         is_new = number == 0 or self._done(number - 1).stat().st_mtime < self._since
         return is_new and (kill.rank, kill.phase) == (self._rank, phase) and self._step >= kill.step
 

@@ -1,4 +1,4 @@
-"""What every policy loss and advantage of a sample promises, built in or a user's `package.module:function`."""
+"""The contract of every policy loss and advantage, built-in or a user's `package.module:function`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = {"rejection": {"correct_at": 1.0}, "pass_at_k": {"k": 2, "correct_at"
 
 
 def sections(field: str) -> dict[str, BaseModel]:
-    """One section of each type that may stand in a field."""
+    """One section of each type that a field accepts."""
     union = get_args(AlgorithmConfig.model_fields[field].annotation)
     kinds = [get_args(member)[0] for member in union]
     found = {}
@@ -39,7 +39,7 @@ LOSSES = sections("policy_loss")
 ADVANTAGES = {
     name: section
     for name, section in sections("advantage").items()
-    if name not in {*TOKEN_ADVANTAGES, "remax", "rejection"}  # which need more than rewards
+    if name not in {*TOKEN_ADVANTAGES, "remax", "rejection"}  # they need more than rewards
 }
 
 
@@ -53,7 +53,7 @@ def tokens(dtype: torch.dtype = torch.float64) -> LossInputs:
 
 
 def part(inputs: LossInputs, samples: list[int]) -> LossInputs:
-    """Some samples, in an order."""
+    """Some samples in a given order."""
     rows = torch.arange(int(LENGTHS.sum())).split(LENGTHS.tolist())
     index = torch.cat([rows[sample] for sample in samples])
     new = inputs.log_probs.detach()[index].requires_grad_()

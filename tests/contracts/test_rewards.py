@@ -1,4 +1,4 @@
-"""What every reward promises, built in or a user's `package.module:function`. A built-in one joins by a case here."""
+"""The contract of every reward, built-in or a user's `package.module:function`. A built-in one joins by a case here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from leaderless.rewards.sandbox.jail import refusal
 
 @dataclass(frozen=True)
 class Case:
-    """A reward, and what it makes of responses.
+    """A reward, and the values it should give.
 
     Attributes:
         answer: Answer of the row.
@@ -45,7 +45,7 @@ REWARDS = {
     "tests.end_to_end.own_code:fail_on_small_letters": Case(None, "12", "XY", {}),
 }
 RESPONSES = ["", " ", "\n\n", "ünïcödé ✓ \U0001f600", "\x00\x1b[2J", "[bold]", "9" * 5000, "\\boxed{", "```python\n"]
-"""What a policy may write that has not learned anything yet."""
+"""Text that a policy may write before it has learned anything."""
 
 
 def grade(name: str, answer: Json, responses: list[str], num_processes: int) -> list[Graded]:
@@ -74,7 +74,7 @@ def test_a_better_response_is_worth_more_by_its_weight(name: str) -> None:
 @pytest.mark.parametrize("name", REWARDS)
 def test_values_depend_on_the_response_alone(name: str) -> None:
     case = REWARDS[name]
-    responses = [case.good, *(RESPONSES[-3:] if name == "code" else RESPONSES), case.bad]  # each code takes a sandbox
+    responses = [case.good, *(RESPONSES[-3:] if name == "code" else RESPONSES), case.bad]  # each code runs in a sandbox
     first = grade(name, case.answer, responses, 0)
     assert grade(name, case.answer, responses[::-1], 1) == first[::-1], "in another order, in another process"
     for graded in first:

@@ -1,4 +1,4 @@
-"""What every rollout engine promises. An engine joins by a name in `ENGINES` and a case in `Engines`."""
+"""The contract of every rollout engine. An engine joins by a name in `ENGINES` and a case in `Engines`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def native_of(model: CausalLM, path: str, max_sequences: int) -> NativeEngine:
 
 
 class Engines:
-    """Engines for tests. Those that are long to start are kept for all tests of this file, and serve one at a time."""
+    """Engines for tests. Those that take long to start are kept for all tests of this file, one test at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,7 +62,7 @@ class Engines:
         self.stack = ExitStack()
 
     def make(self, name: str, path: str, max_sequences: int) -> RolloutEngine:
-        """One that serves the weights of a folder."""
+        """An engine that serves the weights of a folder."""
         self.stack.close()
         if name == "native":
             return make_native(path, max_sequences)
@@ -71,14 +71,14 @@ class Engines:
         return engine
 
     def external(self, name: str, path: str) -> ExternalEngine:
-        """One that does not serve yet."""
+        """An engine that does not serve yet."""
         if (name, path) not in self.kept:
             driver, server = self.driver(name, path)
             self.kept[name, path] = make_external(driver, path, self.told), server
         return self.kept[name, path][0]
 
     def driver(self, name: str, path: str) -> tuple[Driver, ChildServer | None]:
-        """Of an engine, and the server that it has in another process."""
+        """The driver of an engine, and its server in another process."""
         settings, device = settings_of(path), torch.device("cpu")
         match name:
             case "sglang":
@@ -95,19 +95,19 @@ class Engines:
                 return InProcessVllm(settings, device), None
 
     def close(self) -> None:
-        """End what runs in other processes."""
+        """End everything that runs in other processes."""
         self.stack.close()
         for engine, _ in self.kept.values():
             engine.close()
 
 
 ENGINES = ("native", "sglang", "vllm", "vllm-in-process")
-"""`sglang` talks to a fake of its server."""
+"""Engines to test; `sglang` talks to a fake server."""
 VLLM_PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
-"""An interpreter that has vLLM."""
+"""Python of an environment with vLLM."""
 untied_model = tests.tiny.untied_model
 tiny_model = partial(tests.tiny.tiny_model, head_dim=32)
-"""Heads as wide as vLLM on the CPU wants them."""
+"""A tiny model with heads as wide as vLLM requires on the CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -243,14 +243,14 @@ def test_an_aborted_response_is_resumed_where_it_was(make_engine: Callable[[str,
         assert completion.tokens[: len(begun_tokens)] == begun_tokens
         assert completion.finish_reason in {"stop", "length"}
         if not isinstance(engine, NativeEngine):
-            continue  # the noise of other engines has no place in a response to go on from
+            continue  # other engines continue a response with different noise
         assert completion.tokens == expected[i][j].tokens
         assert completion.log_probs == pytest.approx(expected[i][j].log_probs, abs=1e-4)
         assert completion.finish_reason == expected[i][j].finish_reason
 
 
 def test_a_response_that_is_given_up_takes_no_other_with_it(make_engine: Callable[[str, int], RolloutEngine]) -> None:
-    # Twelve, as the name of the first may be how the names of others begin.
+    # Twelve, since the name of the first may be a prefix of others.
     wanted = [Request([3 + i, 2], [i]) for i in range(12)]
     engine, results = make_engine(tiny_model(), 16), [request.begin() for request in wanted]
     numbers = {engine.submit(request, params(max_tokens=8)): index for index, request in enumerate(wanted)}
@@ -264,7 +264,7 @@ def test_a_response_that_is_given_up_takes_no_other_with_it(make_engine: Callabl
 
 
 def take(engine: RolloutEngine, numbers: dict[int, int], completions: list[list[Completion]]) -> None:
-    """One step, noted down."""
+    """One recorded step."""
     for delta in engine.step():
         completion = completions[numbers[delta.request]][delta.sibling]
         completion.tokens += delta.tokens

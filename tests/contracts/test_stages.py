@@ -1,4 +1,4 @@
-"""What every stage promises, built in or a user's `package.module:function`."""
+"""The contract of every stage, built-in or a user's `package.module:function`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORKFLOWS: dict[str, dict[str, object]] = {
     "sft": {"data.train.response": "answer", "data.max_response_tokens": 4, "reward": {}},
     "own.yaml": {},
 }
-"""Together they have every built-in stage, and a user's."""
+"""Recipes that together contain every built-in stage, and a user's."""
 
 
 def copied(column: Column) -> object:
@@ -51,7 +51,7 @@ def is_same(column: Column, before: object) -> bool:
 
 
 def watched(node: PlannedNode, stage: StageFunction, seen: list[str]) -> StageFunction:
-    """A stage whose promises are checked whenever it runs."""
+    """A stage whose contract is checked whenever it runs."""
 
     def run(batch: Batch, context: StageContext) -> Batch:
         seen.append(node.node.run)
@@ -99,7 +99,7 @@ def test_stages_keep_their_promises_in_a_step_of_each_workflow(tmp_path: Path, a
         folder.mkdir()
         (folder / "own.yaml").write_text(OWN_WORKFLOW)
         name = str(folder / workflow) if workflow == "own.yaml" else workflow
-        digits = {"reward": {"format": {"pattern": r".*\d.*"}}}  # which an untrained model earns now and then
+        digits = {"reward": {"format": {"pattern": r".*\d.*"}}}  # an untrained model earns it now and then
         settings = {"workflow": name, "run.recorded_prompts": 2, **digits, **changes}
         seen |= set(stages_of_a_step(tiny_recipe(folder, tiny_model(), settings).recipe, alone))
     assert seen >= {*BUILTIN_STAGES, OWN[0]}

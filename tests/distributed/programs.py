@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def describe() -> None:
-    """Print what a process can know of itself."""
+    """Print what a process can know about itself."""
     known = {
         "arguments": sys.argv[1:],
         "folder": str(Path.cwd()),

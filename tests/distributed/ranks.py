@@ -154,11 +154,11 @@ class RankPool:
 
     @cached_property
     def _store(self) -> TCPStore:
-        """Where ranks find each other."""
+        """The address where ranks meet."""
         return _make_store()
 
     def _start(self, world_size: int) -> None:
-        """Start processes as long as there are too few."""
+        """Start processes until there are enough."""
         port = self._store.port
         missing = range(len(self._workers), world_size)
         new = [_Worker.start(rank, self._folder / f"{rank}.txt", port) for rank in missing]
@@ -255,7 +255,7 @@ def _make_store() -> TCPStore:
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torch elastic sets for a worker whose agent holds the store."""
+    """The variables that torch elastic sets for a worker whose agent has the store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -283,7 +283,7 @@ def serve(stack_file: str, port: int) -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         from torch.distributed import TCPStore
 
-        # One connection serves all calls: where names are slow to resolve, each new one may take seconds.
+        # One connection serves all calls: where names resolve slowly, each new one may take seconds.
         store = TCPStore("127.0.0.1", port, is_master=False)
         connection.send_bytes(b"ready")
         with suppress(EOFError):
@@ -317,7 +317,7 @@ def _answer(task: _Task, store: TCPStore) -> bytes:
         if task.init_group:
             rank, world_size = (int(task.environment[name]) for name in ("RANK", "WORLD_SIZE"))
             own_store = distributed.PrefixStore(f"call {task.number}", store)
-            # Imports may take ranks unequally long; that must not count against a short limit of the group.
+            # Imports may take different times on ranks; that must not count against a short limit of the group.
             own_store.set(f"ready {rank}", "")
             own_store.wait([f"ready {other}" for other in range(world_size)], timedelta(seconds=START_S))
             distributed.init_process_group(
@@ -342,13 +342,13 @@ def _leave_group() -> None:
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    # What it remembers of sharded tensors holds on to the groups of the task.
+    # Its cache of sharded tensors keeps the groups of the task alive.
     debug._clear_sharding_prop_cache()
     for name in _environment(0, 1, 0):
         os.environ.pop(name, None)
 
 
 if __name__ == "__main__":
-    from tests.distributed import ranks  # whose classes are those of the test session
+    from tests.distributed import ranks  # its classes belong to the test session
 
     ranks.serve(sys.argv[1], int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""A checkpoint holds all of a role, on any number of ranks, and is whole or not there."""
+"""A checkpoint contains all of a role, on any number of ranks, and is complete or absent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_engine(model: str, transport: Transport, compute_dtype: str = "float32"
 
 
 def train(engine: FsdpEngine, num_updates: int) -> None:
-    """Updates that depend on how many there were before."""
+    """Updates that depend on the number of earlier updates."""
     world = engine.process_group
     place = world.ranks.index(world.rank)
     for _ in range(num_updates):
@@ -62,7 +62,7 @@ def train(engine: FsdpEngine, num_updates: int) -> None:
 
 
 def whole(engine: FsdpEngine) -> Whole:
-    """Weights and moments, put together."""
+    """Weights and moments, combined over ranks."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
         for name, value in engine.state().items()
@@ -84,14 +84,14 @@ def save(writer: CheckpointWriter, step: int, data_position: int = 0, **metrics:
 
 
 def save_and_go_on(folder: str, model: str) -> tuple[Whole, Whole]:
-    """What is saved after two updates, and what comes of two more."""
+    """The state after two updates, and the state after two more."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     engine = make_engine(model, transport)
     train(engine, 2)
     saved = whole(engine)
     writer = writer_of(folder, engine, transport, model)
     writer.begin(Content(RunState(2, 12, 7.5)))
-    train(engine, 2)  # while it is written
+    train(engine, 2)  # during writing
     writer.settle()
     return saved, whole(engine)
 
@@ -150,7 +150,7 @@ def test_only_the_newest_are_kept_and_none_that_is_half_written_is_found(ranks: 
 
 
 def fail_in_the_middle(folder: str, model: str, culprit: int) -> tuple[str, str, list[str]]:
-    """What each rank says of a disk that is full for one of them, now and with the next checkpoint."""
+    """The errors of all ranks when the disk of one is full, in this and in the next checkpoint."""
     transport = Transport(torch.device("cpu"), timeout_s=30)
     engine = make_engine(model, transport)
     writer = writer_of(folder, engine, transport, model)
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_one_rank_could_not_write_never_gets_its_name(
 
 
 def die_before_the_parts_are_there(folder: str, model: str) -> str:
-    """A rank that is gone writes nothing, and nobody waits for it for ever."""
+    """A rank that is gone writes nothing, and nobody waits for it forever."""
     transport = Transport(torch.device("cpu"), timeout_s=30)
     engine = make_engine(model, transport)
     writer = writer_of(folder, engine, transport, model)
@@ -306,7 +306,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path, content: str 
 
 
 class Pwned:
-    """What a pickle may do when it is loaded."""
+    """Code that a pickle may run when it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -316,7 +316,7 @@ class Pwned:
 
 
 def load_made_up(folder: str, model: str) -> str:
-    """A checkpoint whose maker knows the checksums, with pickles where anything might unpickle."""
+    """A checkpoint whose maker knows the checksums, with pickles wherever something might unpickle."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     path, evil = Path(folder) / "step-000002", pickle.dumps(Pwned(Path(folder) / "pwned"))
     for file in [*(path / "policy").glob("*.safetensors"), path / "policy/.metadata", path / "surplus-0.safetensors"]:

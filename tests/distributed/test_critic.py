@@ -1,4 +1,4 @@
-"""Values, the gradient of their loss and updated weights: right, and however the work is divided the same."""
+"""Values, the gradient of their loss and updated weights are right, and the same however the work is divided."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INVALID = 4
 
 
 def write_critic(folder: Path, kind: type = AutoModelForTokenClassification, num_labels: int = 1) -> str:
-    """The tiny model with a head that has something to say."""
+    """The tiny model with a head that is not zero."""
     model = kind.from_pretrained(tiny_model("qwen3"), num_labels=num_labels)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(3)
@@ -39,7 +39,7 @@ def write_critic(folder: Path, kind: type = AutoModelForTokenClassification, num
 
 
 def columns(batch: Batch) -> tuple[Tensor, Tensor]:
-    """[total] old values and returns, which depend on sample and position alone."""
+    """[total] old values and returns, which depend only on sample and position."""
     lengths = response_lengths(batch.jagged("response_mask"))
     seeds = [torch.Generator().manual_seed(int(row)) for row in batch.ids]
     rows = [torch.randn(2, int(n), generator=g) for n, g in zip(lengths, seeds, strict=True)]
@@ -86,7 +86,7 @@ def train_critic(model: str, micro_batch_tokens: int, settings: dict[str, object
 
 
 def test_values_and_gradients_are_those_of_one_sample_after_the_other(ranks: RankPool, tmp_path: Path) -> None:
-    """Against a token classifier of `transformers` in float64, which sees one sample at a time."""
+    """Compared with a token classifier of `transformers` in float64, which gets one sample at a time."""
     path = write_critic(tmp_path)
     (result,) = ranks.run(1, train_critic, path, 64, {}, 1)
     model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
@@ -142,7 +142,7 @@ def test_in_bfloat16_the_head_computes_in_float32(ranks: RankPool, tmp_path: Pat
 
 
 def head_of(path: str) -> Numbers:
-    """The head of a value model as it is loaded, whole."""
+    """The complete head of a value model as it is loaded."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     torch.manual_seed(transport.rank)
     config = ModelConfig(path=path)

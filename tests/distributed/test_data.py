@@ -1,4 +1,4 @@
-"""The data of a run on several ranks: the same stream on any number of them, and each rank reads its own rows."""
+"""The data of a run on several ranks: the same order on any number of them, and each rank reads its own rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZE = 12
 def read_steps(
     train: Mapping[str, Json], folder: str | None, position: int, num_steps: int
 ) -> tuple[Taken, int, dict[str, float], int]:
-    """This rank's prompts of some steps, the position and the metrics behind them, and the bytes it has read."""
+    """This rank's prompts of some steps, the position and the metrics after them, and the bytes it has read."""
     recipe = mixed_recipe(train, {"max_prompt_tokens": 1200}, batch={"prompts_per_step": SIZE}, seed=5)
     transport = Transport(torch.device("cpu"), timeout_s=60)
     sets = open_sets(recipe, DataCache(transport.world, Path(folder) if folder else None))
@@ -99,7 +99,7 @@ def test_each_rank_reads_its_share_of_the_bytes(ranks: RankPool, tmp_path: Path,
         )
     for world_size in (1, 2, 4):
         folder = str(tmp_path / f"cache-{world_size}")
-        # To find lines, to see which rows may be used, and to train on them; Parquet is read once more before.
+        # To find lines, to see which rows can be used, and to train on them; Parquet is read once more before that.
         for num_passes in (3 + (kind == "parquet"), 1):
             results = ranks.run(world_size, read_steps, {"path": str(path)}, folder, 0, num_rows // SIZE)
             for _, _, _, read in results:

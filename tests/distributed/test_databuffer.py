@@ -58,7 +58,7 @@ def test_the_walk_in_windows_streams_its_first_four_nodes() -> None:
 
 @settings(
     max_examples=60,
-    # A failure ends the processes; each of hundreds of attempts to shrink it would start new ones.
+    # A failure ends the processes, and each of hundreds of attempts to shrink an example would start new ones.
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
 @given(case=cases())
@@ -67,7 +67,7 @@ def test_the_walk_in_windows_streams_its_first_four_nodes() -> None:
 def test_every_row_and_byte_arrives_over_any_chain_of_layouts(ranks: RankPool, case: Case) -> None:
     note("\n".join(map(str, plan_of(case).schedule)))
     first, second = zip(*ranks.run(case.world_size, walk, case, timeout_s=60, deadline_s=120), strict=True)
-    assert first == second  # the buffer is as good as new for the next step
+    assert first == second  # the buffer is reset for the next step
     truth = Truth(case)
     rows = {"data": truth.prompts()}
     for node in plan_of(case).nodes:
@@ -99,11 +99,11 @@ def test_long_parcels_travel_in_pieces(ranks: RankPool, case: Case) -> None:
     ranks.run(case.world_size, walk_in_small_pieces, case)
 
 
-# A workflow of a user's own stages
+# A workflow of custom stages
 
 
 def collected(layout: dict[str, Json], world_size: int) -> list[dict[str, Json]]:
-    """What a step collects on one rank; a shard's replicas collect the same."""
+    """The rows that a step collects on one rank; replicas of a shard collect the same."""
     loop = Loop(recipe_of(layout), whole_workflow(), world_size)
     loop.step()
     assert loop.buffer.num_bytes() == 0
@@ -127,7 +127,7 @@ def in_order(results: list[list[dict[str, Json]]]) -> list[dict[str, Json]]:
 )
 def test_results_do_not_depend_on_the_layout(ranks: RankPool, world_size: int, layout: dict[str, Json]) -> None:
     alone = ranks.run(1, collected, {}, 1)[0]
-    assert len(alone) == 48 + 24  # all samples were looked at, and half of them were better than their group
+    assert len(alone) == 48 + 24  # all samples were seen, and half of them were better than their group
     assert in_order(ranks.run(world_size, collected, layout, world_size)) == in_order([alone])
 
 
@@ -141,7 +141,7 @@ def test_both_versions_of_a_column_are_kept_for_their_readers(ranks: RankPool) -
 
 
 def bytes_by_entry(layout: dict[str, Json], world_size: int) -> list[tuple[str, int]]:
-    """What a rank holds after each entry of its chain."""
+    """The columns on a rank after each entry of its chain."""
     loop = Loop(recipe_of(layout), whole_workflow(), world_size)
     held: list[tuple[str, int]] = []
     release = loop.buffer.release
@@ -165,20 +165,20 @@ def test_columns_are_freed_behind_their_last_reader(ranks: RankPool) -> None:
     assert held == {
         "load": prompts,
         "sample": prompts + tokens,  # the prompts' columns belong to the samples now, and `unread` was never kept
-        "score": tokens + scores,  # nobody else reads prompts
+        "score": tokens + scores,  # no other node reads prompts
         "look": tokens + scores,
-        "double": tokens + scores,  # the first version is free
+        "double": tokens + scores,  # the first version is freed
         "center": tokens + 2 * scores,
         "collect": 0,
     }
-    assert 0 < kept < held["center"]  # only what the filter left
+    assert 0 < kept < held["center"]  # only what the filter kept
 
 
-# What travels
+# Bytes that are sent
 
 
 def traffic_of(layout: dict[str, Json], last: str, world_size: int) -> tuple[int, int]:
-    """Bytes that a rank sends and receives to bring answers of equal length to the last node."""
+    """Bytes that a rank sends and receives to reshard answers of equal length to the last node."""
     loop = Loop(recipe_of(layout, prompts=64, responses=8), short_workflow(last), world_size)
     loop.stages["sample"] = even_answers
     loop.step()

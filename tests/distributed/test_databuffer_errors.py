@@ -1,4 +1,4 @@
-"""What the databuffer refuses, and what it says; and that nobody waits for ever."""
+"""What the databuffer refuses, its messages; and that nobody waits forever."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ APART: dict[str, Json] = {"sample": {"ranks": "0-1"}, "last": {"ranks": "2-3"}}
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """What kind of error an action ends in, and its message."""
+    """The type and the message of the error that an action raises."""
     try:
         action()
     except (ValueError, RuntimeError, TypeError) as error:
@@ -33,7 +33,7 @@ def error_of(action: Callable[[], object]) -> str:
     return "no error"
 
 
-# One rank puts out what it may not
+# One rank writes what it must not
 
 
 def noted(value: object) -> Callable[[Batch], Batch]:
@@ -70,7 +70,7 @@ FAULTS: dict[str, tuple[str, Callable[[Batch], object]]] = {
 
 
 def put_fault(fault: str) -> str:
-    """Runs a workflow in which one node goes wrong."""
+    """Runs a workflow in which one node fails."""
     name, spoil = FAULTS[fault]
     loop = Loop(recipe_of({}), whole_workflow(), 1)
     stage = loop.stages[name]
@@ -115,7 +115,7 @@ def test_a_stage_that_breaks_its_word_is_told_so(ranks: RankPool, fault: str, me
 
 
 def spoil_on_rank_one(kind: str) -> str:
-    """Rank 1 of the producers puts out something that does not go with what rank 0 does."""
+    """Rank 1 of the producers writes something that does not agree with rank 0."""
     layout = {**APART, "sample": {"ranks": "0-1", "tp": 2}} if kind.startswith("replica") else APART
     loop = Loop(recipe_of(layout), short_workflow("use_tokens"), 4, timeout_s=2.5)
 
@@ -157,7 +157,7 @@ def spoil_on_rank_one(kind: str) -> str:
 def test_all_ranks_are_told_what_they_do_not_agree_on(
     ranks: RankPool, kind: str, message: str, on_rank_one: str
 ) -> None:
-    # Who receives is not told of what was never sent, and waits as long as its group may.
+    # The receiver does not learn what was never sent, and waits until its time limit.
     errors = ranks.run(4, spoil_on_rank_one, kind, timeout_s=2.5)
     for error in errors if kind == "same rows" else errors[:2]:
         assert error.startswith(f"RuntimeError: {message}")
@@ -166,7 +166,7 @@ def test_all_ranks_are_told_what_they_do_not_agree_on(
 
 
 def ask_for_other_rows() -> str:
-    """The target already has rows, but they are not those that are held."""
+    """The target already has rows, but not those of the source."""
     loop = Loop(recipe_of(APART), short_workflow("use_tokens"), 4)
     loop.step(stop_before="last")
     (action,) = (entry for entry in loop.plan.schedule if isinstance(entry, Reshard))
@@ -184,21 +184,21 @@ def test_rows_that_are_not_there_cannot_be_wanted(ranks: RankPool) -> None:
         )
 
 
-# Peers that are late or gone
+# Peers that are late or missing
 
 
 STALL_S = 6.0
-"""Longer than a rank waits, and than it then asks who else does."""
+"""Longer than a rank waits, and than it then asks who else is waiting."""
 
 
 def stall(rounds: Iterable[Round], what: str) -> None:
-    """Is late, and then does no more: every part of an exchange would be as late again."""
+    """Is late, and then stops: every part of an exchange would be late again."""
     time.sleep(STALL_S)
     raise RuntimeError("too late")
 
 
 def meet_a_bad_peer(how: str) -> tuple[str, float]:
-    """Rank 1 of the producers does not do its part; gives each rank's error, and how long it waited."""
+    """Rank 1 of the producers does not do its part; returns each rank's error, and how long it waited."""
     loop = Loop(recipe_of(APART), short_workflow("use_tokens"), 4, timeout_s=2.5)
     if dist.get_rank() == 1:
         if how == "stalls before":
@@ -227,9 +227,9 @@ def test_a_missing_peer_ends_the_wait_with_its_name(ranks: RankPool, how: str) -
         if rank != 1:
             others = ", ".join(str(other) for other in range(4) if other != rank)
             assert error.startswith(f"rank {rank} waited for "), error
-            if rank == 0 and how != "stalls between":  # who makes the same rows meets before they go
+            if rank == 0 and how != "stalls between":  # ranks that make the same rows meet before these are sent
                 assert "what ranks put out of node 'sample' with ranks [1]; nothing is heard of rank 1: " in error
-            else:  # on a busy machine others may be late to say that they have given up
+            else:  # on a busy machine others may be late in reporting that they have given up
                 assert re.search(
                     rf"edge sample->2-3 with ranks \[{others}\]; nothing is heard of ranks? (0,)?1[:,]", error
                 )

@@ -1,4 +1,4 @@
-"""Training, scoring and decoding on a device that does not exist: no tensor may be forgotten on the host."""
+"""Training, scoring and decoding on a device that does not exist: no tensor may be left on the host by mistake."""
 
 from __future__ import annotations
 

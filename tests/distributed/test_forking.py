@@ -1,4 +1,4 @@
-"""A forked process is what `subprocess.Popen` would start, as far as tests can tell."""
+"""A forked process behaves like one that `subprocess.Popen` would start, as far as tests can see."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_has_the_folder_variables_and_streams_that_it_was_given(tmp_path: Pat
         assert (code, errors) == (0, "")
         known.append(json.loads(output))
         assert [name.partition(":")[0] for name in known[-1].pop("files")] == ["/dev/null", "pipe", "pipe"]
-        for name in ("LC_CTYPE", "PWD", "_"):  # which the interpreter or the shell may add
+        for name in ("LC_CTYPE", "PWD", "_"):  # the interpreter or the shell may add these
             known[-1]["variables"].pop(name, None)
     forked, real = known
     assert forked.pop("torch")

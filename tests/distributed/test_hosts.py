@@ -1,4 +1,4 @@
-"""Several hosts on one machine: their interfaces are limited, nothing stays behind, and all ways move the same rows."""
+"""Several hosts on one machine: their interfaces are limited, nothing remains, and all ways move the same rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ with Hosts(2, 100) as hosts:
 
 @pytest.fixture(scope="module", autouse=True)
 def namespaces() -> None:
-    """Skips where no hosts can be made."""
+    """Skips where no hosts can be created."""
     if reason := obstacle():
         pytest.skip(reason)
 
@@ -69,7 +69,7 @@ def listen(hosts: Hosts, host: int, peers: int, log: Path) -> None:
 def test_an_interface_carries_its_rate_and_counts_its_bytes(
     routes: tuple[tuple[int, int], ...], tmp_path: Path
 ) -> None:
-    """Two transfers share the interface of host 0 and not those of the others."""
+    """Two transfers share the interface of host 0, but not those of the others."""
     with Hosts(3, MBIT_PER_S) as hosts:
         for target in {target for _, target in routes}:
             listen(hosts, target, sum(other == target for _, other in routes), tmp_path / f"listen {target}")
@@ -139,7 +139,7 @@ def test_hosts_that_cannot_be_made_are_refused_and_leave_nothing() -> None:
         Hosts(0, 100)
     with pytest.raises(ValueError, match="mbit_per_s=0"):
         Hosts(1, 0)
-    hosts = Hosts(1, 1e-9)  # less than `tc` takes
+    hosts = Hosts(1, 1e-9)  # below the minimum of `tc`
     with pytest.raises(RuntimeError, match="tc"), hosts:
         pass
     assert hosts.namespace(0) not in namespaces_there()
@@ -160,7 +160,7 @@ def test_every_way_gives_each_host_the_same_rows(controllers: tuple[Way, ...], t
         for kind in KINDS:
             case = Case(kind=kind, hosts=2, prompts=12, max_tokens=64)
             like_theirs = session.measure("ours", case.model_copy(update={"same_shares": True}), 0)
-            # By itself it chooses its own shares; that no row is lost or changed is part of `measure`.
+            # Ours chooses its own shares by default; `measure` checks that no row is lost or changed.
             ours = session.measure("ours", case, 0)
             for controller in controllers:
                 theirs = session.measure(controller, case, 0)
@@ -177,7 +177,7 @@ def test_a_rank_that_dies_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
     with Session(2, 500, ("gloo",), tmp_path) as session:
         session.measure("gloo", case, 0)
         pids = subprocess.run(["pgrep", "-f", str(session.socket)], capture_output=True, text=True, check=True).stdout
-        os.kill(max(map(int, pids.split())), signal.SIGKILL)  # a rank; the lower ones are torchrun
+        os.kill(max(map(int, pids.split())), signal.SIGKILL)  # this one is a rank; the lower ones are torchrun
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"gloo with .*pools"):
             session.measure("gloo", case, 1)

@@ -1,4 +1,4 @@
-"""Images as Qwen2.5-VL reads them travel as any column of prompts does: whole, and once for all samples of a prompt."""
+"""Images as Qwen2.5-VL reads them are sent like any column of prompts: whole, and once for all samples of a prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from leaderless.workflow import Workflow, stage
 
 HERE = "tests.distributed.test_images"
 PATCH_VALUES = 1176
-"""Of three colors, two frames, and 14 by 14 pixels."""
+"""Shape of a patch: three colors, two frames, and 14 by 14 pixels."""
 NUM_PROMPTS = 12
 
 
@@ -30,7 +30,7 @@ def num_patches(prompt: int) -> int:
 
 
 def images_of(prompts: Sequence[int]) -> dict[str, Jagged]:
-    """The images of some prompts: every bit of a patch depends on its prompt."""
+    """The images of some prompts; every bit of a patch depends on its prompt."""
     patches = [
         torch.randint(
             -(2**31), 2**31, (num_patches(prompt), PATCH_VALUES), generator=torch.Generator().manual_seed(prompt)
@@ -47,7 +47,7 @@ def images_of(prompts: Sequence[int]) -> dict[str, Jagged]:
 
 @stage(reads=["rows"], writes=["pixel_values", "image_grid_thw"])
 def process(batch: Batch, context: Context) -> Batch:
-    """What a processor makes of the images in a row."""
+    """The output of a processor for the images in a row."""
     return batch.with_columns(images_of(batch.ids.tolist()))
 
 
@@ -63,7 +63,7 @@ def describe(batch: Batch, context: Context) -> Batch:
 
 @stage(reads=["pixel_values", "image_grid_thw"], has_effect=True)
 def look(batch: Batch, context: Context) -> Batch:
-    """The images are those of the prompts of the rows that are here, each held once."""
+    """Check that the images are those of the prompts of the rows on this rank, each present once."""
     assert batch.prompts is not None
     assert not batch.columns
     prompts = batch.prompts.ids.tolist()
@@ -96,7 +96,7 @@ class Seen:
 
 
 def step(layout: dict[str, Json], responses: int) -> Seen:
-    """Images go from where they are made to where they are looked at."""
+    """Images are sent from where they are made to where they are needed."""
     workflow = (
         Workflow("images")
         .node("process", run=f"{HERE}:process")

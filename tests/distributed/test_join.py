@@ -1,4 +1,4 @@
-"""Workers that would do different things never begin."""
+"""Workers with different plans or settings never begin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from leaderless.workflow import resolve_workflow
 
 
 def join_with(recipe_file: str, overrides: dict[int, str]) -> str:
-    """The error that this rank gets, when some ranks have other settings."""
+    """The error on this rank when some ranks have other settings."""
     place = Place.from_environment()
     recipe = load_recipe(recipe_file, [overrides[place.rank]] if place.rank in overrides else []).recipe
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
@@ -49,7 +49,7 @@ def test_ranks_with_different_plans_all_stop_and_name_who_differs(
 
 
 def train_with_stale_samples(recipe_file: str) -> tuple[str, bool]:
-    """The error where a rollout says that its samples are of an earlier policy; and whether weights have changed."""
+    """The error if samples claim to be of an earlier policy, and whether weights have changed."""
     recipe = load_recipe(recipe_file).recipe
     place = Place.from_environment()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
@@ -83,7 +83,7 @@ def test_samples_of_an_earlier_policy_are_refused(ranks: RankPool, tmp_path: Pat
 
 
 def look_for_folder(folders: list[str]) -> str:
-    """The error of a rank that looks for the run's folder in a place of its own."""
+    """The error of a rank that looks for the run's folder in another place."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     join.SHARED_FOLDER_S = 0.3
     try:

@@ -1,4 +1,4 @@
-"""What a change of layout costs in memory: no rank holds much more than its own rows, before and after."""
+"""The memory of a reshard: no rank needs much more than its own rows, before and after."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
 from leaderless.planner import Reshard
 
 MAX_RATIO = 2.5
-"""Of a rank's peak during a change of layout to its share: the larger of what it holds before and after."""
+"""Limit of the ratio of a rank's peak in a reshard to its share, the larger of its rows before and after."""
 WORLD_SIZE = 4
 STAGING_BYTES = 2 * transport.ROUNDS_AHEAD * (WORLD_SIZE - 1) * transfer.PIECE_BYTES[1]
-"""What may come on top however large the batch is: a piece to and from every other rank in each round under way."""
+"""Additional memory however large the batch is: one piece to and from every other rank in each round in progress."""
 NUM_PROMPTS, RESPONSES = 64, 4
 LAYOUTS: dict[str, dict[str, Json]] = {
     "pool to pool": {"sample": {"ranks": "0-1"}, "last": {"ranks": "2-3"}},
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Json]] = {
 
 @dataclass(frozen=True)
 class Peak:
-    """A rank's memory in one change of layout, in bytes.
+    """A rank's memory in one reshard, in bytes.
 
     Attributes:
         before: Rows held before.
@@ -51,7 +51,7 @@ class Peak:
 
 
 def uneven_answers(batch: Batch, num_bytes: int, *, as_text: bool) -> Batch:
-    """Answers of about so many bytes over all ranks, four times as long, on average, at the batch's end as at first."""
+    """Answers of about this number of bytes over all ranks; the last ones are four times as long on average."""
     index = torch.arange(len(batch)).repeat_interleave(RESPONSES)
     siblings = torch.arange(RESPONSES).repeat(len(batch))
     prompts = batch.ids[index]
@@ -67,7 +67,7 @@ def uneven_answers(batch: Batch, num_bytes: int, *, as_text: bool) -> Batch:
 
 
 def peaks(layout: dict[str, Json], sizes: list[int], as_text: bool) -> list[Peak]:
-    """A rank's memory as batches of several sizes, in bytes over all ranks, go from one layout to another."""
+    """A rank's memory while batches of several sizes, in bytes over all ranks, are resharded."""
     found: list[Peak] = []
     workflow = short_workflow("use_notes" if as_text else "use_tokens")
     loop = Loop(recipe_of(layout, prompts=NUM_PROMPTS, responses=RESPONSES), workflow, WORLD_SIZE, timeout_s=60)
@@ -75,7 +75,7 @@ def peaks(layout: dict[str, Json], sizes: list[int], as_text: bool) -> list[Peak
 
     def measured(action: Reshard) -> None:
         before, resident = _held(loop), _resident_after_cleaning()
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
         reshard(action)
         found.append(Peak(before, _held(loop) - before, before + _memory("VmHWM") - resident))
 
@@ -90,7 +90,7 @@ def peaks(layout: dict[str, Json], sizes: list[int], as_text: bool) -> list[Peak
 
 
 def _held(loop: Loop) -> int:
-    """Bytes of the rows' own columns that a rank holds, texts included."""
+    """Bytes of the rows' own columns on a rank, including texts."""
     return sum(_size(column) for table in loop.buffer._tables.values() for column in table.columns.values())
 
 
@@ -105,7 +105,7 @@ def _size(column: Column) -> int:
 
 
 def _resident_after_cleaning() -> int:
-    """Bytes that are resident when all that is free has gone back, so that nothing new hides in it."""
+    """Resident bytes when all free memory has been returned, so that no new memory is hidden in it."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return _memory("VmRSS")
@@ -126,7 +126,7 @@ def test_a_rank_needs_memory_for_its_own_rows_only(ranks: RankPool, layout: str)
         for peak in result:
             print(f"{layout}, rank {rank}: {peak}, {peak.most / peak.share:.2f} of its share")
             assert peak.most <= MAX_RATIO * peak.share + STAGING_BYTES
-            # Nothing is held twice: what leaves is sent from where it lies, what arrives is received where it stays.
+            # Nothing exists twice: rows are sent from their place and received in their final place.
             assert peak.most <= peak.before + peak.after + STAGING_BYTES
 
 

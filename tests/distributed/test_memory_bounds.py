@@ -30,12 +30,12 @@ from leaderless.training.weight_sync import BUCKET_BYTES, sync_weights
 
 MIB = 1 << 20
 SLACK = 24 * MIB
-"""What Python, torch and the allocator add."""
+"""Memory of Python, torch and the allocator."""
 
 
 @pytest.fixture(scope="module")
 def medium_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in bfloat16 with some 32 million weights."""
+    """A model in bfloat16 with about 32 million weights."""
     folder = write_tiny_model(
         tmp_path_factory.mktemp("medium"), "0123456789", hidden_size=512, num_layers=10, num_heads=8
     )
@@ -56,7 +56,7 @@ def make_engine(model: str, transport: Transport, *, is_trained: bool = True) ->
 
 
 def write_and_read(model: str, folder: str) -> tuple[int, dict[str, Peak]]:
-    """Bytes of the weights, and what each piece of work took."""
+    """Bytes of the weights, and of each operation."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     work: dict[str, Peak] = {}
     make_engine(tiny_model(), transport)  # imports what is needed

@@ -1,4 +1,4 @@
-"""Ranks pass through the model equally often, however uneven their samples are."""
+"""Ranks run a model equally often, however uneven their samples are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness itself: what it hands to functions, and what happens when they fail."""
+"""The harness itself: what it passes to functions, and what happens when they fail."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_rank_gets_its_number_and_a_process_group(ranks: RankPool, world_s
     assert [(rank, value, size) for rank, value, size, _ in results] == [
         (rank, total, str(world_size)) for rank in range(world_size)
     ]
-    assert ranks.run(world_size, rank_and_sum, 10) == results  # the generators start anew as well
+    assert ranks.run(world_size, rank_and_sum, 10) == results  # the generators are also reset
 
 
 def test_a_function_may_make_the_process_group_itself(ranks: RankPool) -> None:

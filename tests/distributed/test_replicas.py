@@ -1,4 +1,4 @@
-"""Nodes whose rows several ranks hold: what they report counts each row once."""
+"""Nodes whose rows several ranks have: their metrics count each row once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from leaderless.workflow import load_recipe, resolve_workflow
 def fail_for_even_answers(
     _pool: RewardPool, inputs: Sequence[RewardInput], _sources: Sequence[str | None]
 ) -> list[Graded]:
-    """Grade all responses but those to half of the prompts."""
+    """Grade all responses except those to half of the prompts."""
     valid = [int(str(sample.answer)) % 2 == 1 for sample in inputs]
     return [Graded(float(len(sample.response)) * ok, ok, {}) for sample, ok in zip(inputs, valid, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Files of shards are those of torch's distributed checkpoints, and any number of ranks reads them."""
+"""Shard files are those of torch's distributed checkpoints, and any number of ranks can read them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WHOLE = {
 
 
 def sharded(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as the ranks hold them: rows, but columns of one, and numbers whole; some ranks hold nothing."""
+    """Tensors as the ranks have them: rows, but columns of one, and whole numbers; some ranks have nothing."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     placements = {"half": ShardPlacement(1), "number": Replicate()}
     return {
@@ -68,7 +68,7 @@ def read_with_torch(folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def content_of(file: Path) -> tuple[dict[str, object], bytes]:
-    """The header, of which neither the order of the metadata nor what fills it up has a meaning; and the tensors."""
+    """The header, in which neither the order of the metadata nor the padding has a meaning, and the tensors."""
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])

@@ -1,4 +1,4 @@
-"""The simulation's bytes and assignment against those of ranks that really exchange rows."""
+"""The simulation's bytes and assignment compared with those of ranks that really exchange rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = ("prompt_tokens", "tokens", "response_mask", "old_log_probs", "rewards
 WORLD_SIZE = 4
 RANKS_PER_HOST = 2
 TEXT = "x" * 510
-"""With its quotes as long as an object is assumed to be."""
+"""A text that, with its quotes, has the assumed length of an object."""
 EVERYONE = Layout((0, 1, 2, 3), 4)
 FIRST, LAST = Layout((0, 1), 2), Layout((2, 3), 2)
 BOTH = Layout((2, 3), 1, tp=2)
@@ -42,7 +42,7 @@ KINDS: Mapping[str, Reshard] = {
 
 
 def lengths() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of prompts and responses, with a heavy tail."""
+    """Lengths of prompts and responses, with a heavy tail."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(10, 100, (NUM_PROMPTS,), generator=generator)
     responses = (50 * torch.randn(NUM_PROMPTS * SIBLINGS, generator=generator).exp()).long().clamp(1, 1000)
@@ -50,13 +50,13 @@ def lengths() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shards_of(layout: Layout) -> Int:
-    """[n] shard of each row under the source layout; the first has three quarters of them."""
+    """[n] shard of each row in the source layout; the first has three quarters of them."""
     counts = [NUM_PROMPTS * 3 // 4, *[NUM_PROMPTS // 4 // (layout.dp - 1)] * (layout.dp - 1)]
     return np.repeat(np.repeat(np.arange(layout.dp), counts), SIBLINGS)
 
 
 def spare_shards() -> Int:
-    """[n] shard of each row under the layout that it has come to before."""
+    """[n] shard of each row in the layout to which it was resharded before."""
     return np.repeat(np.arange(NUM_PROMPTS) % 2, SIBLINGS)
 
 
@@ -89,7 +89,7 @@ def rows_of(layout: Layout | None, shards: Int, rank: int) -> Batch | None:
 
 
 def exchange(action: Reshard) -> tuple[list[int], int, int]:
-    """The rows that this rank gets, and the bytes that it sends and receives."""
+    """The rows that this rank receives, and the bytes that it sends and receives."""
     rank = torch.distributed.get_rank()
     transport = Transport(torch.device("cpu"), timeout_s=20, host=f"host {rank // RANKS_PER_HOST}")
     held = rows_of(action.source_layout, shards_of(action.source_layout), rank)

@@ -26,7 +26,7 @@ Numbers = dict[str, Tensor]
 
 
 def train_one_update(model: str, micro_batch_tokens: int, settings: dict[str, object], num_updates: int) -> Numbers:
-    """Log-probabilities, gradients and updated weights, whole, by name."""
+    """Complete log-probabilities, gradients and updated weights, by name."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     config = ModelConfig(path=model, **settings)  # type: ignore[arg-type]
     engine = FsdpEngine(
@@ -58,7 +58,7 @@ def train_one_update(model: str, micro_batch_tokens: int, settings: dict[str, ob
 
 
 def _accumulate(engine: FsdpEngine, batch: Batch, transport: Transport) -> None:
-    """The gradient of a clipped objective whose old policy and advantages depend on the sample alone."""
+    """The gradient of a clipped objective whose old policy and advantages depend only on the sample."""
     lengths = response_lengths(batch.jagged("response_mask"))
     valid = batch.ids != 4
     counts = transport.world.sum(Denominators.count(lengths, valid), "counts")
@@ -119,7 +119,7 @@ def test_bfloat16_computes_alike_on_any_number_of_ranks_and_keeps_float32_weight
     results = ranks.run(2, train_one_update, tiny_model(), 64, {"compute_dtype": "bfloat16"}, 1)
     assert all(value.dtype == torch.float32 for value in single.values())
     assert largest_difference([single], expected) > 1e-5, "the compute type is really another"
-    # The gradients of siblings cancel to a large part, so that what is left of them is less exact.
+    # The gradients of siblings largely cancel, so the remainder is less exact.
     for name, limit in (("log_probs.2", 0.02), ("gradients.model.embed_tokens.weight", 0.15)):
         merged = {key: value for result in results for key, value in result.items()}
         assert (single[name] - expected[name]).norm() / expected[name].norm() < limit
@@ -139,7 +139,7 @@ def test_log_probs_equal_those_of_an_unpacked_model_of_transformers(ranks: RankP
 
 
 def refuse_bad_gradient(model: str) -> str:
-    """The error that a gradient with NaN gives, on each rank; weights must not have changed."""
+    """The error for a gradient with NaN, on each rank; weights must not change."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     config = ModelConfig(path=model)
     engine = FsdpEngine(

@@ -1,4 +1,4 @@
-"""What ranks tell each other: agreed numbers, rows, texts and bytes; and the dataset that they agree on."""
+"""What ranks send each other: agreed numbers, rows, texts and bytes; and the dataset that they agree on."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_ranks_understand_each_other(ranks: RankPool, world_size: int) -> None:
 
 
 def first_messages() -> list[str]:
-    """What a rank does with tensors of payload, from the making of process groups to an exchange."""
+    """The operations of a rank on payload tensors, from the creation of process groups to an exchange."""
     seen: list[str] = []
 
     def watch(name: str, function: Callable[..., object]) -> Callable[..., object]:
@@ -105,7 +105,7 @@ def test_the_first_message_of_a_process_group_is_one_of_all_its_ranks(ranks: Ran
 
 
 class Never:
-    """An exchange on an accelerator that does not end; `wait` only queues, as NCCL's does."""
+    """An exchange on an accelerator that does not end; `wait` only queues, as that of NCCL does."""
 
     def is_completed(self) -> bool:
         return False
@@ -115,12 +115,12 @@ class Never:
 
 
 def wait_for_an_accelerator() -> tuple[str, float]:
-    """The error of rank 0, which waits for one that has nothing to say, and how long it took."""
+    """The error of rank 0, which waits for a rank that sends nothing, and how long it took."""
     if dist.get_rank() == 1:
         time.sleep(2)
         return "", 0.0
     begin = time.monotonic()
-    device = torch.device("meta")  # any that is not the CPU
+    device = torch.device("meta")  # any device but the CPU
     process_group = ProcessGroup((0, 1), 0, payload_device=device, timeout_s=0.5)
     try:
         process_group._finish(transport._RoundUnderWay([cast("dist.Work", Never())], [], []), "rows")
@@ -136,7 +136,7 @@ def test_an_exchange_that_never_ends_names_who_is_missing_before_the_backend_giv
 
 
 def read_dataset(path: str, max_prompt_tokens: int) -> tuple[list[int], list[int]]:
-    """The rows that may be used, and the ids of this rank's prompts of two steps."""
+    """The usable rows, and the ids of this rank's prompts of two steps."""
     recipe = Recipe.model_validate(
         {
             "name": "test",
@@ -155,7 +155,7 @@ def read_dataset(path: str, max_prompt_tokens: int) -> tuple[list[int], list[int
 
 
 def read_some(paths: list[str], max_rows: int | None) -> tuple[list[int], int] | str:
-    """The rows that may be used and how many are overlong, or the error, where each rank has a file of its own."""
+    """The usable rows and the number of overlong ones, or the error, if each rank has a different file."""
     path = paths[dist.get_rank()]
     config = {"name": "test", "workflow": "grpo", "models": {}, "steps": 1}
     recipe = Recipe.model_validate(config | {"data": {"train": {"path": path}, "max_prompt_tokens": 5}})

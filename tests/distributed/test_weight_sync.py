@@ -1,4 +1,4 @@
-"""Weights arrive, provably: whole, of the right version, and never damaged."""
+"""Weights arrive, provably: complete, of the right version, and never damaged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from leaderless.workflow import resolve_workflow
 
 
 def layouts(tmp_path: Path, source: str, target: str, world_size: int) -> SyncWeights:
-    """What the planner makes of two pools."""
+    """The planner's schedule for two pools."""
     layout = {"rollout": {"ranks": target}, "policy": {"ranks": source}}
     recipe = load_recipe(write_recipe(tmp_path, tiny_model(), {"layout": layout})).recipe
     plan = make_plan(recipe, resolve_workflow("grpo"), Cluster(world_size))
@@ -101,7 +101,7 @@ def test_every_row_reaches_the_copy_once(
 
 
 def bring_damaged(action: SyncWeights, model: str) -> str:
-    """The error where one byte changes on its way."""
+    """The error if one byte changes during the transfer."""
     group, source, target = prepare(action, model, 5)
     exchange_rounds = group.exchange_rounds
 
@@ -133,7 +133,7 @@ def test_a_damaged_message_is_refused(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def bring_mixed_versions(action: SyncWeights, model: str) -> str:
-    """The error where the trained ranks are not at the same update."""
+    """The error if the trained ranks are not at the same update."""
     group, source, target = prepare(action, model, 5)
     if source is not None:
         source.policy_version = 7 + group.rank

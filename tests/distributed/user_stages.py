@@ -1,4 +1,4 @@
-"""Stages as a user writes them, and a worker's loop without models: what the databuffer does in a real workflow."""
+"""Stages as a user writes them, and a worker's loop without models: the databuffer in a real workflow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = "tests.distributed.user_stages"
 
 @dataclass
 class Context:
-    """What these stages are given.
+    """The context of these stages.
 
     Attributes:
         collected: Values that `collect` received.
@@ -45,7 +45,7 @@ def sample(batch: Batch, context: Context) -> Batch:
 
 @stage(reads=["tokens", "prompt_tokens"], writes=["score"])
 def score(batch: Batch, context: Context) -> Batch:
-    """The sum of the answer and of its prompt; whole numbers, so that no order of adding matters."""
+    """The sum of the answer and of its prompt, in whole numbers, so that the order of addition does not matter."""
     answers, prompts = batch.jagged("tokens").rows(), batch.jagged("prompt_tokens").rows()
     sums = [float(answer.sum() + prompt.sum()) for answer, prompt in zip(answers, prompts, strict=True)]
     return batch.with_columns(score=torch.tensor(sums))
@@ -59,7 +59,7 @@ def double(batch: Batch, context: Context) -> Batch:
 
 @stage(reads=["score"], writes=["centred"], needs_whole_groups=True)
 def center(batch: Batch, context: Context) -> Batch:
-    """The score less its group's mean, times the size of the group."""
+    """The score minus the mean of its group, times the size of the group."""
     groups, index = torch.unique(batch.group_ids, return_inverse=True)
     sums = torch.zeros(len(groups)).index_add_(0, index, batch.dense("score"))
     return batch.with_columns(centred=context.recipe.batch.responses_per_prompt * batch.dense("score") - sums[index])
@@ -67,13 +67,13 @@ def center(batch: Batch, context: Context) -> Batch:
 
 @stage(reads=["centred"], rows="filter")
 def positive(batch: Batch, context: Context) -> Batch:
-    """The better half, which may be nothing on some ranks."""
+    """The better half, which may be empty on some ranks."""
     return batch.select(batch.dense("centred") > 0)
 
 
 @stage(reads=["rows", "tokens", "note", "score", "centred"], has_effect=True)
 def collect(batch: Batch, context: Context) -> Batch:
-    """What arrived, row by row."""
+    """Collect what has arrived, row by row."""
     for place, row in enumerate(batch.ids.tolist()):
         context.collected.append(
             {
@@ -91,7 +91,7 @@ def collect(batch: Batch, context: Context) -> Batch:
 
 @stage(reads=["score"], has_effect=True)
 def look(batch: Batch, context: Context) -> Batch:
-    """The first version of the score."""
+    """Read the first version of the score."""
     context.collected.extend(
         {"id": row, "first score": value}
         for row, value in zip(batch.ids.tolist(), batch.dense("score").tolist(), strict=True)
@@ -101,19 +101,19 @@ def look(batch: Batch, context: Context) -> Batch:
 
 @stage(reads=["prompt_tokens", "rows"], has_effect=True)
 def use_prompts(batch: Batch, context: Context) -> Batch:
-    """Reads nothing but prompts."""
+    """Read only prompts."""
     return batch
 
 
 @stage(reads=["tokens"], has_effect=True)
 def use_tokens(batch: Batch, context: Context) -> Batch:
-    """Reads nothing but answers."""
+    """Read only answers."""
     return batch
 
 
 @stage(reads=["note"], has_effect=True)
 def use_notes(batch: Batch, context: Context) -> Batch:
-    """Reads nothing but texts."""
+    """Read only texts."""
     return batch
 
 
@@ -152,7 +152,7 @@ def short_workflow(last: str) -> Workflow:
 
 
 def prompts_of(first: int, last: int) -> Batch:
-    """Prompts of some places in the stream."""
+    """Prompts at some positions."""
     tokens = [[place, *range(place % 3)] for place in range(first, last)]
     columns = {
         "prompt_tokens": Jagged.from_lists(tokens, torch.int64, "prompt_tokens"),
@@ -162,7 +162,7 @@ def prompts_of(first: int, last: int) -> Batch:
 
 
 class Loop:
-    """A rank's walk through its chain."""
+    """A rank's execution of its chain."""
 
     def __init__(self, recipe: Recipe, workflow: Workflow, world_size: int, timeout_s: float = 20) -> None:
         self.recipe = recipe
@@ -177,7 +177,7 @@ class Loop:
         }
 
     def step(self, stop_before: str | None = None) -> None:
-        """Walk the chain, to its end or to where a node would run."""
+        """Execute the chain, to its end or up to a node."""
         for action in self.plan.chain(self.transport.rank):
             match action:
                 case Load(layout, _):

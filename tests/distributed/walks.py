@@ -31,7 +31,7 @@ OBJECTS: tuple[Json, ...] = (None, "", "naïve 🤖 \ud83d", {"a": [1, {"b": Non
 
 @dataclass(frozen=True)
 class Kind:
-    """How a column of some name is stored."""
+    """The storage of a column, by its name."""
 
     kind: Literal["dense", "jagged", "object"]
     dtype: str = "int64"
@@ -162,7 +162,7 @@ def plan_of(case: Case) -> Plan:
 
 @dataclass(frozen=True)
 class Truth:
-    """What every row must hold, as a function of its id alone."""
+    """The content of every row, as a function of its id alone."""
 
     case: Case
 
@@ -174,7 +174,7 @@ class Truth:
         return sorted(self.random("prompts").sample(range(1000), self.case.num_prompts))
 
     def shard_of(self, prompt: int, layout: Layout) -> int:
-        """Where a prompt is loaded."""
+        """The rank that loads a prompt."""
         match self.case.spread:
             case "even":
                 return self.prompts().index(prompt) % layout.dp
@@ -184,7 +184,7 @@ class Truth:
                 return self.random("shard", layout).randrange(layout.dp)
 
     def after(self, name: str, ids: Sequence[int]) -> list[int]:
-        """Rows that a node makes of rows."""
+        """Rows that a node makes of its rows."""
         step = self.case.steps[int(name[1:])]
         if step.rows == "expand":
             return [(row << SIBLING_BITS) + sibling for row in ids for sibling in range(self.siblings(row))]
@@ -210,7 +210,7 @@ class Truth:
         return Jagged(values, torch.tensor(lengths, dtype=torch.int64), kind.axis) if kind.axis else values
 
     def writer(self, name: str, source: str) -> str:
-        """The node that wrote what a node reads from `source`, however often it was carried since."""
+        """The node that wrote what a node reads from `source`, however often it was passed on since."""
         while source != "data":
             step = self.case.steps[int(source[1:])]
             if name in step.writes:
@@ -243,7 +243,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 class Walker:
-    """One rank on its way through a chain."""
+    """One rank during the execution of its chain."""
 
     def __init__(self, case: Case) -> None:
         self.truth, self.plan = Truth(case), plan_of(case)
@@ -257,7 +257,7 @@ class Walker:
         self.buffer = Databuffer(self.plan, self.transport)
 
     def walk(self) -> dict[str, list[int]]:
-        """Walk the chain once; gives the rows that this rank had at each node."""
+        """Execute the chain once; returns the rows that this rank had at each node."""
         seen: dict[str, list[int]] = {}
         for action in self.plan.chain(self.rank):
             match action:
@@ -280,7 +280,7 @@ class Walker:
         return seen
 
     def stream(self, stream: Windowed, seen: dict[str, list[int]]) -> None:
-        """Walk window by window."""
+        """Execute window by window."""
         self.buffer.open_windows(stream)
         for action, window in stream.turns():
             match action:
@@ -302,7 +302,7 @@ class Walker:
         return self.shuffled(Batch(torch.tensor(prompts, dtype=torch.int64), columns))
 
     def check(self, name: str, batch: Batch) -> None:
-        """Rows are in order and hold exactly the columns that the node reads, bit for bit."""
+        """Check that rows are in order and have exactly the columns that the node reads, bit for bit."""
         node = self.plan[name]
         where = f"node {name} on rank {self.rank}"
         assert bool((batch.ids[1:] > batch.ids[:-1]).all()), f"{where}: rows out of order"
@@ -318,7 +318,7 @@ class Walker:
             assert not is_prompts or column not in batch.columns, f"{where}: column {column} is held per sample"
 
     def of_prompt(self, writer: str) -> bool:
-        """Whether a node wrote about prompts: it came before the samples were made."""
+        """Whether a node wrote about prompts, because it came before the samples were made."""
         row_sets = {"data": "data"} | {node.name: node.row_set for node in self.plan.nodes}
         makers = {f"n{i}" for i, step in enumerate(self.truth.case.steps) if step.rows == "expand"}
         row_set = row_sets[writer]
@@ -329,7 +329,7 @@ class Walker:
         return writer not in makers
 
     def check_arrived(self, action: Reshard) -> None:
-        """What arrived is what was asked for, and prompts are those of the rows here, each once."""
+        """Check that the right rows have arrived, and that prompts are those of the rows on this rank, each once."""
         if self.rank not in action.target_layout:
             return
         table = self.buffer._tables[action.row_set, action.target_layout.ranks, action.target_layout.dp]
@@ -344,7 +344,7 @@ class Walker:
         assert torch.equal(table.prompt_ids, table.prompt_ids.unique())
 
     def output(self, name: str, batch: Batch) -> Batch:
-        """What a stage would put out, with a column too many, in any order of rows."""
+        """The output of a stage, with an additional column, and its rows in any order."""
         step = self.truth.case.steps[int(name[1:])]
         rows = torch.tensor(self.truth.after(name, batch.ids.tolist()), dtype=torch.int64)
         match step.rows:
@@ -364,7 +364,7 @@ class Walker:
         values = self.truth.column(column, name, made.ids.tolist())
         if len(made) or not isinstance(values, Tensor):
             return values
-        return values.to(torch.float64)  # without rows a stage may not know what type its values would have
+        return values.to(torch.float64)  # without rows a stage may not know the type of its values
 
     def shuffled(self, batch: Batch) -> Batch:
         generator = torch.Generator().manual_seed(self.truth.case.seed % 1000 + self.rank)
@@ -372,6 +372,6 @@ class Walker:
 
 
 def walk(case: Case) -> list[dict[str, list[int]]]:
-    """Two steps of a chain on one rank; gives the rows that it had at each node of each step."""
+    """Two steps of a chain on one rank; returns the rows that it had at each node of each step."""
     walker = Walker(case)
     return [walker.walk(), walker.walk()]
