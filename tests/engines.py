@@ -1,4 +1,4 @@
-"""Engines for tests: a driver that needs no other package, and what stands in for a trainer."""
+"""Engines for tests: a driver that needs no other package, and a stand-in for a trainer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from leaderless.training.fsdp import FsdpEngine
 
 ALONE = ProcessGroup((0,), 0)
 BUCKET_BYTES = 20_000
-"""Several for the weights of a tiny model."""
+"""So small that the weights of a tiny model fill several buckets."""
 MAX_TOKENS = 64
 CACHE_BYTES = 1 << 26
-"""Of the KV cache of an engine for a tiny model."""
+"""Bytes of the KV cache of an engine for a tiny model."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class CopyDriver:
             raise EngineError(f"{name} was to fail")
 
     def start(self) -> None:
-        """With weights that mean nothing."""
+        """Start with meaningless weights."""
         self._called("start", needs_memory=False)
         self._model = load_causal_lm(ModelConfig(path=self.path), "policy").model
         self._model.set_attn_implementation("eager")
@@ -98,7 +98,7 @@ class CopyDriver:
 
     @torch.no_grad()
     def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """[texts, longest, vocabulary]; what stands behind the end of a text changes nothing before it."""
+        """[texts, longest, vocabulary] logits; what comes after the end of a text changes nothing before it."""
         longest = max(map(len, texts))
         logits: Tensor = self._model(torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])).logits
         return logits
@@ -118,7 +118,7 @@ class CopyDriver:
         return self.grow(list(self._open.values())[: self.max_sequences])
 
     def grow(self, asks: Sequence[Ask]) -> list[Gain]:
-        """One more token for each response."""
+        """Sample one more token for each response."""
         texts = [[*ask.prompt, *self._grown[ask.id]] for ask in asks]
         rows = zip(asks, self._logits(texts), texts, strict=True) if asks else ()
         return [self._draw(ask, logits[len(text) - 1][None]) for ask, logits, text in rows]
@@ -152,7 +152,7 @@ def make_trainer(path: str, group: ProcessGroup = ALONE) -> FsdpEngine:
 
 
 def make_external(driver: Driver, path: str | None = None, told: list[str] | None = None) -> ExternalEngine:
-    """An engine with a driver; what it tells is noted down."""
+    """An engine with a driver; its events are recorded."""
     config = ModelConfig(path=path or tiny_model())
     tokenizer = load_tokenizer(config, "policy")
     probe, tell = make_probe(len(tokenizer), MAX_TOKENS), (told if told is not None else []).append
@@ -161,7 +161,7 @@ def make_external(driver: Driver, path: str | None = None, told: list[str] | Non
 
 
 def change_weights(trainer: FsdpEngine, seed: int = 0) -> None:
-    """As an optimizer step would."""
+    """Change the weights, as an optimizer step would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
@@ -170,7 +170,7 @@ def change_weights(trainer: FsdpEngine, seed: int = 0) -> None:
 
 
 def expected_log_probs(trainer: FsdpEngine, request: Request, completion: Completion) -> list[float]:
-    """What transformers says of a response, with the trainer's weights."""
+    """Log-probabilities of a response by transformers, with the trainer's weights."""
     model = trainer.model.model
     tokens = torch.tensor([[*request.prompt, *completion.tokens]])
     before = model.config._attn_implementation
@@ -182,7 +182,7 @@ def expected_log_probs(trainer: FsdpEngine, request: Request, completion: Comple
 
 
 def fake_sglang_python(folder: Path) -> str:
-    """An "interpreter" that runs the fake server, whatever it is told to run."""
+    """An "interpreter" that always runs the fake server."""
     path = folder / "python"
     program = Path(__file__).parent / "fake_sglang.py"
     path.write_text(f'#!/bin/sh\nexport FAKE_SGLANG_LOG={folder}/calls.jsonl\nexec {sys.executable} {program} "$@"\n')
@@ -191,7 +191,7 @@ def fake_sglang_python(folder: Path) -> str:
 
 
 def settings_of(path: str, *, max_sequences: int = 4) -> Settings:
-    """Of an engine for a tiny model, on the CPU."""
+    """Settings of an engine for a tiny model, on the CPU."""
     return Settings(path, None, False, "float32", MAX_TOKENS, max_sequences, 0.3, CACHE_BYTES, enable_graphs=False)
 
 

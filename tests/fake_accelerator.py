@@ -79,7 +79,7 @@ def moved(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             if buffer is not None:
                 part._buffers[name] = buffer.to(DEVICE)
     module.model.tie_weights()
-    module.to = lambda *_: module  # engines would move it again, which fake tensors do not allow
+    module.to = lambda *_: module  # engines would move it again, which fake tensors do not support
     return module
 
 
@@ -160,7 +160,7 @@ def decode(accelerator: Accelerator) -> dict[str, int]:
 
 
 def mistakes(accelerator: Accelerator) -> dict[str, int]:
-    """What is looked for is found."""
+    """Check that the mistakes are found."""
     there, here = torch.zeros(3, device=DEVICE), torch.arange(3)
     found = 0
     for function in (lambda: there + here, lambda: there.index_select(0, here), lambda: torch.cat([there, here])):

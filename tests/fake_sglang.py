@@ -42,7 +42,7 @@ FIELDS: Mapping[str, set[str]] = {
 
 
 class Server:
-    """The engine and what is under way."""
+    """The engine and its unfinished requests."""
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self.driver = CopyDriver(arguments["model-path"])
@@ -54,7 +54,7 @@ class Server:
         self.lock, self.aborted, self.running = threading.Lock(), set[str](), set[str]()
 
     def answer(self, path: str, body: dict[str, Any]) -> object:
-        """All calls but streams."""
+        """Handle all calls but streams."""
         match path:
             case "/update_weights_from_tensor":
                 (payload,) = body["serialized_named_tensors"]
@@ -83,7 +83,7 @@ class Server:
         return "Cache flushed."
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Events of a batch, each with all that a response has so far."""
+        """Events of a batch, each with the whole response so far."""
         asks = {
             rid: Ask(
                 index,
@@ -134,7 +134,7 @@ class Server:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A stream ends with its connection; any other connection is closed when nothing is asked for a moment."""
+    """A stream ends with its connection; other connections are closed when idle for a moment."""
 
     protocol_version = "HTTP/1.1"
     timeout = 0.2
@@ -185,7 +185,7 @@ def main() -> None:
         name = given.pop(0).removeprefix("--")
         assert name in VALUES | FLAGS, f"unknown argument {name}"
         arguments[name] = given.pop(0) if name in VALUES else ""
-    arguments["api-key"] = sys.stdin.readline().strip()  # as what starts SGLang would have passed it on
+    arguments["api-key"] = sys.stdin.readline().strip()  # SGLang's launcher would have passed it on
     Handler.server_state = Server(arguments)
     ThreadingHTTPServer((arguments["host"], int(arguments["port"])), Handler).serve_forever()
 

@@ -48,7 +48,7 @@ PACKAGE = "leaderless"
 LAUNCHERS = (PACKAGE, "torch.distributed.run")
 """Programs that start workers."""
 NUM_NURSERIES = 2
-"""Ranks come from them in turn: what depends on the order of a set shall differ between ranks, as it does in use."""
+"""Nurseries take turns: what depends on the order of a set must differ between ranks, as it does in reality."""
 MAX_REQUEST_BYTES = 1 << 18
 SIGNATURE = inspect.signature(subprocess.Popen._execute_child)
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
@@ -122,7 +122,7 @@ def _nursery(number: int) -> socket.socket:
 
 
 _NURSERIES: dict[int, subprocess.Popen[bytes]] = {}
-"""Kept, for a `Popen` that is forgotten while its process runs warns of that."""
+"""Keeps processes, since a `Popen` that is garbage-collected while its process runs warns about it."""
 
 
 @contextmanager
@@ -138,12 +138,12 @@ def _adopting() -> Iterator[None]:
 
 
 def live() -> None:
-    """The life of a nursery, and of all processes that come from it."""
+    """The life of a nursery, and of all processes forked from it."""
     for name in MODULES:
         import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
     gc.collect()
-    gc.freeze()  # what all share is not looked at, and so not copied, by each collection
+    gc.freeze()  # shared objects are not inspected, and so not copied, by each collection
     connection = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     born = _serve(connection)
@@ -156,7 +156,7 @@ def live() -> None:
 
 
 def _serve(connection: socket.socket) -> tuple[_Request, Sequence[int]] | None:
-    """Fork until the other side has gone; in a forked process, return what it shall be, and its standard streams."""
+    """Fork until the other side closes; in a forked process, return the process to become and its standard streams."""
     while True:
         content, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
         if not content:
@@ -169,7 +169,7 @@ def _serve(connection: socket.socket) -> tuple[_Request, Sequence[int]] | None:
                 for end in (reader, writer):
                     os.close(end)
                 connection.close()
-                while os.getppid() == between:  # which ends, so that who has asked for this process becomes its parent
+                while os.getppid() == between:  # it ends, and the process that asked becomes the parent
                     time.sleep(0.0005)
                 return pickle.loads(content), descriptors
             os.write(writer, str(child).encode())
@@ -181,7 +181,7 @@ def _serve(connection: socket.socket) -> tuple[_Request, Sequence[int]] | None:
 
 
 def _with_a_nursery_of_its_own(request: _Request, descriptors: Sequence[int]) -> tuple[_Request, Sequence[int]] | None:
-    """Fork a nursery for the workers that this process starts; in a worker, return what it shall be."""
+    """Fork a nursery for the workers that this process starts; in a worker, return the process to become."""
     connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         connection.close()
@@ -204,7 +204,7 @@ def _with_a_nursery_of_its_own(request: _Request, descriptors: Sequence[int]) ->
 
 
 def _settle(request: _Request, descriptors: Sequence[int]) -> None:
-    """Give this process what was asked for."""
+    """Give this process its folder, environment and streams."""
     if request.is_leader:
         os.setsid()
     for number, descriptor in enumerate(descriptors):
@@ -220,7 +220,7 @@ def _settle(request: _Request, descriptors: Sequence[int]) -> None:
 
 
 def _run(module: str) -> NoReturn:
-    """Run a program, and end this process as the interpreter does, as far as a program can tell."""
+    """Run a program, and end this process like the interpreter, as far as a program can tell."""
     code: object = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

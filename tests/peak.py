@@ -1,4 +1,4 @@
-"""Memory that a process takes for a while, in bytes (Linux)."""
+"""Memory that a process uses for some time, in bytes (Linux)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Peak:
 
     @property
     def on_top(self) -> int:
-        """Most bytes that the work has added to those before it."""
+        """Additional memory of the work at its peak, in bytes."""
         return self.highest - self.before
 
 
 @contextmanager
 def measured() -> Iterator[Peak]:
-    """Measure the work inside; the system's own mark of the highest value is set back first."""
+    """Measure the work inside; the system's own maximum is reset first."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     peak = Peak(before=_status("VmRSS"))

@@ -79,7 +79,7 @@ def open_recipe(recipe: Recipe, tokenizer: Characters | None = None) -> Dataset:
 
 
 def mixed_recipe(train: Mapping[str, Json], data: Mapping[str, Json] | None = None, **settings: object) -> Recipe:
-    """A recipe whose `data.train` is given as in YAML; `data` and `settings` likewise."""
+    """A recipe with `data.train` as in YAML; `data` and `settings` likewise."""
     base = {"name": "test", "workflow": "grpo", "models": {"policy": "x"}, "steps": 1}
     return Recipe.model_validate(base | {"data": {"train": train, **(data or {})}} | settings)
 

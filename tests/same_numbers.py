@@ -26,11 +26,11 @@ from safetensors import safe_open
 
 ROOT = Path(__file__).parents[1]
 SFT_STEPS = 300
-"""Steps of supervised fine-tuning before: enough that some answers are right and some are wrong."""
+"""Steps of supervised fine-tuning beforehand: enough that some answers are right and some are wrong."""
 UNSTEADY = ("time", "throughput/", "memory/", "data/wait")
-"""Beginnings of names of numbers that differ from run to run."""
+"""Prefixes of names of numbers that differ from run to run."""
 RENAMED = {"eval/": "evaluation/"}
-"""Beginnings of names that older commits use, and what they are called now."""
+"""Prefixes of names in older commits, and the names they have now."""
 
 
 class Case(NamedTuple):
@@ -59,7 +59,7 @@ CASES = {
 
 
 class Numbers(NamedTuple):
-    """What a run has come to.
+    """Results of a run.
 
     Attributes:
         steps: Numbers of each step, by name.
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _prepare(sources: Path, folder: Path) -> Path:
-    """Make the model that all runs begin with, with the sources of the other commit, if it is not there yet."""
+    """Make the model that all runs begin with, with the sources of the other commit, unless it exists."""
     start = folder / "start"
     if not start.exists():
         building = folder / "building"
@@ -124,7 +124,7 @@ def _compare(name: str, sources: Path, other: Path, start: Path, here: Path, ste
 
 
 def _run(case: Case, sources: Path, start: Path, folder: Path, steps: int) -> Numbers:
-    """Train in a folder of its own, which is removed afterwards."""
+    """Train in a new folder, which is removed afterwards."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "runs").mkdir(parents=True)
     for part in ("quickstart-base", "quickstart-data"):
@@ -150,7 +150,7 @@ def _metrics(file: Path) -> list[dict[str, float]]:
 
 
 def _current(name: str) -> str:
-    """What a number is called now."""
+    """The current name of a number."""
     for old, new in RENAMED.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -168,7 +168,7 @@ def _digests(checkpoint: Path) -> dict[str, str]:
 
 
 def _differences(before: Numbers, now: Numbers) -> list[str]:
-    """One sentence for each name of a number that is not the same in all steps, and one for tensors."""
+    """One sentence for each number that differs in some step, and one for tensors."""
     found = []
     if len(before.steps) != len(now.steps):
         found.append(f"{len(before.steps)} and {len(now.steps)} lines of numbers")

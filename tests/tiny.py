@@ -25,7 +25,7 @@ CHARACTERS = "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz<>|_ABCDEFGHIJKLMNOP
 def tiny_model(
     family: Literal["qwen2", "qwen3"] = "qwen2", chat_template: str | None = None, *, head_dim: int = 8
 ) -> str:
-    """A model's folder; the same for all tests of a process."""
+    """The folder of a model, the same for all tests of a process."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
     _KEPT.append(folder)
     path = write_tiny_model(
@@ -42,7 +42,7 @@ def tiny_model(
 
 @functools.cache
 def untied_model(path: str) -> str:
-    """The folder of a model like another one, but with an output head of its own."""
+    """The folder of a model like another one, but with a separate output head."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
     _KEPT.append(folder)
     shutil.copytree(path, folder.name, dirs_exist_ok=True)
@@ -55,7 +55,7 @@ def untied_model(path: str) -> str:
 
 
 def _scatter_vectors(path: Path) -> None:
-    """Give biases and norms values as training leaves them: with all zeros and ones, mistakes could hide."""
+    """Give biases and norms values as after training: with all zeros and ones, mistakes could hide."""
     model = AutoModelForCausalLM.from_pretrained(path)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def write_recipe(folder: Path, model: str, changes: Mapping[str, object] | None 
 
 
 def tiny_recipe(folder: Path, model: str, changes: Mapping[str, object] | None = None) -> LoadedRecipe:
-    """The same, read."""
+    """The small recipe, loaded."""
     return load_recipe(write_recipe(folder, model, changes))
 
 

@@ -1,4 +1,4 @@
-"""Runs the command line as the only worker, inside the process of the tests: quick, and with its signals."""
+"""Runs the command line as the only worker, inside the process of the tests: fast, and with its signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of a user that make numbers go bad for the prompts that BAD_PROMPTS names, for test_guards.py."""
+"""Custom stages that make numbers go bad for the prompts in BAD_PROMPTS, for test_guards.py."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Outcome:
 
 
 def command(folder: str, arguments: list[str]) -> Outcome:
-    """Run `leaderless ARGUMENTS` in this process, which counts as started by torch elastic where its place is given."""
+    """Run `leaderless ARGUMENTS` in this process, which acts as started by torch elastic if its place is given."""
     from leaderless.cli.main import main
 
     output, errors = io.StringIO(), io.StringIO()
@@ -77,7 +77,7 @@ def environment() -> dict[str, str]:
 
 
 def start(folder: Path, *arguments: object, is_forked: bool = True) -> subprocess.Popen[str]:
-    """Begin `python -m ARGUMENTS`: in a forked process, which takes no time to import, or as a person does."""
+    """Start `python -m ARGUMENTS`: in a forked process, which takes no time for imports, or as a person does."""
     return (Forked if is_forked else subprocess.Popen)(
         [sys.executable, "-m", *(str(argument) for argument in arguments)],
         cwd=folder,

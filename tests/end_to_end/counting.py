@@ -1,4 +1,4 @@
-"""What the ranks of a run say to each other, counted from outside: bytes between ranks, and bytes to the store."""
+"""What the ranks of a run send each other, counted from outside: bytes between ranks, and bytes to the store."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leaderless.data.transport import ProcessGroup
 
 MODEL = "the model"
-"""Label of what FSDP says, which does not go through `ProcessGroup`."""
+"""Label of messages of FSDP, which do not pass through `ProcessGroup`."""
 
 Bytes = dict[str, tuple[float, float]]
-"""Sent and received, by what ranks waited for."""
+"""Bytes sent and received, by what ranks waited for."""
 
 
 @dataclass
@@ -51,11 +51,11 @@ class Wire:
 
     @contextmanager
     def _labels(self, what: str) -> Iterator[None]:
-        """What this thread says in the context is of one kind."""
+        """Count everything that this thread sends in the context as one kind."""
         before = getattr(self._thread, "what", None)
         self._thread.what = what
         with ExitStack() as stack:
-            if before is None:  # a thread that has not been listened to
+            if before is None:  # a thread that is not counted
                 stack.enter_context(_Listening(self))
             try:
                 yield
@@ -76,7 +76,7 @@ class Wire:
 
 
 class _Listening(TorchDispatchMode):
-    """Sees every operation of every process group, whoever asked for it."""
+    """Sees every operation of every process group, whoever started it."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class StoreProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._server.close()
 
     def _accept(self) -> None:
@@ -159,6 +159,6 @@ class StoreProxy:
                 self.passed.append((time.monotonic(), len(content)))
                 target.sendall(content)
             target.shutdown(socket.SHUT_WR)
-        except OSError:  # either side has gone
+        except OSError:  # one side has closed
             source.close()
             target.close()

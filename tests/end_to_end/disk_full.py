@@ -1,4 +1,4 @@
-"""A stage during which the disk fills up, and is cleared again, for test_failures.py."""
+"""A stage during which the disk fills up and is cleared again, for test_failures.py."""
 
 from __future__ import annotations
 

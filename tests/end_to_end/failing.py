@@ -75,7 +75,7 @@ WAYS = {
 
 
 def leave_behind(sample: leaderless.RewardInput) -> float:
-    """Start a process and forget about it, once in each reward process of a run that is disturbed."""
+    """Start a process and leave it running, once in each reward process of a disturbed run."""
     if "FAIL_ONCE" in os.environ and not LEFT_BEHIND:
         LEFT_BEHIND.append(subprocess.Popen(["sleep", "600"]))
     return float(len(sample.response) % 2)

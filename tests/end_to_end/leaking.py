@@ -1,4 +1,4 @@
-"""Rewards that quote a secret in an error, for test_secrets.py: a library does, whose address holds a token."""
+"""Rewards that quote a secret in an error, for test_secrets.py, like a library whose address contains a token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quote_token(sample: leaderless.RewardInput) -> float:
 
 @leaderless.stage(reads=["rewards"], writes=["rewards"])
 def leak(batch: leaderless.Batch, context: leaderless.StageContext) -> leaderless.Batch:
-    """Fail where it is told to."""
+    """Fail on demand."""
     if os.environ.get("LEAK"):
         raise ConnectionError(f"403 for {os.environ['AWS_SECRET_ACCESS_KEY']}")
     return batch.with_columns(rewards=batch.dense("rewards"))

@@ -1,4 +1,4 @@
-"""An advantage and a loss such as a user would write."""
+"""An advantage and a loss as a user might write them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def own_advantages(rewards: Tensor, reward_valid: Tensor, response_lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Rewards against one half."""
+    """Rewards minus one half."""
     return torch.where(reward_valid, rewards - 0.5, 0.0)
 
 

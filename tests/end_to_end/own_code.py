@@ -1,4 +1,4 @@
-"""What users bring: rewards, a stage and a workflow of their own."""
+"""Custom code of users: rewards, a stage and a workflow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def always_fail(sample: RewardInput) -> float:
 
 @stage(reads=["rewards", "tokens", "rows"], writes=["rewards", "bonus"])
 def bonus_for_even_sums(batch: Batch, context: StageContext) -> Batch:
-    """A reward that depends on the row and on the first token, in a column of its own."""
+    """A reward that depends on the row and on the first token, in a separate column."""
     import torch
 
     assert context.node.node.run.endswith("bonus_for_even_sums")

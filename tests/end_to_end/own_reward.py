@@ -1,4 +1,4 @@
-"""A reward such as a user would write; it imports no torch, as the processes that compute rewards start faster then."""
+"""A reward as a user might write it; it imports no torch, so that the reward processes start faster."""
 
 from __future__ import annotations
 

@@ -85,12 +85,12 @@ def run(ranks: RankPool, folder: Path, world_size: int, case: str, *, micro_batc
 
 
 def names_in(numbers: Mapping[str, float]) -> set[str]:
-    """Metrics that do not depend on what happened."""
+    """Metrics that do not depend on the course of a run."""
     return {name for name in numbers if not name.startswith(("guard/", "time/"))}
 
 
 def reported_by(path: Path) -> set[str]:
-    """Metrics that the contracts of its stages promise of a recipe."""
+    """Metrics that the contracts of its stages declare for a recipe."""
     recipe = load_recipe(path).recipe
     workflow = resolve_workflow(recipe.workflow)
     return names_in(dict.fromkeys(metrics_of(recipe, Flow(recipe, workflow).order, workflow), 0.0))
@@ -121,7 +121,7 @@ def test_every_type_of_advantage_and_loss_is_tried() -> None:
         "remax",
         "distillation",
         "rejection",
-        "gae",  # in the tests of the critic
+        "gae",  # tested with the critic
     }
     for field in ("advantage", "policy_loss"):
         union = get_args(AlgorithmConfig.model_fields[field].annotation)
@@ -130,5 +130,5 @@ def test_every_type_of_advantage_and_loss_is_tried() -> None:
 
 
 def named_types(settings: dict[str, object]) -> list[object]:
-    """What the sections of a case are called."""
+    """The name of a case, from its sections."""
     return [section["type"] for section in settings.values() if isinstance(section, dict) and "type" in section]

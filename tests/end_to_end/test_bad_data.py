@@ -1,4 +1,4 @@
-"""Data and models that cannot be used are named with the place of what is wrong in them."""
+"""Unusable data and models are reported with the place of the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person may get wrong on the command line and in a recipe is said before anything is started."""
+"""Mistakes on the command line and in a recipe are reported before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that are killed while they write come to the very curve of a run that nobody disturbed; see `make chaos`."""
+"""Workers that are killed while they write arrive at the same curve as an undisturbed run; see `make chaos`."""
 
 from __future__ import annotations
 

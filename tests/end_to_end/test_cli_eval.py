@@ -1,4 +1,4 @@
-"""`leaderless eval` and `leaderless export`: what a trained model is worth, and that others can use it."""
+"""`leaderless eval` and `leaderless export`: scores of a trained model, and its use by others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = ["1+2=", "3+4=", "7", "9+9=18 1+1="]
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """Two digits anywhere count as right, which an untrained model writes now and then."""
+    """Two digits anywhere count as right; an untrained model writes them now and then."""
     held_out = write_additions(tmp_path / "test.jsonl", 13)
     changes = {
         "data.evaluation": {"path": str(held_out), "prompt": "question", "answer": "answer", "template": "plain"},
@@ -69,7 +69,7 @@ def test_eval_gives_the_scores_of_training_from_recipe_run_and_checkpoint(
 
 def test_eval_does_not_depend_on_the_number_of_workers(ranks: RankPool, tmp_path: Path, recipe: Path) -> None:
     single = scores(succeed(ranks, tmp_path, "eval", recipe, "--json"))
-    # More workers than prompts of a step, and a layout for training: both say nothing about evaluation.
+    # More workers than prompts of a step, and a layout for training: neither affects evaluation.
     changes = ("batch.prompts_per_step=1", "layout={rollout: {ranks: 0-1}, policy: {ranks: 2-3}}")
     several = succeed(ranks, tmp_path, "eval", recipe, *changes, "--json", num_ranks=2)
     assert scores(several) == pytest.approx(single)
@@ -95,7 +95,7 @@ def test_eval_says_what_it_misses(ranks: RankPool, tmp_path: Path, recipe: Path)
 
 
 def native_greedy(folder: str, prompts: list[str]) -> list[str]:
-    """What the native engine answers at temperature 0."""
+    """The answers of the native engine at temperature 0."""
     config = ModelConfig(path=folder)
     tokenizer = load_tokenizer(config, "policy")
     engine = NativeEngine(
@@ -126,7 +126,7 @@ def test_transformers_loads_an_exported_model_and_decodes_the_same_greedy_text(
         texts.append(tokenizer.decode(answer, skip_special_tokens=True))
     assert native_greedy(str(tmp_path / "out"), PROMPTS) == texts
     assert len(set(texts)) > 1
-    # The exported model is what the checkpoint answers with.
+    # The exported model gives the answers of the checkpoint.
     by_checkpoint = scores(succeed(ranks, tmp_path, "eval", tmp_path / "runs/tiny", "--json"))
     exported_too = (recipe, f"models.policy.path={tmp_path / 'out'}", "--json")
     assert scores(succeed(ranks, tmp_path, "eval", *exported_too)) == pytest.approx(by_checkpoint)

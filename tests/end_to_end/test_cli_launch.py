@@ -1,4 +1,4 @@
-"""How workers start and end: by our own launcher, by torchrun, and by an error."""
+"""How workers start and end: by our launcher, by torchrun, and by an error."""
 
 from __future__ import annotations
 

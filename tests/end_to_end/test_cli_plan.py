@@ -29,7 +29,7 @@ finally:
 
 
 def light(folder: Path, *arguments: object) -> Outcome:
-    """A command in a process of its own; its last line of errors names the large libraries that it has imported."""
+    """Run a command in a separate process; the last line of its errors names the large libraries that it imported."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *(str(argument) for argument in arguments)],
         cwd=folder,

@@ -26,7 +26,7 @@ DEADLINE_S = 60.0
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with two checkpoints, of which the newer one is damaged."""
     folder = tmp_path_factory.mktemp("run")
-    reward = {"format": {"pattern": r".*\d.*\d.*"}}  # which an untrained model earns now and then
+    reward = {"format": {"pattern": r".*\d.*\d.*"}}  # an untrained model earns it now and then
     changes = {"reward": reward, "checkpoint": {"every_steps": 1}, "optimizer.learning_rate": 0.05}
     outcome = run_alone(folder, "train", write_recipe(folder, tiny_model(), changes))
     assert outcome.code == 0, outcome
@@ -78,7 +78,7 @@ def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path, m
 
 
 def serve_and_ask(folder: Path, target: Path, *options: str) -> tuple[Outcome, str]:
-    """What the command says that is ended by Ctrl-C, and what it has answered."""
+    """The output of the command until Ctrl-C, and its answers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     answers: list[str] = []
@@ -103,7 +103,7 @@ def serve_and_ask(folder: Path, target: Path, *options: str) -> tuple[Outcome, s
 
 
 def answer_of(url: str, has_ended: threading.Event) -> str:
-    """What a server answers as soon as it does, unless it has ended."""
+    """The answer of a server as soon as it gives one, unless it has ended."""
     end = time.monotonic() + DEADLINE_S
     while not is_healthy(url):
         assert time.monotonic() < end

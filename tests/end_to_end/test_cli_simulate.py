@@ -27,7 +27,7 @@ steps: 3
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Holds a recipe, the size of its model and a cluster file."""
+    """A folder with a recipe, the size of its model and a cluster file."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     write_model(tmp_path / "model")
     shutil.copy(CLUSTER, tmp_path / "cluster.yaml")
@@ -39,7 +39,7 @@ def simulate(ranks: RankPool, folder: Path, *arguments: object) -> Outcome:
 
 
 def said(outcome: Outcome) -> str:
-    """What was refused, without the frame around it."""
+    """The message of a refusal, without the frame around it."""
     assert outcome.code == 2, outcome
     return " ".join(outcome.errors.replace("│", " ").split())
 

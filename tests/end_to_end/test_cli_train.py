@@ -1,4 +1,4 @@
-"""`leaderless train`: what a run leaves behind, and how it goes on."""
+"""`leaderless train`: what a run leaves behind, and how it continues."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_very_same_curve(ranks: RankPool, 
     assert [line["step"] for line in whole] == [0, 1, 2, 3, 4, 5, 6]
     assert parts == whole, "bit for bit"
     assert torch.stack([torch.tensor(line["policy/grad_norm"]) for line in whole[1:]]).min() > 0.01
-    for line, expected in zip(moved, whole, strict=True):  # the last step of each start was evaluated, too
+    for line, expected in zip(moved, whole, strict=True):  # the last step of each start was also evaluated
         assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-4)
     expected_weights = weights(tmp_path / "runs/whole", 6)
     for name, value in weights(tmp_path / "runs/parts", 6).items():

@@ -1,4 +1,4 @@
-"""A loop trains on the same groups whoever walks it, and uses every prompt exactly once."""
+"""A loop trains on the same groups on any ranks, and uses every prompt exactly once."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from leaderless.workflow import load_recipe, resolve_workflow
 
 PROMPTS, RESPONSES, ROWS = 6, 4, 64
 NUM_STEPS = 3
-"""Of the runs that are compared: the second leaves something over, which saves the third a round."""
+"""Steps of the runs that are compared: the second has a surplus, which saves the third a round."""
 SETTINGS = {"workflow": "dapo", "batch.updates_per_step": 2}
 
 
 def mixed(group: int, sibling: int) -> tuple[float, bool]:
-    """Of five groups one is all right, one all wrong."""
+    """Of five groups, one is all right and one all wrong."""
     return float([True, False, *[sibling % 2 == group % 2] * 3][group % 5]), True
 
 
@@ -53,7 +53,7 @@ def on_first_rank(group: int, sibling: int) -> tuple[float, bool]:
 
 
 def failing(group: int, sibling: int) -> tuple[float, bool]:
-    """Some rewards fail; with one valid reward left a group has no signal."""
+    """Some rewards fail; with one valid reward left, a group has no signal."""
     return float(sibling % 2), not (group % 3 == 0 and sibling > 0) and not (group % 3 == 1 and sibling == 0)
 
 
@@ -129,7 +129,7 @@ def train(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int],
 
 
 def refusal(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int], tuple[float, bool]]) -> str:
-    """What stops a run, as one worker is told."""
+    """The reason why a run stops, as one worker sees it."""
     try:
         train(recipe_file, overrides, rule)
     except RuntimeError as error:
@@ -152,7 +152,7 @@ def together(results: Sequence[Sequence[Step]]) -> list[Step]:
 
 
 def runner(ranks: RankPool, folder: Path):
-    """Trains in a folder, or goes on with training."""
+    """Trains in a folder, or continues training."""
 
     def start(world_size: int, name: str, steps: int, rule=mixed, work=train, rows: int = ROWS, **changes: object):
         layout = changes.pop("layout", {})
@@ -177,13 +177,13 @@ def runner(ranks: RankPool, folder: Path):
 
 @pytest.fixture
 def run(ranks: RankPool, tmp_path: Path):
-    """Trains, or goes on with training."""
+    """Trains, or continues training."""
     return runner(ranks, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def single(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[Step]:
-    """The steps of one rank, to compare with."""
+    """The steps on one rank, for comparison."""
     return runner(ranks, tmp_path_factory.mktemp("single"))(1, "single", NUM_STEPS)
 
 
@@ -272,7 +272,7 @@ def test_any_ranks_train_on_the_same_groups_and_account_for_every_prompt(run, si
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_no_prompt_is_left_out_or_used_twice_over_epochs(run, world_size: int) -> None:
-    rows = 25  # no multiple of a round's prompts
+    rows = 25  # not a multiple of a round's prompts
     steps = run(world_size, "long", 5, rows=rows)
     check_accounting(steps, mixed, rows)
     questions = [question for step in steps for _, question in sorted(step.asked.items())]

@@ -1,4 +1,4 @@
-"""Every setting of a recipe is read by the code that it is for."""
+"""Every setting of a recipe is read by the code that it is meant for."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def sections(section: type[BaseModel] = Recipe) -> set[type[BaseModel]]:
 
 
 def has_siblings(section: type[BaseModel]) -> bool:
-    """Whether `type` chooses this section among others; tests of their own try each of them with each setting."""
+    """Whether `type` selects this section among others; separate tests try each of them with each setting."""
     return "type" in section.model_fields and section is not CorrectionConfig
 
 
 def watched_reads(folder: str, commands: list[list[str]], rows: list[dict[str, str]]) -> set[tuple[str, str]]:
-    """Section and name of each setting that is read while commands run; where recipes are checked does not count."""
+    """Section and name of each setting that is read while commands run; checking a recipe does not count."""
     reads: set[tuple[str, str]] = set()
 
     def read(self: Section, name: str) -> object:
@@ -124,12 +124,12 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
         ["plan", str(grpo)],
     ]
     (reads,) = ranks.run(1, watched_reads, str(tmp_path), commands, rows, init_group=False, deadline_s=600)
-    # Rewards are graded in processes of their own, where nobody watches; their own tests show what these settings do.
+    # Rewards are graded in separate processes, where nothing is watched; other tests show the effect of these settings.
     elsewhere = {("ExactMatchOptions", "ignore_case"), ("FormatOptions", "pattern")}
     elsewhere |= {("CodeOptions", name) for name in CodeOptions.model_fields}
     # Engines in other processes are not part of these runs; tests/unit/test_make_engine.py tries each setting.
     elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
-    elsewhere |= {("RunConfig", "max_restarts")}  # by the launcher of several workers; see test_restarts.py
+    elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)
         for section in sections() - {RewardOptions}

@@ -1,4 +1,4 @@
-"""The examples do what they say, with a tiny model in the place of the quickstart's."""
+"""The examples do what they say, with a tiny model in place of the quickstart's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Numbers = dict[str, float]
 
 
 def train_example(recipe: str, overrides: list[str], num_steps: int) -> list[Numbers]:
-    """The numbers of some steps, as rank 0 logs them, the held-out accuracy last."""
+    """The numbers of some steps, as rank 0 logs them, with the held-out accuracy last."""
     os.chdir(ROOT)
     loaded = load_recipe(recipe, overrides)
     place = Place.from_environment()
@@ -42,7 +42,7 @@ def train_example(recipe: str, overrides: list[str], num_steps: int) -> list[Num
 
 
 def small(tmp_path: Path, *more: str) -> list[str]:
-    """Overrides by which an example is done in a moment."""
+    """Overrides that make an example fast."""
     rows = write_additions(tmp_path / "train.jsonl")
     return [
         f"models.policy={tiny_model()}",

@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed, starved of disk space or failed by a user's code end in time, and say why."""
+"""Runs that are stopped, killed, out of disk space or failed by a user's code end in time, and say why."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.tiny import tiny_model, write_recipe
 from leaderless.supervision import stop
 
 END_S = 90.0
-"""Longest that a run may take to end: many times what it does take, for other processes may use the same cores."""
+"""Longest time for a run to end: many times what it needs, because other processes may use the same cores."""
 START_S = 300.0
 SAVED_AT_ONCE = ("checkpoint.every_steps=1", "checkpoint.asynchronous=false")
-"""Settings by which a kill cannot come before a checkpoint that is still being written."""
+"""Settings with which no checkpoint is still being written when a worker is killed."""
 SETTINGS = {"workflow": "failing.yaml", "steps": 100_000, "run.trace_steps": 2, "run.max_restarts": 0}
 
 
@@ -61,7 +61,7 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def none_is_left(processes: Sequence[psutil.Process]) -> bool:
-    """Whether all have ended, soon at the latest; those that have not are ended."""
+    """Whether all have ended within a short time; those that have not are killed."""
     _, alive = psutil.wait_procs(processes, timeout=END_S)
     for process in alive:
         process.kill()
@@ -79,7 +79,7 @@ def test_a_run_is_stopped_goes_on_is_terminated_and_outlives_no_launcher(
     assert sum("tests.forking" in child.cmdline() for child in started) == 2 + 1, "workers are forked, and the nursery"
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
-    process.send_signal(signal.SIGINT)  # as tools do that send it to the process and to its group
+    process.send_signal(signal.SIGINT)  # as tools do that signal the process and its group
     asked = time.monotonic()
     outcome = finish(process)
     assert time.monotonic() - asked < END_S
@@ -148,7 +148,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path, recipe: Path, monke
 def test_the_first_cause_is_shown_and_not_what_peers_see_of_it(
     tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 waits in the databuffer, for rows that rank 0 has failed to make."""
+    """Rank 1 waits in the databuffer for rows that rank 0 has failed to make."""
     monkeypatch.setenv("FAIL", "error@0")
     process = train(tmp_path, recipe, "layout={fail: {ranks: 0}, advantage: {ranks: 1}, policy: {ranks: 0-1}}")
     wait_until(lambda: num_steps(tmp_path) >= 1, process)
@@ -162,7 +162,7 @@ def test_the_first_cause_is_shown_and_not_what_peers_see_of_it(
 
 
 def alone(folder: Path, recipe: Path, *arguments: object) -> tuple[Outcome, list[psutil.Process]]:
-    """Train with one worker, as a person does, and see what it starts."""
+    """Train with one worker, as a person does, and record what it starts."""
     process = start(folder, "leaderless", "train", recipe, "--workers", 1, *arguments)
     started: set[psutil.Process] = set()
     while process.poll() is None:
@@ -225,7 +225,7 @@ def test_a_single_worker_is_stopped_with_a_checkpoint_and_goes_on(
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL", "interrupt twice")
-    monkeypatch.setattr(stop, "INTERRUPT_GRACE_S", 1e6)  # this process has more to do
+    monkeypatch.setattr(stop, "INTERRUPT_GRACE_S", 1e6)  # this process must not be ended
     before, begin = signal.getsignal(signal.SIGINT), time.monotonic()
     outcome = run_alone(tmp_path, "train", recipe)
     assert time.monotonic() - begin < 120, "the stage would sleep for longer"
@@ -263,7 +263,7 @@ def test_rewards_that_hang_or_raise_are_counted_and_nothing_else(tmp_path: Path)
 
 @contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
-    """As on a full disk, every write beyond that fails."""
+    """Every write beyond this fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

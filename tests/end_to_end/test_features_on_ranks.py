@@ -1,4 +1,4 @@
-"""Every feature of training gives on several ranks, in one pool and in two, what it gives on one rank."""
+"""Every feature of training gives the same on several ranks, in one pool and in two, as on one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACES: dict[str, tuple[int, str, str]] = {
     "pools of 1 and 1": (2, "0", "1"),
     "pools of 2 and 2": (4, "0-1", "2-3"),
 }
-"""Number of ranks, and those that sample and those that train; empty where all do both."""
+"""Number of ranks, and those that sample and those that train; empty if all do both."""
 IN_ONE_POOL = [place for place in PLACES if place.endswith("ranks")]
 SETTINGS: dict[str, object] = {
     "batch.updates_per_step": 2,
@@ -59,17 +59,17 @@ FEATURES: dict[str, dict[str, object]] = {
         },
     },
 }
-"""Beside the algorithms: what else changes how a step is computed."""
+"""Settings besides the algorithms that change how a step is computed."""
 CLOCKS = ("time", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
 
 
 def first_half(text: str) -> bool:
-    """Whether one of two forms that are equally good is this test's."""
+    """Whether this test takes one of two equally good forms."""
     return sum(text.encode()) % 2 == 0
 
 
 def cases() -> Iterator[pytest.param]:
-    """All features everywhere; the gate has each on two ranks, in one pool or in two, some on four."""
+    """All features on all ranks; `make test` has each on two ranks, in one pool or in two, and some on four."""
     for feature in FEATURES:
         short = "2 ranks" if first_half(feature) else "pools of 1 and 1"
         if feature == "supervised":
@@ -88,7 +88,7 @@ def cases() -> Iterator[pytest.param]:
 def walk(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, int, str, str, int], list[list[Step]]]:
-    """What the ranks of a place see of each step of a feature; the same is walked once."""
+    """What the ranks of a place see of each step of a feature; each case is run once."""
 
     @functools.cache
     def walk(feature: str, world_size: int, samplers: str, trainers: str, micro_batch_tokens: int) -> list[list[Step]]:

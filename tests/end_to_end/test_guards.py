@@ -1,4 +1,4 @@
-"""Runs whose numbers go bad: the update is left out, the run goes back, or it stops, alike on every rank."""
+"""Runs whose numbers go bad: the update is skipped, the run rolls back, or it stops, in the same way on every rank."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from leaderless.workflow import load_recipe, resolve_workflow
 PROMPTS = 6
 BAD_STEP = 3
 BAD = f"{PROMPTS * (BAD_STEP - 1)}-{PROMPTS * BAD_STEP - 1}"
-"""The prompts of that step, if all goes well."""
+"""The prompts of that step, if no step is repeated."""
 ONE_BAD = "12-12"
-"""One of them, which one rank of two has."""
+"""One of them, which is on one of two ranks."""
 NONE_BAD = "1-0"
 POOLS = {"rollout": {"ranks": "0"}, "reward": {"ranks": "0"}, "advantage": {"ranks": "1"}, "policy": {"ranks": "1"}}
 
@@ -113,7 +113,7 @@ def train(
 
 @pytest.fixture
 def start(ranks: RankPool, tmp_path: Path):
-    """Trains in a folder, or goes on with training."""
+    """Trains in a folder, or continues training."""
 
     def run(name: str, bad: str, *args: object, world_size: int = 1, base: str = "grpo", **changes: object):
         (tmp_path / "bad.yaml").write_text(PPO if base == "ppo" else GRPO.replace("BASE", base))
@@ -191,7 +191,7 @@ def test_a_run_goes_back_to_the_checkpoint_and_past_what_went_wrong(start, folde
         assert [line.get("guard/roll_backs") for line in lines] == [None, None, 1, 1]
         times = [line["time_s"] for line in metrics(directory.path, with_times=True)]
         assert times == sorted(times)
-    # A run that was killed before its next checkpoint passes over the same prompts, and counts the same.
+    # A run that was killed before its next checkpoint skips the same prompts, and counts the same.
     shutil.rmtree(directory.checkpoints / "step-000004")
     again = start(name, BAD, world_size=2, **placed)[-1]
     assert again.steps == [3, 4]
@@ -215,7 +215,7 @@ def test_a_run_stops_where_it_may_not_or_cannot_go_back(start, folder) -> None:
 def test_a_loop_passes_over_what_it_had_left_over(start, folder) -> None:
     changes = {"checkpoint": {"every_steps": 1, "keep": 9}, "algorithm.overlong.buffer_tokens": 0}
     guards = {"non_finite_gradient": "roll_back"}
-    # The second step takes what the first has left over, and goes wrong with it.
+    # The second step takes the surplus of the first, and goes wrong with it.
     (plain,) = start("plain", NONE_BAD, base="dapo", steps=3, **changes)
     first, last = min(plain.asked[1]), max(plain.asked[1])
     (result,) = start("loop", f"{first}-{last}", base="dapo", steps=3, guards=guards, **changes)

@@ -100,7 +100,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[Step]]]:
-    """What the ranks of a layout see of each step; a layout is walked once."""
+    """What the ranks of a layout see of each step; each layout is run once."""
 
     @functools.cache
     def walk(layout: str) -> list[list[Step]]:
@@ -175,7 +175,7 @@ def test_the_log_reaches_the_first_rank_whoever_computes(ranks: RankPool, tmp_pa
 
 
 def test_the_diamond_gives_every_rank_every_input(walked: Callable[[str], list[list[Step]]], tmp_path: Path) -> None:
-    """rollout -> {old, reference} -> update: both branches arrive whole on all four ranks."""
+    """rollout -> {old, reference} -> update: both branches arrive complete on all four ranks."""
     recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
     plan = make_plan(load_recipe(recipe).recipe, resolve_workflow("grpo"), Cluster(4))
     sources = dict(plan["policy"].reads)

@@ -1,4 +1,4 @@
-"""A mixture of files and a stream trains, and goes on with the same prompts on another number of workers."""
+"""A mixture of files and a stream trains, and continues with the same prompts on another number of workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sample = dict[str, object]
 
 
 def write_mixture(folder: Path) -> Path:
-    """A recipe that trains on three datasets with columns of their own."""
+    """A recipe that trains on three datasets with different columns."""
     doubles = [{"q": f"{i}+{i}=", "a": str(2 * i), "level": i % 3} for i in range(20)]
     parquet.write_table(pa.Table.from_pylist(doubles), folder / "doubles.parquet", row_group_size=8)
     with gzip.open(folder / "minus.jsonl.gz", "wt") as file:
@@ -51,7 +51,7 @@ def write_mixture(folder: Path) -> Path:
 
 
 def train_steps(recipe: str, name: str, steps: int) -> None:
-    """Train, or go on, as one of the workers."""
+    """Train, or continue, as one of the workers."""
     loaded = load_recipe(recipe, [f"name={name}", f"steps={steps}"])
     place = Place.from_environment()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))

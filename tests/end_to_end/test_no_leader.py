@@ -1,4 +1,4 @@
-"""No rank carries more than its share of what is said, and nobody but the ranks takes part in a step."""
+"""No rank sends or receives more than its share, and only the ranks take part in a step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow
 
 MAX_SHARE = 1.2
-"""Most that a rank may carry, as a multiple of the mean over those with the same part in an exchange."""
+"""Most bytes of a rank, as a multiple of the mean over those with the same part in an exchange."""
 NUM_STEPS = 2
 TOLD_BYTES = 4096
-"""Most that a step tells all ranks of an edge about the types of its columns, and rank 0, which writes the log."""
+"""Most bytes per step for the types of an edge's columns, and for the log that rank 0 writes."""
 NUM_WORKERS, REWARD_PROCESSES = 2, 2
 START_S = 300.0
 POOLS: dict[str, list[tuple[int, ...]]] = {"colocated": [(0, 1, 2, 3)], "disjoint": [(0, 1), (2, 3)]}
@@ -79,7 +79,7 @@ class Observed:
 
 
 def run_steps(recipe_file: str, store_port: int) -> Account:
-    """Whole steps on one rank, with everything that it says counted."""
+    """Run whole steps on one rank, and count everything that it sends."""
     os.environ["MASTER_PORT"] = str(store_port)
     recipe = load_recipe(recipe_file).recipe
     place, wire = Place.from_environment(), Wire()
@@ -115,7 +115,7 @@ def observed(
 
 
 def overloaded(loads: Mapping[int, float]) -> list[int]:
-    """The ranks that carry more than their share.
+    """The ranks with more than their share.
 
     Args:
         loads: Bytes by rank, of ranks with the same part.
@@ -173,7 +173,7 @@ def test_the_store_is_silent_from_the_first_step_to_the_last(observed: Observed)
 
 
 def speak_through_the_first() -> Account:
-    """What a coordinator would do: take everything in, and hand it out."""
+    """What a coordinator would do: receive everything, and send it out."""
     world, wire = Transport(torch.device("cpu"), timeout_s=60).world, Wire()
     payload, others = torch.zeros(1000, dtype=torch.uint8), list(range(1, world.size))
     with wire.counting():
@@ -188,7 +188,7 @@ def test_a_leader_would_be_found(ranks: RankPool) -> None:
     exchanged = [account.exchanged for account in ranks.run(4, speak_through_the_first)]
     for place in (0, 1):
         loads = loads_of(exchanged, range(4), "edge", place)
-        assert loads == {0: 3 * 1008, 1: 1008, 2: 1008, 3: 1008}  # a length goes ahead
+        assert loads == {0: 3 * 1008, 1: 1008, 2: 1008, 3: 1008}  # a length comes first
         assert overloaded(loads) == [0]
 
 
@@ -201,7 +201,7 @@ def wait_for_steps(log: Path, count: int, process: subprocess.Popen[str]) -> Non
 
 
 def connections(process: psutil.Process) -> tuple[set[int], set[int]]:
-    """The ports of a process's own ends of its connections, and those of the other ends."""
+    """The ports of a process's ends of its connections, and those of the other ends."""
     found = [connection for connection in process.net_connections(kind="inet") if connection.raddr]
     return {connection.laddr.port for connection in found}, {connection.raddr.port for connection in found}
 
@@ -224,7 +224,7 @@ def test_workers_talk_to_workers_and_nothing_else_runs_but_their_rewards(tmp_pat
     assert ["-m leaderless.run.worker" in lines[worker.pid] for worker in workers] == [True] * NUM_WORKERS
     for worker in workers:
         told = sorted(lines[helper.pid].rpartition(" -c ")[2].split()[1] for helper in helpers[worker.pid])
-        # The tracker is the standard library's, and knows names only.
+        # The tracker belongs to the standard library, and only knows names.
         assert told == ["multiprocessing.resource_tracker"] + ["multiprocessing.spawn"] * REWARD_PROCESSES
     assert len(everyone) == NUM_WORKERS * (1 + 1 + REWARD_PROCESSES), lines
     own_ends = {worker.pid: talks[worker.pid][0] for worker in workers}

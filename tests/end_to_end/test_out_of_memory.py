@@ -1,4 +1,4 @@
-"""A run whose memory runs out goes on with smaller micro-batches, and comes to the very same weights."""
+"""A run that runs out of memory continues with smaller micro-batches, and arrives at the same weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PPO: dict[str, object] = {"workflow": "ppo", "batch.updates_per_step": 2, "rewar
 
 
 def fail_once(model: nn.Module, at_call: int) -> None:
-    """Let memory run out in one of the passes that have a gradient, after others have left theirs behind."""
+    """Let memory run out in one of the passes that have a gradient, after other passes have accumulated theirs."""
     num_calls = 0
 
     def refuse(*_: object) -> None:
@@ -76,7 +76,7 @@ def without_clock(numbers: dict[str, float]) -> dict[str, float]:
 
 
 def test_weights_and_metrics_are_those_of_a_bound_that_was_low_from_the_start(ranks: RankPool, tmp_path: Path) -> None:
-    # So many small groups that the lower bound parts none: a lone sample is computed with its prompt, in another order.
+    # Groups so small that the lower bound splits none: a lone sample is computed with its prompt, in another order.
     sizes = {"batch.micro_batch_tokens": 100, "batch.prompts_per_step": 16, "batch.responses_per_prompt": 2}
     recipe = str(write_recipe(tmp_path, tiny_model(), PPO | sizes))
     auto = [AUTO, "name=auto"]

@@ -1,4 +1,4 @@
-"""Rewards, stages and workflows of one's own; and what happens to a response whose reward fails."""
+"""Custom rewards, stages and workflows; and what happens to a response whose reward fails."""
 
 from __future__ import annotations
 

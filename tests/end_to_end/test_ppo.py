@@ -1,4 +1,4 @@
-"""PPO as a whole: the fork of policy and critic gives one result however it is placed, stopped and resumed."""
+"""PPO as a whole: the fork of policy and critic gives one result on any layout, and when it is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def weights_of(step: Step, role: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def single(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[list[Step]]:
-    """Three steps of one rank, to compare with."""
+    """Three steps on one rank, for comparison."""
     return ranks.run(1, walk_steps, ppo_recipe(tmp_path_factory.mktemp("single")), "single", 3, init_group=False)
 
 
@@ -101,7 +101,7 @@ def test_the_policy_waits_for_the_critic_and_then_learns(ranks: RankPool, tmp_pa
         assert ("policy/loss" in numbers_of(step)) == (number > 2)
         assert "critic/loss" in numbers_of(step)
         assert numbers_of(step)["throughput/tokens_per_s"] > 0
-    # Two steps of two updates are left to the policy: its rate falls over these four, the critic's over all eight.
+    # The policy has two steps of two updates: its rate falls over these four, the critic's over all eight.
     rates = [numbers_of(step).get("policy/learning_rate") for step in steps]
     assert rates == [None, None, pytest.approx(1e-3), pytest.approx(1e-3 / 3)]
     critic_rates = [numbers_of(step)["critic/learning_rate"] for step in steps]

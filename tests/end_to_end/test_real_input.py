@@ -1,4 +1,4 @@
-"""GSM8K as it is published, and Qwen models with a chat template, by the recipe that comes along."""
+"""GSM8K as published, and Qwen models with a chat template, with the recipe for them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CHAT = (
 
 @pytest.fixture
 def gsm8k(tmp_path: Path) -> dict[str, Path]:
-    """The two files of the data set's configuration `main`."""
+    """The two files of the dataset's configuration `main`."""
     files = {}
     for split in ("train", "test"):
         questions, answers = zip(*ROWS, strict=True)

@@ -1,4 +1,4 @@
-"""A run goes on by itself when workers are killed or hang and when machines are lost and come back."""
+"""A run continues by itself when workers are killed or hang and when machines are lost and come back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def disturb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: str) -> None:
-    """Let workers of processes that are started from now on fail, and make their temporary files easy to find."""
+    """Let workers of later processes fail, and make their temporary files easy to find."""
     for name in ("once", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("FAIL", failures)
@@ -45,7 +45,7 @@ def disturb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: str) -> N
 
 
 class Family:
-    """All processes that have ever been seen below some that were started."""
+    """All processes that have ever been seen among the descendants of some."""
 
     def __init__(self, *processes: subprocess.Popen[str]) -> None:
         self.processes = [psutil.Process(process.pid) for process in processes]
@@ -68,7 +68,7 @@ class Family:
             time.sleep(0.2)
 
     def left(self) -> list[str]:
-        """What is still there; it is ended."""
+        """Processes that are still running; they are ended."""
         _, alive = psutil.wait_procs(self.seen, timeout=END_S)
         names = [" ".join(process.cmdline()) or process.name() for process in alive]
         for process in alive:
@@ -87,7 +87,7 @@ def test_a_run_whose_ranks_are_killed_and_hang_is_the_undisturbed_run(
     monkeypatch.setenv("FAIL", "")
     succeed(ranks, tmp_path, "train", recipe, "name=calm", num_ranks=2)
     disturb(tmp_path, monkeypatch, "killed@0@2 killed@1@3 hang@1@4")
-    # Waited for, as a kill might come before a checkpoint that is still being written.
+    # Wait, since a kill might come before a checkpoint that is still being written.
     settings = ("checkpoint.asynchronous=false", "run.stall_timeout_s=8")
     process = start(tmp_path, "leaderless", "train", recipe, "--workers", 2, *settings)
     family = Family(process)
@@ -139,7 +139,7 @@ def test_a_step_that_is_not_finished_in_time_is_abandoned(
 
 
 def wait_for_store(port: int) -> None:
-    """The launcher that comes first holds the store, and must stay."""
+    """The launcher that starts first has the store, and must stay."""
     end = time.monotonic() + 100
     while time.monotonic() < end:
         with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):

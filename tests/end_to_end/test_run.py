@@ -1,4 +1,4 @@
-"""A whole run in one process: as a program, a notebook or a debugger has it."""
+"""A whole run in one process, as in a program, a notebook or a debugger."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = {"reward": {"format": {"pattern": r".*\d.*"}}, "run.reward_processes"
 
 
 def define(function: Callable[[RewardInput], float], monkeypatch: pytest.MonkeyPatch) -> Callable[[RewardInput], float]:
-    """Let a function be one that a notebook defines."""
+    """Let a function look like one that a notebook defines."""
     function.__module__, function.__qualname__ = "__main__", function.__name__
     monkeypatch.setattr(sys.modules["__main__"], function.__name__, function, raising=False)
     return function

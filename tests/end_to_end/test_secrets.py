@@ -1,4 +1,4 @@
-"""Secrets of the environment are in no file of a run, nor in what it prints, even where a user's error quotes them."""
+"""Secrets of the environment are in no file of a run, nor in its output, even if a user's error quotes them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Watched:
         self.num_steps = self.num_submitted = 0
         self.aborted: list[int] = []
         self.num_awaited = 0
-        """Nothing is sampled before so many requests are there."""
+        """Nothing is sampled until this number of requests has arrived."""
         self.serving, self.close = engine.serving, engine.close
 
     def submit(self, request: Request, params: SamplingParams) -> int:
@@ -81,7 +81,7 @@ class Site:
         return OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=DEADLINE_S)
 
     def expected(self, prompt: list[int], n: int, seed: int, max_tokens: int, **sampling: float) -> list[Completion]:
-        """What the engine samples when it is asked without a server."""
+        """The samples of the engine without a server."""
         native = self.engine.engine
         assert isinstance(native, NativeEngine)
         engine = NativeEngine(native.model, native.tokenizer, native.end_tokens, 8, native.device)
@@ -94,7 +94,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Its model knows parts of characters as tokens, and strings them together at random."""
+    """A model whose tokens are parts of characters, which it combines at random."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_tiny_model(folder, "0123456789+=abé你😀 :\nu", hidden_size=32, chat_template=TEMPLATE)
     with open_model(find_model(str(folder), "policy", print), "native", None, print) as opened:

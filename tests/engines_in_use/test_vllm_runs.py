@@ -14,7 +14,7 @@ import pytest
 from tests.tiny import tiny_model, write_recipe
 
 PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
-"""An interpreter that has vLLM."""
+"""Python of an environment with vLLM."""
 APART = {"layout": {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}}
 LETTERS = {"format": {"pattern": r"[^0-9]*"}}
 """A reward that an untrained model gets now and then."""

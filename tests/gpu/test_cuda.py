@@ -1,4 +1,4 @@
-"""Training and transport on a GPU: the numbers of the CPU, within what bfloat16 allows."""
+"""Training and transport on a GPU: the same numbers as on the CPU, within the limits of bfloat16."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def join() -> tuple[Transport, torch.device]:
 
 
 def train_one_update(model: str, compute_dtype: str, device_name: str) -> Numbers:
-    """Log-probabilities, gradients and updated weights of one update, whole, in host memory."""
+    """Log-probabilities, gradients and updated weights of one update, complete, in host memory."""
     transport, device = join()
     if device_name == "cpu":
         device = torch.device("cpu")
@@ -240,7 +240,7 @@ def test_a_whole_run_on_cuda_logs_what_the_cpu_logs(ranks: RankPool, tmp_path: P
 
 
 def exchange_over_nccl() -> list[bytes]:
-    """What this rank receives, through the device."""
+    """The tensors that this rank receives, through the device."""
     transport, device = join()
     world = transport.world
     assert world.payload_device == device

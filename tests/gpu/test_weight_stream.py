@@ -1,4 +1,4 @@
-"""Weights that another process of the same device opens."""
+"""Weights that another process on the same device opens."""
 
 from __future__ import annotations
 

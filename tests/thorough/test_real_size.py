@@ -1,4 +1,4 @@
-"""The whole life of a run with a model of a real size, and its memory as the plan has it."""
+"""The whole life of a run with a model of a real size, and its memory compared with the plan."""
 
 from __future__ import annotations
 
