@@ -32,7 +32,7 @@ def write_recipe(folder: Path, *changes: tuple[str, str], more: str = "") -> Pat
 
 
 def make_recipe(**sections: object) -> Recipe:
-    """A recipe of GRPO, or with `response` in its data of anything else."""
+    """A recipe for GRPO or, with `response` in its data, for another workflow."""
     settings: dict[str, object] = {
         "name": "tiny",
         "workflow": "grpo",
@@ -45,19 +45,19 @@ def make_recipe(**sections: object) -> Recipe:
 
 
 def plan_of(workflow: Workflow | str, world_size: int = 1, **sections: object) -> Plan:
-    """The plan of a workflow on some ranks, with sections of the recipe as given."""
+    """The plan of a workflow on some ranks, with the given sections of the recipe."""
     resolved = resolve_workflow(workflow) if isinstance(workflow, str) else workflow
     return make_plan(make_recipe(**sections), resolved, Cluster(world_size))
 
 
 def only_problem(error: RecipeError) -> Problem:
-    """The one problem that an error names."""
+    """The only problem that an error names."""
     assert len(error.problems) == 1, str(error)
     return error.problems[0]
 
 
 def begin() -> Workflow:
-    """A workflow with rollout and reward, to go on from."""
+    """A workflow with rollout and reward, to be extended."""
     rollout = Workflow("own").node("rollout", run="rollout", role="policy")
     return rollout.node("reward", run="reward", after="rollout")
 
@@ -89,7 +89,7 @@ def write_model(folder: Path, **changes: object) -> str:
 
 @stage(reads=["response_lengths", "rewards"], writes=["rewards"])
 def length_penalty(batch, context):
-    """Take a little off long responses.
+    """Reduce the rewards of long responses.
 
     More about it.
     """
@@ -116,7 +116,7 @@ def undecorated(batch, context):
 
 @stage(reads=["rewards"])
 def one_argument(batch):
-    """A function that takes too little."""
+    """A function that takes too few arguments."""
 
 
 def one_node_workflow() -> Workflow:

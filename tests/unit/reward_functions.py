@@ -70,7 +70,7 @@ def sleep_as_told(sample: RewardInput) -> float:
 
 
 def crash_once(sample: RewardInput) -> float:
-    """End the process the first time, as what another response left behind may do."""
+    """End the process the first time, as something left behind by another response might."""
     mark = Path(str(sample.answer))
     if not mark.exists():
         mark.touch()
@@ -117,7 +117,7 @@ def _hang() -> None:
 
 
 def _hang_in_c() -> None:
-    """Hold the interpreter lock for ever, so that no Python signal handler can run."""
+    """Hold the interpreter lock forever, so that no Python signal handler can run."""
     sum(itertools.repeat(0))
 
 
@@ -131,7 +131,7 @@ def _ignore_the_end() -> None:
 
 
 def _fork() -> float:
-    """Leave a copy of the process behind that returns as well, as a careless `os.fork` does."""
+    """Leave a copy of the process behind that also returns, as a careless `os.fork` does."""
     os.fork()
     return 1.0
 

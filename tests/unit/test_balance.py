@@ -117,7 +117,7 @@ def test_units_of_middling_cost_do_not_land_on_filled_shards() -> None:
 
 
 def least_fullest(costs: list[int], num_shards: int) -> int:
-    """Work of the fullest shard under the best of all assignments."""
+    """Work of the fullest shard in the best of all assignments."""
     return min(
         int(loads_of(ints(costs), ints(list(owners)), num_shards).max())
         for owners in product(range(num_shards), repeat=len(costs))

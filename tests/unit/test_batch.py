@@ -20,13 +20,13 @@ def prompts() -> Batch:
 
 
 def samples() -> Batch:
-    """Five samples of them, in no order."""
+    """Five samples of them, in no particular order."""
     columns = {"tokens": jagged([5], [], [7, 7], [8], [9]), "reward": torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5])}
     return Batch(torch.tensor([203, 101, 102, 301, 201]), columns, prompts(), torch.tensor([1, 0, 0, 2, 1]))
 
 
 def assert_equal(left: Batch, right: Batch) -> None:
-    """Same rows in the same order with the same columns, prompts looked up."""
+    """Check that two batches have the same rows in the same order with the same columns, prompts included."""
     assert torch.equal(left.ids, right.ids)
     assert torch.equal(left.group_ids, right.group_ids)
     assert left.names() == right.names()

@@ -1,4 +1,4 @@
-"""Rows of columns as a stream of bytes."""
+"""Rows of columns as a sequence of bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leaderless.data.byte_runs import ByteColumn, ByteRuns
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[ByteRuns, list[ByteColumn], bytes]:
-    """A stream, its columns, and its bytes put together row by row."""
+    """A sequence, its columns, and the same bytes assembled row by row."""
     columns, parts, expected = [], [], b""
     for _ in range(draw(st.integers(0, 3))):
         lengths = np.array(draw(st.lists(st.sampled_from([0, 1, 2, 40, 300]), max_size=8)), dtype=np.int64)
@@ -68,7 +68,7 @@ def test_neighbours_are_sent_from_where_they_lie() -> None:
     assert lying is not None
     assert lying.view(np.int64).tolist() == [3, 4, 5]
     lying[:8] = 0
-    assert values[3] == 0  # the very memory, not a copy
+    assert values[3] == 0  # the same memory, not a copy
     assert runs.view(24, 40) is None
 
 

@@ -1,4 +1,4 @@
-"""What editors and the reference of settings are made of."""
+"""The schema for editors and the reference of settings."""
 
 from __future__ import annotations
 

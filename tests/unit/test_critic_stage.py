@@ -1,4 +1,4 @@
-"""The stage that trains a critic: what counts, what it reports, and how it follows the mini-batches of the policy."""
+"""The stage that trains a critic: which tokens count, what it reports, and how it follows the policy's mini-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GROUP = ProcessGroup((0,), 0)
 
 
 class Table:
-    """A critic that has a number for each token; it takes note of what it is asked."""
+    """A critic with one number per token, which records its calls."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers.clone().requires_grad_()

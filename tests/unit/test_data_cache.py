@@ -1,4 +1,4 @@
-"""What an earlier start has found out about data, and Parquet as JSON lines."""
+"""The index of an earlier start, and Parquet as JSON lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leaderless.observability.run_directory import RunDirectory
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The places of rows that are encoded."""
+    """The positions of rows that are tokenized."""
     places: list[str] = []
     texts = RowEncoder.texts
 

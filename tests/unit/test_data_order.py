@@ -1,4 +1,4 @@
-"""In which order rows come: curricula, and the turns of a mixture."""
+"""The order of rows: curricula, and the turns of a mixture."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_an_epoch_of_a_curriculum_is_sorted_and_complete(
     taken = [order.row_at(epoch * count + place) - 100 for place in range(count)]
     assert sorted(taken) == list(range(count))
     assert [values[row] for row in taken] == sorted(values)
-    if not shuffle:  # equal rows are as they are in the file
+    if not shuffle:  # rows with equal values are in file order
         assert taken == sorted(taken, key=lambda row: values[row])
 
 

@@ -38,7 +38,7 @@ def stream_of(path: Path, data: dict[str, object] | None = None, size: int = 5) 
 
 
 class Lines(RowStream):
-    """A stream in memory, whose prompts are as long as it says."""
+    """A stream in memory, whose prompts have the given lengths."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths, self.num_read = list(lengths), 0
@@ -86,7 +86,7 @@ def test_every_epoch_of_a_stream_has_each_usable_row_once(
             assert rows == usable
         for first in range(0, len(rows) if shuffle else 0, buffer):  # no row leaves its window
             assert set(rows[first : first + buffer]) == set(usable[first : first + buffer])
-    # Whoever begins anywhere, and takes only some, gets the same rows.
+    # A reader that begins anywhere, and takes only some rows, gets the same rows.
     places = list(range(begin % len(taken), len(taken), 3))
     again = feed_of(Lines(lengths), buffer, shuffle=shuffle)
     assert indices(again, places) == [taken[place] for place in places]
@@ -104,7 +104,7 @@ def test_a_stream_is_read_no_further_than_its_window() -> None:
     stream = Lines([1] * 100)
     feed = feed_of(stream, 8)
     feed.take(range(9))
-    assert stream.num_read == 17  # the first row was looked at before
+    assert stream.num_read == 17  # the first row was read before
     assert feed.epoch(9) == 0.0, "nobody knows yet"
 
 

@@ -220,7 +220,7 @@ def test_other_names_are_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub that can be asked, as far as the libraries know, and does not answer."""
+    """A hub that seems to be reachable, but does not answer."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -378,7 +378,7 @@ def test_an_empty_prompt_is_an_error(tmp_path: Path) -> None:
 def test_rows_that_are_encoded_together_get_the_tokens_they_get_alone(template: str) -> None:
     tokenizer = load_tokenizer(ModelConfig(path=str(tiny_model())), "policy")
     tokenizer.truncation_side = "left"
-    tokenizer("a" * 9, truncation=True, max_length=2, padding="max_length")  # leaves its marks on the fast tokenizer
+    tokenizer("a" * 9, truncation=True, max_length=2, padding="max_length")  # changes the state of the fast tokenizer
     config = DatasetConfig(path="x", response="r", template=template)
     encoder = RowEncoder(tokenizer, config, "data.train")
     rows: list[Row] = [{"prompt": "1+1=" * n, "r": "2" * n, "level": n} for n in (3, 1, 0, 40, 2)]
@@ -398,7 +398,7 @@ def test_a_tokenizer_that_encodes_in_its_own_way_is_taken_at_its_word(monkeypatc
 
 
 class NoBos(Characters):
-    """Adds no token of its own, so that a prompt may have none."""
+    """A tokenizer that adds no token, so that a prompt may have none."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
         return super().encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Decoupled PPO: the update of its recipe against the objective of the paper, written token by token."""
+"""Decoupled PPO: the update of its recipe compared with the objective of the paper, written token by token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECIPE = Path(__file__).parents[2] / "recipes/quickstart/decoupled_ppo.yaml"
 LENGTHS = [(2, 3), (1, 4), (3, 0), (2, 5)]
 GROUP = ProcessGroup((0,), 0)
 CLIP, HIGHEST = 0.2, 5.0
-"""The recipe's own."""
+"""Bounds of the recipe."""
 
 
 class Table:

@@ -1,4 +1,4 @@
-"""What a rank computes on, on machines with and without accelerators that torch can use."""
+"""The device of a rank, on machines with and without accelerators that torch can use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there 
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Gives back the number of threads that other tests compute with."""
+    """Restores the number of threads with which other tests compute."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""What the documentation says can be followed: links lead somewhere, code is code, recipes and commands are valid."""
+"""The documentation can be followed: links work, code is valid, and so are recipes and commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_IMAGE_BYTES = 300_000
 BLOCK = re.compile(r"(?:<!-- from: (?P<source>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 NAMED_BY = {"models": "role", "layout": "node"}
 ATTRIBUTES = {"batch.group_ids", "batch.ids", "batch.prompts"}
-"""Of a `Batch`; they only look like settings."""
+"""Attributes of a `Batch`, which only look like settings."""
 PLACEHOLDERS = {"RECIPE", "RUN", "COMMAND"}
 
 
@@ -73,7 +73,7 @@ def prose_of(page: Path) -> str:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """What links may point to on a page, as GitHub and MkDocs both make it of a heading."""
+    """The anchors of a page, as GitHub and MkDocs both make them from headings."""
     headings = re.findall(r"^#{1,6} (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.M)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
@@ -185,12 +185,12 @@ def test_yaml_is_a_recipe_or_part_of_one_or_a_workflow(block: Block, tmp_path: P
         assert settings.keys() <= Recipe.model_fields.keys()
         file.write_text(yaml.safe_dump(merged(base_recipe(), read_yaml(file).settings)), encoding="utf-8")
         last_ranks = re.findall(r"(\d+)[\"}]", str(settings.get("layout", "")).replace("'", '"'))
-        with chdir(tmp_path):  # where no quickstart has left the model that some blocks name
+        with chdir(tmp_path):  # without the model of the quickstart, which some blocks name
             Run(file).plan(max((int(rank) + 1 for rank in last_ranks), default=1))
 
 
 def base_recipe() -> dict[str, Setting]:
-    """What a part of a recipe is completed with."""
+    """The recipe that a part of a recipe is merged into."""
     data = {"train": {"path": "rows.jsonl", "source": "kind"}, "evaluation": {"path": "test.jsonl"}}
     return {"name": "a", "workflow": "grpo", "models": {"policy": "m"}, "data": data, "reward": {"math": 1}, "steps": 1}
 
@@ -279,12 +279,12 @@ def test_pages_name_settings_that_exist() -> None:
 
 def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
-    said = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # texts that go on in the next line
+    said = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # texts that continue on the next line
     page = (ROOT / "docs/guides/troubleshooting.md").read_text(encoding="utf-8")
     before_learning = page.partition("## It runs, but does not learn")[0]
     messages = re.findall(r"^(?:\| |\*\*)`([^`]+)`", before_learning, re.M)
     assert len(messages) > 15
-    for message in messages:  # what stands between values
+    for message in messages:  # the text between values
         parts = re.split(r"…|[()]|'[^']*'|\d[\d.]*|[a-z_]+\.[a-z_.]+:?|SIG\w+", message)
         longest = max((part.strip(" :,();.") for part in parts), key=len)
         assert longest in said, f"no message says '{longest}'"

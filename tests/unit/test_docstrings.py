@@ -1,4 +1,4 @@
-"""The check of docstrings finds what it is for."""
+"""The check of docstrings finds fragments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines outside of this package have in common, with a driver that fails where it is told to."""
+"""What external engines have in common, with a driver that fails on demand."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_an_error_in_between_leaves_the_engine_asleep_and_with_nothing_under_way
 
 
 def serve_with_failures(path: str) -> tuple[list[list[list[int]]], int, list[str]]:
-    """On each rank: an engine of its own; one fails while it is given its weights, the other while it generates."""
+    """On each rank a separate engine: one fails while it receives weights, the other while it generates."""
     transport = Transport(torch.device("cpu"), 60.0)
     rank, told = transport.rank, list[str]()
     driver = CopyDriver(path, [("load", 2), ("step", 2)][rank : rank + 1])

@@ -1,4 +1,4 @@
-"""Of all failures of a run, the user reads the one that caused the others."""
+"""Of all failures of a run, the user sees the one that caused the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leaderless.supervision.failure import FOLDER_VARIABLE, Failure, first_failu
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a launcher looks."""
+    """The folder that a launcher reads."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     return tmp_path
 
@@ -35,7 +35,7 @@ def the_first(folder: Path) -> Failure:
 
 def test_the_first_failure_is_found_among_its_echoes(folder: Path) -> None:
     assert first_failure(folder) is None
-    # A rank may notice that another is gone before that one has written down why.
+    # A rank may notice that another is gone before that one has written the reason.
     assert fail(0, CollectiveError("rank 0 waited for rewards with ranks [1, 2]")) == 1
     assert fail(2, KeyError("missing")) == 1
     assert fail(1, ValueError("later")) == 1

@@ -1,4 +1,4 @@
-"""Whatever a file holds, it is read as it stands or refused in words for people; no error comes from deep inside."""
+"""Whatever a file contains, it is read or refused with a message for people; no error comes from deep inside."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ once_a_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixt
 
 
 def damaged(content: bytes, damage: list[tuple[float, str, bytes]]) -> bytes:
-    """A file after some accidents, each at its place."""
+    """A file after some damage, each at its place."""
     for place, how, extra in damage:
         at = int(place * max(0, len(content) - 1))
         match how:
@@ -73,7 +73,7 @@ PLACES = [path for path in places_of(yaml.safe_load(FULL)) if path]
 
 
 def read_and_plan(path: Path) -> str:
-    """What a recipe comes to: a plan's hash, or why it is refused."""
+    """The result of a recipe: a plan's hash, or why it is refused."""
     try:
         recipe = load_recipe(path).recipe
         return make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(2)).hash()
@@ -107,7 +107,7 @@ def test_any_damage_to_a_recipe_is_taken_or_refused(tmp_path: Path, damage: list
 
 
 def read_rows(path: Path) -> list[Row] | str:
-    """The rows of a training set; why it is refused, when it is."""
+    """The rows of a training set, or why it is refused."""
     try:
         if path.suffix == ".gz":
             config = recipe_of(path, {"streaming": True}).data.train
@@ -120,12 +120,12 @@ def read_rows(path: Path) -> list[Row] | str:
 
 
 def is_refused(rows: list[Row] | str, path: Path) -> bool:
-    """Whether it was refused, and the file was named."""
+    """Whether it was refused with the name of the file."""
     return isinstance(rows, str) and path.name in rows
 
 
 def naive_rows(content: bytes) -> list[object] | None:
-    """What is in JSON lines, as the standard library reads them."""
+    """The content of JSON lines, as the standard library reads them."""
     try:
         return [json.loads(line.decode()) for line in content.split(b"\n") if line.strip()]
     except ValueError:
@@ -160,13 +160,13 @@ def test_damaged_archives_are_read_as_they_stand_or_refused(
 
 
 @given(damage=damages)
-@example(damage=[(0.5613979037843385, "flip", b"")])  # pages that say that they hold no rows
+@example(damage=[(0.5613979037843385, "flip", b"")])  # pages that claim to have no rows
 @once_a_folder
 def test_damaged_pages_of_parquet_are_never_taken_for_other_rows(
     tmp_path: Path, damage: list[tuple[float, str, bytes]]
 ) -> None:
     path = tmp_path / "rows.parquet"
-    # What is compressed could hardly be read any more; checksums are for what could.
+    # Damaged compressed data could hardly be read any more; checksums detect the rest.
     options = {"compression": "none", "use_dictionary": False}
     parquet.write_table(pa.Table.from_pylist(ROWS), path, write_page_checksum=True, row_group_size=16, **options)
     footer = int.from_bytes(path.read_bytes()[-8:-4], "little") + 8
@@ -199,7 +199,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> Manifest | None:
-    """What a checkpoint consists of, if it is whole."""
+    """The content of a checkpoint, if it is complete."""
     try:
         manifest = Manifest.read(folder)
         manifest.check(folder, manifest.files)

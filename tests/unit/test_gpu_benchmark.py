@@ -1,4 +1,4 @@
-"""The script for GPUs, tried with a tiny model on the CPU."""
+"""The benchmark for GPUs, tried with a tiny model on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each guard says of an update, what it remembers, and what a run does about it."""
+"""The decision of each guard about an update, what it remembers, and what a run does about it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_guard_speaks_beyond_its_limit_and_not_at_it(settings, numbers, said) 
 
 
 class Engine:
-    """Has gradients of given norms, one after the other."""
+    """An engine with given gradient norms, one after the other."""
 
     def __init__(self, *norms: float) -> None:
         self.norms = list(norms)
@@ -71,7 +71,7 @@ class Engine:
 
 
 def updates(engine: Engine, state: dict[str, float] | None = None, **guards: object) -> StageContext:
-    """Make an update of each gradient that an engine has."""
+    """Make an update for each gradient of an engine."""
     recipe = make_recipe(guards=guards)
     plan = make_plan(recipe, resolve_workflow("grpo"), Cluster(1))
     context = StageContext(
@@ -150,7 +150,7 @@ def test_ranks_agree_on_the_very_events() -> None:
 
 
 def no_checkpoint() -> None:
-    """What a run has before its first one."""
+    """The newest checkpoint of a run that has none."""
 
 
 def guards_of(directory: RunDirectory, **settings: object) -> Guards:

@@ -1,4 +1,4 @@
-"""A stall is one only when no rank moves, and the rank that is named is the one that the others wait for."""
+"""A stall is one only if no rank moves, and the named rank is the one that the others wait for."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_rank_whose_interpreter_is_stuck_is_named_by_the_others(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "ANSWER_S", 0.2)
-    ranks.watch(0)  # and nobody for rank 1
+    ranks.watch(0)  # and none for rank 1
     assert ranks.wait(lambda: bool(ranks.stalls))
     assert ranks.stalls[0][2].rank == 1
 

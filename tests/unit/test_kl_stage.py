@@ -1,4 +1,4 @@
-"""The weight of the KL penalty: when it adapts, and when it holds still."""
+"""The weight of the KL penalty: when it adapts, and when it stays constant."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from leaderless.workflow import resolve_workflow
 LENGTHS = [(2, 3), (1, 4), (3, 0), (2, 2)]
 GROUP = ProcessGroup((0,), 0)
 DIVERGENCE = 0.5
-"""Of each token, five times the target."""
+"""Divergence of each token, five times the target."""
 KL = {"coefficient": 0.2, "target": 0.1, "horizon": 10.0}
 
 
@@ -42,7 +42,7 @@ def samples() -> Batch:
 
 
 def advantage_in(step: int, state: MutableMapping[str, float], warmup_steps: int) -> dict[str, float]:
-    """What PPO's advantage logs in a step, with a penalty in the reward."""
+    """The metrics of PPO's advantage in a step, with a penalty in the reward."""
     workflow = resolve_workflow("ppo")
     kl = {**workflow.algorithm["kl"], **KL}  # type: ignore[dict-item]
     algorithm = {**workflow.algorithm, "kl": kl, "critic": {"warmup_steps": warmup_steps}}

@@ -1,4 +1,4 @@
-"""Loops in workflows and plans, and the groups that they leave over."""
+"""Loops in workflows and plans, and their surplus groups."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def moved(name: str, after: str) -> Workflow:
     return replace(DAPO, nodes=tuple(replace(n, after=(after,)) if n.name == name else n for n in DAPO.nodes))
 
 
-# What is written
+# Syntax
 
 
 def test_yaml_and_builder_give_equal_loops(tmp_path):
@@ -238,7 +238,7 @@ def test_the_frame_in_the_picture_is_around_the_loop_and_nothing_else(sections):
         assert is_inside != is_outside
 
 
-# What is chosen
+# Selection of groups
 
 
 def test_groups_with_a_signal_are_kept_and_the_others_counted():
@@ -264,11 +264,11 @@ def test_groups_with_a_signal_are_kept_and_the_others_counted():
         assert all(numbers[f"sampling/{name}"] == count for name, count in counts.items())
 
 
-# What is left over
+# Surplus
 
 
 def samples_of(groups: list[int], siblings: int = 3) -> Batch:
-    """Samples whose columns, of every kind, tell their id."""
+    """Samples whose columns, of every kind, determine their id."""
     groups = sorted(groups)
     index = torch.arange(len(groups)).repeat_interleave(siblings)
     ids = make_sample_ids(torch.tensor(groups, dtype=torch.int64)[index], torch.arange(siblings).repeat(len(groups)))

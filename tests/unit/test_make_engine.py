@@ -1,4 +1,4 @@
-"""From a recipe to its engine: which one, with which settings, and what is refused."""
+"""From a recipe to its engine: which engine, with which settings, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that there is, and what happens to a run that needs more."""
+"""Available memory, and what happens to a run that needs more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 class Pair:
-    """Two ranks, of which the other has some memory of its own."""
+    """Two ranks, with separate memory for the other one."""
 
     def __init__(self, others: float) -> None:
         self.others = torch.tensor([others, others], dtype=torch.float64)
@@ -63,13 +63,13 @@ def test_the_limit_of_a_control_group_counts_without_what_it_caches(root: Path) 
 def test_control_groups_of_the_first_version_are_read_too(root: Path) -> None:
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     (root / "proc/self/cgroup").write_text("5:cpu,cpuacct:/a\n4:memory:/docker/1\n")
-    # Inside a container, its own folder is where all of them would be.
+    # Inside a container, its own group is mounted in the place of the root.
     limit(root / "sys/fs/cgroup/memory", str(2 * GIB + 300), names, "total_inactive_file 100\n")
     assert available_memory(CPU, 1, root) == 400
 
 
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: int, others: int, **sections: object) -> list[str]:
-    """What the user is shown, where one of two ranks has less memory than the other."""
+    """The message to the user if one of two ranks has less memory than the other."""
     monkeypatch.setattr(memory, "available_memory", lambda *_: mine)
     settings = {"models": {"policy": write_model(tmp_path / "model")}, **sections}
     recipe, shown = make_recipe(**settings), list[str]()

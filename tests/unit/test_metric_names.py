@@ -1,4 +1,4 @@
-"""Names of metrics: those that a recipe reports, and those that the report, the documentation and a recipe may name."""
+"""Names of metrics: those that a recipe reports, and those in the report, the documentation and recipes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_step_that_may_be_the_best_has_to_write_a_checkpoint(every_steps):
 
 @stage(reads=["rewards"], writes=["rewards"], metrics=["mine/score"])
 def scored(batch, context):
-    """Reports something of its own."""
+    """Reports a custom metric."""
 
 
 def test_a_stage_declares_the_metrics_of_its_own():
@@ -104,7 +104,7 @@ def test_charts_checks_and_the_progress_line_show_metrics_that_exist():
 
 
 def exists(name: str) -> bool:
-    """A metric of this name, or with a wildcard one that it may stand for."""
+    """The metric of this name, or a wildcard metric that includes it."""
     pattern = re.escape(name).replace(r"\*", ".*") + (".*" if name.endswith("@") else "")
     return known_metric(name) is not None or any(re.fullmatch(pattern, metric) for metric in METRICS)
 

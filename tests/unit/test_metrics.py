@@ -1,4 +1,4 @@
-"""Numbers of a step: what many ranks report becomes what one rank with all samples would have reported."""
+"""Numbers of a step: the reports of many ranks become that of one rank with all samples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Together:
 
 
 def reduce_on(num_ranks: int, report: Callable[[Metrics, int], None]) -> list[dict[str, float] | Exception]:
-    """What each rank of a pool gets, or the error there."""
+    """The result of each rank of a pool, or its error."""
     shared, barrier = [torch.empty(0)] * num_ranks, threading.Barrier(num_ranks)
     results: list[dict[str, float] | Exception] = [{}] * num_ranks
 
@@ -82,7 +82,7 @@ def test_numbers_do_not_depend_on_how_values_lie_on_ranks(shares: list[int]) -> 
         metrics.mean("of nothing", 0.0, 0)
         metrics.spread("no values", mine[:0])
 
-    # The order of names has to be the same on every rank, also where a rank has no values.
+    # The order of names must be the same on every rank, also on ranks without values.
     def in_order(metrics: Metrics, rank: int) -> None:
         metrics.mean("mean", 0.0, 0)
         metrics.total("total", 0)

@@ -1,4 +1,4 @@
-"""A rank's samples in pieces: every token once, within the budget, and targets where they belong."""
+"""A rank's samples in parts: every token once, within the bound, and targets in their places."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALONE = ProcessGroup((0,), 0)
 
 
 def batch_of(rows: list[tuple[list[int], list[int], list[bool]]]) -> Batch:
-    """Samples of prompt, continuation and which of its tokens the policy sampled."""
+    """Samples of prompt, continuation, and which of its tokens the policy sampled."""
     tokens = Jagged.from_lists([row[1] for row in rows], torch.int64, "tokens")
     mask = torch.tensor([sampled for row in rows for sampled in row[2]], dtype=torch.bool)
     prompts = Jagged.from_lists([row[0] for row in rows], torch.int64, "prompt_tokens")

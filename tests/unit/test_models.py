@@ -1,4 +1,4 @@
-"""Which models are taken, and what they do in a pass."""
+"""Which models are accepted, and what they do in a pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def saved(folder: Path, config: PretrainedConfig) -> ModelConfig:
 
 
 def packed_logits(model: CausalLM, sequences: list[Tensor]) -> Tensor:
-    """Of all tokens of sequences that share a pass."""
+    """Logits of all tokens of sequences that share a pass."""
     lengths = [len(sequence) for sequence in sequences]
     positions = torch.cat([torch.arange(length) for length in lengths])
     everywhere = torch.arange(sum(lengths))
@@ -137,7 +137,7 @@ class Alone:
     rank, size, ranks, handle, activity = 0, 1, (0,), None, Activity()
 
     def max(self, values: Tensor, what: str) -> Tensor:  # noqa: ARG002
-        """Of one rank."""
+        """The maximum over one rank."""
         return values
 
 
@@ -170,7 +170,7 @@ def test_there_is_no_dropout(tmp_path: Path) -> None:
 
 
 def test_weights_lie_at_the_same_alignment_in_every_process(tmp_path: Path) -> None:
-    # Read weight by weight, they would lie where the heap has room, and sums could end in other digits after a restart.
+    # Read one by one, weights would lie wherever the heap has room, and sums could end in other digits after a restart.
     for name in ("llama", "gpt2"):
         model = load_causal_lm(saved(tmp_path / name, TAKEN[name]), "policy")
         assert not [key for key, weight in model.named_parameters() if weight.data_ptr() % ALIGNMENT_BYTES]

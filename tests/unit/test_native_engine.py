@@ -1,4 +1,4 @@
-"""What the native engine does its own way: where keys and values lie, how prompts are read, which way passes take."""
+"""Details of the native engine: where keys and values are stored, how prompts are read, and which path passes take."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tiny_engine(max_sequences: int = 64, rounding: Rounding | None = None) -> Na
 
 
 def requests(num_siblings: int = 3) -> list[Request]:
-    """Every other prompt has one response only, which goes on in the segment of its prompt."""
+    """Every other prompt has only one response, which continues in the segment of its prompt."""
     counts = [num_siblings if i % 2 == 0 else 1 for i in range(len(PROMPTS))]
     return [Request(p, [100 * i + j for j in range(counts[i])]) for i, p in enumerate(PROMPTS)]
 
@@ -111,7 +111,7 @@ def test_the_lean_way_gives_the_logits_of_the_modules(family: str, dtype: torch.
     attention, select = PackedAttention([5, 9], torch.device("cpu")), torch.tensor([4, 13])
     expected = model(tokens, positions, attention, select)
     result = forward_of(model, enable_compile=False)(tokens, positions, attention, select)
-    # In bfloat16, where rounding is coarse, each step is the very same.
+    # In bfloat16, where rounding is coarse, each step is exactly the same.
     tolerance = 1e-5 * float(expected.std()) if dtype == torch.float32 else 0.0
     torch.testing.assert_close(result, expected, atol=tolerance, rtol=0)
 

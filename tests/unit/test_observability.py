@@ -1,4 +1,4 @@
-"""What a run shows and writes while it goes on: the terminal, the trace, the run directory."""
+"""What a run shows and writes while it is running: the terminal, the trace, the run directory."""
 
 from __future__ import annotations
 

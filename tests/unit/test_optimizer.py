@@ -1,4 +1,4 @@
-"""The learning rate is what its page says."""
+"""The learning rate follows its documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that runs out is recognized, explained, and where possible made do with."""
+"""Running out of memory is recognized, explained, and where possible overcome."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def engine_of(micro_batch_tokens: int) -> FsdpEngine:
 
 
 def fail_above(model: nn.Module, num_tokens: int) -> None:
-    """As if memory held passes of at most so many tokens."""
+    """Behave as if passes of at most this number of tokens fitted into memory."""
 
     def refuse(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if len(inputs[0]) > num_tokens:

@@ -1,4 +1,4 @@
-"""What a reader sees of a plan: the picture and the print."""
+"""A plan for the reader: the picture and the printed text."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_long_texts_are_cut_where_they_do_not_fit():
     assert text_width("漢字", 10) == 20
 
 
-# Placing a graph
+# Graph layout
 
 
 @st.composite
@@ -209,7 +209,7 @@ def test_lines_that_need_not_cross_do_not():
     assert (x["a"] < x["b"]) == (x["d"] < x["c"])
 
 
-# The print
+# The printed text
 
 
 def printed(plan, width=100, **options):
@@ -219,7 +219,7 @@ def printed(plan, width=100, **options):
 
 
 def squeezed(text):
-    """A text without the places where its lines were folded."""
+    """A text without its line breaks."""
     return re.sub(r"\s+", "", text)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of models against models that are really built, and the memory that follows."""
+"""Sizes of models compared with models that are really built, and the resulting memory."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_rank_that_generates_holds_all_weights_and_the_cache(model):
     slots = 256 * (512 + 256) + 32 * 512
     assert alone.phases["policy generates"]["kv cache"] == slots * per_token
     assert alone.phases["policy generates"]["unsharded weights"] == 0
-    # The unit that is gathered last is there twice.
+    # The unit that is gathered last exists twice.
     assert divided.phases["policy generates"]["unsharded weights"] == (COUNT + 1000 * 64 + 64) * 4
     few = memory_of("grpo", 64, model)
     assert few.phases["policy generates"]["kv cache"] == (16 * (512 + 256) + 2 * 512) * per_token

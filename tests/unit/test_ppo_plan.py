@@ -1,4 +1,4 @@
-"""What the planner makes of a critic."""
+"""The plan of a workflow with a critic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leaderless.workflow.evaluation import evaluation_workflow
 
 
 def ppo(world_size: int = 1, algorithm: Mapping[str, object] | None = None, **sections: object) -> Plan:
-    """The plan of PPO, with settings of the algorithm on top of its own."""
+    """The plan of PPO, with additional settings of the algorithm."""
     workflow = resolve_workflow("ppo")
     sections["algorithm"] = {**workflow.algorithm, **(algorithm or {})}
     return make_plan(make_recipe(**sections), workflow, Cluster(world_size))
@@ -31,7 +31,7 @@ def refused(**sections: object) -> Problem:
 
 @stage(reads=["values"], has_effect=True)
 def keep(batch, context):
-    """Does something with values."""
+    """Uses values."""
 
 
 def test_policy_and_critic_are_a_fork_behind_the_advantage():
@@ -135,7 +135,7 @@ def test_settings_that_need_a_critic_are_refused_without_one(algorithm, key, mes
 
 
 def test_a_critic_setting_that_is_its_default_needs_no_critic():
-    """A run's saved recipe spells out every default, and is planned again."""
+    """A run's saved recipe contains every default, and can be planned again."""
     written = {name: field.default for name, field in CriticConfig.model_fields.items()}
     assert plan_of("grpo", algorithm={"critic": written}).workflow == "grpo"
 

@@ -1,4 +1,4 @@
-"""Products by blocks, and products that are not rounded to bfloat16, against plain ones."""
+"""Products by blocks, and products that are not rounded to bfloat16, compared with plain ones."""
 
 from __future__ import annotations
 

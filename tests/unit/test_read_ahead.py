@@ -1,4 +1,4 @@
-"""What is made ahead: in order, so much and no more, and its errors in their turn."""
+"""Reading ahead: in order, as far as allowed, and with errors in their turn."""
 
 from __future__ import annotations
 

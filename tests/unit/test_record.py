@@ -1,4 +1,4 @@
-"""What is kept of samples for people to look at: columns that others write, and tokens one by one."""
+"""Samples kept for people to read: columns from other nodes, and single tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from leaderless.stages.record import TokenRecorder
 
 
 class Letters:
-    """A tokenizer of which each token is a letter."""
+    """A tokenizer with one token per letter."""
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
         assert not skip_special_tokens

@@ -1,4 +1,4 @@
-"""What ranks tell each other of rows, and what follows from it."""
+"""Facts about rows that ranks exchange, and the resulting assignment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIBLINGS = 4
 
 @dataclass
 class FirstOfThree(ProcessGroup):
-    """The only rank that has rows to tell of."""
+    """The only rank that has rows."""
 
     def gather(self, rows: Tensor, what: str) -> list[Tensor]:  # noqa: ARG002
         return [rows, rows[:0], rows[:0]]
@@ -37,7 +37,7 @@ def samples(prompts: list[int], responses: list[int]) -> Batch:
 
 
 def groups_of_shards(batch: Batch) -> list[list[int]]:
-    """Groups that go to each of two ranks."""
+    """Groups sent to each of two ranks."""
     columns = ("prompt_tokens", "tokens")
     action = Reshard("rollout", "rollout", columns, Layout((0,), 1), Layout((1, 2), 2), keep_groups=True)
     routes = agree_on_routes(action, FirstOfThree((0, 1, 2), 0), batch, None)

@@ -1,4 +1,4 @@
-"""When workers that failed are started again, and what is said of it."""
+"""When failed workers are started again, and which messages are printed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KILLED = {1: -9}
 
 
 def write_checkpoint(directory: RunDirectory, step: int) -> None:
-    """What counts as one: a folder with a manifest."""
+    """Make something that counts as a checkpoint: a folder with a manifest."""
     folder = directory.checkpoints / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).touch()
 
 
 class Run:
-    """A run whose workers fail, without any process."""
+    """A run whose workers fail, without processes."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, max_restarts: int) -> None:
         self.directory, self._folder, self._monkeypatch = RunDirectory(folder / "run"), folder, monkeypatch

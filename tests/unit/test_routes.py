@@ -1,4 +1,4 @@
-"""Who sends which rows of a change of layout to whom."""
+"""Which rank sends which rows of a reshard to which other rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_prompt_comes_once_from_the_lowest_of_who_send_its_samples() -> None:
 
 
 def test_what_a_rank_has_is_not_sent_to_it_as_its_peer_s_either() -> None:
-    doubled = Layout((0, 1), 1, tp=2)  # both hold all rows, and each speaks for half of them
+    doubled = Layout((0, 1), 1, tp=2)  # both have all rows, and each represents half of them
     same = routes([1, 1, 2, 2], [0, 0, 1, 1], [0, 1, 0, 1], doubled, Layout((0, 1), 2))
     for rank in (0, 1):
         delivery = same.delivery(rank)
@@ -87,6 +87,6 @@ def test_every_rank_gets_every_row_of_its_shard_once(data: st.DataObject) -> Non
                 continue
             assert rank in edge.receivers(sender)
             origin = edge.relay(sender, rank)
-            if origin != sender:  # who passes it on got it from the sender itself, on the same host
+            if origin != sender:  # the rank that passes it on got it from the sender itself, on the same host
                 assert edge.relay(sender, origin) == sender
                 assert hosts[origin] == hosts[rank] != hosts[sender]

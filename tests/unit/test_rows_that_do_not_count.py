@@ -1,4 +1,4 @@
-"""Failed, filtered and greedy rows: they train nothing, report nothing and poison nothing."""
+"""Failed, filtered and greedy rows do not affect training, metrics or other rows."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def context_of(
 
 
 def trained(batch: Batch, algorithm: Mapping[str, Any], scores: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """The gradient of an update, and what it reports."""
+    """The gradient of an update, and its metrics."""
     policy = Table(scores)
     context = context_of("policy", algorithm, model=ModelRole(cast("TrainEngine", policy), None))
     update(batch, context)
@@ -136,7 +136,7 @@ ADVANTAGES = {
 
 
 def mean_of_all(rewards: Tensor, is_valid: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """An advantage that looks at failed rows as well, where rewards have to be 0."""
+    """An advantage that also looks at failed rows, where rewards must be 0."""
     return rewards - rewards.mean()
 
 

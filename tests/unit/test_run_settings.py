@@ -1,4 +1,4 @@
-"""What a Python program gives to `Run` becomes a recipe."""
+"""Arguments that a Python program passes to `Run` become a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be drawn, with which noise, and how likely."""
+"""Which tokens can be sampled, with which noise, and with which probability."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def stages(monkeypatch):
     return add
 
 
-# What follows
+# The schedule
 
 
 def test_the_schedule_of_one_pool_is_its_nodes_in_order():
@@ -79,7 +79,7 @@ def test_groups_stay_whole_where_a_node_needs_that(stages):
     assert moved({"policy": {"ranks": "2-3"}}) == {"rollout to 2-3": False}
     assert moved({"policy": {"ranks": "2-3", "groups": "whole"}}) == {"rollout to 2-3": True}
     assert moved({"policy": {"ranks": "2-3"}, "advantage": {"ranks": "2-3"}}) == {"rollout to 2-3": True}
-    # A filter on the way neither splits groups nor brings them together again.
+    # A filter in between neither splits groups nor joins them again.
     stages("keep", ["rewards"], rows="filter")
     workflow = end(begin().node("keep", run="keep", after="reward"), "keep")
     train, keep = {"policy": {"ranks": "2-3"}}, {"keep": {"ranks": "2-3"}}
@@ -152,7 +152,7 @@ def test_the_hash_changes_with_everything_that_ranks_must_agree_on(stages):
         plan_of(resolve_workflow("grpo").node("again", run="record", after="samples"), 4),
     ]
     assert len({base, *(plan.hash() for plan in others)}) == 1 + len(others)
-    # The contract of a stage of one's own is not in the recipe, yet it decides where rows go.
+    # The contract of a custom stage is not in the recipe, but determines where rows go.
     hashes = set()
     for needs_whole_groups in (False, True):
         stages("own", ["rewards"], has_effect=True, needs_whole_groups=needs_whole_groups)
@@ -225,7 +225,7 @@ def layouts(draw, world_size):
 
 @st.composite
 def cases(draw):
-    """Graphs whose nodes read what is written before them, so that most make a plan."""
+    """Graphs whose nodes read what earlier nodes write, so that most give a plan."""
     world_size = draw(st.integers(1, 5))
     pools = draw(st.lists(layouts(world_size), min_size=1, max_size=3))
     workflow, specs, layout = Workflow("any"), {}, {}
@@ -256,7 +256,7 @@ def cases(draw):
 
 
 def planned(case: Case) -> Plan:
-    """The plan of a case; cases that break a contract say nothing about plans."""
+    """The plan of a case; cases that break a contract are skipped."""
     try:
         return case.plan()
     except RecipeError:
@@ -269,7 +269,7 @@ def rows_of(layout: Layout) -> tuple[object, ...]:
 
 
 def original_writer(plan: Plan, reader: str, column: str) -> str:
-    """The node that wrote what a node reads, behind all that carried it."""
+    """The node that wrote what a node reads, before all nodes that passed it on."""
     source = plan[reader].reads[column]
     if source == "data" or column in plan[source].writes:
         return source
@@ -277,7 +277,7 @@ def original_writer(plan: Plan, reader: str, column: str) -> str:
 
 
 class Tables:
-    """Which columns of which rows are where: what the databuffer does, without any data."""
+    """Which columns of which rows are where: the databuffer without any data."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

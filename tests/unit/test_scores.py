@@ -1,4 +1,4 @@
-"""What evaluation makes of graded responses."""
+"""Scores of an evaluation from graded responses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Alone:
     """One rank."""
 
     def sum(self, values, what):  # noqa: ARG002
-        """Of one rank."""
+        """The sum over one rank."""
         return values
 
     def max(self, values, what):  # noqa: ARG002
-        """Of one rank."""
+        """The maximum over one rank."""
         return values
 
 

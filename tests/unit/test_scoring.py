@@ -15,7 +15,7 @@ CHUNK = 4 * VOCABULARY
 
 @pytest.fixture(params=[0, 1, 2, 100], ids=lambda kept: f"{kept} chunks kept")
 def num_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many chunks of four tokens may be held for the backward pass."""
+    """Number of chunks of four tokens that may be kept for the backward pass."""
     monkeypatch.setattr(scoring, "CPU_CHUNK_ELEMENTS", CHUNK)
     monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", CHUNK * request.param)
     return int(request.param)
@@ -82,7 +82,7 @@ def test_a_frozen_head_lets_the_gradient_through() -> None:
 
 
 def test_an_unlikely_token_keeps_its_log_probability_and_a_sure_one_its_gradient() -> None:
-    """Neither exp(-200) in float32 nor 1 - 1e-4 in bfloat16 is there to take a logarithm or a difference of."""
+    """Neither exp(-200) in float32 nor 1 - 1e-4 in bfloat16 exists to take a logarithm or a difference of."""
     head = nn.Linear(1, 2, bias=False)
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[200.0], [0.0]]))

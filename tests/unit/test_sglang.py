@@ -1,4 +1,4 @@
-"""What SGLang is asked, where a stand-in for its server cannot tell."""
+"""Requests to SGLang that a stand-in for its server cannot check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt that is computed once for all of its responses gives the numbers of one that each response brings along."""
+"""A prompt that is computed once for all of its responses gives the same numbers as one copy for each response."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mask_of(families: list[Family]) -> Tensor:
 Positions = Tensor | None
 
 
-def varlen_of_torch_2_11(  # its signature, and what FlashAttention is documented to do
+def varlen_of_torch_2_11(  # its signature, and its documented behavior
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,7 +60,7 @@ def varlen_of_torch_2_11(  # its signature, and what FlashAttention is documente
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Causal from the last query and key backwards."""
+    """Causal, aligned at the last query and key."""
     assert return_aux is None
     assert window_size == (-1, 0)
     assert (cu_seq_q.dtype, cu_seq_k.dtype) == (torch.int32, torch.int32)
@@ -225,7 +225,7 @@ def samples(*, is_shared: bool) -> Batch:
 
 
 def gain_of(batch: Batch) -> Tensor:
-    """A weight for each response token that no other has."""
+    """A different weight for each response token."""
     return torch.linspace(-1, 2, int(batch.jagged("response_mask").values.sum()))
 
 

@@ -1,4 +1,4 @@
-"""A table holds its columns by writer, those of prompts too, and lets go of each by itself."""
+"""A table keeps its columns by writer, including those of prompts, and frees each of them separately."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_tables_that_share_prompts_let_go_of_their_columns_one_by_one() -> None:
 
 def test_a_column_is_freed_of_its_writer_alone() -> None:
     table = Table.of(samples(), WRITER)
-    # Another node writes of every sample what the first wrote of every prompt.
+    # Another node writes about every sample what the first wrote about every prompt.
     table.add(Batch(table.ids, {"image": torch.tensor([1.0, 2, 3, 4])}), "resize")
     assert table.batch({"image": WRITER}).dense("image").tolist() == [30, 30, 70, 70]
     assert table.batch({"image": "resize"}).dense("image").tolist() == [1, 2, 3, 4]

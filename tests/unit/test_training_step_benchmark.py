@@ -1,4 +1,4 @@
-"""The model of the benchmark ends its responses where it should, and what was measured is read rightly."""
+"""The model of the benchmark ends its responses where it should, and results are read correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of the data coordinator rests on: rows, shares, fingerprints and tables."""
+"""The basis of the benchmark of the data coordinator: rows, shares, fingerprints and tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_all_rows_are_held_once(kind: Kind) -> None:
     assert torch.equal(torch.cat(ids), case.ids)
     counts = [len(part) for part in ids]
     if kind == "balance":
-        assert counts == [RESPONSES * n for n in (6, 8, 10, 12)]  # the last host holds twice what the first does
+        assert counts == [RESPONSES * n for n in (6, 8, 10, 12)]  # the last host has twice as many rows as the first
     else:
         assert counts == [RESPONSES * 18] * 2
         assert case.make_rows(3) is None
@@ -152,7 +152,7 @@ def test_an_interrupted_benchmark_goes_on_if_the_same_is_asked_for(tmp_path: Pat
     again.add(second)
     assert Journal(path, {"repeats": "3"}).transitions == [first, second]
     assert not Journal(path, {"repeats": "4"}).transitions
-    assert not Journal(path, {"repeats": "3"}).transitions  # begun anew by the line before
+    assert not Journal(path, {"repeats": "3"}).transitions  # started again by the line before
     Journal(path, {"repeats": "3"}).remove()
     assert not path.exists()
 

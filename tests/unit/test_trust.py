@@ -1,4 +1,4 @@
-"""What comes with a recipe, a model, a dataset or a peer runs no code and writes nowhere but in the run's folder."""
+"""Recipes, models, datasets and peers run no code and write only to the run's folder."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ ALLOWED = {
     ("rollout/sglang.py", "pickle"),
     ("rollout/sglang.py", "multiprocessing"),
 }
-"""Where something dangerous is used all the same."""
+"""Places where something dangerous is used nevertheless."""
 
 
 def dangers(source: str) -> Iterator[str]:
-    """What a module uses that could run code out of data."""
+    """Functions in a module that could run code from data."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names if alias.name.split(".")[0] in MODULES)
@@ -114,7 +114,7 @@ def test_what_is_dangerous_is_found(source: str) -> None:
 
 
 class Trap:
-    """What runs code when it is unpickled."""
+    """Data that runs code when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

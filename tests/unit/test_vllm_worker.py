@@ -1,4 +1,4 @@
-"""What this package asks of vLLM, with modules that stand in for it."""
+"""Calls of vLLM by this package, with modules that stand in for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RELOAD = "vllm.model_executor.model_loader.reload"
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str, *names: str) -> None:
-    """Put a vLLM of some version into the way of the real one, with functions for loading weights."""
+    """Replace vLLM by a stand-in of some version, with functions for loading weights."""
     for path in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader", RELOAD):
         monkeypatch.setitem(sys.modules, path, ModuleType(path))
     monkeypatch.setattr(sys.modules["vllm"], "__version__", version, raising=False)

@@ -1,4 +1,4 @@
-"""Buckets of weights, their checksums, and the memory that they travel in."""
+"""Buckets of weights, their checksums, and the memory in which they are passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which entries of a schedule go through the step window by window."""
+"""Which entries of a schedule run window by window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ APART = {"sample": {"ranks": "0-1"}, "score": {"ranks": "2-3"}, "all": {"ranks":
 
 @stage(reads=["prompt_tokens"], writes=["level"], streams=True)
 def level(batch: object, context: object) -> object:
-    """Adds to the data's own rows."""
+    """Adds columns to the data's rows."""
     return batch
 
 
@@ -37,7 +37,7 @@ def use_all(batch: object, context: object) -> object:
 
 @stage(reads=["score", "level"], has_effect=True)
 def use_level(batch: object, context: object) -> object:
-    """Needs all rows, and what was added to the data's own."""
+    """Needs all rows, and the columns added to the data's rows."""
     return batch
 
 

@@ -228,7 +228,7 @@ def test_a_function_declares_its_contract():
     assert spec.reads_of(recipe, node) == ("response_lengths", "rewards")
     assert spec.writes_of(recipe, node, GRPO) == ("rewards",)
     assert spec.implementation == "tests.unit.recipes:length_penalty"
-    assert spec.summary == "Take a little off long responses."
+    assert spec.summary == "Reduce the rewards of long responses."
     assert (spec.rows, spec.role_use, spec.is_effective(recipe)) == ("same", "none", False)
     assert spec_of(Node("f", "tests.unit.recipes:keep_informative")).rows == "filter"
 

@@ -1,4 +1,4 @@
-"""Every loss of a token beside its twin in plain Python: one token at a time, in double precision, with no tensor."""
+"""Every loss of a token next to its twin in plain Python: one token at a time, in double precision, without tensors."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def gspo_slope(tokens: Sequence[Token], low: float, high: float) -> list[float]:
 
 
 def gmpo(tokens: Sequence[Token], low: float, high: float) -> list[float]:
-    """Written as the paper does: the root of a product of clipped |ratio A|, with A's sign put back."""
+    """As in the paper: the root of a product of clipped |ratio A|, with the sign of A restored."""
     product, gain = 1.0, tokens[0][2]
     for token in tokens:
         r = ratio(token)
@@ -219,7 +219,7 @@ tokens = st.tuples(st.floats(-4, 0), st.floats(-1.5, 1.5), st.floats(-3, 3)).map
     lambda drawn: (drawn[0], drawn[0] + drawn[1], drawn[2])
 )
 responses = st.lists(st.lists(tokens, max_size=5), min_size=1, max_size=6)
-"""Several responses, of which some may be empty."""
+"""Several responses, some of which may be empty."""
 
 
 def with_one_advantage(response: Sequence[Token]) -> list[Token]:
@@ -227,14 +227,14 @@ def with_one_advantage(response: Sequence[Token]) -> list[Token]:
 
 
 def packed(batch: Sequence[Sequence[Token]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs, old log-probs, advantages in float64, and lengths."""
+    """Log-probs, old log-probs and advantages in float64, and lengths."""
     columns = torch.tensor([token for response in batch for token in response], dtype=torch.float64).reshape(-1, 3)
     new, old, gain = columns.unbind(1)
     return new.clone(), old.clone(), gain.clone(), torch.tensor([len(response) for response in batch])
 
 
 def random_batch(seed: int, lengths: Sequence[int], *, is_per_response: bool) -> list[list[Token]]:
-    """Responses whose log-ratios lie on both sides of every bound in `CASES`, none on one."""
+    """Responses whose log-ratios lie on both sides of every bound in `CASES`, and none on a bound."""
     noise = torch.Generator().manual_seed(seed)
     batch = []
     for length in lengths:

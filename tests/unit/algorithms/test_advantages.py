@@ -1,4 +1,4 @@
-"""Advantages of responses among those to the same prompt: by hand, beside loops, and their one rule about signal."""
+"""Advantages of responses within their group: by hand, compared with loops, and their common rule about signal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from leaderless.algorithms import (
 EPSILON = 1e-6
 
 Estimate = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""From rewards, which are valid, lengths, group ids and the share of groups with a signal."""
+"""From rewards, their validity, lengths, group ids and the share of groups with a signal."""
 
 Twin = Callable[[list[float], list[int], float], list[float]]
 """From a group's valid rewards, their lengths and the share: one group at a time, in plain Python."""
@@ -51,7 +51,7 @@ def naive_rloo(rewards: list[float], lengths: list[int], share: float) -> list[f
 
 def naive_pass_at_k(k: int) -> Twin:
     def twin(rewards: list[float], lengths: list[int], share: float) -> list[float]:
-        """All sets of k are formed, each is worth its best, and a response has the mean advantage of its sets."""
+        """All sets of k count with their best response, and a response has the mean advantage of its sets."""
         correct = [r > 0 for r in rewards]
         sets = list(combinations(range(len(correct)), k))
         worth = [float(any(correct[i] for i in chosen)) for chosen in sets]
@@ -99,7 +99,7 @@ rows = st.lists(
 
 
 def columns(samples: list[tuple[float, bool, int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rewards, of which the failed ones hold NaN, which are valid, lengths, and group ids."""
+    """Rewards (failed ones are NaN), their validity, lengths, and group ids."""
     rewards, valid, lengths, groups = (torch.tensor(part) for part in zip(*samples, strict=True))
     return torch.where(valid, rewards, torch.nan), valid, lengths, groups * 1000 - 7
 
@@ -235,8 +235,8 @@ def test_opo_worked_by_hand() -> None:
 
 
 def test_no_baseline_has_less_variance_than_that_of_opo() -> None:
-    # A response has 1, 2 or 3 tokens with equal chance, each of them 0 or 1 with equal chance, every place with its own
-    # logit. All 2 + 4 + 8 outcomes are counted: those of 1 token 12 times, of 2 tokens 6 times, of 3 tokens 3 times.
+    # A response has 1, 2 or 3 tokens with equal probability, each 0 or 1 with equal probability and a logit for each
+    # place. All 2 + 4 + 8 outcomes are counted: those of 1 token 12 times, of 2 tokens 6 times, of 3 tokens 3 times.
     outcomes, gradients, copies = [], [], []
     for length in (1, 2, 3):
         for bits in torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * length).reshape(-1, length):
@@ -283,7 +283,7 @@ def test_pass_at_k_worked_by_hand() -> None:
 
 def test_pass_at_k_has_no_signal_where_a_set_cannot_be_formed_or_cannot_fail() -> None:
     correct, valid, groups = one_group([1.0, 1.0, 0.0])
-    for k in (2, 3, 4, 9):  # every 2 of these hold a correct one; and there are not 4
+    for k in (2, 3, 4, 9):  # every pair of these contains a correct one; and there are not 4
         assert not pass_at_k_advantages(correct.bool(), valid, groups, k=k).any()
 
 
@@ -327,7 +327,7 @@ def test_distillation_follows_the_exact_gradient_over_all_outcomes() -> None:
 def test_rejection_makes_a_mean_over_all_tokens_one_over_correct_ones() -> None:
     correct, valid = torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])
     lengths, losses = torch.tensor([3, 5, 2, 4]), torch.arange(14.0)
-    share = 5 / 10  # 3 + 2 tokens are correct, of the 3 + 5 + 2 that count
+    share = 5 / 10  # 3 + 2 tokens are correct, of 3 + 5 + 2 that count
     gains = repeat_per_token(rejection_advantages(correct, valid, correct_share=share), lengths)
     is_counted = repeat_per_token(valid, lengths)
     assert float((gains * losses)[is_counted].mean()) == pytest.approx(float(losses[[0, 1, 2, 8, 9]].mean()))

@@ -19,7 +19,7 @@ def totals_of(lengths: Tensor, is_valid: Tensor) -> Denominators:
 
 
 def naive_mean(aggregation: Aggregation, losses: list[list[float]], norm: int) -> float:
-    """Of the samples that count, written as the papers do."""
+    """Over the samples that count, as in the papers."""
     losses = [loss for loss in losses if loss]
     if not losses:
         return 0.0

@@ -28,7 +28,7 @@ PLUMBING = {
     "threshold_of_top",
     "unpack",
 }
-"""Public functions that are no algorithm of their own, or that measure instead of train."""
+"""Public functions that are not algorithms, or that measure instead of training."""
 
 LISTED = {function.__name__: function for functions in FUNCTIONS.values() for function in functions}
 

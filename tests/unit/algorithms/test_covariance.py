@@ -1,4 +1,4 @@
-"""Which tokens Clip-Cov and KL-Cov choose, agreed on by ranks that exchange counts alone, and what they do to them."""
+"""The tokens chosen by Clip-Cov and KL-Cov, agreed on by ranks that exchange only counts, and their effect."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_clip_cov_chooses_the_number_it_wants_on_average() -> None:
 
 @contextmanager
 def ranks_that_sum(parts: list[Tensor], count: int, highest: float) -> Iterator[list[float]]:
-    """The threshold that each rank finds, all of them in step: what they reduce is summed over the parts."""
+    """The threshold that each rank finds, with all ranks in step: what they reduce is summed over the parts."""
     rank_calls = [[] for _ in parts]
     # Every rank sees the same sums, so one rank's search over the counts of all parts stands for each of them.
     totals: list[Tensor] = []
@@ -106,7 +106,7 @@ def test_the_threshold_takes_what_a_sort_would_take(drawn: list[float], count: i
     with ranks_that_sum(parts, count, highest) as thresholds:
         num_taken = int((held >= thresholds[0]).sum())
     assert num_taken <= count
-    if num_taken < min(count, len(held)):  # only where the next value is tied with more than may be taken
+    if num_taken < min(count, len(held)):  # only if the next value is tied with more than may be taken
         next_value = held[num_taken]
         num_tied = int((held - next_value).abs().le(highest * 2**-46).sum())
         assert num_taken + num_tied > count
@@ -115,7 +115,7 @@ def test_the_threshold_takes_what_a_sort_would_take(drawn: list[float], count: i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("value", [0.1, 0.0, -0.7, 3e4])
 def test_equal_values_are_taken_all_or_not_at_all(value: float, dtype: torch.dtype) -> None:
-    # A comparison rounds the threshold to the values' own precision: it must not come down on a value.
+    # A comparison rounds the threshold to the values' own precision: it must not fall on a value.
     equal = torch.full((10,), value, dtype=dtype)
     for highest in (float(equal.abs().max()), 1e5):
         for count, taken in ((0, 0), (9, 0), (10, 10), (11, 10)):

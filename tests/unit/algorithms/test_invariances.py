@@ -27,7 +27,7 @@ class Padded:
 
 
 def padded(case: Case, fill: tuple[float, float, float], *, has_gaps: bool = True) -> Padded:
-    """Eight responses of 0 to 6 tokens in 9 columns, in places that are all over them, as after turns of a tool."""
+    """Eight responses of 0 to 6 tokens in 9 columns, scattered over the row, as after turns of a tool."""
     batch = random_batch(3, LENGTHS, is_per_response=case.is_per_response)
     columns = [torch.full((8, 9), value, dtype=torch.float64) for value in fill]
     mask = torch.zeros(8, 9, dtype=torch.bool)
@@ -43,7 +43,7 @@ def padded(case: Case, fill: tuple[float, float, float], *, has_gaps: bool = Tru
 def value_and_gradient(
     case: Case, batch: Padded, aggregation: Aggregation, parts: list[list[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Of the loss summed over parts of the batch; the denominators are summed over the parts as they are over ranks."""
+    """The loss summed over parts of the batch; the denominators are summed over the parts as they are over ranks."""
     leaf = batch.new.clone().requires_grad_()
     packs, counts = [], []
     for rows in parts:
@@ -65,7 +65,7 @@ def chunks(rows: list[int], size: int) -> list[list[int]]:
 
 
 def ranks(world_size: int) -> list[list[int]]:
-    """Rows dealt out to ranks, each of which takes micro-batches of two."""
+    """Rows distributed over ranks, each of which takes micro-batches of two."""
     return [part for rank in range(world_size) for part in chunks(list(range(rank, 8, world_size)), 2)]
 
 
@@ -104,7 +104,7 @@ def test_value_and_gradient_do_not_depend_on_what_is_masked(name: str, fill: tup
 
 
 def padded_mean(losses: Tensor, mask: Tensor, aggregation: Aggregation) -> Tensor:
-    """How a framework with padded tensors writes it, for the rows that count."""
+    """As a framework with padded tensors computes it, for the rows that count."""
     losses, mask = torch.where(mask, losses, 0.0)[IS_VALID], mask[IS_VALID]
     has_tokens = mask.any(dim=1)
     match aggregation:

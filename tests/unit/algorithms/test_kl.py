@@ -24,7 +24,7 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 def expected_gradient(theta: Tensor, reference: Tensor, estimator: KlEstimator, *, unbiased: bool) -> Tensor:
-    """Of the estimate as a term of the loss, over all tokens that the policy may sample."""
+    """Gradient of the estimate as a term of the loss, over all tokens that the policy may sample."""
     leaf = theta.clone().requires_grad_()
     log_probs = leaf.log_softmax(0)
     estimate = kl_penalty(log_probs, reference, estimator, unbiased_gradient=unbiased)

@@ -1,4 +1,4 @@
-"""From padded tensors to packed ones and back."""
+"""Conversion from padded tensors to packed ones and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of single tokens: values worked by hand, twins, gradients, and what they are on policy."""
+"""Losses of single tokens: values worked by hand, twins, gradients, and their form on policy."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_gradients_agree_with_finite_differences_or_with_the_formula(name: str, 
     new, old, gain, lengths = packed(batch)
     new.requires_grad_()
     if case.slope is None:
-        # The choice of tokens is discrete, and no log-prob lies on its edge.
+        # The choice of tokens is discrete, and no log-prob lies on its boundary.
         assert torch.autograd.gradcheck(lambda x: case.loss(x, old, gain, lengths).loss, new)
         return
     (gradient,) = torch.autograd.grad(case.loss(new, old, gain, lengths).loss.sum(), new)

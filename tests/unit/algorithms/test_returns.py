@@ -1,4 +1,4 @@
-"""Rewards and advantages along a response: by hand, beside loops over each token, and their identities."""
+"""Rewards and advantages along a response: by hand, compared with loops over each token, and their identities."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def packed(batch: list[list[tuple[float, float]]]) -> tuple[Tensor, Tensor, Tens
 
 
 def naive_gae(rewards: list[float], values: list[float], discount: float, decay: float) -> list[float]:
-    """The definition: a sum over all later surprises, each discounted as often as it is far."""
+    """The definition: a sum over all later surprises, discounted by their distance."""
     behind = [*values[1:], 0.0]
     surprises = [r + discount * after - v for r, v, after in zip(rewards, values, behind, strict=True)]
     return [
@@ -53,7 +53,7 @@ def test_gae_worked_by_hand() -> None:
 
 
 def test_returns_to_go_worked_by_hand() -> None:
-    # 1 + 0.5 (2 + 0.5 * 4) = 3, 2 + 0.5 * 4 = 4, 4; and 8 of another sample.
+    # 1 + 0.5 (2 + 0.5 * 4) = 3, 2 + 0.5 * 4 = 4, 4; and 8 for another sample.
     result = reinforce_advantages(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([3, 1]), discount=0.5)
     assert result.tolist() == [3, 4, 4, 8]
 

@@ -1,4 +1,4 @@
-"""What several responses to one prompt say about a model."""
+"""Scores of a model from several responses to one prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of whole responses, beside the form in which their papers write them."""
+"""Losses of whole responses, compared with the form in their papers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from leaderless.algorithms import Denominators, gmpo_loss, gspo_loss, token_weig
 
 
 def response_mean(losses: Tensor, lengths: Tensor) -> Tensor:
-    """1/G times the sum over responses of 1/|y| times the sum over tokens, as both papers have it."""
+    """1/G times the sum over responses of 1/|y| times the sum over tokens, as in both papers."""
     is_valid = torch.ones(len(lengths), dtype=torch.bool)
     totals = Denominators(*Denominators.count(lengths, is_valid).tolist())
     return (token_weights("sequence_mean_token_mean", lengths, is_valid, totals) * losses).sum()
 
 
 def gspo_equation_5(new: Tensor, old: Tensor, gain: Tensor, lengths: Tensor, low: float, high: float) -> Tensor:
-    """The loss of GSPO with one advantage and one ratio per response, differentiated as it stands."""
+    """The loss of GSPO with one advantage and one ratio per response, differentiated directly."""
     terms = []
     parts = (column.split(lengths.tolist()) for column in (new, old, gain))
     for new_part, old_part, gain_part in zip(*parts, strict=True):

@@ -32,7 +32,7 @@ OTHERS = {
 
 
 def sections(field: str) -> dict[str, type[BaseModel]]:
-    """The sections that may stand in a field, by type."""
+    """The sections that a field accepts, by type."""
     union = get_args(AlgorithmConfig.model_fields[field].annotation)
     members = [get_args(member)[0] for member in union]
     return {member.model_fields["type"].default: member for member in members}

@@ -1,4 +1,4 @@
-"""What trains a critic. Gradients and invariances: with the losses of tokens."""
+"""The loss of a critic. Gradients and invariances are tested with the losses of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster of round numbers, and small steps on it."""
+"""A cluster with round numbers, and small steps on it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROUND: dict[str, Any] = {
 
 
 def cluster(**changes: object) -> ComparedCluster:
-    """The round cluster with settings changed, as `links__network__latency_us=5`."""
+    """The round cluster with changed settings, such as `links__network__latency_us=5`."""
     settings = copy.deepcopy(ROUND)
     for path, value in changes.items():
         section = settings

@@ -1,4 +1,4 @@
-"""Cluster files: what is read, and what is refused where."""
+"""Cluster files: what is read, and what is refused with its place."""
 
 from __future__ import annotations
 

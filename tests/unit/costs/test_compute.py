@@ -29,7 +29,7 @@ SIZE = ModelSize(
     has_head_norms=False,
     max_positions=4096,
 )
-"""A million weights; attention costs 200 operations for each token's square; 100 numbers a token in the cache."""
+"""A million weights; attention costs 200 operations for each token's square; 100 numbers per token in the cache."""
 
 
 def model(num_ranks=1, dtype="float32", *, checkpointing=False, batch=None, rollout=None, **constants):

@@ -1,4 +1,4 @@
-"""What one transition costs: straight from rank to rank, and through a controller."""
+"""The cost of one transition: directly from rank to rank, and through a controller."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
 
 ONE_A_HOST = {"host__devices": 1}
 ROW_BYTES = 100 * 8
-"""Values of a row of 100 tokens."""
+"""Bytes of a row of 100 tokens."""
 SENT_BYTES = ROW_BYTES + 4
-"""With the length."""
+"""Bytes sent for a row, with its length."""
 HELD_BYTES = ROW_BYTES + 8 + 16
-"""In memory: with the length and two ids."""
+"""Bytes of a row in memory, with its length and two ids."""
 
 
 def between_pools(world_size, rows, *columns):
-    """Rows dealt out evenly over the first half of the ranks, on the way to the second."""
+    """Rows distributed evenly over the first half of the ranks, on their way to the second."""
     action = pools(world_size, *columns)
     holders = np.arange(len(rows)) * (world_size // 2) // len(rows)
     owners = owners_of(action, rows, holders, {})
@@ -53,7 +53,7 @@ def between_pools(world_size, rows, *columns):
 
 
 def moved_bytes(routes, columns, links):
-    """What goes from rank to rank, lengths and values."""
+    """Bytes sent from rank to rank, for lengths and values."""
     moved: dict[tuple[int, int], int] = {}
     for part in parcels_of(routes, columns, links).transfers:
         for sender, receiver, size in zip(part.senders.tolist(), part.receivers.tolist(), part.sizes, strict=True):
@@ -105,7 +105,7 @@ def test_what_ranks_have_got_before_is_told_by_ids():
     there = peer_cost(routes, ["tokens"], np.arange(4), network(4, **ONE_A_HOST)).interface_bytes
     spared = replace(routes, spares={2: np.flatnonzero(routes.owners == 0)})
     here = peer_cost(spared, ["tokens"], np.arange(4), network(4, **ONE_A_HOST)).interface_bytes
-    # The last rank's interface is the busiest now as before, and it gets 500 rows.
+    # The last rank's interface is the busiest now as before, and it receives 500 rows.
     assert here - there == 2 * (2 * 8 * 4 + 4 * 500 * 8)
     assert moved_bytes(spared, ["tokens"], network(4)).keys() == {(0, 3), (1, 3)}
 
@@ -147,7 +147,7 @@ def test_all_ranks_of_a_shard_get_its_rows_and_share_the_sending():
     apart, together = (moved_bytes(routes, ["tokens"], network(4, host__devices=size)) for size in (1, 2))
     half = 2 * SENT_BYTES
     assert apart == {(0, 2): half, (0, 3): half, (1, 2): half, (1, 3): half}
-    # Peers on one host take turns in getting a copy from afar, and pass it on.
+    # Peers on one host take turns in getting a copy from another host, and pass it on.
     assert together == {(0, 2): half, (2, 3): half, (1, 3): half, (3, 2): half}
 
 
@@ -182,16 +182,16 @@ def test_ranks_of_a_shard_speak_for_parts_as_the_databuffer_cuts_them(count, siz
 
 @pytest.mark.parametrize("world_size", [4, 8, 32])
 def test_the_controllers_busiest_interface_carries_as_much_more_as_there_are_ranks(world_size):
-    rows = equal_rows(16 * world_size, response=20_000)  # so long that what ranks tell each other is little
+    rows = equal_rows(16 * world_size, response=20_000)  # so long that the messages before the exchange are small
     links = network(world_size, **ONE_A_HOST)
     routes = between_pools(world_size, rows, "tokens")
     ours = peer_cost(routes, ["tokens"], np.arange(world_size), links).interface_bytes
     controller = Controller(links.cluster.controllers["one"], links)
     central = controller_cost(routes, ["tokens"], controller).interface_bytes
-    # The controller's own rank has no row to send, and rows of one length need no padding.
+    # The controller's own rank has no row to send, and rows of equal length need no padding.
     expected = 2 * int(separate_bytes(rows, ["tokens"], is_padded=True).sum()) * (1 - 1 / world_size)
     assert central == pytest.approx(expected)
-    # Ours: the even share of a rank in one pool, where the controller has all of it, in and out but for its own.
+    # Ours: the even share of a rank in one pool; the controller has all rows, in and out, except for its own.
     assert central / ours == pytest.approx(world_size - 1, rel=0.05)
 
 
@@ -201,7 +201,7 @@ def test_a_controller_handles_every_byte_itself():
     prices = {
         "call_us": (1000.0, 2e-3),  # two ranks have rows
         "copy_gb_per_s": (1e-3, total / 1e6),
-        "serialization_gb_per_s": (1e-3, (total + 2 * 10**6) / 1e6),  # the rank with most does its own besides
+        "serialization_gb_per_s": (1e-3, (total + 2 * 10**6) / 1e6),  # the rank with most sends its own besides
         "object_store_gb_per_s": (1e-3, total / 1e6),
         "network_gb_per_s": (1e-3, total / 1e6 - total / 1e9),
     }
@@ -272,7 +272,7 @@ def test_pieces_and_rounds_are_those_of_the_databuffer():
 
 
 class Deaf(ProcessGroup):
-    """A rank that hears nothing new: what all ranks would say is known before."""
+    """A rank that receives nothing new: what all ranks would say is known before."""
 
     def gather(self, rows, _what):
         assert not len(rows)

@@ -1,4 +1,4 @@
-"""How long rows are, and how many bytes they take."""
+"""The lengths of rows, and the bytes they take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def workload(recipe_changes=None, **changes):
 def test_lengths_have_the_median_and_the_tail_that_is_asked_for():
     lengths = workload(workload__response_sigma=0.8).samples.response_tokens
     assert np.median(lengths) == pytest.approx(100, rel=0.05)
-    # A standard normal is above ln(4) / 0.8 = 1.733 with a chance of 4.16 %, and is then cut at the limit.
+    # A standard normal is above ln(4) / 0.8 = 1.733 with a probability of 4.16 %, and is then cut at the limit.
     assert (lengths == 400).mean() == pytest.approx(0.0416, abs=0.006)
     assert lengths.max() == 400
     assert (workload(workload__response_sigma=0).samples.response_tokens == 100).all()
@@ -52,7 +52,7 @@ def test_responses_of_the_data_are_there_from_the_start():
 def value_bytes(batch: Batch) -> int:
     held = HeldRows(batch)
     for key in ragged_keys(schema_of(batch)):
-        held.lengths(key, np.arange(len(batch)))  # so that texts are made
+        held.lengths(key, np.arange(len(batch)))  # so that texts are created
     return sum(int(held.column(name).sizes.sum()) for name in batch.columns)
 
 

@@ -1,4 +1,4 @@
-"""One whole step, on every way that data may go."""
+"""One whole step, for every data path."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CHANGES = {
     "host.interfaces": 2,
     "controllers.one.dataloader_processes": 2,
 }
-"""Of settings that cannot be halved."""
+"""Settings that cannot be halved."""
 
 
 def everything_matters() -> ComparedCluster:
-    """A cluster where no cost is nothing."""
+    """A cluster in which nothing is free."""
     links = {name: {"latency_us": 5, "bandwidth_gb_per_s": 0.5} for name in ("device", "host", "network")}
     controller = {
         "call_us": 5,
@@ -143,7 +143,7 @@ def test_nothing_moves_where_all_nodes_share_their_ranks(tmp_path):
 
 
 def test_the_ways_differ_in_moving_alone(tmp_path):
-    # Where nothing that moves data takes time, the two take the same time.
+    # If nothing that moves data takes time, the two take the same time.
     free = {"latency_us": 0, "bandwidth_gb_per_s": 1e12}
     constants = cluster(
         links={"device": free, "host": free, "network": free},
@@ -173,7 +173,7 @@ CONSTANTS = [
     *(key for key in all_keys(ClusterConfig) if key not in {"name", "device.memory_gib"}),
     *(f"controllers.one.{name}" for name in ControllerConfig.model_fields),
 ]
-"""All but those that are only shown; tests of what is shown look at them."""
+"""All settings but those that are only displayed, which other tests cover."""
 
 
 @pytest.mark.parametrize("key", CONSTANTS)

@@ -1,4 +1,4 @@
-"""Runs to report about."""
+"""Runs for reports."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def template(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(template, tmp_path) -> Path:
-    """A healthy run that a test may spoil."""
+    """A healthy run that a test may damage."""
     return Path(shutil.copytree(template, tmp_path / "run"))

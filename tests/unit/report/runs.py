@@ -47,7 +47,7 @@ MODEL_CONFIG = {
 
 
 def write_run(directory: Path, num_steps: int = 40, *, seed: int = 0) -> Path:
-    """A run directory as a healthy GRPO run leaves it."""
+    """A run directory as left by a healthy GRPO run."""
     directory.mkdir(parents=True, exist_ok=True)
     model = directory.parent / "Qwen3-1.7B"
     model.mkdir(exist_ok=True)
@@ -162,7 +162,7 @@ def token_view(*texts: str) -> dict[str, object]:
 
 
 class Page(HTMLParser):
-    """What a browser's parser finds in a page."""
+    """The elements that a browser's parser finds in a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ EVIL = "</script><script>alert(1)</script></script ><img src=x onerror=alert(2)>
 
 
 def spoil_with(run: Path, evil: str) -> None:
-    """Put a text wherever a run directory can hold one."""
+    """Put a text wherever a run directory can contain one."""
     rows = sample_rows(40, 1.0, random.Random(0))
     texts = {"prompt": evil, "response": evil, "answer": evil, "group_id": evil, "is_valid": False}
     texts["tokens"] = token_view(evil)

@@ -1,4 +1,4 @@
-"""What guards have said stands at the top of a report."""
+"""Messages of guards are at the top of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report comes out whatever the run directory holds, and says what is missing."""
+"""The report is written whatever the run directory contains, and says what is missing."""
 
 from __future__ import annotations
 

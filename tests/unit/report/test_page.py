@@ -1,4 +1,4 @@
-"""The page: all its parts, and nothing of a run is ever taken for markup."""
+"""The page has all its parts, and nothing from a run is ever taken for markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long runs and long texts stay small on the page, and it says so."""
+"""Long runs and long texts stay small on the page, which says so."""
 
 from __future__ import annotations
 

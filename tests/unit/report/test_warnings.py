@@ -1,4 +1,4 @@
-"""Warnings worth a look, each above its threshold and not at it."""
+"""Warnings appear above their threshold and not at it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def system_call(on_x86: int, on_arm: int, *arguments: object) -> int:
 
 
 def in_child(attempt: Callable[[], object]) -> None:
-    """Leaders of a session can do less than their children."""
+    """Session leaders can do less than their children."""
     if os.fork() == 0:
         try:
             attempt()
@@ -156,7 +156,7 @@ def pair(path: str) -> None:
     socket.socketpair()
 
 
-# Other processes; the harmless signal 0 asks for the same right as all others.
+# Other processes; the harmless signal 0 needs the same permission as all others.
 
 
 def kill_parent(path: str) -> None:
@@ -253,7 +253,7 @@ def raise_limit(path: str) -> None:
 
 
 def other_architecture(path: str) -> None:
-    """Ask as a 32-bit program, whose system calls have other numbers: `int 0x80` for getpid."""
+    """Make a call as a 32-bit program, whose system calls have other numbers: `int 0x80` for getpid."""
     import mmap
 
     code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -395,7 +395,7 @@ def import_grader(path: str) -> None:
 
 
 def ordinary(path: str) -> str:
-    """What programs do every day has to go on."""
+    """Ordinary things that programs do must still work."""
     import collections
     import decimal
     import heapq

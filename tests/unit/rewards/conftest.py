@@ -1,4 +1,4 @@
-"""Rewards to grade with."""
+"""Fixtures that grade."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ from leaderless.rewards.pool import RewardPool
 
 @pytest.fixture(scope="module")
 def rewards() -> Iterator[RewardPool]:
-    """Two processes with every reward, each for the source of its name."""
+    """Two processes with every reward, each for the source of the same name."""
     with RewardPool(make_config(EVERYTHING), 2) as rewards:
         yield rewards

@@ -1,4 +1,4 @@
-"""What each built-in reward says of a response."""
+"""The value of each built-in reward for many responses."""
 
 from __future__ import annotations
 

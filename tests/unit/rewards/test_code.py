@@ -225,7 +225,7 @@ TRICKS = {
         "import gc, sys\ndef f(x):\n    frame, found = sys._getframe(), []\n    while frame:\n"
         "        found += frame.f_locals.values(); frame = frame.f_back\n"
         "    for text in [str(o) for o in found] + [o for o in gc.get_objects() if isinstance(o, (str, dict))]:\n"
-        # Not as it is written, for the program's own source is in its memory too.
+        # Not in its final form, because the source of the program is in its memory too.
         "        if bytes.fromhex('6173736572742066283229').decode() in str(text): return 4\n    return 3"
     ),
     "raises what a loop takes for its end": "def f(x): raise StopIteration",

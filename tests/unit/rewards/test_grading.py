@@ -1,4 +1,4 @@
-"""Many responses: order, sums, and that no reward can harm anything but its own response."""
+"""Many responses: order, sums, and that a reward can harm only its own response."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_neighbors_of_responses_that_take_their_process_with_them_are_graded_onc
     graded = rewards.grade(samples, ["mark_and_do"] * 40)
     assert [i for i, g in enumerate(graded) if not g.is_valid] == list(bad)
     gradings = [len((tmp_path / str(i)).read_text().splitlines()) for i in range(40)]
-    # What ends its process is tried once more in a new one, for an earlier response may have done it.
+    # A response that ends its process is tried again in a new one, because an earlier response may be the cause.
     assert gradings == [2 if i in bad and response == "exit" else 1 for i in range(40)]
 
 
@@ -221,7 +221,7 @@ def test_the_limit_is_for_each_response_and_not_for_its_chunk(
     monkeypatch.setattr(dispatch, "_CHUNKS_PER_PROCESS", 0.5)
     graded = grade(rewards, "sleep_as_told", ["0.12"] * 7)
     assert [g.value for g in graded] == [1.0] * 7
-    # This one ends before its chunk must, and yet too late.
+    # This one ends before its chunk must, but too late for itself.
     late = grade(rewards, "sleep_as_told", [str(TIMEOUT_S + 0.1)])[0]
     assert "TimeoutError" in error_of(late, own("sleep_as_told"))
 

@@ -105,7 +105,7 @@ def test_processes_that_cannot_start_are_an_error(
 
 
 def run_script(tmp_path: Path, code: str) -> subprocess.Popen[str]:
-    """A worker of its own, whose main module has no `if __name__ == "__main__"` and is expensive to import."""
+    """A worker whose main module has no `if __name__ == "__main__"` and is expensive to import."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, time\n"

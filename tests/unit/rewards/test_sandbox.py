@@ -1,4 +1,4 @@
-"""Nothing that a program does gets out of the sandbox, or costs more than it may."""
+"""Nothing that a program does escapes from the sandbox, or costs more than allowed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FILES = (
     *("read", "list_folder", "write", "append", "delete", "move_in", "make_folder"),
     *("truncate", "change_mode", "change_owner", "change_time", "change_attribute", "link", "link_symbolically"),
 )
-"""Attempts on files of the run; each is one on the run's folder itself or on a file in it."""
+"""Attempts on files of the run, each on the run's folder itself or on a file in it."""
 CALLS = (
     *("make_device", "make_socket_file", "execute", "hidden_folder", "memory_file"),
     *("tcp", "udp", "ipv6", "unix", "abstract", "netlink", "pair"),
@@ -51,9 +51,9 @@ CALLS = (
 )
 """Attempts by system calls."""
 REFUSED_ANYWAY = ("read_memory", "queue_signal", "read_parent_memory", "io_uring", "raise_limit")
-"""Attempts that may fail without the two layers too, for the program has no capabilities."""
+"""Attempts that may fail even without the two layers, because the program has no capabilities."""
 UNSAFE_TO_SUCCEED = ("trace_parent",)
-"""Attempts that must not be made without the layers: this one would stop the supervisor."""
+"""Attempts that must not be made without the layers, because they would stop the supervisor."""
 
 pytestmark = pytest.mark.skipif(
     not is_supported() or bool(ask_layers().missing()), reason="this machine's kernel lacks a layer of the sandbox"
@@ -61,13 +61,13 @@ pytestmark = pytest.mark.skipif(
 
 
 class Programs:
-    """A program that does what it is told, once for each call."""
+    """A program that executes one command per call."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def attempt(self, running: Jail, name: str) -> tuple[bool, Json]:
-        """Whether an attempt succeeded, and what came of it."""
+        """Whether an attempt succeeded, and its result."""
         secret = self._folder / "secret"
         secret.write_text(SECRET, encoding="utf-8")
         arguments = {
@@ -151,7 +151,7 @@ def test_packages_beside_the_interpreter_are_out_of_reach() -> None:
 
 
 def test_each_layer_is_what_keeps_programs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempts are real: each succeeds where the layers that it is refused by are taken away."""
+    """The attempts are real: each succeeds when the layers that prevent it are removed."""
     programs = Programs(tmp_path)
     monkeypatch.setattr(jail, "ask_layers", lambda: ask_layers()._replace(landlock=0))
     with start() as running:

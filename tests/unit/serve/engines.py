@@ -1,4 +1,4 @@
-"""An engine that says what a test wants."""
+"""An engine whose responses a test determines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAINER = Mock(spec=TrainEngine)
 
 
 def raising(error: Exception) -> Callable[[], None]:
-    """What fails whenever it is called."""
+    """A function that raises an error whenever it is called."""
 
     def fail() -> None:
         raise error
@@ -28,14 +28,14 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.under_way: dict[int, tuple[Request, SamplingParams, int]] = {}
         self.may_step = threading.Event()
-        """A step waits for it."""
+        """Event that a step waits for."""
         self.may_step.set()
         self.in_step = threading.Event()
-        """A step has begun."""
+        """Event that a step sets when it begins."""
         self.before_step: Callable[[], object] = lambda: None
-        """Called in each step; may raise."""
+        """Function called in each step; may raise."""
         self.start: Callable[[], object] = lambda: None
-        """Called before anything is served; may raise."""
+        """Function called before anything is served; may raise."""
         self.num_steps = 0
         self.aborted: list[int] = []
         self.threads: set[str] = set()

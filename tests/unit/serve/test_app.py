@@ -1,4 +1,4 @@
-"""Who is let in, and what a server says when it ends; without a network."""
+"""Who may connect, and what a server answers when it ends; without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that cannot be answered as it asks is refused, with the name of the field."""
+"""A request that cannot be answered as asked is refused, with the name of the field."""
 
 from __future__ import annotations
 

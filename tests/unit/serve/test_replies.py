@@ -1,4 +1,4 @@
-"""What is sent back does not depend on how an engine hands out tokens."""
+"""Replies do not depend on how an engine groups its tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT = ChatQuestion(model="m", messages=[Message(role="user", content="1")], n=2
 
 
 def deltas(size: int) -> list[Delta]:
-    """Two responses, with so many tokens at a time."""
+    """Two responses, with this number of tokens at a time."""
     given: list[Delta] = []
     for sibling, text in enumerate(("say ok now", "1+1=2")):
         tokens = TOKENIZER.encode(text)

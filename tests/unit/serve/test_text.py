@@ -1,4 +1,4 @@
-"""Text that is sent while it is sampled is the text of all tokens, up to the first stop text."""
+"""Streamed text is the text of all tokens, up to the first stop text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAID = "ab é 你好 👩🏽 " + REPLACEMENT
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Knows single bytes, so that most characters above take several tokens."""
+    """A tokenizer of single bytes, so that most characters above take several tokens."""
     path = write_tiny_model(tmp_path_factory.mktemp("bytes"), SAID, hidden_size=8)
     return load_tokenizer(ModelConfig(path=str(path)), "policy")
 
