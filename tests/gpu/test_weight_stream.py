@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 RECEIVER = """
 import json, sys
 from leaderless.rollout.apart.messages import checksum
-from leaderless.rollout.apart.shared_memory import SharedMemory
+from leaderless.rollout.apart.server import SharedMemory
 memory = SharedMemory()
 for line in sys.stdin:
     sent = json.loads(line)

@@ -52,7 +52,7 @@ def start(
     server = ChildServer("the server", tmp_path / "logs" / "server.log", start_timeout_s, 1.0, lambda: noted.append(1))
     server.prepare()
     command, greeting = bound_command(sys.executable, program), f"{server.port} {server.token}"
-    server.start(command, worker_free_environment(), greeting, "/health")
+    server.start(command, greeting)
     return server
 
 
@@ -134,7 +134,7 @@ def test_a_server_that_does_not_come_up_is_given_up_in_time(tmp_path: Path) -> N
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     server = ChildServer("the server", tmp_path / "log", 1.0, 1.0, lambda: None)
     with pytest.raises(EngineError, match=r"cannot be started: /no/python: No such file"):
-        server.start(["/no/python"], {}, "", "/health")
+        server.start(["/no/python"], "")
 
 
 def test_engines_are_not_told_which_worker_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ POLL_S = 0.5
 END_S = 10.0
 """Time for a server to end before it is killed."""
 
-
 BOUND = (
     "import ctypes, os, sys\n"
     "if sys.platform == 'linux':\n"
@@ -51,26 +50,12 @@ class EngineError(RuntimeError):
 
 
 class ChildServer:
-    """An HTTP server in a process of its own, on the loopback interface, with a token that only this rank knows.
-
-    Attributes:
-        port: Port on which it listens.
-        token: Token of every call.
-        answer_timeout_s: Longest wait for an answer.
-    """
+    """An HTTP server in a process of its own, on the loopback interface, with a token that only this rank knows."""
 
     def __init__(
         self, name: str, log: Path, start_timeout_s: float, answer_timeout_s: float, beat: Callable[[], None]
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            name: Name for errors.
-            log: File for the output of the server.
-            start_timeout_s: Longest time until it answers.
-            answer_timeout_s: Longest wait for an answer.
-            beat: Function to call while the server starts, as a sign of life.
-        """
+        """Start nothing yet. `log` gets the server's output; `beat` is called while it starts, as a sign of life."""
         self._name, self._log, self._beat = name, log, beat
         self._start_timeout_s, self.answer_timeout_s = start_timeout_s, answer_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,18 +69,15 @@ class ChildServer:
             self.port = probe.getsockname()[1]
         self.token = secrets.token_hex(32)
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], greeting: str, health: str) -> None:
-        """Start the server, and wait until it answers.
+    def start(self, command: Sequence[str], greeting: str, variables: Mapping[str, str] | None = None) -> None:
+        """Start the server, send it a line, and wait until it answers `/health`.
 
-        Args:
-            command: Command to run.
-            environment: Environment of the process.
-            greeting: Line for its standard input.
-            health: Path of a call that succeeds as soon as it is ready.
+        Its environment is that of this process, without what describes this worker, and with `variables`.
 
         Raises:
             EngineError: It has ended, or does not answer in time.
         """
+        environment = {**worker_free_environment(), **(variables or {})}
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.touch(mode=0o600)  # engines may print their settings, and the token among them
         with self._log.open("ab") as log:
@@ -110,7 +92,7 @@ class ChildServer:
         with suppress(BrokenPipeError), self._process.stdin as stdin:  # a server that has ended is noticed below
             stdin.write(greeting.encode() + b"\n")
         end = time.monotonic() + self._start_timeout_s
-        while not self._is_ready(health):
+        while not self._is_ready():
             if self._process.poll() is not None:
                 raise self._failed(f"has ended with code {self._process.returncode} while it started")
             if time.monotonic() > end:
@@ -119,15 +101,11 @@ class ChildServer:
             self._beat()
             time.sleep(POLL_S)
 
-    def _is_ready(self, health: str) -> bool:
-        with closing(self._connect()) as connection:
-            try:
-                connection.request("GET", health, headers=self._headers)
-                response = connection.getresponse()
-                response.read()
-            except (OSError, http.client.HTTPException):
-                return False
-        return response.status == http.client.OK
+    def _is_ready(self) -> bool:
+        with closing(self._connect()) as connection, suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/health", headers=self._headers)
+            return connection.getresponse().status == http.client.OK
+        return False
 
     def call(self, path: str, body: Json) -> Json:
         """Call a path of the server, and return the answer; text that is not JSON is returned as it is.
@@ -135,7 +113,7 @@ class ChildServer:
         Raises:
             EngineError: The server is not there, does not answer in time, or answers with an error.
         """
-        # The server may close a kept connection at any time, and nobody would know which calls have arrived.
+        # The server may close a connection that is kept, and then it would be unknown which calls have arrived.
         with closing(self._connect()) as connection, self._failures_explained(path):
             answer = self._ask(connection, path, body).read()
         try:
@@ -145,14 +123,7 @@ class ChildServer:
         return content
 
     def stream(self, path: str, body: Json) -> Iterator[bytes]:
-        """Call a path that answers line by line; other calls may be made meanwhile, from other threads.
-
-        Yields:
-            The lines that are not empty, without line ends.
-
-        Raises:
-            EngineError: As in `call`.
-        """
+        """Like `call`, but yield each line that is not empty; other threads may make other calls meanwhile."""
         with closing(self._connect()) as connection, self._failures_explained(path):
             for line in self._ask(connection, path, body):
                 if line.strip():
@@ -183,16 +154,16 @@ class ChildServer:
             raise self.broke_off(path) from error
 
     def broke_off(self, path: str) -> EngineError:
-        """Make the error for an answer to a path that has no end."""
+        """Make the error for an answer that was cut off."""
         return self._failed(f"broke off at {path}, {self._state()}")
 
     def failed_to_answer(self, path: str) -> EngineError:
-        """Make the error for an answer to a path that takes too long."""
+        """Make the error for an answer that takes too long."""
         limit = f"rollout.external.answer_timeout_s={self.answer_timeout_s:g} s"
         return self._failed(f"did not answer {path} within {limit}")
 
     def _state(self) -> str:
-        """Say whether the process is running; wait a moment, as its end is seen after that of its connections."""
+        """Describe whether the process is running, after a moment: its connections end before it does."""
         if self._process is None:
             return "and is not running"
         with suppress(subprocess.TimeoutExpired):
@@ -200,14 +171,12 @@ class ChildServer:
         return "though it is running"
 
     def _failed(self, what: str) -> EngineError:
-        return EngineError(f"{self._name} {what}; the end of {self._log}:\n{self._end_of_log()}")
-
-    def _end_of_log(self) -> str:
         try:
             lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError as error:
-            return f"(cannot be read: {error.strerror})"
-        return "\n".join(f"  {line}" for line in lines[-LOG_LINES:])
+            lines = [f"(cannot be read: {error.strerror})"]
+        end = "\n".join(f"  {line}" for line in lines[-LOG_LINES:])
+        return EngineError(f"{self._name} {what}; the end of {self._log}:\n{end}")
 
     def close(self) -> None:
         """Stop the server and everything that it has started."""
@@ -227,10 +196,7 @@ class ChildServer:
 def bound_command(python: str, program: str, *arguments: str) -> list[str]:
     """Make a command for a program that ends with this process, however this process ends.
 
-    Args:
-        python: Interpreter; it uses neither this process's path nor packages of the user's home.
-        program: Program to run.
-        arguments: Arguments of the program.
+    The interpreter uses neither this process's path nor packages of the user's home.
     """
     return [python, "-I", "-c", BOUND + program, str(os.getpid()), *arguments]
 

@@ -23,7 +23,6 @@ class DecodeGraphs:
     """A forward pass that records shapes that recur, and replays them."""
 
     def __init__(self, forward: Forward) -> None:
-        """Record nothing yet."""
         self._forward = forward
         self._is_enabled = True
         self._allocations = frozenset[int]()
@@ -32,11 +31,7 @@ class DecodeGraphs:
         self._logits = torch.empty(0, 0)
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: DecodeAttention) -> Tensor:
-        """Run a pass over tokens [n] and positions [n] on the device.
-
-        Returns:
-            [n, vocabulary] float32 logits, which the next pass may overwrite.
-        """
+        """Run a pass over tokens [n] at positions [n]; the next may overwrite its [n, vocabulary] float32 logits."""
         self._drop_stale(attention.allocations())
         key = attention.signature()
         inputs = [tokens, positions, *attention.tensors()]

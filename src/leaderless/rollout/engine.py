@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from leaderless.config.rollout import SamplingConfig
+from leaderless.data.encode import Tokenizer
 from leaderless.training.engine import TrainEngine
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -160,3 +161,15 @@ def generate(
             engine.abort(request)
         raise
     return list(results.values())
+
+
+def has_stopped(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> bool:
+    """Check whether the last token of a response, which had not stopped before, completes a stop text.
+
+    A stop text begins at most as many tokens earlier as it has bytes.
+    """
+    if not stop:
+        return False
+    reach = max(len(text.encode()) for text in stop)
+    text = tokenizer.decode(tokens[-reach - 1 :])
+    return any(ending in text for ending in stop)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.device import release_memory
 from leaderless.rollout.apart.messages import Ask, Gain
 from leaderless.rollout.child_server import EngineError
-from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams
-from leaderless.rollout.stop_texts import has_stopped
+from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
 from leaderless.training.engine import TrainEngine
 
 PROBE_TOKENS = 32
@@ -62,16 +61,7 @@ class Driver(Protocol):
 
 @dataclass
 class _Response:
-    """A response in progress.
-
-    Attributes:
-        request: Number that `submit` returned.
-        sibling: Index of the response in the request.
-        sample_id: Number that determines the noise, together with the seed.
-        prompt: Prompt of the request.
-        completion: Tokens so far, including those with which it was resumed.
-        params: Sampling parameters.
-    """
+    """A response in progress; `completion` begins with the tokens with which it was resumed."""
 
     request: int
     sibling: int
@@ -101,15 +91,8 @@ class ExternalEngine:
     ) -> None:
         """Start nothing before `serving`.
 
-        Args:
-            name: Name of the engine, for errors.
-            driver: Driver of the engine.
-            tokenizer: Tokenizer for stop texts.
-            end_tokens: Tokens that end a response.
-            probe: Text of at least two tokens; see `make_probe`.
-            tolerance: Largest mean difference between the engine's log-probabilities of the text and the trainer's.
-            device: Device of this rank.
-            report: Function that reports to the user that the engine is started again.
+        The engine's log-probabilities of `probe` (see `make_probe`) may differ from the trainer's by `tolerance` on
+        average. `report` shows the user that the engine is started again.
         """
         self._name, self._driver, self._device, self._report = name, driver, device, report
         self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
@@ -187,7 +170,7 @@ class ExternalEngine:
         return bool(self._trainer.process_group.max(torch.tensor([int(needs_weights)]), "which engines need weights"))
 
     def _send_weights_once(self, *, is_mine: bool) -> bool:
-        """Gather the trainer's weights with all ranks, and load them if this rank needs them; whether that worked."""
+        """Gather the trainer's weights with all ranks, load them if this rank needs them; return whether it worked."""
         trainer = self._trainer
         assert trainer is not None
         expected = trainer.log_probs(_scored(self._probe), 1.0).values
@@ -232,19 +215,15 @@ class ExternalEngine:
                 continue
             self._num_responses += 1
             fresh.append(self._num_responses)
-            self._responses[self._num_responses] = _Response(
-                number, sibling, sample_id, list(request.prompt), completion, params
-            )
-        self._ask(fresh)
-        return number
-
-    def _ask(self, ids: Sequence[int]) -> None:
+            response = _Response(number, sibling, sample_id, list(request.prompt), completion, params)
+            self._responses[self._num_responses] = response
         try:
-            self._driver.submit([self._make_ask(number) for number in ids])
+            self._driver.submit([self._ask(number) for number in fresh])
         except EngineError as error:
             self._recover(error)
+        return number
 
-    def _make_ask(self, number: int) -> Ask:
+    def _ask(self, number: int) -> Ask:
         """Ask for the rest of a response."""
         response = self._responses[number]
         params, begun = response.params, response.completion.tokens
@@ -279,7 +258,7 @@ class ExternalEngine:
         while not has_weights:
             self._anyone(needs_weights=True)
             has_weights = self._send_weights_once(is_mine=True)
-        self._driver.submit([self._make_ask(number) for number in self._responses])
+        self._driver.submit([self._ask(number) for number in self._responses])
 
     def _take(self, gain: Gain) -> None:
         """Add tokens to a response, up to one that completes a stop text."""
@@ -291,7 +270,9 @@ class ExternalEngine:
                 f"{self._name} has sampled with weights of policy version {gain.policy_version}, but version "
                 f"{self._version} was loaded: another program has changed its weights"
             )
-        completion, reason = response.completion, _reason(gain)
+        if gain.finish_reason not in {None, "stop", "length"}:
+            raise EngineError(f"the engine has aborted a response by itself: finish reason '{gain.finish_reason}'")
+        completion, reason = response.completion, cast("FinishReason | None", gain.finish_reason)
         begin = len(completion.tokens)
         for token, log_prob in zip(gain.tokens, gain.log_probs, strict=True):
             completion.tokens.append(token)
@@ -303,16 +284,13 @@ class ExternalEngine:
             del self._responses[gain.id]
             if gain.finish_reason is None:
                 self._abort([gain.id])
-        self._deltas.append(
-            Delta(response.request, response.sibling, completion.tokens[begin:], completion.log_probs[begin:], reason)
-        )
+        tokens, log_probs = completion.tokens[begin:], completion.log_probs[begin:]
+        self._deltas.append(Delta(response.request, response.sibling, tokens, log_probs, reason))
 
     def abort(self, request: int) -> None:
         """See `RolloutEngine`."""
         ids = [number for number, response in self._responses.items() if response.request == request]
-        for number in ids:
-            response = self._responses.pop(number)
-            self._deltas.append(Delta(request, response.sibling, (), (), "aborted"))
+        self._deltas += [Delta(request, self._responses.pop(number).sibling, (), (), "aborted") for number in ids]
         self._abort(ids)
 
     def _abort(self, ids: Sequence[int]) -> None:
@@ -335,18 +313,6 @@ def derive_seed(seed: int, sample_id: int, position: int) -> int:
     """Derive the seed of the noise of a response that has `position` tokens: 31 bits, which every engine takes."""
     digest = hashlib.blake2b(f"{seed}/{sample_id}/{position}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _reason(gain: Gain) -> FinishReason | None:
-    match gain.finish_reason:
-        case None:
-            return None
-        case "stop":
-            return "stop"
-        case "length":
-            return "length"
-        case _:
-            raise EngineError(f"the engine has aborted a response by itself: finish reason '{gain.finish_reason}'")
 
 
 def make_probe(num_tokens: int, max_tokens: int) -> list[int]:

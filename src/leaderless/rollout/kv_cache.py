@@ -20,12 +20,9 @@ _allocations = count(1)
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive tokens of a sequence, whose keys and values lie in a slot.
+    """Consecutive tokens of a sequence, whose keys and values lie in a slot of `home`.
 
-    Attributes:
-        length: Number of tokens, including those that the current pass writes.
-        home: Slots of its size.
-        slot: Index of its slot.
+    Its length includes the tokens that the current pass writes.
     """
 
     length: int
@@ -41,12 +38,9 @@ class Slots:
     """
 
     def __init__(self, capacity: int, shapes: dict[int, LayerKeysValues], multiple: int) -> None:
-        """Describe slots; memory is allocated with the first segments, and `allocation` identifies it.
+        """Describe slots, in multiples of a number; memory is allocated later, and `allocation` identifies it.
 
-        Args:
-            capacity: Most tokens of a slot.
-            shapes: Empty tensors by layer, with the heads and the type of keys and values, once they are known.
-            multiple: Divisor of the number of slots.
+        `shapes` has empty tensors by layer, with the heads and the type of keys and values, once they are known.
         """
         self.capacity, self.segments = capacity, list[Segment]()
         self._shapes, self._multiple = shapes, multiple
@@ -61,13 +55,9 @@ class Slots:
         return self._layers[layer]
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store keys and values of tokens.
+        """Store keys and values of tokens, [n, kv_heads, head_dim].
 
-        Args:
-            layer: Number of the layer.
-            places: [n] int64, slot times capacity plus the place in the slot.
-            key: [n, kv_heads, head_dim].
-            value: [n, kv_heads, head_dim].
+        `places` are [n] int64: slot times capacity plus the place in the slot.
         """
         if layer not in self._shapes:
             self._shapes[layer] = key.new_empty(0, *key.shape[1:]), value.new_empty(0, *value.shape[1:])
@@ -117,10 +107,9 @@ class Slots:
                 tensor[:, : old.shape[1]] = old
 
     def _room(self, layer: int) -> LayerKeysValues:
-        (_, heads, width), (_, _, value_width) = (tensor.shape for tensor in self._shapes[layer])
         keys, values = self._shapes[layer]
-        size = (heads, self._num_slots, self.capacity)
-        return keys.new_zeros(*size, width), values.new_zeros(*size, value_width)
+        size = (keys.shape[1], self._num_slots, self.capacity)
+        return keys.new_zeros(*size, keys.shape[2]), values.new_zeros(*size, values.shape[2])
 
 
 class SegmentStore:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,9 @@ Forward = Callable[[Tensor, Tensor, Attention, Tensor], Tensor]
 
 
 def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
-    """Choose the fastest way through a model, for passes without a gradient.
+    """Choose the fastest way through a model with whole weights, for passes without a gradient.
 
-    Args:
-        model: Model with whole weights.
-        enable_compile: Whether to compile the parts between attentions of known families.
-
-    Returns:
-        The model itself, unless its family is known, and its attention has no window and rotates whole heads.
+    That is the model itself, unless its family is known, and its attention has no window and rotates whole heads.
     """
     config = model.model.config
     if config.model_type not in FAMILIES:
@@ -47,24 +42,12 @@ def forward_of(model: CausalLM, *, enable_compile: bool) -> Forward:
     return cast("Forward", model) if has_window or turned != head_dim else LeanForward(model, enable_compile)
 
 
-class Projected(NamedTuple):
-    """Queries, keys and values of a layer, [T, heads, head_dim] each."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
 class LeanForward:
     """A pass through a decoder of a known family."""
 
     def __init__(self, model: CausalLM, enable_compile: bool) -> None:
-        """Use the modules of a model of one of `FAMILIES`."""
         self._model = model
-        self._project, self._finish = project, finish
-        if enable_compile:
-            self._project = _compiled(project)
-            self._finish = _compiled(finish)
+        self._project, self._finish = (_compiled(project), _compiled(finish)) if enable_compile else (project, finish)
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
         """See `Forward`."""
@@ -82,14 +65,10 @@ class LeanForward:
         return linear_in_float32(hidden, head.weight, head.bias)
 
 
-def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Projected:
-    """Compute the first half of a layer.
+def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the queries, keys and values of a layer, [T, heads, head_dim] each.
 
-    Args:
-        layer: Layer of a known family.
-        hidden: [T, hidden_size].
-        cosine: [T, 1, head_dim].
-        sine: [T, 1, head_dim], negated in the first half.
+    `hidden` is [T, hidden_size]; cosines and sines are [T, 1, head_dim], and sines are negated in the first half.
     """
     attention = cast("nn.Module", layer.self_attn)
     normed = normalize(cast("nn.Module", layer.input_layernorm), hidden)
@@ -101,20 +80,11 @@ def project(layer: nn.Module, hidden: Tensor, cosine: Tensor, sine: Tensor) -> P
     query_norm = cast("nn.Module | None", getattr(attention, "q_norm", None))
     if query_norm is not None:
         query, key = normalize(query_norm, query), normalize(cast("nn.Module", attention.k_norm), key)
-    return Projected(_turn(query, cosine, sine), _turn(key, cosine, sine), value)
+    return _turn(query, cosine, sine), _turn(key, cosine, sine), value
 
 
 def finish(layer: nn.Module, hidden: Tensor, attended: Tensor) -> Tensor:
-    """Compute the second half of a layer.
-
-    Args:
-        layer: Layer of a known family.
-        hidden: [T, hidden_size], input of the layer.
-        attended: [T, query_heads, head_dim].
-
-    Returns:
-        [T, hidden_size].
-    """
+    """Compute the output of a layer, [T, hidden_size], from its input and [T, query_heads, head_dim] of attention."""
     output, mlp = cast("tuple[nn.Module, nn.Module]", (cast("nn.Module", layer.self_attn).o_proj, layer.mlp))
     hidden = hidden + multiply(output, attended.flatten(1))
     return hidden + feed_forward(mlp, normalize(cast("nn.Module", layer.post_attention_layernorm), hidden))
@@ -136,10 +106,7 @@ def multiply(linear: nn.Module, values: Tensor) -> Tensor:
 
 
 def normalize(norm: nn.Module, values: Tensor) -> Tensor:
-    """Apply a root-mean-square norm to [..., size].
-
-    In float32 that is one call, else the steps of the module, which round in between.
-    """
+    """Apply a root-mean-square norm: in float32 by one call, else by the module, which rounds between its steps."""
     weight = cast("Tensor", norm.weight)
     if values.dtype == weight.dtype == torch.float32:
         return torch.nn.functional.rms_norm(values, weight.shape, weight, cast("float", norm.variance_epsilon))

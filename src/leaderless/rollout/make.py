@@ -36,13 +36,7 @@ CPU_BLOCK_TOKENS = 128
 class Surroundings:
     """The rank on which an engine is made.
 
-    Attributes:
-        rank: Number of the rank.
-        world_size: Number of ranks.
-        device: Device of the rank.
-        logs: Folder for the output of engines.
-        report: Function that reports something to the user.
-        beat: Function to call after each piece of work, as a sign of life.
+    The output of engines goes to `logs`, what the user should know to `report`; `beat` is called as a sign of life.
     """
 
     rank: int
@@ -72,10 +66,8 @@ def make_engine(
     if name == "native":
         return NativeEngine(model, tokenizer, ends, rollout.max_sequences, around.device)
     max_tokens = max(max_tokens, LEAST_TOKENS)
-    settings = _settings(rollout, config, max_tokens, around)
-    title = {"vllm": "vLLM", "sglang": "SGLang"}[name]
-    driver = _driver(name, rollout, settings, role, around)
-    probe = make_probe(len(tokenizer), max_tokens)
+    driver = _driver(name, rollout, _settings(rollout, config, max_tokens, around), role, around)
+    title, probe = {"vllm": "vLLM", "sglang": "SGLang"}[name], make_probe(len(tokenizer), max_tokens)
     tolerance = PROBE_TOLERANCE[config.compute_dtype]
     return ExternalEngine(title, driver, tokenizer, ends, probe, tolerance, around.device, around.report)
 
@@ -126,6 +118,5 @@ def _driver(name: EngineName, rollout: RolloutConfig, settings: Settings, role: 
     log = around.logs / f"{name}-{role}-rank-{around.rank}.log"
     title = f"rank {around.rank}: the {name} server of role '{role}'"
     server = ChildServer(title, log, external.start_timeout_s, external.answer_timeout_s, around.beat)
-    if name == "sglang":
-        return SglangServer(python, settings, around.device, server)
-    return VllmServer(python, settings, around.device, server)
+    kind = SglangServer if name == "sglang" else VllmServer
+    return kind(python, settings, around.device, server)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
 from leaderless.rollout.cuda_graphs import DecodeGraphs
-from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams
+from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
 from leaderless.rollout.kv_cache import Segment, SegmentStore
 from leaderless.rollout.lean_forward import forward_of
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
@@ -27,7 +28,6 @@ from leaderless.rollout.segment_attention import (
     SharedPrompts,
     round_up,
 )
-from leaderless.rollout.stop_texts import has_stopped
 from leaderless.training.engine import TrainEngine
 
 PREFILL_TOKENS = 8192
@@ -39,39 +39,19 @@ COARSE = Rounding(rows=16, tokens=64)
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt, and the responses that continue it.
-
-    Attributes:
-        tokens: Tokens of the prompt, followed by those with which a response was resumed.
-        waiting: Responses that are not decoded yet.
-        num_left: Number of responses that have not ended.
-        is_shared: Whether several responses attend to its segment; a single response extends the segment itself.
-        segment: Keys and values; None until the prompt has been read.
-        logits: [vocabulary] float32, for the first token.
-    """
+    """A prompt with the tokens from which a response is resumed, and the responses that continue it."""
 
     tokens: tuple[int, ...]
     waiting: deque[_Sequence] = field(default_factory=deque)
-    num_left: int = 0
-    is_shared: bool = False
-    segment: Segment | None = None
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    num_left: int = 0  # responses that have not ended
+    is_shared: bool = False  # several responses attend to its segment; a single response extends the segment itself
+    segment: Segment | None = None  # None until the prompt has been read
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary] float32, for the first token
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """A response that is being decoded, or is waiting.
-
-    Attributes:
-        request: Number that `submit` returned.
-        sibling: Index of the response in the request.
-        sample_id: Number that determines the noise.
-        completion: Tokens so far, including those with which the response was resumed.
-        params: Sampling parameters.
-        prompt: Prompt of the response.
-        segment: Keys and values of its own tokens; None while it is waiting.
-        num_tokens: Number of tokens of the prompt and the response.
-    """
+    """A response that is waiting, or is being decoded and has a segment; `num_tokens` counts its prompt, too."""
 
     request: int
     sibling: int
@@ -86,16 +66,8 @@ class _Sequence:
         self.num_tokens = len(self.prompt.tokens)
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """Rows with the same sampling settings, which are drawn together.
-
-    Attributes:
-        seed: Seed of the noise.
-        distribution: Sampling settings.
-        rows: Indices of the rows of the logits.
-        sample_ids: [n] int64.
-    """
+class _Draw(NamedTuple):
+    """Rows of the logits with the same sampling settings, which are drawn together; `sample_ids` is [n] int64."""
 
     seed: int
     distribution: SamplingConfig
@@ -103,19 +75,11 @@ class _Draw:
     sample_ids: Tensor
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Everything that stays the same from pass to pass until responses come, go or move.
+class _Rows(NamedTuple):
+    """Everything that stays the same from pass to pass until responses come, go or move."""
 
-    Attributes:
-        sequences: Response of each row, in the order of the segments; None for rows that only fill up a shape.
-        real: [n] int64, rows with responses.
-        shared: Attention to shared prompts; None if there are none.
-        draws: Rows by their sampling settings.
-    """
-
-    sequences: list[_Sequence | None]
-    real: Tensor
+    sequences: list[_Sequence | None]  # in the order of the segments; None for rows that only fill up a shape
+    real: Tensor  # [n] int64, rows with responses
     shared: SharedPrompts | None
     draws: list[_Draw]
 
@@ -137,16 +101,7 @@ class NativeEngine:
         device: torch.device,
         rounding: Rounding | None = None,
     ) -> None:
-        """Use a module that has its whole weights while responses are sampled.
-
-        Args:
-            model: Module of the trainer.
-            tokenizer: Tokenizer for stop texts.
-            end_tokens: Tokens that end a response.
-            max_sequences: Most responses that are decoded at the same time.
-            device: Device of the module.
-            rounding: Rounding of the shapes of passes; by default what suits the device.
-        """
+        """Decode at most `max_sequences` responses at a time; the shapes of passes are rounded as suits the device."""
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
         self._pass = forward_of(model, enable_compile=device.type == "cuda")
@@ -179,16 +134,15 @@ class NativeEngine:
     def submit(self, request: Request, params: SamplingParams) -> int:
         """See `RolloutEngine`."""
         self._num_requests += 1
-        number, prompt = self._num_requests, tuple(request.prompt)
+        number = self._num_requests
         for sibling, (sample_id, completion) in enumerate(zip(request.sample_ids, request.begin(), strict=True)):
-            sequence = _Sequence(number, sibling, sample_id, completion, params, _Prompt((*prompt, *completion.tokens)))
             if len(completion.tokens) >= params.max_tokens:
-                self._deltas.append(_ended(sequence, "length"))
+                self._deltas.append(Delta(number, sibling, (), (), "length"))
                 continue
-            # Other requests may have the same prompt.
-            sequence.prompt = self._unread.setdefault(sequence.prompt.tokens, sequence.prompt)
-            sequence.prompt.waiting.append(sequence)
-            sequence.prompt.num_left += 1
+            tokens = (*request.prompt, *completion.tokens)
+            prompt = self._unread.setdefault(tokens, _Prompt(tokens))  # other requests may have the same prompt
+            prompt.waiting.append(_Sequence(number, sibling, sample_id, completion, params, prompt))
+            prompt.num_left += 1
         return number
 
     def abort(self, request: int) -> None:
@@ -196,14 +150,14 @@ class NativeEngine:
         for prompt in [*self._unread.values(), *self._read]:
             for sequence in [s for s in prompt.waiting if s.request == request]:
                 prompt.waiting.remove(sequence)
-                self._end(sequence, "aborted")
+                self._abort(sequence)
         self._unread = {tokens: prompt for tokens, prompt in self._unread.items() if prompt.waiting}
         self._read = deque(prompt for prompt in self._read if prompt.waiting)
         for sequence in [s for s in self._active.values() if s.request == request]:
-            self._end(sequence, "aborted")
+            self._abort(sequence)
 
-    def _end(self, sequence: _Sequence, reason: FinishReason) -> None:
-        self._deltas.append(_ended(sequence, reason))
+    def _abort(self, sequence: _Sequence) -> None:
+        self._deltas.append(Delta(sequence.request, sequence.sibling, (), (), "aborted"))
         self._release(sequence)
 
     def _release(self, sequence: _Sequence) -> None:
@@ -275,11 +229,8 @@ class NativeEngine:
             prompt.is_shared = prompt.num_left > 1
             store, room = (self._prompts, 0) if prompt.is_shared else (self._responses, 1)
             prompt.segment = store.add(len(prompt.tokens), room)
-        begin = 0
-        longest = max(len(prompt.tokens) for prompt in taken)
-        while begin < longest:
+        for begin in range(0, max(len(prompt.tokens) for prompt in taken), PREFILL_TOKENS):
             logits = self._read_parts(taken, begin)
-            begin += PREFILL_TOKENS
         for prompt, row in zip(taken, logits, strict=True):
             prompt.logits = row
         self._read += taken
@@ -287,7 +238,8 @@ class NativeEngine:
     def _read_parts(self, prompts: Sequence[_Prompt], begin: int) -> Tensor:
         """Read prompts from some token on in one pass; return logits of their last tokens, [n, vocabulary] float32."""
         read = [prompt.tokens[begin : begin + PREFILL_TOKENS] for prompt in prompts]
-        parts = [PromptPart(_segment(prompt), begin, len(tokens)) for prompt, tokens in zip(prompts, read, strict=True)]
+        segments = [prompt.segment for prompt in prompts if prompt.segment is not None]
+        parts = [PromptPart(segment, begin, len(tokens)) for segment, tokens in zip(segments, read, strict=True)]
         positions = torch.cat([torch.arange(begin, begin + part.count) for part in parts])
         last = torch.tensor([part.count for part in parts]).cumsum(0) - 1
         flat = torch.tensor([token for tokens in read for token in tokens])
@@ -363,12 +315,3 @@ class NativeEngine:
         if tokens[-1] in self.end_tokens or has_stopped(tokens, params.stop, self.tokenizer):
             return "stop"
         return "length" if len(tokens) >= params.max_tokens else None
-
-
-def _segment(prompt: _Prompt) -> Segment:
-    assert prompt.segment is not None
-    return prompt.segment
-
-
-def _ended(sequence: _Sequence, reason: FinishReason) -> Delta:
-    return Delta(sequence.request, sequence.sibling, (), (), reason)

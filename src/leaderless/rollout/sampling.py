@@ -16,7 +16,7 @@ CHUNK = 256
 
 
 def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Compute a number between 0 and 1 for each token from seed, sample and position.
+    """Compute a number for each token from seed, sample and position, [n] float64, at least 0 and below 1.
 
     However samples are spread over ranks, batches and decoding steps, the same token gets the same number.
 
@@ -24,9 +24,6 @@ def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
         seed: Seed of the run.
         sample_ids: [n] int64.
         positions: [n] int64, place of the token in its response, from 0.
-
-    Returns:
-        [n] float64, at least 0 and below 1.
     """
     # These are many steps on few numbers, for which NumPy has the least overhead.
     ids, places = (values.cpu().numpy().view(np.uint64) for values in (sample_ids, positions))
@@ -105,14 +102,8 @@ def truncate(logits: Tensor, distribution: SamplingConfig) -> Tensor:
 
     `top_k` keeps the likeliest k, then `top_p` the smallest set of the rest that reaches its probability (Holtzman et
     al., arXiv 1904.09751), then `min_p` tokens at least as likely as that fraction of the likeliest (arXiv 2407.01082).
-    The likeliest token always stays.
-
-    Args:
-        logits: [n, vocabulary], already divided by the temperature.
-        distribution: Sampling settings.
-
-    Returns:
-        [n, vocabulary] with minus infinity for removed tokens.
+    The likeliest token always stays. Logits, [n, vocabulary], are divided by the temperature before; those of removed
+    tokens become minus infinity.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if 0 < distribution.top_k < logits.shape[-1]:

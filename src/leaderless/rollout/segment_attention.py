@@ -20,13 +20,7 @@ QUERY_BLOCK = 1024
 
 @dataclass(frozen=True)
 class PromptPart:
-    """The tokens of a prompt that one pass reads.
-
-    Attributes:
-        segment: Segment of the prompt.
-        begin: Number of tokens that earlier passes have read.
-        count: Number of tokens that this pass reads.
-    """
+    """The `count` tokens of a prompt that one pass reads, after `begin` tokens that earlier passes have read."""
 
     segment: Segment
     begin: int
@@ -76,9 +70,8 @@ class PrefillAttention(PackedAttention):
 class Rounding(NamedTuple):
     """Multiples to which sizes are rounded up, so that passes of the same shapes recur.
 
-    Attributes:
-        rows: Multiple for numbers of responses and prompts; above 1, numbers of siblings become powers of two.
-        tokens: Multiple for the length of the longest segment.
+    `rows` is for numbers of responses and prompts, and above 1 numbers of siblings become powers of two; `tokens` is
+    for the length of the longest segment.
     """
 
     rows: int
@@ -94,37 +87,22 @@ def round_up(value: int, multiple: int) -> int:
 class _Tier:
     """Segments in slots of one size, which are attended to in one call.
 
-    Attributes:
-        slots: Slots of the segments, from the first on.
-        count: Number of slots; the last ones may be empty, and their results are not used.
-        longest: Tokens of the longest segment.
-        indices: Responses: [count] int64, places where the new tokens are written. Prompts: [count * width] int64, rows
-            that attend to each prompt.
-        mask: [1, count, 1, longest], minus infinity behind the end of a segment; None if all are of one length.
+    `indices` are [count] int64 places where the new tokens of responses are written, or [count * width] int64 rows that
+    attend to each prompt.
     """
 
     slots: Slots
-    count: int
+    count: int  # of slots from the first on; the last ones may be empty, and their results are not used
     longest: int
     indices: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # [1, count, 1, longest], minus infinity behind a segment; None if all are of one length
 
     def signature(self) -> tuple[int, ...]:
-        """List everything that a recorded pass depends on besides the values of its tensors."""
         sizes = (self.slots.capacity, self.slots.allocation, self.count, self.longest, len(self.indices))
         return (*sizes, self.mask is None)
 
-    def tensors(self) -> list[Tensor]:
-        """List the tensors that are copied into a recorded pass."""
-        return [self.indices] if self.mask is None else [self.indices, self.mask]
-
     def attend(self, layer: int, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Attend to each segment with some queries.
-
-        Args:
-            layer: Number of the layer.
-            query: [count, queries, query_heads, head_dim].
-            scale: Factor of the dot products.
+        """Attend to each segment with queries, [count, queries, query_heads, head_dim].
 
         Returns:
             [count * queries, query_heads, head_dim] results, and [count * queries, query_heads] normalizers: logarithms
@@ -142,7 +120,6 @@ class _Tier:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Results [heads, n, queries, head_dim], and normalizers [heads, n, queries]."""
     if query.device.type == "cpu":
         mask = None if mask is None else mask.to(query.dtype)
         return cast("tuple[Tensor, Tensor]", flash_on_cpu(query, key, value, attn_mask=mask, scale=scale))
@@ -155,14 +132,8 @@ def attend_in_float32(
     """Attend with scores in at least float32, as fused kernels do.
 
     Some models have biases of keys that make scores large. Rounded to bfloat16, these scores would be off by more than
-    the differences between tokens.
-
-    Args:
-        query: [heads, n, queries, head_dim].
-        key: [heads, n, keys, head_dim].
-        value: [heads, n, keys, head_dim].
-        mask: [1, n, 1, keys], added to the scores.
-        scale: Factor of the dot products.
+    the differences between tokens. Queries, keys and values are [heads, n, tokens, head_dim]; a mask, [1, n, 1, keys],
+    is added to the scores.
 
     Returns:
         [heads, n, queries, head_dim] results, and [heads, n, queries] normalizers.
@@ -174,11 +145,14 @@ def attend_in_float32(
     return (scores - normalizer.unsqueeze(-1)).exp().to(value.dtype) @ value, normalizer
 
 
-def _mask(lengths: Sequence[int], longest: int, device: torch.device) -> Tensor:
-    """0 within a segment, minus infinity behind it; an empty segment counts as one token, whose result is not used."""
-    ends = torch.tensor(lengths, device=device).clamp(min=1)
-    is_behind = torch.arange(longest, device=device)[None, :] >= ends[:, None]
-    return torch.zeros(is_behind.shape, device=device).masked_fill_(is_behind, -torch.inf)[None, :, None, :]
+def _plan(slots: Slots, lengths: Sequence[int], indices: Tensor, rounding: Rounding, device: torch.device) -> _Tier:
+    """Plan the call for segments of some lengths; an empty one counts as a token, whose result is not used."""
+    longest, mask = min(round_up(max(lengths), rounding.tokens), slots.capacity), None
+    if rounding.rows > 1 or min(lengths) < longest:
+        ends = torch.tensor(lengths, device=device).clamp(min=1)
+        is_behind = torch.arange(longest, device=device)[None, :] >= ends[:, None]
+        mask = torch.zeros(is_behind.shape, device=device).masked_fill_(is_behind, -torch.inf)[None, :, None, :]
+    return _Tier(slots, len(lengths), longest, indices.to(device), mask)
 
 
 class SharedPrompts:
@@ -189,11 +163,7 @@ class SharedPrompts:
     ) -> None:
         """Plan the calls, which stay the same until responses come or go.
 
-        Args:
-            store: Segments of the prompts.
-            prompts: Prompt of each row of the pass; None if the prompt is in the row's own segment.
-            rounding: Rounding of shapes.
-            device: Device of the pass.
+        Each row of the pass has a prompt in the store, or None if the prompt is in the row's own segment.
         """
         readers: dict[Segment, list[int]] = {}
         for row, prompt in enumerate(prompts):
@@ -210,56 +180,31 @@ class SharedPrompts:
                 rows[number, : len(group)] = torch.tensor(group, dtype=torch.int64)
                 self.place[group] = offset + number * width + torch.arange(len(group))
             lengths = [segment.length for segment in slots.segments] + [0] * (count - len(groups))
-            longest = min(round_up(max(lengths), rounding.tokens), slots.capacity)
-            mask = None if rounding.rows == 1 and min(lengths) == longest else _mask(lengths, longest, device)
-            self.tiers.append(_Tier(slots, count, longest, rows.flatten().to(device), mask))
+            self.tiers.append(_plan(slots, lengths, rows.flatten(), rounding, device))
             offset += count * width
         in_order = torch.arange(len(prompts))
         # Until a response ends, it lies next to its siblings, and no row has to be moved.
-        self._is_in_order = (
+        self.is_in_order = (
             rounding.rows == 1
             and len(self.tiers) == 1
-            and all(
-                len(order) == len(prompts) and torch.equal(order.cpu(), in_order)
-                for order in (self.place, self.tiers[0].indices)
-            )
+            and torch.equal(self.place, in_order)
+            and torch.equal(self.tiers[0].indices.cpu(), in_order)
         )
         self.place = self.place.to(device)
         is_read = torch.tensor([prompt is not None for prompt in prompts])
         self.is_read = None if bool(is_read.all()) else is_read.float()[:, None].to(device)
 
-    def signature(self) -> tuple[int, ...]:
-        """List everything that a recorded pass depends on besides the values of its tensors."""
-        return (
-            self.is_read is None,
-            self._is_in_order,
-            *(number for tier in self.tiers for number in tier.signature()),
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """List the tensors that are copied into a recorded pass."""
-        others = [self.place] if self.is_read is None else [self.place, self.is_read]
-        return [*others, *(tensor for tier in self.tiers for tensor in tier.tensors())]
-
     def merge(self, layer: int, query: Tensor, output: Tensor, normalizer: Tensor, scale: float) -> Tensor:
         """Combine attention to own tokens with attention to prompts, each weighted by its share of the exponentials.
 
-        Args:
-            layer: Number of the layer.
-            query: [n, query_heads, head_dim].
-            output: [n, query_heads, head_dim], result of the attention to own tokens.
-            normalizer: [n, query_heads], its normalizers.
-            scale: Factor of the dot products.
-
-        Returns:
-            [n, query_heads, head_dim].
+        Queries and outputs are [n, query_heads, head_dim], normalizers [n, query_heads].
         """
         results: list[tuple[Tensor, Tensor]] = []
         for tier in self.tiers:
-            readers = query if self._is_in_order else query.index_select(0, tier.indices)
+            readers = query if self.is_in_order else query.index_select(0, tier.indices)
             results.append(tier.attend(layer, readers.reshape(tier.count, -1, *query.shape[1:]), scale))
         other, other_normalizer = _joined(results)
-        if not self._is_in_order:
+        if not self.is_in_order:
             other, other_normalizer = (t.index_select(0, self.place) for t in (other, other_normalizer))
         share = (other_normalizer - normalizer).sigmoid_().unsqueeze(2)
         if self.is_read is not None:
@@ -283,40 +228,36 @@ class DecodeAttention:
     def __init__(
         self, store: SegmentStore, shared: SharedPrompts | None, longest: int, rounding: Rounding, device: torch.device
     ) -> None:
-        """Prepare a pass.
+        """Prepare a pass over a store with room for one more token in each segment.
 
-        Args:
-            store: Segments of the responses; each has room for one more token.
-            shared: Prompts that are not in these segments; None if all of them are.
-            longest: Tokens of the longest sequence, including its prompt.
-            rounding: Rounding of shapes.
-            device: Device of the pass.
+        `longest` counts the tokens of the longest sequence with its prompt; `shared` are prompts outside of the store.
         """
         self.shared, self.longest = shared, longest
         self._tiers: list[_Tier] = []
         for slots in store:
-            count = round_up(len(slots.segments), rounding.rows)
-            lengths = [segment.length for segment in slots.segments] + [0] * (count - len(slots.segments))
-            most = min(round_up(max(lengths) + 1, rounding.tokens), slots.capacity)
-            ends = [length + 1 for length in lengths]
-            mask = None if rounding.rows == 1 and min(ends) == most else _mask(ends, most, device)
-            places = torch.tensor([slot * slots.capacity + length for slot, length in enumerate(lengths)])
-            self._tiers.append(_Tier(slots, count, most, places.to(device), mask))
+            ends = [segment.length + 1 for segment in slots.segments]
+            ends += [1] * (round_up(len(ends), rounding.rows) - len(ends))
+            places = torch.tensor([slot * slots.capacity + end - 1 for slot, end in enumerate(ends)])
+            self._tiers.append(_plan(slots, ends, places, rounding, device))
+
+    @property
+    def _all_tiers(self) -> list[_Tier]:
+        return self._tiers if self.shared is None else [*self._tiers, *self.shared.tiers]
 
     def signature(self) -> tuple[int, ...]:
         """List everything that a recorded pass depends on besides the values of its tensors."""
-        shared = () if self.shared is None else self.shared.signature()
-        return (len(self._tiers), *(number for tier in self._tiers for number in tier.signature()), *shared)
+        shared = () if self.shared is None else (self.shared.is_read is None, self.shared.is_in_order)
+        return (len(self._tiers), *shared, *(number for tier in self._all_tiers for number in tier.signature()))
 
     def allocations(self) -> frozenset[int]:
         """List the memory of keys and values that a recorded pass continues to read and write."""
-        tiers = self._tiers if self.shared is None else [*self._tiers, *self.shared.tiers]
-        return frozenset(tier.slots.allocation for tier in tiers)
+        return frozenset(tier.slots.allocation for tier in self._all_tiers)
 
     def tensors(self) -> list[Tensor]:
         """List the tensors that are copied into a recorded pass."""
-        shared = [] if self.shared is None else self.shared.tensors()
-        return [*(tensor for tier in self._tiers for tensor in tier.tensors()), *shared]
+        shared = () if self.shared is None else (self.shared.place, self.shared.is_read)
+        tiers = (tensor for tier in self._all_tiers for tensor in (tier.indices, tier.mask))
+        return [tensor for tensor in (*shared, *tiers) if tensor is not None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Attention`."""

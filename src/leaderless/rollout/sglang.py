@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import pickle
 import queue
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from leaderless.config import Json
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
-from leaderless.rollout.child_server import ChildServer, EngineError, bound_command, worker_free_environment
-from leaderless.rollout.weights import LocalStaging, WeightBucket, make_buckets
+from leaderless.rollout.child_server import ChildServer, EngineError, bound_command
+from leaderless.rollout.weights import LocalStaging, make_buckets
 
 START = (
     "import runpy\n"
@@ -47,8 +46,7 @@ class SglangServer:
     def start(self) -> None:
         """See `Driver`."""
         self._server.prepare()
-        command = bound_command(self._python, START, *self._arguments())
-        self._server.start(command, worker_free_environment(), self._server.token, "/health")
+        self._server.start(bound_command(self._python, START, *self._arguments()), self._server.token)
         self.sleep(keep_weights=False)
 
     def _arguments(self) -> list[str]:
@@ -80,32 +78,25 @@ class SglangServer:
 
     def sleep(self, *, keep_weights: bool) -> None:  # noqa: ARG002
         """See `Driver`. SGLang always keeps a copy of the weights in host memory."""
-        self._waiting.clear()
         self._server.call("/abort_request", {"rid": "", "abort_all": True})
         for stream in self._streams:
             stream.join(JOIN_S)
-        self._streams.clear()
-        self._news = queue.SimpleQueue()
+        self._forget()
         self._server.call("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
 
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
         """See `Driver`. SGLang gets CUDA IPC handles of the buckets; on the CPU, their bytes."""
         for bucket in make_buckets(weights, self._settings.torch_dtype, LocalStaging(self._device)):
-            self._update(bucket, policy_version)
-        self._server.call("/flush_cache", {})
-
-    def _update(self, bucket: WeightBucket, policy_version: int) -> None:
-        tensors = [(weight.name, weight.view(bucket.data)) for weight in bucket.weights]
-        answer = self._server.call(
-            "/update_weights_from_tensor",
-            {
+            tensors = [(weight.name, weight.view(bucket.data)) for weight in bucket.weights]
+            body: Json = {
                 "serialized_named_tensors": [_serialize(tensors, self._device)],
                 "flush_cache": False,
                 "weight_version": str(policy_version),
-            },
-        )
-        if not isinstance(answer, Mapping) or answer.get("success") is not True:
-            raise EngineError(f"SGLang has refused {len(tensors)} weights, such as {tensors[0][0]}: {answer}")
+            }
+            answer = self._server.call("/update_weights_from_tensor", body)
+            if not isinstance(answer, Mapping) or answer.get("success") is not True:
+                raise EngineError(f"SGLang has refused {len(tensors)} weights, such as {tensors[0][0]}: {answer}")
+        self._server.call("/flush_cache", {})
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
         """See `Driver`."""
@@ -127,9 +118,8 @@ class SglangServer:
 
     def abort(self, ids: Sequence[int]) -> None:
         """See `Driver`."""
-        given_up = set(ids)
-        sent = given_up - {ask.id for ask in self._waiting}
-        self._waiting = [ask for ask in self._waiting if ask.id not in given_up]
+        sent = set(ids) - {ask.id for ask in self._waiting}
+        self._waiting = [ask for ask in self._waiting if ask.id not in ids]
         for number in sorted(sent):
             self._server.call("/abort_request", {"rid": _name(number)})
 
@@ -171,6 +161,9 @@ class SglangServer:
     def close(self) -> None:
         """See `Driver`."""
         self._server.close()
+        self._forget()
+
+    def _forget(self) -> None:
         self._waiting.clear()
         self._streams.clear()
         self._news = queue.SimpleQueue()
@@ -212,21 +205,14 @@ def _read_gain(answer: Mapping[str, Json], known: dict[int, int]) -> Gain:
     entries = cast("Sequence[Sequence[float]]", info["output_token_logprobs"])[known[number] :]
     known[number] += len(entries)
     finish = cast("Mapping[str, str] | None", info["finish_reason"])
-    return Gain(
-        number,
-        [int(entry[1]) for entry in entries],
-        [entry[0] for entry in entries],
-        finish["type"] if finish else None,
-        int(str(info["weight_version"])),
-    )
+    tokens, log_probs = [int(entry[1]) for entry in entries], [entry[0] for entry in entries]
+    return Gain(number, tokens, log_probs, finish["type"] if finish else None, int(str(info["weight_version"])))
 
 
 def _serialize(tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> str:
     """Pickle tensors, as SGLang's interface wants them: as handles of device memory, or by value on the CPU."""
-    buffer = io.BytesIO()
     if device.type == "cpu":
-        # A view would be pickled with its whole bucket.
-        pickle.Pickler(buffer).dump([(name, tensor.clone()) for name, tensor in tensors])
+        data = pickle.dumps([(name, tensor.clone()) for name, tensor in tensors])  # a view would bring its whole bucket
     else:
-        ForkingPickler(buffer).dump(list(tensors))
-    return base64.b64encode(buffer.getvalue()).decode()
+        data = bytes(ForkingPickler.dumps(list(tensors)))
+    return base64.b64encode(data).decode()

@@ -16,8 +16,8 @@ from leaderless.device import own_device_environment
 from leaderless.rollout import apart
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.apart.vllm_worker import VllmWorker
-from leaderless.rollout.child_server import ChildServer, bound_command, worker_free_environment
-from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, SharedStaging, make_buckets
+from leaderless.rollout.child_server import ChildServer, bound_command
+from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, make_buckets
 
 FOLDER = Path(apart.__file__).parent
 START = (
@@ -35,7 +35,6 @@ class InProcessVllm(VllmWorker):
     """See `Driver`. If vLLM fails, this process fails too."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
-        """Start nothing yet."""
         super().__init__(settings)
         self._device = device
 
@@ -58,8 +57,7 @@ class VllmServer:
         self._server.prepare()
         greeting = {"port": self._server.port, "token": self._server.token, "settings": asdict(self._settings)}
         command = bound_command(self._python, START, str(FOLDER))
-        environment = worker_free_environment() | own_device_environment(self._device)
-        self._server.start(command, environment, json.dumps(greeting), "/health")
+        self._server.start(command, json.dumps(greeting), own_device_environment(self._device))
 
     def wake(self) -> None:
         """See `Driver`."""
@@ -71,8 +69,7 @@ class VllmServer:
 
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
         """See `Driver`. Weights are packed in memory that both processes see: of the device, or of the host."""
-        is_cuda = self._device.type == "cuda"
-        staging: SharedStaging = CudaStaging(self._device) if is_cuda else HostStaging()
+        staging = CudaStaging(self._device) if self._device.type == "cuda" else HostStaging()
         try:
             for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
                 packed: Json = [asdict(weight) for weight in bucket.weights]

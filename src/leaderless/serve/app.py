@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jinja2 import TemplateError
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -35,12 +35,9 @@ AnyComposer = CompletionComposer | ChatComposer
 
 
 def make_app(served: Served, host: EngineHost, token: str | None) -> Starlette:
-    """Make the web application.
+    """Make the web application of a model whose engine has a host.
 
-    Args:
-        served: Model to serve.
-        host: Host of its engine.
-        token: Token that clients have to send; without one, only programs on this machine are answered.
+    Clients have to send the token; without one, only programs on this machine are answered.
     """
     api = Api(served, host)
     routes = [
@@ -61,12 +58,6 @@ class Api:
     """Answers requests; all methods run in one event loop."""
 
     def __init__(self, served: Served, host: EngineHost) -> None:
-        """Prepare to answer with a model.
-
-        Args:
-            served: Model to serve.
-            host: Host of its engine.
-        """
         self._served, self._host, self._created = served, host, int(time.time())
         # A tokenizer may not be used by two threads at once. The engine's thread uses the model's own; a long prompt is
         # encoded in another thread, so that other responses continue.
@@ -75,7 +66,7 @@ class Api:
 
     async def health(self, request: HttpRequest) -> Response:  # noqa: ARG002
         """Report whether requests are answered."""
-        if self._host.is_ending:
+        if self._host.is_stopping:
             raise ApiError(503, "the engine has ended")
         return JSONResponse({"status": "ok"})
 
@@ -103,14 +94,8 @@ class Api:
         return await self._answer(request, ChatComposer(question, prompts, self._tokenizer), params)
 
     def _model(self) -> Json:
-        name, longest = self._served.name, self._served.max_context
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "leaderless",
-            "max_model_len": longest,
-        }
+        fixed: dict[str, Json] = {"object": "model", "created": self._created, "owned_by": "leaderless"}
+        return {"id": self._served.name, **fixed, "max_model_len": self._served.max_context}
 
     def _check_model(self, name: str) -> None:
         if name != self._served.name:
@@ -129,8 +114,7 @@ class Api:
 
     def _encode_chat(self, question: ChatQuestion) -> list[list[int]]:
         if self._encoder.chat_template is None:
-            message = "the model's tokenizer has no chat template: use /v1/completions"
-            raise ApiError(400, message, "messages")
+            raise ApiError(400, "the model's tokenizer has no chat template: use /v1/completions", "messages")
         messages = [message.to_json() for message in question.messages]
         try:
             text = self._encoder.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -192,7 +176,7 @@ class Api:
             await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
                 return Response(status_code=499)  # never read
-            return Response(composer.whole(collecting.result()).to_json(), media_type="application/json")
+            return Response(_serialized(composer.whole(collecting.result())), media_type="application/json")
         finally:
             collecting.cancel()
             watching.cancel()
@@ -213,36 +197,36 @@ class _EventStream(StreamingResponse):
         finally:
             self._host.drop(self._ticket)
 
-    async def _events(self) -> AsyncIterator[str]:
+    async def _events(self) -> AsyncIterator[bytes]:
         composer = self._composer
         for reply in composer.first_chunks():
-            yield _event(reply.to_json())
+            yield _event(reply)
         try:
             async for delta in self._ticket.deltas():
                 part = composer.take(delta)
                 if composer.has_content(part):
-                    yield _event(composer.chunk(part).to_json())
+                    yield _event(composer.chunk(part))
         except ApiError as error:
-            yield _event(json.dumps(error.to_json()))
+            yield _event(error.to_json())
             return
         for reply in composer.last_chunks():
-            yield _event(reply.to_json())
-        yield _event("[DONE]")
+            yield _event(reply)
+        yield b"data: [DONE]\n\n"
 
 
-def _event(data: str) -> str:
-    return f"data: {data}\n\n"
+def _event(reply: Json) -> bytes:
+    return b"data: " + _serialized(reply) + b"\n\n"
+
+
+def _serialized(reply: Json) -> bytes:
+    return to_json(reply, inf_nan_mode="null")  # JSON has no other name for the log-probability of a broken model
 
 
 def sample_ids(seed: int, count: int) -> range:
-    """Choose the ids that key the sampling noise of a request's responses.
+    """Choose ids for the responses to a request, in the order of their choices; they key the sampling noise.
 
     The seed of the request is part of the ids, while the engine has one seed for all requests: the native engine draws
     tokens together if only the ids differ.
-
-    Args:
-        seed: Seed of the request.
-        count: Number of responses, in the order of their choices.
     """
     first = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:7])
     return range(first, first + count)

@@ -10,11 +10,7 @@ STOPPING = "the server is stopping: ask again when it is back"
 class ApiError(Exception):
     """A request that cannot be answered.
 
-    Attributes:
-        status: Status code of the HTTP response.
-        message: Message with the value, the rule and the remedy.
-        param: Name of the field that is wrong, if one is.
-        code: Error code for programs, if the status does not say it all.
+    `param` is the field that is wrong, if one is; `code` is for programs, where the HTTP status does not say it all.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:

@@ -22,12 +22,6 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
-        """Guard an application.
-
-        Args:
-            app: Application that answers.
-            token: Token of the clients; see `make_app`.
-        """
         self._app, self._token = app, None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,10 +56,6 @@ def _is_this_machine(name: str) -> bool:
 
 
 def to_response(error: ApiError) -> Response:
-    """Turn an error into a response.
-
-    Args:
-        error: Error to send to the client.
-    """
+    """Turn an error into a response."""
     headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
     return JSONResponse(error.to_json(), error.status, headers)

@@ -21,17 +21,13 @@ TOO_MUCH = "out of memory: ask for fewer tokens, or start the server with a lowe
 
 @dataclass(eq=False)
 class Ticket:
-    """The prompts of one request.
-
-    Attributes:
-        num_left: Number of unfinished responses.
-        arrived: New tokens of each step, or an error at the end.
-        is_dropped: Whether the client no longer waits for the responses.
-    """
+    """The prompts of one request, and their unfinished responses."""
 
     num_left: int
     arrived: asyncio.Queue[Sequence[Delta] | Exception] = field(default_factory=asyncio.Queue)
+    """New tokens of each step, or an error at the end."""
     is_dropped: bool = False
+    """Whether the client no longer waits for the responses."""
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Iterate over new tokens until all responses have ended; `request` is the index of the prompt.
@@ -65,16 +61,11 @@ class EngineHost:
     """
 
     def __init__(self, engine: RolloutEngine, trainer: TrainEngine) -> None:
-        """Prepare the thread without starting it.
-
-        Args:
-            engine: Engine that generates.
-            trainer: Train engine that holds the weights.
-        """
         self._engine, self._trainer = engine, trainer
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._under_way: dict[int, _UnderWay] = {}
-        self._is_stopping = False
+        self.is_stopping = False
+        """Whether requests are no longer answered."""
         self._asking = threading.Lock()
         """Held so that no order is lost while the thread ends."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -102,64 +93,46 @@ class EngineHost:
     async def begun(self) -> bool:
         """Wait until the engine has its weights, which may take long; returns False if it stopped instead."""
         await self._begun.wait()
-        return not self._is_stopping
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether requests are no longer answered."""
-        return self._is_stopping
+        return not self.is_stopping
 
     def ask(self, requests: Sequence[Request], params: SamplingParams) -> Ticket:
-        """Submit prompts.
-
-        Args:
-            requests: Prompts with the sample ids of their responses.
-            params: Sampling parameters.
-
-        Raises:
-            ApiError: The thread is ending.
-        """
+        """Submit prompts, or raise `ApiError` if the thread is ending."""
         ticket = Ticket(sum(len(request.sample_ids) for request in requests))
         with self._asking:
-            if self._is_stopping:
+            if self.is_stopping:
                 raise ApiError(503, STOPPING)
             self._orders.put(lambda: self._submit(ticket, requests, params))
         return ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """Cancel the unfinished responses of a request.
-
-        Args:
-            ticket: Result of `ask`.
-        """
+        """Cancel the unfinished responses of a request."""
         if ticket.num_left:
             ticket.is_dropped = True
             self._orders.put(lambda: self._abort(ticket))
 
     def stop(self) -> None:
         """Cancel all responses, and end the thread."""
-        self._is_stopping = True
+        self.is_stopping = True
         self._orders.put(lambda: None)
 
     def _run(self) -> None:
         try:
             with self._engine.serving(self._trainer):
                 self._loop.call_soon_threadsafe(self._begun.set)
-                while not self._is_stopping:
+                while not self.is_stopping:
                     self._take_orders()
                     self._step()
         except BaseException as failure:  # noqa: BLE001 - the end of the thread; `__exit__` raises it
             self._last_error = ApiError(500, f"the engine has failed: {failure}")
             with self._asking:
-                self.failure, self._is_stopping = failure, True
+                self.failure, self.is_stopping = failure, True
         self._loop.call_soon_threadsafe(self._begun.set)
-        while not self._orders.empty():
-            self._orders.get()()
+        self._take_orders()
         self._cancel_all(self._last_error)
 
     def _take_orders(self) -> None:
         """Carry out all orders; wait for one if there is nothing else to do."""
-        while not self._under_way and not self._is_stopping:
+        while not self._under_way and not self.is_stopping:
             self._orders.get()()
         while not self._orders.empty():
             self._orders.get()()
@@ -178,7 +151,7 @@ class EngineHost:
             self._pass_on(deltas)
 
     def _submit(self, ticket: Ticket, requests: Sequence[Request], params: SamplingParams) -> None:
-        if self._is_stopping:
+        if self.is_stopping:
             self._send([(ticket, self._last_error)])
             return
         for place, request in enumerate(requests):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self, cast
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -60,17 +60,8 @@ class Source:
         max_sequences: int | None,
         engine_python: str | None,
     ) -> Self:
-        """Apply the options of a user, each if it is given.
-
-        Args:
-            name: Name of the model for clients.
-            compute_dtype: Setting of `ModelConfig`.
-            max_sequences: Setting of `RolloutConfig`.
-            engine_python: Setting `python` of `ExternalConfig`.
-        """
-        config = (
-            self.config if compute_dtype is None else self.config.model_copy(update={"compute_dtype": compute_dtype})
-        )
+        """Apply the options of a user, each if it is given."""
+        config = self.config.model_copy(update={"compute_dtype": compute_dtype or self.config.compute_dtype})
         rollout: dict[str, object] = {} if max_sequences is None else {"max_sequences": max_sequences}
         if engine_python is not None:
             rollout["external"] = self.rollout.external.model_copy(update={"python": engine_python})
@@ -79,37 +70,20 @@ class Source:
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded model and its engine.
-
-    Attributes:
-        name: Name of the model for clients.
-        tokenizer: Tokenizer of the model.
-        vocabulary: Number of tokens with an embedding.
-        max_context: Most tokens of prompt and response together.
-        engine: Engine that generates.
-        trainer: Train engine that holds the weights.
-    """
+    """A loaded model, its engine, and the train engine that holds its weights."""
 
     name: str
     tokenizer: Tokenizer
-    vocabulary: int
-    max_context: int
+    vocabulary: int  # tokens with an embedding
+    max_context: int  # tokens of prompt and response together
     engine: RolloutEngine
     trainer: TrainEngine
 
 
-class _TextConfig(Protocol):
-    max_position_embeddings: int
-    sliding_window: int | None
-
-
 def find_model(target: str, role: str, say: Callable[[str], None]) -> Source:
-    """Find the model that a user named.
+    """Find the model of a role in the folder, or with the name on the hub, that a user named.
 
-    Args:
-        target: Folder, or name of a model on the hub.
-        role: Role to take from a checkpoint or run.
-        say: Function that reports damaged checkpoints, which are skipped.
+    Damaged checkpoints of a run are reported and skipped.
 
     Raises:
         RecipeError: There is no such model, or it is damaged.
@@ -164,9 +138,6 @@ def open_model(
         max_context: Most tokens of prompt and response together; as many as the model can take if None.
         say: Function that shows a message to the user.
 
-    Yields:
-        Model with its engine.
-
     Raises:
         RecipeError: The model cannot be loaded, or takes fewer tokens than `max_context`.
     """
@@ -198,9 +169,9 @@ def open_model(
 
 def _longest(model: Decoder, wanted: int | None) -> int:
     """Return the number of tokens that the model takes, and refuse to want more."""
-    config = cast("_TextConfig", model.model.config.get_text_config())
-    limits = [config.max_position_embeddings, getattr(config, "sliding_window", None)]
-    longest = min(limit for limit in limits if limit is not None)
+    config = model.model.config.get_text_config()
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
+    longest: int = min(limit for limit in limits if limit is not None)
     if wanted is not None and wanted > longest:
         raise RecipeError.at("--max-context", f"is {wanted}, but the model takes at most {longest} tokens: lower it")
     return wanted or longest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import ErrorDetails, from_json
@@ -137,12 +137,8 @@ class CompletionQuestion(Question):
     @property
     def prompts(self) -> list[str | list[int]]:
         """Return each prompt, as text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        texts = [part for part in self.prompt if isinstance(part, str)]
-        lists = [part for part in self.prompt if isinstance(part, list)]
-        tokens = [part for part in self.prompt if isinstance(part, int)]
-        return [tokens] if tokens else [*texts, *lists]
+        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return cast("list[str | list[int]]", [self.prompt] if is_one else self.prompt)
 
 
 class TextPart(Section):
@@ -201,12 +197,8 @@ class ChatQuestion(Question):
 def read_question(body: bytes, kind: type[AnyQuestion]) -> AnyQuestion:
     """Read and check a request.
 
-    Args:
-        body: JSON object.
-        kind: Class of the request.
-
     Raises:
-        ApiError: The body is not JSON, or a field is unknown, wrong or not supported.
+        ApiError: The body is not a JSON object, or a field is unknown, wrong or not supported.
     """
     try:
         fields = from_json(body, allow_inf_nan=False)

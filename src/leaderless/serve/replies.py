@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel
-
+from leaderless.config import Json
 from leaderless.data.encode import Tokenizer
 from leaderless.rollout.engine import Delta
 from leaderless.serve.errors import ApiError
@@ -18,105 +17,24 @@ from leaderless.serve.questions import ChatQuestion, CompletionQuestion
 from leaderless.serve.text import REPLACEMENT, TextStream
 
 AnyQuestion = TypeVar("AnyQuestion", CompletionQuestion, ChatQuestion)
-
-
-class TextLogProbs(BaseModel):
-    """Log-probabilities in a completion; `text_offset` counts characters of the response."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: None
-    text_offset: list[int]
-
-
-class TokenLogProb(BaseModel):
-    """Log-probability of one token in a chat; `bytes` is null for a part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TokenLogProb]
-
-
-class ChatLogProbs(BaseModel):
-    """Log-probabilities in a chat."""
-
-    content: list[TokenLogProb]
-    refusal: None
-
-
-class ReplyMessage(BaseModel):
-    """A message of the model, or a part of it."""
-
-    role: str | None = None
-    content: str | None = None
-
-
-class Choice(BaseModel):
-    """One response or a part of it; its fields depend on the request."""
-
-    index: int
-    text: str | None = None
-    message: ReplyMessage | None = None
-    delta: ReplyMessage | None = None
-    logprobs: TextLogProbs | ChatLogProbs | None = None
-    finish_reason: str | None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class Usage(BaseModel):
-    """Token counts; the tokens of a prompt count once, however many responses it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class Reply(BaseModel):
-    """A reply or a part of it."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-
-    def to_json(self) -> str:
-        """Serialize only the fields that were set."""
-        return self.model_dump_json(exclude_unset=True)
+Reply = dict[str, Json]
+"""A JSON object, without the optional fields that the request does not ask for."""
 
 
 @dataclass
 class ChoicePart:
-    """Newly sampled part of a response, or all of it.
-
-    Attributes:
-        index: Index of the choice.
-        text: Text that can no longer change.
-        tokens: Sampled token ids, including the one that ended the response.
-        log_probs: Log-probability of each token.
-        offsets: Number of characters of the response before each token.
-        finish_reason: Reason why the response ended; None while it continues.
-        is_first: Whether nothing of the response was sent before.
-    """
+    """Newly sampled part of a response, or all of it, with a log-probability for each token."""
 
     index: int
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
+    text: str = ""  # that can no longer change
+    tokens: list[int] = field(default_factory=list)  # with the one that ended the response
     log_probs: list[float] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # characters of the response before each token
     finish_reason: str | None = None
-    is_first: bool = False
+    is_first: bool = False  # whether nothing of the response was sent before
 
     def extend(self, other: ChoicePart) -> None:
-        """Append the next part.
-
-        Args:
-            other: Part of the same response.
-        """
+        """Append the next part of the same response."""
         self.text += other.text
         self.tokens += other.tokens
         self.log_probs += other.log_probs
@@ -132,13 +50,7 @@ class Composer(ABC, Generic[AnyQuestion]):
     prefix: ClassVar[str]
 
     def __init__(self, question: AnyQuestion, prompts: Sequence[list[int]], tokenizer: Tokenizer) -> None:
-        """Start an empty reply.
-
-        Args:
-            question: Request of the client.
-            prompts: Token ids of each prompt.
-            tokenizer: Tokenizer of the model.
-        """
+        """Start an empty reply to a question, whose prompts are given as token ids."""
         self.question: AnyQuestion = question
         self.prompts, self._tokenizer = prompts, tokenizer
         self._texts = [TextStream(tokenizer, question.stop_texts) for _ in range(len(prompts) * question.n)]
@@ -147,10 +59,7 @@ class Composer(ABC, Generic[AnyQuestion]):
         self._num_tokens = 0
 
     def take(self, delta: Delta) -> ChoicePart:
-        """Turn new tokens of a response into a part of the reply.
-
-        Args:
-            delta: Tokens from the engine; `request` is the index of the prompt.
+        """Turn new tokens of a response into a part of the reply; `delta.request` is the index of the prompt.
 
         Raises:
             ApiError: The engine canceled the response.
@@ -172,34 +81,20 @@ class Composer(ABC, Generic[AnyQuestion]):
         return part
 
     def has_content(self, part: ChoicePart) -> bool:
-        """Check whether a part has content to send.
-
-        Args:
-            part: Part of a response.
-        """
+        """Check whether a part has content to send."""
         has_tokens = bool(part.tokens) and (self.question.wants_log_probs or self.question.return_token_ids)
         return bool(part.text) or has_tokens or part.finish_reason is not None
 
     def whole(self, parts: Sequence[ChoicePart]) -> Reply:
-        """Compose the whole reply.
-
-        Args:
-            parts: Parts of all responses.
-        """
-        choices = [ChoicePart(index) for index in range(len(self._texts))]
+        """Compose the whole reply from the parts of all responses."""
+        choices = [ChoicePart(index, is_first=True) for index in range(len(self._texts))]
         for part in parts:
             choices[part.index].extend(part)
-        for choice in choices:
-            choice.is_first = True
-        return self._reply(self.kind, [self._choice(choice) for choice in choices], self.usage())
+        return self._reply(self.kind, [self._choice(choice) for choice in choices]) | {"usage": self._usage()}
 
     def chunk(self, part: ChoicePart) -> Reply:
-        """Compose a chunk of a streamed reply.
-
-        Args:
-            part: Part of a response.
-        """
-        return self._counted(self._reply(self.chunk_kind, [self._choice(part, is_chunk=True)]))
+        """Compose a chunk of a streamed reply."""
+        return self._chunk(self._choice(part, is_chunk=True))
 
     def first_chunks(self) -> list[Reply]:
         """Compose the chunks of a streamed reply that come before the first token."""
@@ -207,37 +102,49 @@ class Composer(ABC, Generic[AnyQuestion]):
 
     def last_chunks(self) -> list[Reply]:
         """Compose the chunks that end a streamed reply."""
-        return [self._reply(self.chunk_kind, [], self.usage())] if self.question.wants_usage else []
+        return [self._reply(self.chunk_kind, []) | {"usage": self._usage()}] if self.question.wants_usage else []
 
-    def usage(self) -> Usage:
-        """Count the tokens so far."""
+    def _usage(self) -> Json:
+        """Count the tokens so far; those of a prompt count once, however many responses it has."""
         num_prompt_tokens = sum(map(len, self.prompts))
-        return Usage(
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=self._num_tokens,
-            total_tokens=num_prompt_tokens + self._num_tokens,
-        )
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": num_prompt_tokens + self._num_tokens,
+        }
+
+    def _reply(self, kind: str, choices: list[Reply]) -> Reply:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self.question.model,
+            "choices": choices,
+        }
+
+    def _chunk(self, choice: Reply) -> Reply:
+        """Compose a chunk, in which the usage is null if the last chunk has it."""
+        reply = self._reply(self.chunk_kind, [choice])
+        return reply | {"usage": None} if self.question.wants_usage else reply
+
+    def _choice(self, part: ChoicePart, *, is_chunk: bool = False) -> Reply:
+        """Write a part as a choice, on request with token ids: those of the prompt once for each response."""
+        log_probs = self._log_probs(part) if self.question.wants_log_probs else None
+        choice = {"index": part.index, **self._content(part, is_chunk=is_chunk), "logprobs": log_probs}
+        choice["finish_reason"] = part.finish_reason
+        if self.question.return_token_ids:
+            choice["token_ids"] = part.tokens
+            if part.is_first:
+                choice["prompt_token_ids"] = self.prompts[part.index // self.question.n]
+        return choice
 
     @abstractmethod
-    def _choice(self, part: ChoicePart, *, is_chunk: bool = False) -> Choice:
-        """Write a part in the format of the endpoint."""
+    def _content(self, part: ChoicePart, *, is_chunk: bool) -> Reply:
+        """Write the text of a part in the format of the endpoint."""
 
-    def _counted(self, chunk: Reply) -> Reply:
-        """Set the usage of a chunk that is not the last one to null, if the last one has it."""
-        return chunk.model_copy(update={"usage": None}) if self.question.wants_usage else chunk
-
-    def _reply(self, kind: str, choices: list[Choice], usage: Usage | None = None) -> Reply:
-        reply = Reply(id=self._id, object=kind, created=self._created, model=self.question.model, choices=choices)
-        return reply if usage is None else reply.model_copy(update={"usage": usage})
-
-    def _with_tokens(self, choice: Choice, part: ChoicePart) -> Choice:
-        """Add token ids on request, those of the prompt once for each response."""
-        if not self.question.return_token_ids:
-            return choice
-        update: dict[str, list[int]] = {"token_ids": part.tokens}
-        if part.is_first:
-            update["prompt_token_ids"] = self.prompts[part.index // self.question.n]
-        return choice.model_copy(update=update)
+    @abstractmethod
+    def _log_probs(self, part: ChoicePart) -> Json:
+        """Write the log-probabilities of a part in the format of the endpoint."""
 
 
 class CompletionComposer(Composer[CompletionQuestion]):
@@ -245,17 +152,16 @@ class CompletionComposer(Composer[CompletionQuestion]):
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def _choice(self, part: ChoicePart, *, is_chunk: bool = False) -> Choice:  # noqa: ARG002
-        log_probs = None
-        if self.question.wants_log_probs:
-            log_probs = TextLogProbs(
-                tokens=[self._tokenizer.decode([token]) for token in part.tokens],
-                token_logprobs=part.log_probs,
-                top_logprobs=None,
-                text_offset=part.offsets,
-            )
-        choice = Choice(index=part.index, text=part.text, logprobs=log_probs, finish_reason=part.finish_reason)
-        return self._with_tokens(choice, part)
+    def _content(self, part: ChoicePart, *, is_chunk: bool) -> Reply:  # noqa: ARG002
+        return {"text": part.text}
+
+    def _log_probs(self, part: ChoicePart) -> Json:
+        return {
+            "tokens": [self._tokenizer.decode([token]) for token in part.tokens],
+            "token_logprobs": part.log_probs,
+            "top_logprobs": None,
+            "text_offset": part.offsets,
+        }
 
 
 class ChatComposer(Composer[ChatQuestion]):
@@ -265,34 +171,30 @@ class ChatComposer(Composer[ChatQuestion]):
 
     def whole(self, parts: Sequence[ChoicePart]) -> Reply:
         """See `Composer`."""
-        return self._with_prompt(super().whole(parts))
+        return super().whole(parts) | self._prompt()
 
     def first_chunks(self) -> list[Reply]:
         """See `Composer`. The role comes first."""
-        begin = ReplyMessage(role="assistant", content="")
-        choices = [Choice(index=index, delta=begin, finish_reason=None) for index in range(self.question.n)]
-        first, *others = [self._counted(self._reply(self.chunk_kind, [choice])) for choice in choices]
-        return [self._with_prompt(first), *others]
+        begin: Json = {"role": "assistant", "content": ""}
+        choices: list[Reply] = [{"index": i, "delta": begin, "finish_reason": None} for i in range(self.question.n)]
+        first, *others = map(self._chunk, choices)
+        return [first | self._prompt(), *others]
 
-    def _with_prompt(self, reply: Reply) -> Reply:
-        """Add the prompt's tokens next to the choices, as vLLM does for chats."""
-        is_wanted = self.question.return_token_ids
-        return reply.model_copy(update={"prompt_token_ids": self.prompts[0]}) if is_wanted else reply
+    def _prompt(self) -> Reply:
+        """Return the prompt's tokens, if they are asked for, next to the choices, as vLLM does for chats."""
+        return {"prompt_token_ids": self.prompts[0]} if self.question.return_token_ids else {}
 
-    def _choice(self, part: ChoicePart, *, is_chunk: bool = False) -> Choice:
-        log_probs = None
-        if self.question.wants_log_probs:
-            pairs = zip(part.tokens, part.log_probs, strict=True)
-            log_probs = ChatLogProbs(content=[self._log_prob(*pair) for pair in pairs], refusal=None)
+    def _content(self, part: ChoicePart, *, is_chunk: bool) -> Reply:
         if is_chunk:
-            said = ReplyMessage(content=part.text) if part.text else ReplyMessage()
-            choice = Choice(index=part.index, delta=said, logprobs=log_probs, finish_reason=part.finish_reason)
-        else:
-            said = ReplyMessage(role="assistant", content=part.text)
-            choice = Choice(index=part.index, message=said, logprobs=log_probs, finish_reason=part.finish_reason)
-        return self._with_tokens(choice, part)
+            return {"delta": {"content": part.text} if part.text else {}}
+        return {"message": {"role": "assistant", "content": part.text}}
 
-    def _log_prob(self, token: int, log_prob: float) -> TokenLogProb:
+    def _log_probs(self, part: ChoicePart) -> Json:
+        pairs = zip(part.tokens, part.log_probs, strict=True)
+        return {"content": [self._log_prob(token, log_prob) for token, log_prob in pairs], "refusal": None}
+
+    def _log_prob(self, token: int, log_prob: float) -> Json:
+        """Write the log-probability of a token; its bytes are null if it is a part of a character."""
         text = self._tokenizer.decode([token])
         whole = None if REPLACEMENT in text else list(text.encode())
-        return TokenLogProb(token=text, logprob=log_prob, bytes=whole, top_logprobs=[])
+        return {"token": text, "logprob": log_prob, "bytes": whole, "top_logprobs": []}

@@ -18,12 +18,7 @@ LEAVING_S = 5
 
 
 def take_port(host: str, port: int, token: str | None) -> socket.socket:
-    """Reserve a port without accepting connections yet. Other machines can reach it only if a token is required.
-
-    Args:
-        host: Name or address of an interface of this machine.
-        port: Port number; 0 for any free port.
-        token: Token that clients have to send, if any.
+    """Reserve a port, 0 for any, without accepting connections yet. Without a token no other machine may reach it.
 
     Raises:
         RecipeError: There is no such interface, the port is taken, or there is no token.
@@ -51,12 +46,7 @@ class ModelServer(uvicorn.Server):
     """
 
     def __init__(self, served: Served, token: str | None) -> None:
-        """Prepare the server without starting anything.
-
-        Args:
-            served: Model to serve.
-            token: Token that clients have to send, if any.
-        """
+        """Prepare the server without starting anything; see `make_app` for the token."""
         self._host = EngineHost(served.engine, served.trainer)
         super().__init__(
             uvicorn.Config(
@@ -71,14 +61,9 @@ class ModelServer(uvicorn.Server):
         )
 
     async def answer(self, listener: socket.socket, started: Callable[[], None]) -> None:
-        """Answer requests until `should_exit` is set.
+        """Answer requests until `should_exit` is set, or raise the error with which the engine failed.
 
-        Args:
-            listener: Reserved port; it is closed at the end.
-            started: Function to call when clients can connect.
-
-        Raises:
-            BaseException: The engine failed with it.
+        The listener is closed at the end; `started` is called as soon as clients can connect.
         """
         with self._host:
             if await self._host.begun():
@@ -88,7 +73,7 @@ class ModelServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """See `uvicorn.Server`; returns whether to stop."""
-        return await super().on_tick(counter) or self._host.is_ending
+        return await super().on_tick(counter) or self._host.is_stopping
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""

@@ -18,12 +18,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """Start without any text.
-
-        Args:
-            tokenizer: Tokenizer of the model.
-            stop: Texts that end a response.
-        """
+        """Start without any text; `stop` are texts that end it."""
         self._tokenizer, self._stop = tokenizer, stop
         self._window: list[int] = []
         """Newest tokens. The first ones were written already; they affect how the next one is decoded."""
@@ -36,14 +31,7 @@ class TextStream:
         """Whether a stop text has appeared."""
 
     def add(self, token: int) -> str:
-        """Add the next token.
-
-        Args:
-            token: Id of the token; special tokens have no text.
-
-        Returns:
-            The text that is certain now.
-        """
+        """Add the next token, and return the text that is certain now; special tokens have none."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window, skip_special_tokens=True)
         whole = text.rstrip(REPLACEMENT)

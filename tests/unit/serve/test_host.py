@@ -146,6 +146,6 @@ def test_a_host_that_stops_says_so_to_who_waits() -> None:
         host.stop()
         with pytest.raises(ApiError, match="the server is stopping"):
             await all_of(ticket)
-        assert host.is_ending
+        assert host.is_stopping
 
     with_host(ScriptedEngine(), test)

@@ -16,31 +16,18 @@ CHECKSUM_WORDS = 1 << 22
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an engine.
+    """Settings of an engine."""
 
-    Attributes:
-        model: Folder or hub name; only shapes are read from it, weights come later.
-        revision: Revision on the hub.
-        trust_remote_code: Whether code that comes with the model may run.
-        dtype: Type of weights and activations.
-        max_tokens: Most tokens of a prompt with its response.
-        max_sequences: Most responses that are decoded at the same time.
-        memory_fraction: Share of an accelerator's memory for weights and KV cache.
-        kv_cache_bytes: Size of the KV cache; None for everything that the fraction leaves.
-        enable_graphs: Whether to compile the model and capture its passes.
-        is_one_of_many: Whether engines of other ranks share the process group and are made at the same time.
-    """
-
-    model: str
+    model: str  # folder or hub name; only shapes are read from it, weights come later
     revision: str | None
     trust_remote_code: bool
-    dtype: str
-    max_tokens: int
+    dtype: str  # of weights and activations
+    max_tokens: int  # of a prompt with its response
     max_sequences: int
     memory_fraction: float
-    kv_cache_bytes: int | None
+    kv_cache_bytes: int | None  # None for everything that the fraction leaves
     enable_graphs: bool
-    is_one_of_many: bool = False
+    is_one_of_many: bool = False  # whether engines of other ranks share the process group and are made at the same time
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -50,19 +37,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for one response.
-
-    Attributes:
-        id: Number of the response.
-        prompt: Token ids.
-        max_tokens: Length at which the response is cut.
-        temperature: Divisor of the logits; 0 for the likeliest token.
-        top_p: Probability that the smallest set of kept tokens reaches.
-        top_k: Number of tokens to keep; 0 for all.
-        min_p: Smallest probability to keep, relative to the likeliest token.
-        seed: Seed of the noise of this response.
-        end_tokens: Tokens that end the response.
-    """
+    """A request for one response, which `id` identifies; sampling settings are those of `SamplingConfig`."""
 
     id: int
     prompt: Sequence[int]
@@ -77,14 +52,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Gain:
-    """New tokens of a response.
+    """New tokens of a response, with their log-probabilities under the distribution they were drawn from.
 
-    Attributes:
-        id: Number of the response.
-        tokens: New token ids.
-        log_probs: Log-probability of each token under the distribution it was drawn from.
-        finish_reason: `stop` or `length`; None while the response continues.
-        policy_version: Version of the weights that sampled the tokens.
+    `finish_reason` is `stop` or `length`, or None while the response continues; `policy_version` is the version of the
+    weights that sampled the tokens.
     """
 
     id: int
@@ -96,14 +67,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight in a bucket.
-
-    Attributes:
-        name: Name in `transformers`.
-        dtype: Name of its type in torch.
-        shape: Shape of the whole weight.
-        offset: Index of its first byte in the bucket.
-    """
+    """A whole weight, named as in `transformers`, that begins at some byte of a bucket."""
 
     name: str
     dtype: str
@@ -123,13 +87,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def checksum(data: Tensor) -> int:
-    """Compute a checksum on the device that holds the bytes.
+    """Compute a checksum of [bytes] uint8, a multiple of eight, on the device that holds them.
 
     Words of eight bytes are multiplied by consecutive odd numbers and added up modulo 2^64. A single changed word
     always changes the sum.
-
-    Args:
-        data: [bytes] uint8; the number of bytes is a multiple of eight.
     """
     words = data.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=data.device)

@@ -11,52 +11,53 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .messages import Ask, PackedWeight, Settings
-from .shared_memory import SharedMemory
 from .vllm_worker import VllmWorker
 
 
-class _Calls:
-    """The calls of a rank, by name; arguments and results are JSON."""
+class SharedMemory:
+    """Memory of another process of this machine, which holds one bucket of weights at a time."""
 
-    def __init__(self, worker: VllmWorker) -> None:
-        self._worker, self._memory = worker, SharedMemory()
+    def __init__(self) -> None:
+        self._place: Mapping[str, Any] = {}
+        self._data = torch.empty(0, dtype=torch.uint8)
 
-    def answer(self, name: str, body: Mapping[str, Any]) -> object:
-        """Carry out a call, and return JSON-able values."""
-        worker = self._worker
-        match name:
-            case "submit":
-                worker.submit(Ask(**ask) for ask in body["asks"])
-            case "step":
-                return [asdict(gain) for gain in worker.step()]
-            case "abort":
-                worker.abort(body["ids"])
-            case "load":
-                data = self._memory.open(body["place"])[: body["bytes"]]
-                worker.load_bucket([PackedWeight(**weight) for weight in body["weights"]], data, body["checksum"])
-            case "finish_load":
-                self._memory.close()
-                worker.finish_load(body["policy_version"])
-            case "prompt_log_probs":
-                return worker.prompt_log_probs(body["tokens"])
-            case "wake":
-                worker.wake()
-            case "sleep":
-                worker.sleep(keep_weights=body["keep_weights"])
-            case "health":
-                pass
-            case _:
-                raise ValueError(f"there is no call '{name}'")
-        return None
+    def open(self, place: Mapping[str, Any]) -> Tensor:
+        """Map the memory at a staging's `place`, unless it is mapped already, and return its bytes."""
+        if place != self._place:
+            self.close()
+            self._data = _open_cuda(place["handle"]) if "handle" in place else _open_file(place["file"], place["bytes"])
+            self._place = place
+        return self._data
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._place, self._data = {}, torch.empty(0, dtype=torch.uint8)
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def _open_file(path: str, num_bytes: int) -> Tensor:
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+def _open_cuda(handle: list[Any]) -> Tensor:
+    """Map CUDA memory. This process may see the device under another index, so the current device is used."""
+    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
+    storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *parts)  # noqa: SLF001
+    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One HTTP call, with the token that the rank and this server share."""
+    """One HTTP call, with the token that the rank and this server share; arguments and results are JSON."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # an answer is two packets, and the second must not wait
-    calls: _Calls
+    worker: VllmWorker
+    memory = SharedMemory()
     token: str
 
     def do_GET(self) -> None:
@@ -70,10 +71,30 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, {"error": "wrong token"})
             return
         try:
-            self._send(200, self.calls.answer(self.path.removeprefix("/"), json.loads(body or b"{}")))
+            self._send(200, self._answer(self.path.removeprefix("/"), json.loads(body or b"{}")))
         except Exception as error:  # noqa: BLE001  (it is sent to the rank)
             traceback.print_exc()
             self._send(500, {"error": f"{type(error).__name__}: {error}"})
+
+    def _answer(self, name: str, body: Mapping[str, Any]) -> object:
+        match name:
+            case "submit":
+                self.worker.submit(Ask(**ask) for ask in body["asks"])
+            case "step":
+                return [asdict(gain) for gain in self.worker.step()]
+            case "load":
+                data = self.memory.open(body["place"])[: body["bytes"]]
+                self.worker.load_bucket([PackedWeight(**weight) for weight in body["weights"]], data, body["checksum"])
+            case "finish_load":
+                self.memory.close()
+                self.worker.finish_load(**body)
+            case "abort" | "prompt_log_probs" | "wake" | "sleep":
+                return getattr(self.worker, name)(**body)
+            case "health":
+                pass
+            case _:
+                raise ValueError(f"there is no call '{name}'")
+        return None
 
     def _send(self, status: int, content: object) -> None:
         body = json.dumps(content).encode()
@@ -93,8 +114,7 @@ def main() -> None:
     server = HTTPServer(("127.0.0.1", start["port"]), _Handler, bind_and_activate=False)
     server.server_bind()
     _Handler.token = start["token"]
-    worker = VllmWorker(Settings(**start["settings"]))
-    worker.start()
-    _Handler.calls = _Calls(worker)
+    _Handler.worker = VllmWorker(Settings(**start["settings"]))
+    _Handler.worker.start()
     server.server_activate()  # connections are accepted from now on: the engine is ready
     server.serve_forever()

@@ -27,7 +27,6 @@ class VllmWorker:
     """An engine that gets its weights from the rank, and sleeps while nothing is generated."""
 
     def __init__(self, settings: Settings) -> None:
-        """Start nothing yet."""
         self.settings = settings
         self._open: set[str] = set()
         self._arrived: set[str] | None = None
@@ -42,11 +41,7 @@ class VllmWorker:
         return self._llm
 
     def start(self) -> None:
-        """Start vLLM, asleep, with meaningless weights.
-
-        Raises:
-            RuntimeError: This version of vLLM is not supported.
-        """
+        """Start vLLM, asleep, with meaningless weights."""
         settings = self.settings
         if self._is_on_accelerator:
             # Each response has a seed. The first model runner loops over seeds on the host, in each step.
@@ -147,16 +142,7 @@ class VllmWorker:
             self._on_worker(_take_memory, self._cache_bytes)
 
     def load_bucket(self, weights: Sequence[PackedWeight], data: Tensor, expected: int) -> None:
-        """Load some weights; the first call begins a new set.
-
-        Args:
-            weights: Weights in the bucket.
-            data: [bytes] uint8, on this engine's device.
-            expected: Checksum of the data.
-
-        Raises:
-            RuntimeError: The data has another checksum.
-        """
+        """Load weights from [bytes] uint8 on this engine's device with a checksum; the first call begins a new set."""
         # vLLM keeps references until a layer is complete, and the next bucket overwrites this memory.
         own = data.clone()
         found = checksum(own)
@@ -168,15 +154,11 @@ class VllmWorker:
         self._arrived |= self._on_worker(_load, [(weight.name, weight.view(own)) for weight in weights])
 
     def finish_load(self, policy_version: int) -> None:
-        """Use the weights that have been loaded, and drop everything computed with earlier ones.
-
-        Raises:
-            RuntimeError: Some weights are missing.
-        """
+        """Use the weights that have been loaded, and drop everything computed with earlier ones."""
         arrived, self._arrived = self._arrived or set(), None
         lacking = sorted(self._on_worker(_finish_loading) - arrived)
         if lacking:
-            raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, as {lacking[0]}")
+            raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, such as {lacking[0]}")
         self._engine.reset_prefix_cache()
         self._policy_version = policy_version
 
@@ -203,11 +185,7 @@ class VllmWorker:
 
 
 def check_version() -> None:
-    """Refuse a version of vLLM that lacks something used here, before the engine starts.
-
-    Raises:
-        RuntimeError: The version is too old, or too new.
-    """
+    """Refuse a version of vLLM that lacks something used here, before the engine starts."""
     import vllm
 
     remedy = (
