@@ -32,17 +32,8 @@ BOUND = (
 )
 """Code that asks the kernel for SIGKILL when the parent ends (PR_SET_PDEATHSIG); a parent that has ended is noticed."""
 
-LAUNCH_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-)
-"""Prefixes of variables that describe this worker, from which an engine would conclude that it is one of many."""
+PLACE_PREFIXES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""Prefixes of variables from which an engine would conclude that it is one of many workers."""
 
 
 class EngineError(RuntimeError):
@@ -59,8 +50,7 @@ class ChildServer:
         self._name, self._log, self._beat = name, log, beat
         self._start_timeout_s, self.answer_timeout_s = start_timeout_s, answer_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = 0
-        self.token = ""
+        self.port, self.token = 0, ""
 
     def prepare(self) -> None:
         """Choose a free port and a new token."""
@@ -113,9 +103,8 @@ class ChildServer:
         Raises:
             EngineError: The server is not there, does not answer in time, or answers with an error.
         """
-        # The server may close a connection that is kept, and then it would be unknown which calls have arrived.
-        with closing(self._connect()) as connection, self._failures_explained(path):
-            answer = self._ask(connection, path, body).read()
+        with self._answer(path, body) as response:
+            answer = response.read()
         try:
             content: Json = json.loads(answer)
         except ValueError:
@@ -124,51 +113,45 @@ class ChildServer:
 
     def stream(self, path: str, body: Json) -> Iterator[bytes]:
         """Like `call`, but yield each line that is not empty; other threads may make other calls meanwhile."""
-        with closing(self._connect()) as connection, self._failures_explained(path):
-            for line in self._ask(connection, path, body):
-                if line.strip():
-                    yield line.strip()
+        with self._answer(path, body) as response:
+            yield from filter(None, map(bytes.strip, response))
 
     def _connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.answer_timeout_s)
 
-    def _ask(self, connection: http.client.HTTPConnection, path: str, body: Json) -> http.client.HTTPResponse:
-        connection.request("POST", path, json.dumps(body), self._headers | {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != http.client.OK:
-            text = response.read().decode(errors="replace")[:2000]
-            raise self._failed(f"answered {path} with {response.status}: {text}")
-        return response
+    @contextmanager
+    def _answer(self, path: str, body: Json) -> Iterator[http.client.HTTPResponse]:
+        # The server may close a connection that is kept, and then it would be unknown which calls have arrived.
+        with closing(self._connect()) as connection:
+            try:
+                connection.request("POST", path, json.dumps(body), self._headers | {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                if response.status != http.client.OK:
+                    text = response.read().decode(errors="replace")[:2000]
+                    raise self._failed(f"answered {path} with {response.status}: {text}")
+                yield response
+            except TimeoutError as error:
+                raise self.failed_to_answer(path) from error
+            except (OSError, http.client.HTTPException) as error:
+                raise self.broke_off(path) from error
 
     @property
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"}
 
-    @contextmanager
-    def _failures_explained(self, path: str) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise self.failed_to_answer(path) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise self.broke_off(path) from error
-
     def broke_off(self, path: str) -> EngineError:
-        """Make the error for an answer that was cut off."""
-        return self._failed(f"broke off at {path}, {self._state()}")
+        """Make the error for an answer that was cut off; a process ends a moment after its connections."""
+        state = "and is not running"
+        if self._process is not None:
+            state = "though it is running"
+            with suppress(subprocess.TimeoutExpired):
+                state = f"as it has ended with code {self._process.wait(POLL_S)}"
+        return self._failed(f"broke off at {path}, {state}")
 
     def failed_to_answer(self, path: str) -> EngineError:
         """Make the error for an answer that takes too long."""
         limit = f"rollout.external.answer_timeout_s={self.answer_timeout_s:g} s"
         return self._failed(f"did not answer {path} within {limit}")
-
-    def _state(self) -> str:
-        """Describe whether the process is running, after a moment: its connections end before it does."""
-        if self._process is None:
-            return "and is not running"
-        with suppress(subprocess.TimeoutExpired):
-            return f"as it has ended with code {self._process.wait(POLL_S)}"
-        return "though it is running"
 
     def _failed(self, what: str) -> EngineError:
         try:
@@ -203,4 +186,4 @@ def bound_command(python: str, program: str, *arguments: str) -> list[str]:
 
 def worker_free_environment() -> dict[str, str]:
     """Copy this process's environment, without variables that describe its place among workers."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCH_VARIABLES)}
+    return {name: value for name, value in os.environ.items() if not name.startswith(PLACE_PREFIXES)}

@@ -130,17 +130,10 @@ def generate(
     params: SamplingParams,
     progress: Callable[[int], None] | None = None,
 ) -> list[list[Completion]]:
-    """Sample responses to their ends.
+    """Sample responses to their ends with an engine within `serving`.
 
-    Args:
-        engine: Engine within `serving`.
-        requests: Prompts, each with at least one response.
-        params: Sampling parameters.
-        progress: Function that gets the number of responses that ended since the last call. It is called after every
-            step, also with 0, as a sign of life.
-
-    Returns:
-        The responses of each request, in the order of its sample ids.
+    After every step `progress` gets the number of responses that ended since its last call, also 0, as a sign of life.
+    The responses of each request are returned in the order of its sample ids.
     """
     results = {engine.submit(request, params): request.begin() for request in requests}
     num_left = sum(map(len, results.values()))

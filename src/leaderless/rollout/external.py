@@ -323,12 +323,10 @@ def make_probe(num_tokens: int, max_tokens: int) -> list[int]:
 
 def _scored(probe: Sequence[int]) -> Batch:
     """Make a sample of the probe in which all tokens except the first are scored."""
-    tokens = Jagged.from_lists([list(probe[1:])], torch.int64, "tokens")
-    return Batch(
-        torch.zeros(1, dtype=torch.int64),
-        {
-            "prompt_tokens": Jagged.from_lists([[probe[0]]], torch.int64, "prompt_tokens"),
-            "tokens": tokens,
-            "response_mask": Jagged(torch.ones(len(probe) - 1, dtype=torch.bool), tokens.lengths, "tokens"),
-        },
+    prompt, tokens = (
+        Jagged.from_lists([list(part)], torch.int64, axis)
+        for part, axis in ((probe[:1], "prompt_tokens"), (probe[1:], "tokens"))
     )
+    mask = Jagged(torch.ones(len(probe) - 1, dtype=torch.bool), tokens.lengths, "tokens")
+    columns = {"prompt_tokens": prompt, "tokens": tokens, "response_mask": mask}
+    return Batch(torch.zeros(1, dtype=torch.int64), columns)

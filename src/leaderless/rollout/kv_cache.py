@@ -10,7 +10,6 @@ from torch import Tensor
 
 SMALLEST_SLOT = 64
 """Tokens of the smallest slots; each size is twice the previous one."""
-
 MOST_SPARE_SLOTS = 64
 """Most slots that are added beyond the needed ones. When slots of a size run out, their number at most doubles."""
 
@@ -49,7 +48,7 @@ class Slots:
         self.allocation = 0
 
     def layer(self, layer: int) -> LayerKeysValues:
-        """Give the keys and values of a layer."""
+        """Return the keys and values of a layer."""
         if layer not in self._layers:  # the first pass makes the shapes known
             self._layers[layer] = self._room(layer)
         return self._layers[layer]
@@ -73,14 +72,12 @@ class Slots:
 
     def adopt(self, segment: Segment) -> None:
         """Move a segment here from smaller slots, with its keys and values."""
-        slot = len(self.segments)
-        self.reserve(slot + 1)
+        slot = self.add(segment.length).slot
         for layer in self._shapes:
             for mine, other in zip(self.layer(layer), segment.home.layer(layer), strict=True):
                 mine[:, slot, : segment.length] = other[:, segment.slot, : segment.length]
         segment.home.remove(segment)
-        segment.home, segment.slot = self, slot
-        self.segments.append(segment)
+        segment.home, segment.slot, self.segments[slot] = self, slot, segment
 
     def remove(self, segment: Segment) -> None:
         """Free the slot of a segment and move the last segment into it. Without segments, memory is released."""
@@ -101,9 +98,8 @@ class Slots:
         self._num_slots = -(-wanted // self._multiple) * self._multiple
         self.allocation = next(_allocations)
         for layer in self._shapes:
-            before = self._layers.get(layer)
-            self._layers[layer] = self._room(layer)
-            for tensor, old in zip(self._layers[layer], before or (), strict=False):
+            before, self._layers[layer] = self._layers.get(layer, ()), self._room(layer)
+            for tensor, old in zip(self._layers[layer], before, strict=False):
                 tensor[:, : old.shape[1]] = old
 
     def _room(self, layer: int) -> LayerKeysValues:

@@ -66,13 +66,8 @@ class _Sequence:
         self.num_tokens = len(self.prompt.tokens)
 
 
-class _Draw(NamedTuple):
-    """Rows of the logits with the same sampling settings, which are drawn together; `sample_ids` is [n] int64."""
-
-    seed: int
-    distribution: SamplingConfig
-    rows: list[int]
-    sample_ids: Tensor
+_Draws = dict[tuple[int, SamplingConfig], list[int]]
+"""Rows of the logits by their seed and distribution; those with the same are drawn together."""
 
 
 class _Rows(NamedTuple):
@@ -81,7 +76,7 @@ class _Rows(NamedTuple):
     sequences: list[_Sequence | None]  # in the order of the segments; None for rows that only fill up a shape
     real: Tensor  # [n] int64, rows with responses
     shared: SharedPrompts | None
-    draws: list[_Draw]
+    draws: _Draws
 
 
 class NativeEngine:
@@ -106,13 +101,13 @@ class NativeEngine:
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
         self._pass = forward_of(model, enable_compile=device.type == "cuda")
         self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
-        self._unread: dict[tuple[int, ...], _Prompt] = {}
-        self._read: deque[_Prompt] = deque()
-        self._deltas: list[Delta] = []
         self._num_requests = 0
         self._forget()
 
     def _forget(self) -> None:
+        self._unread: dict[tuple[int, ...], _Prompt] = {}
+        self._read: deque[_Prompt] = deque()
+        self._deltas: list[Delta] = []
         self._prompts, self._responses = (SegmentStore(self._rounding.rows) for _ in range(2))
         self._graphs = DecodeGraphs(self._pass) if self.device.type == "cuda" else None
         self._active: dict[Segment, _Sequence] = {}
@@ -147,18 +142,14 @@ class NativeEngine:
 
     def abort(self, request: int) -> None:
         """See `RolloutEngine`."""
-        for prompt in [*self._unread.values(), *self._read]:
-            for sequence in [s for s in prompt.waiting if s.request == request]:
-                prompt.waiting.remove(sequence)
-                self._abort(sequence)
+        waiting = [sequence for prompt in (*self._unread.values(), *self._read) for sequence in prompt.waiting]
+        for sequence in [s for s in (*waiting, *self._active.values()) if s.request == request]:
+            if sequence.segment is None:
+                sequence.prompt.waiting.remove(sequence)
+            self._deltas.append(Delta(request, sequence.sibling, (), (), "aborted"))
+            self._release(sequence)
         self._unread = {tokens: prompt for tokens, prompt in self._unread.items() if prompt.waiting}
         self._read = deque(prompt for prompt in self._read if prompt.waiting)
-        for sequence in [s for s in self._active.values() if s.request == request]:
-            self._abort(sequence)
-
-    def _abort(self, sequence: _Sequence) -> None:
-        self._deltas.append(Delta(sequence.request, sequence.sibling, (), (), "aborted"))
-        self._release(sequence)
 
     def _release(self, sequence: _Sequence) -> None:
         """Release keys and values that are no longer needed."""
@@ -173,9 +164,6 @@ class NativeEngine:
 
     def close(self) -> None:
         """See `RolloutEngine`."""
-        self._unread.clear()
-        self._read.clear()
-        self._deltas.clear()
         self._forget()
 
     @torch.no_grad()
@@ -211,7 +199,7 @@ class NativeEngine:
             for prompt in {sequence.prompt for sequence in admitted}:
                 if not prompt.waiting:
                     prompt.logits = torch.empty(0)  # a view would keep the logits of all prompts of the pass
-            self._extend(admitted, logits, self._draws(admitted))
+            self._extend(admitted, logits, _draws(admitted))
 
     def _prefill(self) -> None:
         """Read as many waiting prompts as free places and one pass can take, or a single longer one."""
@@ -266,13 +254,9 @@ class NativeEngine:
             sequences += [None] * (round_up(len(slots.segments), self._rounding.rows) - len(slots.segments))
         real = [row for row, sequence in enumerate(sequences) if sequence is not None]
         prompts = [s.prompt.segment if s is not None and s.prompt.is_shared else None for s in sequences]
-        is_any_shared = any(prompt is not None for prompt in prompts)
-        return _Rows(
-            sequences,
-            torch.tensor(real, device=self.device),
-            SharedPrompts(self._prompts, prompts, self._rounding, self.device) if is_any_shared else None,
-            self._draws([sequence for sequence in sequences if sequence is not None]),
-        )
+        shared = SharedPrompts(self._prompts, prompts, self._rounding, self.device) if any(prompts) else None
+        draws = _draws([sequence for sequence in sequences if sequence is not None])
+        return _Rows(sequences, torch.tensor(real, device=self.device), shared, draws)
 
     def _forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
         """Compute [n, vocabulary] float32 logits at the selected tokens."""
@@ -281,24 +265,15 @@ class NativeEngine:
             return self._graphs(tokens, positions, attention).index_select(0, select)
         return self._pass(tokens, positions, attention, select)
 
-    def _draws(self, sequences: Sequence[_Sequence]) -> list[_Draw]:
-        alike: dict[tuple[int, SamplingConfig], list[int]] = {}
-        for row, sequence in enumerate(sequences):
-            alike.setdefault((sequence.params.seed, sequence.params.distribution), []).append(row)
-        return [
-            _Draw(*way, rows, torch.tensor([sequences[row].sample_id for row in rows], device=self.device))
-            for way, rows in alike.items()
-        ]
-
-    def _extend(self, sequences: Sequence[_Sequence], logits: Tensor, draws: Sequence[_Draw]) -> None:
+    def _extend(self, sequences: Sequence[_Sequence], logits: Tensor, draws: _Draws) -> None:
         """Draw a token for each response, and release those that end with it."""
         tokens, log_probs = [0] * len(sequences), [0.0] * len(sequences)
-        for draw in draws:
-            places = torch.tensor([len(sequences[row].completion.tokens) for row in draw.rows], device=self.device)
-            chosen = logits if len(draws) == 1 else logits[draw.rows]
-            noise = uniform_noise(draw.seed, draw.sample_ids, places)
-            drawn, scores = sample_tokens(chosen, noise, draw.distribution)
-            for row, token, score in zip(draw.rows, drawn.tolist(), scores.tolist(), strict=True):
+        for (seed, distribution), rows in draws.items():
+            sample_ids = torch.tensor([sequences[row].sample_id for row in rows])
+            places = torch.tensor([len(sequences[row].completion.tokens) for row in rows])
+            noise = uniform_noise(seed, sample_ids, places).to(self.device)
+            drawn, scores = sample_tokens(logits if len(draws) == 1 else logits[rows], noise, distribution)
+            for row, token, score in zip(rows, drawn.tolist(), scores.tolist(), strict=True):
                 tokens[row], log_probs[row] = token, score
         for sequence, token, log_prob in zip(sequences, tokens, log_probs, strict=True):
             completion = sequence.completion
@@ -315,3 +290,10 @@ class NativeEngine:
         if tokens[-1] in self.end_tokens or has_stopped(tokens, params.stop, self.tokenizer):
             return "stop"
         return "length" if len(tokens) >= params.max_tokens else None
+
+
+def _draws(sequences: Sequence[_Sequence]) -> _Draws:
+    draws: _Draws = {}
+    for row, sequence in enumerate(sequences):
+        draws.setdefault((sequence.params.seed, sequence.params.distribution), []).append(row)
+    return draws

@@ -16,14 +16,10 @@ CHUNK = 256
 
 
 def uniform_noise(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Compute a number for each token from seed, sample and position, [n] float64, at least 0 and below 1.
+    """Compute a number for each token, [n] float64, at least 0 and below 1.
 
-    However samples are spread over ranks, batches and decoding steps, the same token gets the same number.
-
-    Args:
-        seed: Seed of the run.
-        sample_ids: [n] int64.
-        positions: [n] int64, place of the token in its response, from 0.
+    It depends on the seed, the sample, and the token's position in its response, [n] int64 both. However samples are
+    spread over ranks, batches and decoding steps, the same token gets the same number.
     """
     # These are many steps on few numbers, for which NumPy has the least overhead.
     ids, places = (values.cpu().numpy().view(np.uint64) for values in (sample_ids, positions))
@@ -42,12 +38,7 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row by inverting the cumulative distribution at the row's noise.
-
-    Args:
-        logits: [n, vocabulary] float32.
-        noise: [n] float64, at least 0 and below 1.
-        distribution: Temperature, and which tokens may be drawn.
+    """Draw a token for each row of [n, vocabulary] float32 by inverting the cumulative distribution at [n] noise.
 
     Returns:
         [n] int64 tokens, and [n] float32 log-probabilities under the distribution they were drawn from; for temperature
@@ -55,7 +46,7 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
     """
     if distribution.temperature == 0:
         tokens = logits.argmax(dim=-1)
-        return tokens, _log_prob(logits, tokens)
+        return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=-1)
     if distribution.temperature != 1:
         logits = logits / distribution.temperature
     if distribution.is_truncated:
@@ -116,7 +107,3 @@ def truncate(logits: Tensor, distribution: SamplingConfig) -> Tensor:
     if distribution.min_p > 0:
         ordered = ordered.masked_fill(probabilities < distribution.min_p * probabilities[:, :1], -torch.inf)
     return torch.empty_like(logits).scatter_(1, order, ordered)
-
-
-def _log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
-    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,17 +113,14 @@ class _Tier:
         # Query heads that share a key head are computed as several queries of that head.
         kv_heads, repeat = len(keys), heads // len(keys)
         together = query.reshape(count, queries, kv_heads, repeat, width).permute(2, 0, 1, 3, 4).flatten(2, 3)
-        output, normalizer = _attend(together, keys, values, self.mask, scale)
+        if query.device.type == "cpu":
+            mask = None if self.mask is None else self.mask.to(query.dtype)
+            output, normalizer = flash_on_cpu(together, keys, values, attn_mask=mask, scale=scale)
+        else:
+            output, normalizer = attend_in_float32(together, keys, values, self.mask, scale)
         output = output.reshape(kv_heads, count, queries, repeat, width).permute(1, 2, 0, 3, 4)
         normalizer = normalizer.reshape(kv_heads, count, queries, repeat).permute(1, 2, 0, 3)
         return output.reshape(-1, heads, width), normalizer.reshape(-1, heads)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    if query.device.type == "cpu":
-        mask = None if mask is None else mask.to(query.dtype)
-        return cast("tuple[Tensor, Tensor]", flash_on_cpu(query, key, value, attn_mask=mask, scale=scale))
-    return attend_in_float32(query, key, value, mask, scale)
 
 
 def attend_in_float32(

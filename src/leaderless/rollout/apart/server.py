@@ -29,8 +29,7 @@ class SharedMemory:
         """Map the memory at a staging's `place`, unless it is mapped already, and return its bytes."""
         if place != self._place:
             self.close()
-            self._data = _open_cuda(place["handle"]) if "handle" in place else _open_file(place["file"], place["bytes"])
-            self._place = place
+            self._data, self._place = _map(place), place
         return self._data
 
     def close(self) -> None:
@@ -40,14 +39,12 @@ class SharedMemory:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
-def _open_file(path: str, num_bytes: int) -> Tensor:
-    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-
-
-def _open_cuda(handle: list[Any]) -> Tensor:
-    """Map CUDA memory. This process may see the device under another index, so the current device is used."""
-    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
-    storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *parts)  # noqa: SLF001
+def _map(place: Mapping[str, Any]) -> Tensor:
+    if "file" in place:
+        return torch.from_file(place["file"], shared=True, size=place["bytes"], dtype=torch.uint8)
+    handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in place["handle"]]
+    # This process may see the device under another index.
+    storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)  # noqa: SLF001
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
 

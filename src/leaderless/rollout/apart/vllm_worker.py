@@ -148,10 +148,8 @@ class VllmWorker:
         found = checksum(own)
         if found != expected:
             raise RuntimeError(f"a bucket of {len(data)} bytes arrived damaged: checksum {found}, expected {expected}")
-        if self._arrived is None:
-            self._on_worker(_begin_loading)
-            self._arrived = set()
-        self._arrived |= self._on_worker(_load, [(weight.name, weight.view(own)) for weight in weights])
+        arrived = self._on_worker(_load, [(weight.name, weight.view(own)) for weight in weights], self._arrived is None)
+        self._arrived = arrived | (self._arrived or set())
 
     def finish_load(self, policy_version: int) -> None:
         """Use the weights that have been loaded, and drop everything computed with earlier ones."""
@@ -207,21 +205,16 @@ def check_version() -> None:
         ) from error
 
 
-def _begin_loading(worker: Worker) -> None:
-    """Prepare to load weights layer by layer, with all packing, padding and transposing that is done at the start."""
+def _load(worker: Worker, weights: Sequence[tuple[str, Tensor]], is_first: bool) -> set[str]:
+    """Load weights layer by layer, packed and transposed as at the start; name vLLM's weights that they went into."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     with set_current_vllm_config(worker.vllm_config):
-        initialize_layerwise_reload(worker.get_model())
-
-
-def _load(worker: Worker, weights: Sequence[tuple[str, Tensor]]) -> set[str]:
-    """Load weights, and name the weights of vLLM that they went into."""
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
-        return set(worker.get_model().load_weights(iter(weights)))
+        if is_first:
+            initialize_layerwise_reload(worker.get_model())
+        with torch.device(worker.device):
+            return set(worker.get_model().load_weights(iter(weights)))
 
 
 def _finish_loading(worker: Worker) -> set[str]:
