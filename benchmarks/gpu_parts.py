@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
@@ -41,6 +41,9 @@ from leaderless.rollout.weights import LocalStaging, make_buckets
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.workflow import load_recipe, resolve_workflow
 
+sys.path.insert(0, str(Path(__file__).parent))  # where tests import it, too
+from made import Size
+
 MARK = "MEASURED "
 """Prefix of the result of a part, to tell it from other output."""
 SIBLINGS = 8
@@ -49,11 +52,10 @@ Result = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Preset:
+class Preset(Size):
     """Sizes of the model and of the work.
 
     Attributes:
-        hidden, layers, heads, key_heads, feed_forward, vocabulary: Shape of a Qwen2.
         prompts: Prompts of generation, with `SIBLINGS` responses each.
         prompt_tokens: Tokens of each prompt.
         response_tokens: Tokens of each response.
@@ -63,12 +65,6 @@ class Preset:
         least_gib: Least memory of a GPU for this preset.
     """
 
-    hidden: int
-    layers: int
-    heads: int
-    key_heads: int
-    feed_forward: int
-    vocabulary: int
     prompts: int
     prompt_tokens: int
     response_tokens: int
@@ -118,24 +114,10 @@ class Machine:
     @contextmanager
     def model_folder(self, key_bias: float = 0.0) -> Iterator[str]:
         """A Qwen2 with random weights."""
-        preset = self.preset
-        config = Qwen2Config(
-            vocab_size=preset.vocabulary,
-            hidden_size=preset.hidden,
-            intermediate_size=preset.feed_forward,
-            num_hidden_layers=preset.layers,
-            num_attention_heads=preset.heads,
-            num_key_value_heads=preset.key_heads,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=None,
-        )
         torch.manual_seed(0)
         with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as folder:
             with torch.device(self.device):
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+                model = AutoModelForCausalLM.from_config(self.preset.config(), dtype=torch.bfloat16)
             for layer in model.model.layers:
                 with torch.no_grad():
                     layer.self_attn.k_proj.bias.copy_(key_bias * torch.randn(layer.self_attn.k_proj.bias.shape).sign())

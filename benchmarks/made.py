@@ -8,12 +8,45 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from leaderless.models.tiny import write_tiny_model
+if TYPE_CHECKING:
+    from transformers import Qwen2Config
 
 ROOT = Path(__file__).resolve().parents[1]
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,=+"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Qwen2 with random weights."""
+
+    hidden: int
+    layers: int
+    heads: int
+    key_heads: int
+    feed_forward: int
+    vocabulary: int
+
+    def config(self) -> Qwen2Config:
+        """Its configuration, without tokens that end or fill up a text."""
+        from transformers import Qwen2Config
+
+        return Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.feed_forward,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
 
 
 def prepare(folder: Path, hidden_size: int, num_layers: int, prompt_tokens: int) -> None:
@@ -25,6 +58,8 @@ def prepare(folder: Path, hidden_size: int, num_layers: int, prompt_tokens: int)
         num_layers: Number of layers.
         prompt_tokens: Length of each prompt; a token is a letter.
     """
+    from leaderless.models.tiny import write_tiny_model
+
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(
         folder / "model", CHARACTERS, hidden_size=hidden_size, num_layers=num_layers, num_heads=4, max_positions=2048

@@ -16,7 +16,7 @@ def measured() -> str:
     from benchmarks.generation import OURS, PICTURE, RESULTS, load, table
 
     parts: list[str] = []
-    results, on_gpu = load(), load(RESULTS.with_stem("generation_cuda"))
+    results = load()
     if results is not None:
         repeats = max(len({run["repeat"] for run in results["runs"]}), 1)
         versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
@@ -32,6 +32,4 @@ def measured() -> str:
             table(results),
         ]
         parts += [f"Failed: {case}: {why}" for case, why in results["failures"].items()]
-    if on_gpu is not None:
-        parts += ["On a GPU, in bfloat16:", table(on_gpu)]
     return "\n\n".join(parts or ["There are no results yet: the script has not been run for this version."])
