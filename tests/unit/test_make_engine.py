@@ -102,7 +102,7 @@ def test_an_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(make, "find_spec", Mock(return_value=None))
     with pytest.raises(RecipeError, match=r"rollout.engine: vllm: vLLM cannot be imported here: install it, or name"):
         engine_of(tmp_path, "vllm", {"rollout.engine": "vllm"})
-    with pytest.raises(RecipeError, match=r"rollout.external.python: '/no/python' is no program on this machine"):
+    with pytest.raises(RecipeError, match=r"rollout.external.python: '/no/python' is not a program on this machine"):
         engine_of(tmp_path, "vllm", {"rollout.external.python": "/no/python"})
 
 

@@ -37,11 +37,11 @@ PLACE_PREFIXES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP
 
 
 class EngineError(RuntimeError):
-    """An engine in a process of its own has died, hangs, or has answered with an error."""
+    """An engine in another process died, hangs, or answered with an error."""
 
 
 class ChildServer:
-    """An HTTP server in a process of its own, on the loopback interface, with a token that only this rank knows."""
+    """An HTTP server in another process, on the loopback interface, with a token that only this rank knows."""
 
     def __init__(
         self, name: str, log: Path, start_timeout_s: float, answer_timeout_s: float, beat: Callable[[], None]
@@ -71,7 +71,7 @@ class ChildServer:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.touch(mode=0o600)  # engines may print their settings, and the token among them
         with self._log.open("ab") as log:
-            # In a session of its own: Ctrl-C at the terminal goes only to this process, which stops the server.
+            # In a new session: Ctrl-C at the terminal goes only to this process, which stops the server.
             try:
                 self._process = subprocess.Popen(  # noqa: S603
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -112,7 +112,7 @@ class ChildServer:
         return content
 
     def stream(self, path: str, body: Json) -> Iterator[bytes]:
-        """Like `call`, but yield each line that is not empty; other threads may make other calls meanwhile."""
+        """Like `call`, but yield each line that is not empty; other threads may make calls at the same time."""
         with self._answer(path, body) as response:
             yield from filter(None, map(bytes.strip, response))
 
@@ -169,7 +169,7 @@ class ChildServer:
             os.killpg(self._process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        # Its leader may have ended and left other processes behind.
+        # Its leader may have left other processes behind.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

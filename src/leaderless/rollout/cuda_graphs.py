@@ -70,7 +70,7 @@ class DecodeGraphs:
     def _record(self, inputs: list[Tensor], attention: DecodeAttention, everywhere: Tensor) -> _Recorded:
         graph, others = torch.cuda.CUDAGraph(), list(self._recorded.values())
         # Graphs are never replayed at the same time, so that they can share memory for intermediate results. Their
-        # logits lie outside: inside, each graph would have memory of its own for them.
+        # logits lie outside: inside, each graph would have separate memory for them.
         logits = self._logits[: len(everywhere)]
         with torch.cuda.graph(graph, pool=others[0].graph.pool() if others else None):
             logits.copy_(self._forward(inputs[0], inputs[1], attention, everywhere))

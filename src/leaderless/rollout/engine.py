@@ -12,7 +12,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.training.engine import TrainEngine
 
 FinishReason = Literal["stop", "length", "aborted"]
-"""`stop` for an end token or a stop text, `length` for a response that was cut, `aborted` for one that was given up."""
+"""`stop` for an end token or a stop text, `length` for a response that was cut off, `aborted` for any other."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Completion:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it was cut at the greatest allowed length."""
+        """Whether it was cut off at the longest allowed length."""
         return self.finish_reason == "length"
 
 

@@ -35,19 +35,19 @@ class Driver(Protocol):
         """Start the engine, asleep, with meaningless weights."""
 
     def wake(self) -> None:
-        """Allocate memory; weights that were kept are there again."""
+        """Allocate memory, and restore weights that were kept."""
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Abort everything in progress and release memory, except for weights that are needed again."""
 
     def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
-        """Use weights from now on: names in `transformers`, and whole weights."""
+        """Use whole weights, named as in `transformers`, from now on."""
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
         """Compute the log-probability of each token of a text except the first, at temperature 1."""
 
     def submit(self, asks: Sequence[Ask]) -> None:
-        """Ask for responses; each request has a number of its own."""
+        """Ask for responses; each request has a different number."""
 
     def step(self) -> list[Gain]:
         """Continue until some responses have new tokens."""

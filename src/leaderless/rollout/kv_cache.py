@@ -109,7 +109,7 @@ class Slots:
 
 
 class SegmentStore:
-    """Segments of any length, each in a slot of the smallest size or less than twice as long as the segment."""
+    """Segments of any length, each in a slot that is less than twice as long, or of the smallest size."""
 
     def __init__(self, multiple: int = 1) -> None:
         """Start without segments. The number of slots of each size is a multiple of `multiple`."""
@@ -126,7 +126,7 @@ class SegmentStore:
         return self._slots(length + room).add(length)
 
     def grow(self) -> bool:
-        """Move segments that fill their slots into larger ones; whether there were any."""
+        """Move segments that fill their slots into larger ones; return whether there were any."""
         moved = False
         for slots in list(self):
             full = [segment for segment in slots.segments if segment.length == slots.capacity]

@@ -99,7 +99,7 @@ def feed_forward(mlp: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def multiply(linear: nn.Module, values: Tensor) -> Tensor:
-    """Apply a linear module to [T, inputs]; any other module in its place is called itself."""
+    """Apply a linear module to [T, inputs]; any other module in its place is called as it is."""
     if type(linear) is not nn.Linear:
         return cast("Tensor", linear(values))
     return linear_for_few(values, linear.weight, linear.bias)

@@ -114,7 +114,7 @@ def _driver(name: EngineName, rollout: RolloutConfig, settings: Settings, role: 
         return InProcessVllm(settings, around.device)
     python = shutil.which(external.python)
     if python is None:
-        raise RecipeError.at("rollout.external.python", f"'{external.python}' is no program on this machine")
+        raise RecipeError.at("rollout.external.python", f"'{external.python}' is not a program on this machine")
     log = around.logs / f"{name}-{role}-rank-{around.rank}.log"
     title = f"rank {around.rank}: the {name} server of role '{role}'"
     server = ChildServer(title, log, external.start_timeout_s, external.answer_timeout_s, around.beat)

@@ -224,7 +224,7 @@ class NativeEngine:
         self._read += taken
 
     def _read_parts(self, prompts: Sequence[_Prompt], begin: int) -> Tensor:
-        """Read prompts from some token on in one pass; return logits of their last tokens, [n, vocabulary] float32."""
+        """Read prompts from a token on in one pass; return the logits of their last tokens, [n, vocabulary] float32."""
         read = [prompt.tokens[begin : begin + PREFILL_TOKENS] for prompt in prompts]
         segments = [prompt.segment for prompt in prompts if prompt.segment is not None]
         parts = [PromptPart(segment, begin, len(tokens)) for segment, tokens in zip(segments, read, strict=True)]

@@ -58,7 +58,7 @@ def sample_tokens(logits: Tensor, noise: Tensor, distribution: SamplingConfig) -
 
 
 def _weights(logits: Tensor, peak: Tensor) -> Tensor:
-    """Weights of tokens relative to the likeliest, [n, chunks, CHUNK]; 0 behind the vocabulary."""
+    """Weights of tokens relative to the likeliest, [n, chunks, CHUNK]; 0 past the end of the vocabulary."""
     count, vocabulary = logits.shape
     weights = logits.new_empty(count, -(-vocabulary // CHUNK) * CHUNK)
     weights[:, vocabulary:] = 0
@@ -82,7 +82,7 @@ def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _search(cumulative: Tensor, threshold: Tensor) -> Tensor:
-    """Find the first place beyond a threshold, but no place behind the last one that adds to the sum."""
+    """Find the first place beyond a threshold, at most the last one that adds to the sum."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     place = torch.searchsorted(cumulative, threshold, right=True)
     return torch.minimum(place, last).clamp_(max=cumulative.shape[-1] - 1)

@@ -95,7 +95,7 @@ class _Tier:
     count: int  # of slots from the first on; the last ones may be empty, and their results are not used
     longest: int
     indices: Tensor
-    mask: Tensor | None  # [1, count, 1, longest], minus infinity behind a segment; None if all are of one length
+    mask: Tensor | None  # [1, count, 1, longest], minus infinity past a segment's end; None if all are equally long
 
     def signature(self) -> tuple[int, ...]:
         sizes = (self.slots.capacity, self.slots.allocation, self.count, self.longest, len(self.indices))
@@ -147,8 +147,8 @@ def _plan(slots: Slots, lengths: Sequence[int], indices: Tensor, rounding: Round
     longest, mask = min(round_up(max(lengths), rounding.tokens), slots.capacity), None
     if rounding.rows > 1 or min(lengths) < longest:
         ends = torch.tensor(lengths, device=device).clamp(min=1)
-        is_behind = torch.arange(longest, device=device)[None, :] >= ends[:, None]
-        mask = torch.zeros(is_behind.shape, device=device).masked_fill_(is_behind, -torch.inf)[None, :, None, :]
+        is_past_end = torch.arange(longest, device=device)[None, :] >= ends[:, None]
+        mask = torch.zeros(is_past_end.shape, device=device).masked_fill_(is_past_end, -torch.inf)[None, :, None, :]
     return _Tier(slots, len(lengths), longest, indices.to(device), mask)
 
 

@@ -1,4 +1,4 @@
-"""vLLM, in this process or in one of its own environment."""
+"""vLLM, in this process or in a process of another environment."""
 
 from __future__ import annotations
 

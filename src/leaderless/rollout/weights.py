@@ -13,7 +13,7 @@ from leaderless.config import Json
 from leaderless.rollout.apart.messages import PackedWeight, checksum
 
 BUCKET_BYTES = 1 << 28
-"""Most bytes of a bucket; a larger weight has a bucket of its own."""
+"""Most bytes of a bucket; a larger weight has a bucket to itself."""
 ALIGNMENT = 16
 """Divisor of the offset at which each weight begins, in bytes."""
 
@@ -101,8 +101,8 @@ def make_buckets(
 ) -> Iterator[WeightBucket]:
     """Pack whole weights in the type in which the engine computes.
 
-    The caller has to use each bucket before it asks for the next. A weight larger than `max_bytes` has a bucket of its
-    own.
+    The caller has to use each bucket before it asks for the next. A weight larger than `max_bytes` has a bucket to
+    itself.
     """
     weights: list[PackedWeight] = []
     end = 0

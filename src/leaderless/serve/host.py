@@ -54,7 +54,7 @@ class _UnderWay:
 
 
 class EngineHost:
-    """Runs an engine in a thread of its own, for clients in one event loop.
+    """Runs an engine in a separate thread, for clients in one event loop.
 
     Only that thread uses the engine. It receives orders through a queue, and passes the new tokens of each step
     to the event loop at once.

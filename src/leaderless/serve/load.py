@@ -117,7 +117,7 @@ def _of_checkpoint(path: Path, role: str) -> Source:
 
 
 def _newest_good(run: Path, say: Callable[[str], None]) -> Path:
-    """Find the newest undamaged checkpoint of a run. The run may still be going on, so nothing is changed."""
+    """Find the newest undamaged checkpoint of a run. The run may still be training, so nothing is changed."""
     for path in reversed(list_checkpoints(run / "checkpoints")):
         damage = find_damage(path, ALONE)
         if not damage:
@@ -168,7 +168,7 @@ def open_model(
 
 
 def _longest(model: Decoder, wanted: int | None) -> int:
-    """Return the number of tokens that the model takes, and refuse to want more."""
+    """Return the number of tokens that the model takes or the user wants, and refuse to exceed the model's."""
     config = model.model.config.get_text_config()
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
     longest: int = min(limit for limit in limits if limit is not None)

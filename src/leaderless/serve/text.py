@@ -14,7 +14,7 @@ class TextStream:
     """The text of one response while it grows.
 
     A character whose bytes are spread over several tokens is written with the last of them. Text that may turn out
-    to be the beginning of a stop text is held back. Nothing is written from the stop text on.
+    to be the beginning of a stop text is held back. The stop text and everything after it is not written.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Serves an engine over HTTP to the rank that has started it, and to nobody else."""
+"""Serves an engine over HTTP, only to the rank that started it."""
 
 from __future__ import annotations
 

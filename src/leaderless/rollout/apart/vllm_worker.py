@@ -187,7 +187,7 @@ def check_version() -> None:
     import vllm
 
     remedy = (
-        "install a version that is known to work into an environment of its own, and name its interpreter in "
+        "install a version that is known to work into a separate environment, and name its interpreter in "
         "rollout.external.python"
     )
     number = re.match(r"(\d+)\.(\d+)", vllm.__version__)
