@@ -2,7 +2,7 @@
 
 Tensors of the device have shapes and types, but no values. Everything on the host is computed. So a tensor that was
 made on the host and forgotten there, or an operation across devices, fails as it would on a real accelerator. What is
-copied from the device to the host is zeros; reads of single values are counted.
+copied from the device to the host is zeros; copies and reads of single values are counted.
 
 Registering a device changes torch for good, so each pass has a process of its own.
 """
@@ -32,6 +32,7 @@ from leaderless.models.value_model import load_value_model
 from leaderless.rollout import kv_cache, native
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.sampling import sample_tokens
 from leaderless.training import fsdp
 from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 
@@ -46,7 +47,7 @@ class Accelerator(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_reads = 0
+        self.num_reads = self.num_copies = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -64,9 +65,11 @@ class Accelerator(TorchDispatchMode):
     def _as_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
-    @staticmethod
-    def _on_host(tensor: Tensor) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.device.type == "cpu" else tensor
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        self.num_copies += 1
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def moved(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -142,12 +145,20 @@ def values(accelerator: Accelerator) -> dict[str, int]:
     return {"gradients": check_gradients(engine)}
 
 
-def decode(accelerator: Accelerator) -> dict[str, int]:
+def decode(accelerator: Accelerator) -> dict[str, float]:
     """Prefill in one and in several parts, and decoding with all ways to sample."""
     native.PREFILL_TOKENS, kv_cache.SMALLEST_SLOT = 64, 2
-    num_tokens = 0
+    num_tokens = num_draws = 0
     config = ModelConfig(path=tiny_model(), compute_dtype="float32")
     model = moved(load_causal_lm(config, "policy").eval(), torch.bfloat16)
+
+    def counted(*arguments: object) -> tuple[Tensor, Tensor]:
+        nonlocal num_draws
+        num_draws += 1
+        return sample_tokens(*arguments)
+
+    native.sample_tokens = counted
+    before = accelerator.num_copies
     ways = [SamplingConfig(), SamplingConfig(temperature=0), SamplingConfig(temperature=0.5, top_p=0.9, top_k=5)]
     for way in [*ways, SamplingConfig(min_p=0.1)]:
         engine = NativeEngine(model, None, frozenset(), 7, DEVICE)
@@ -156,7 +167,7 @@ def decode(accelerator: Accelerator) -> dict[str, int]:
         requests.append(Request([9] * 30, [99]))
         groups = generate(engine, requests, SamplingParams(way, 4, (), seed=1))
         num_tokens += sum(len(completion.tokens) for group in groups for completion in group)
-    return {"tokens": num_tokens}
+    return {"tokens": num_tokens, "copies to the host for each draw": (accelerator.num_copies - before) / num_draws}
 
 
 def mistakes(accelerator: Accelerator) -> dict[str, int]:
@@ -171,7 +182,7 @@ def mistakes(accelerator: Accelerator) -> dict[str, int]:
     return {"found": found}
 
 
-PASSES: dict[str, Callable[[Accelerator], dict[str, int]]] = {
+PASSES: dict[str, Callable[[Accelerator], dict[str, float]]] = {
     function.__name__: function for function in (train, values, decode, mistakes)
 }
 
