@@ -8,6 +8,7 @@ from dataclasses import astuple
 import pytest
 import torch
 from hypothesis import Phase, example, given, note, settings
+from tests.counts import counting_traffic, held_bytes
 from tests.distributed.ranks import RankPool
 from tests.distributed.user_stages import Loop, prompts_of, recipe_of, short_workflow, whole_workflow
 from tests.distributed.walks import Case, Step, Truth, cases, plan_of, walk
@@ -106,7 +107,7 @@ def collected(layout: dict[str, Json], world_size: int) -> list[dict[str, Json]]
     """The rows that a step collects on one rank; replicas of a shard collect the same."""
     loop = Loop(recipe_of(layout), whole_workflow(), world_size)
     loop.step()
-    assert loop.buffer.num_bytes() == 0
+    assert held_bytes(loop.buffer) == 0
     return loop.context.collected
 
 
@@ -148,7 +149,7 @@ def bytes_by_entry(layout: dict[str, Json], world_size: int) -> list[tuple[str, 
 
     def note_and_release(action: Action) -> None:
         release(action)
-        held.append((str(action), loop.buffer.num_bytes()))
+        held.append((str(action), held_bytes(loop.buffer)))
 
     loop.buffer.release = note_and_release
     loop.step()
@@ -181,8 +182,9 @@ def traffic_of(layout: dict[str, Json], last: str, world_size: int) -> tuple[int
     """Bytes that a rank sends and receives to reshard answers of equal length to the last node."""
     loop = Loop(recipe_of(layout, prompts=64, responses=8), short_workflow(last), world_size)
     loop.stages["sample"] = even_answers
-    loop.step()
-    return astuple(loop.transport.traffic())
+    with counting_traffic() as traffic:
+        loop.step()
+    return astuple(traffic)
 
 
 def even_answers(batch: Batch, context: object) -> Batch:

@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 
 import pytest
 import torch
+from tests.counts import counting_traffic, held_bytes
 from tests.distributed.ranks import RankPool
 from tests.distributed.user_stages import Context, Loop, recipe_of
 
@@ -111,9 +112,10 @@ def step(layout: dict[str, Json], responses: int) -> Seen:
         return process(batch, context)
 
     loop.stages["process"] = noted
-    loop.step()
-    assert loop.buffer.num_bytes() == 0, "images are freed behind their last reader"
-    return Seen(made, [int(str(row["prompt"])) for row in loop.context.collected], *astuple(loop.transport.traffic()))
+    with counting_traffic() as traffic:
+        loop.step()
+    assert held_bytes(loop.buffer) == 0, "images are freed behind their last reader"
+    return Seen(made, [int(str(row["prompt"])) for row in loop.context.collected], *astuple(traffic))
 
 
 @pytest.mark.parametrize("responses", [1, 8])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.counts import counting_traffic
 from tests.distributed.ranks import RankPool
 from tests.unit.costs.clusters import network
 
@@ -94,8 +95,8 @@ def exchange(action: Reshard) -> tuple[list[int], int, int]:
     transport = Transport(torch.device("cpu"), timeout_s=20, host=f"host {rank // RANKS_PER_HOST}")
     held = rows_of(action.source_layout, shards_of(action.source_layout), rank)
     spare = rows_of(action.spare_layout, spare_shards(), rank)
-    arrived = reshard(action, transport.world, held, None, spare if rank in action.target_layout else None)
-    traffic = transport.traffic()
+    with counting_traffic() as traffic:
+        arrived = reshard(action, transport.world, held, None, spare if rank in action.target_layout else None)
     return [] if arrived is None else arrived.ids.tolist(), traffic.sent, traffic.received
 
 

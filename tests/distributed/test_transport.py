@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from tests.counts import counting_traffic
 from tests.distributed.ranks import RankPool
 from tests.rows import Characters
 
@@ -45,27 +46,14 @@ def talk() -> None:
         for text in ("", "naïve 🤖 数学"):
             assert group.broadcast_text(text if rank == ranks[-1] else "?", ranks[-1], "x") == text
         messages = {other: torch.full((other + 1,), rank, dtype=torch.uint8) for other in ranks if other != rank}
-        before = transport.traffic()
-        arrived = group.exchange(messages, sorted(messages), "x")
+        with counting_traffic() as traffic:
+            arrived = group.exchange(messages, sorted(messages), "x")
         assert {other: part.tolist() for other, part in arrived.items()} == {
             other: [other] * (rank + 1) for other in messages
         }
-        assert transport.traffic().sent - before.sent == sum(other + 1 for other in messages)
-        assert transport.traffic().received - before.received == (rank + 1) * len(messages)
+        assert traffic.sent == sum(other + 1 for other in messages)
+        assert traffic.received == (rank + 1) * len(messages)
         assert group.exchange({}, [], "x") == {}
-
-
-def talk_in_small_pieces() -> None:
-    before = transport.MESSAGE_CHUNK_BYTES
-    transport.MESSAGE_CHUNK_BYTES = 2
-    try:
-        talk()
-    finally:
-        transport.MESSAGE_CHUNK_BYTES = before
-
-
-def test_long_messages_travel_in_pieces(ranks: RankPool) -> None:
-    ranks.run(4, talk_in_small_pieces)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.counts import counting_traffic
 from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_recipe
 from torch import Tensor
@@ -71,13 +72,13 @@ def prepare(
 def bring(action: SyncWeights, model: str, bucket_bytes: int) -> tuple[bool, int, int]:
     """Whether the copy now equals the trained weights; its version; the bytes that this rank has received."""
     group, source, target = prepare(action, model, 60)
-    with patch.object(weight_sync, "BUCKET_BYTES", bucket_bytes):
+    with patch.object(weight_sync, "BUCKET_BYTES", bucket_bytes), counting_traffic() as traffic:
         sync_weights(action, group, source, target)
     if target is None:
-        return True, 7, group.traffic.received
+        return True, 7, traffic.received
     trained = dict(load_causal_lm(ModelConfig(path=model), "policy").model.named_parameters())
     is_equal = all(torch.equal(weight, 2 * trained[name]) for name, weight in target.full_weights())
-    return is_equal, target.policy_version, group.traffic.received
+    return is_equal, target.policy_version, traffic.received
 
 
 @pytest.mark.parametrize(

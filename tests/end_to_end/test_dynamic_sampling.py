@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from tests.counts import held_bytes
 from tests.distributed.ranks import RankPool
 from tests.tiny import random_samples, tiny_model, write_additions, write_recipe
 from torch import Tensor
@@ -118,7 +119,7 @@ def train(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int],
 
         def checked_round(loop: Loop) -> None:
             end_round(loop)
-            assert worker.chain.buffer.num_bytes() == 0, "a round leaves nothing behind but what was chosen"
+            assert held_bytes(worker.chain.buffer) == 0, "a round leaves nothing behind but what was chosen"
 
         worker.chain.buffer.end_round = checked_round
         watched = {"rollout": rollout, "reward": reward, "policy": update}

@@ -11,8 +11,8 @@ import pytest
 from tests.rows import recipe_of, shards_of, take, write_jsonl
 
 from leaderless.config import RecipeError
+from leaderless.data.background import ReadAhead
 from leaderless.data.jsonl import JsonlSource
-from leaderless.data.read_ahead import ReadAhead
 from leaderless.data.rows import Row
 
 
@@ -39,7 +39,7 @@ def test_so_much_is_made_ahead_and_no_more(num_ahead: int) -> None:
     time.sleep(0.05)
     assert len(made) == 10 + num_ahead
     ahead.close()
-    assert not ahead._thread.is_alive()
+    assert not ahead._background._thread.is_alive()
 
 
 def test_nothing_is_made_ahead_without_being_asked_for() -> None:
@@ -88,7 +88,7 @@ def test_it_can_be_closed_at_any_time() -> None:
             ahead.next()
         ahead.close()
         ahead.close()
-        assert not ahead._thread.is_alive()
+        assert not ahead._background._thread.is_alive()
 
 
 def watch_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leaderless.data.routes import Int, Routes
+from leaderless.data.balance import Int
+from leaderless.data.routes import Routes
 from leaderless.planner import Layout
 
 

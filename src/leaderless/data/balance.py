@@ -1,4 +1,4 @@
-"""Which shard gets which row: even work first, then few bytes moved."""
+"""The shard of each row: even work first, then few bytes moved."""
 
 from __future__ import annotations
 
@@ -16,28 +16,16 @@ EVEN_ENOUGH = 9 / 8
 
 
 def sequence_cost(tokens: Int, shared: Int | None = None) -> Int:
-    """Relative cost of processing sequences: linear in length, plus attention's square.
+    """[n] relative cost of processing sequences, from their lengths [n]: linear, plus attention's square.
 
-    Args:
-        tokens: [n] lengths.
-        shared: [n] how many of them, at the beginning, are computed with another sequence; none when None.
-
-    Returns:
-        [n], integers so that all ranks compute the same.
+    Of each, `shared` tokens at the beginning are computed with another sequence. Integers, so that all ranks agree.
     """
     cost = tokens + tokens * tokens // QUADRATIC_TOKENS
     return cost if shared is None else cost - sequence_cost(shared)
 
 
 def is_repeated(units: Int) -> NDArray[np.bool_]:
-    """Which rows are not the first with their number.
-
-    Args:
-        units: [n].
-
-    Returns:
-        [n].
-    """
+    """[n] whether each row is not the first with its number."""
     repeated = np.ones(len(units), dtype=np.bool_)
     repeated[np.unique(units, return_index=True)[1]] = False
     return repeated

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +21,12 @@ SIBLING_BITS = (MAX_RESPONSES - 1).bit_length()
 
 @dataclass(frozen=True)
 class Jagged:
-    """A run of values for each row, one run behind the other, never padded.
+    """Values of each row, one row after the other, never padded.
 
     Attributes:
         values: [total, ...], of any dtype.
         lengths: [n] int64, non-negative, summing to `total`.
-        axis: Axis along which the runs go. Jagged columns of one batch on the same axis have the same lengths.
+        axis: Name of what the values lie along. Jagged columns of one batch on the same axis have the same lengths.
     """
 
     values: Tensor
@@ -50,7 +51,7 @@ class Jagged:
         Args:
             rows: Values of each row.
             dtype: Type of the values.
-            axis: Axis along which the runs go.
+            axis: Name of what the values lie along.
         """
         values = torch.tensor([value for row in rows for value in row], dtype=dtype)
         return cls(values, torch.tensor([len(row) for row in rows], dtype=torch.int64), axis)
@@ -87,15 +88,7 @@ Column = Tensor | Jagged | tuple[Json, ...]
 
 
 def ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Indices of several runs, one behind the other.
-
-    Args:
-        starts: [m] int64, first index of each run.
-        lengths: [m] int64.
-
-    Returns:
-        [sum(lengths)] int64.
-    """
+    """[sum(lengths)] indices of runs, one after the other, from the first index [m] and the length [m] of each."""
     ends = lengths.cumsum(0)
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - ends + lengths, lengths)
 
@@ -157,11 +150,7 @@ class Batch:
         return sorted({*self.columns, *(() if self.prompts is None else self.prompts.names())})
 
     def dense(self, name: str) -> Tensor:
-        """A dense column.
-
-        Returns:
-            [n, ...].
-        """
+        """A dense column, [n, ...]."""
         column = self[name]
         if not isinstance(column, Tensor):
             raise TypeError(f"column '{name}' is not dense")
@@ -227,11 +216,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """All rows of several batches with the same columns; a prompt that several point to is held once.
-
-        Args:
-            batches: One or more batches.
-        """
+        """All rows of one or more batches with the same columns; a prompt that several point to is held once."""
         if len(batches) == 1:
             return batches[0]
         names = batches[0].columns.keys()
@@ -240,10 +225,7 @@ class Batch:
         if batches[0].prompts is None:
             return Batch(ids, columns)
         prompts = Batch.concat([batch.prompts for batch in batches if batch.prompts is not None])
-        unique, inverse = torch.unique(prompts.ids, return_inverse=True)
-        first = torch.full_like(unique, len(prompts)).scatter_reduce_(
-            0, inverse, torch.arange(len(prompts)), reduce="amin"
-        )
+        _, first, inverse = map(torch.from_numpy, np.unique(prompts.ids, return_index=True, return_inverse=True))
         sizes = torch.tensor([0, *(len(batch.prompts) for batch in batches if batch.prompts is not None)]).cumsum(0)
         index = [
             inverse[batch.prompt_index + start]
@@ -254,12 +236,7 @@ class Batch:
 
 
 def select_rows(column: Column, index: Tensor) -> Column:
-    """Some rows of a column, in the order asked for.
-
-    Args:
-        column: Column of any kind.
-        index: [m] int64.
-    """
+    """Some rows of a column of any kind, in the order of an index [m] int64."""
     match column:
         case Tensor():
             return column[index]
@@ -270,11 +247,7 @@ def select_rows(column: Column, index: Tensor) -> Column:
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:
-    """The rows of several columns of the same kind, one behind the other.
-
-    Args:
-        columns: One or more columns.
-    """
+    """The rows of one or more columns of the same kind, one after the other."""
     match columns[0]:
         case Tensor():
             return torch.cat([column for column in columns if isinstance(column, Tensor)])
@@ -289,8 +262,8 @@ def concat_columns(columns: Sequence[Column]) -> Column:
 def make_sample_ids(group_ids: Tensor, siblings: Tensor) -> Tensor:
     """Globally unique ids of samples; ascending ids follow the order of the data.
 
-    A group id is the place of a prompt in the run's stream of prompts: epoch and row follow from it, and a prompt that
-    is asked again, in a later epoch or after a failure, has another one.
+    A group id is the place of a prompt in the order of the run: epoch and row follow from it, and a prompt that is
+    asked again, in a later epoch or after a failure, has another one.
 
     Args:
         group_ids: [n] int64.

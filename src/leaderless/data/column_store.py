@@ -1,4 +1,7 @@
-"""The memory of a table's columns, on the side that sends rows and on the side that receives them."""
+"""The memory of a table's columns, on the rank that sends rows and on the rank that receives them.
+
+Rows of columns are one sequence of bytes, wherever in memory they lie: what is sent, and where it is received.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +12,118 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from leaderless.config import Json
+from leaderless.data.balance import Int
 from leaderless.data.batch import Batch, Column, Jagged
-from leaderless.data.byte_runs import ByteColumn, ByteRuns, Int
-from leaderless.data.wire import DTYPES, ColumnSchema, Schema, schema_of, to_json
+from leaderless.data.wire import DTYPES, ColumnSchema, Schema, to_json
+
+Bytes = NDArray[np.uint8]
 
 COPY_BYTES = 1 << 22
 """Rows that stay on a rank are copied in pieces of this size."""
 
 
-def ragged_keys(schema: Schema) -> tuple[str, ...]:
-    """What rows of a schema have lengths along: the axes of jagged columns, and the text of each object column."""
-    return tuple(dict.fromkeys(_ragged_key(column) for column in schema if column.kind != "dense"))
-
-
-def _ragged_key(column: ColumnSchema) -> str:
-    return f"axis {column.axis}" if column.kind == "jagged" else f"text {column.name}"
-
-
 @dataclass(frozen=True)
-class _Texts:
-    """The texts of an object column, made once and held once.
+class ByteColumn:
+    """A column's memory, and where in it each row lies.
 
     Attributes:
-        data: One text behind the other, in the order in which they were asked for.
-        starts: [n] first byte of each row's text; -1 where it has not been asked for.
-        sizes: [n] bytes of each text.
+        data: [num_bytes], all values.
+        starts: [n] first byte of each row.
+        sizes: [n] bytes of each row.
     """
 
-    data: bytearray
+    data: Bytes
     starts: Int
     sizes: Int
 
     @classmethod
-    def none(cls, num_rows: int) -> _Texts:
-        return cls(bytearray(), np.full(num_rows, -1, dtype=np.int64), np.zeros(num_rows, dtype=np.int64))
+    def of(cls, values: Tensor, lengths: Int) -> ByteColumn:
+        """The memory itself, not a copy, of contiguous values [total, ...]; `lengths` has the values of each row."""
+        if not values.numel():
+            return cls(np.zeros(0, dtype=np.uint8), np.zeros_like(lengths), np.zeros_like(lengths))
+        sizes = lengths * (values.element_size() * values[0].numel())
+        return cls(values.reshape(-1).view(torch.uint8).numpy(), np.cumsum(sizes) - sizes, sizes)
+
+
+class ByteRuns:
+    """A sequence of bytes made of runs of memory; what lies next to each other in memory is one run.
+
+    Attributes:
+        size: Bytes of the sequence.
+    """
+
+    def __init__(self, columns: Sequence[tuple[ByteColumn, Int]]) -> None:
+        """Put rows together, column after column; each column comes with its rows in the sequence, in order."""
+        self._data = [column.data for column, _ in columns]
+        runs = [_merge(column.starts[rows], column.sizes[rows]) for column, rows in columns]
+        empty = np.zeros(0, dtype=np.int64)
+        self._owners = np.repeat(np.arange(len(runs)), [len(starts) for starts, _ in runs])
+        self._starts = np.concatenate([empty, *(starts for starts, _ in runs)])
+        self._sizes = np.concatenate([empty, *(sizes for _, sizes in runs)])
+        self._ends = np.cumsum(self._sizes)
+        self.size = int(self._sizes.sum())
+
+    def parts(self, begin: int, end: int) -> list[Bytes]:
+        """The memory of the bytes from `begin` to `end`, run by run."""
+        first, last = np.searchsorted(self._ends, [begin, end - 1], side="right")
+        some = slice(first, last + 1)
+        offsets = self._starts[some] - (self._ends[some] - self._sizes[some])
+        begins = np.maximum(self._ends[some] - self._sizes[some], begin) + offsets
+        ends = np.minimum(self._ends[some], end) + offsets
+        places = zip(self._owners[some].tolist(), begins.tolist(), ends.tolist(), strict=True)
+        return [self._data[owner][start:stop] for owner, start, stop in places]
+
+    def read(self, begin: int, end: int) -> Bytes:
+        """The bytes from `begin` to `end`: the very memory if they lie together, or else a copy."""
+        parts = self.parts(begin, end)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def write(parts: Sequence[Bytes], content: Bytes) -> None:
+    """Copy bytes into parts of memory, which have as many bytes together."""
+    begin = 0
+    for part in parts:
+        part[:] = content[begin : begin + len(part)]
+        begin += len(part)
+
+
+def copy(source: ByteRuns, target: ByteRuns) -> None:
+    """Copy a sequence of bytes into another of the same size, with little memory besides."""
+    for begin in range(0, source.size, COPY_BYTES):
+        end = min(begin + COPY_BYTES, source.size)
+        write(target.parts(begin, end), source.read(begin, end))
+
+
+def _merge(starts: Int, sizes: Int) -> tuple[Int, Int]:
+    """Neighbors in memory as one run."""
+    starts, sizes = starts[sizes > 0], sizes[sizes > 0]
+    if not len(starts):
+        return starts, sizes
+    first = np.flatnonzero(np.concatenate([[True], starts[1:] != (starts + sizes)[:-1]]))
+    return starts[first], np.add.reduceat(sizes, first)
+
+
+def ragged_keys(schema: Schema) -> tuple[str, ...]:
+    """What rows of a schema have lengths along: the axes of jagged columns, and the text of each object column."""
+    return tuple(dict.fromkeys(ragged_key(column) for column in schema if column.kind != "dense"))
+
+
+def ragged_key(column: ColumnSchema) -> str:
+    """What rows have lengths along in a column that is not dense."""
+    return f"axis {column.axis}" if column.kind == "jagged" else f"text {column.name}"
+
+
+class _Texts:
+    """The texts of an object column, each made and held once, in the order in which they are asked for."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.data = bytearray()
+        self.starts = np.full(num_rows, -1, dtype=np.int64)
+        self.sizes = np.zeros(num_rows, dtype=np.int64)
 
     def add(self, place: int, text: bytes) -> None:
         self.starts[place], self.sizes[place] = len(self.data), len(text)
@@ -53,14 +131,9 @@ class _Texts:
 
 
 class HeldRows:
-    """Rows that a rank has, as bytes to send. Texts of objects are made when they are first asked for."""
+    """Rows that a rank has, as bytes to send. Prompts are rows of their own; texts are made on demand."""
 
     def __init__(self, batch: Batch) -> None:
-        """Take the rows' own columns.
-
-        Args:
-            batch: The rows; its prompts are rows of their own.
-        """
         self.batch = batch
         self._ids = batch.ids.numpy()
         self._texts: dict[str, _Texts] = {}
@@ -71,14 +144,7 @@ class HeldRows:
         return np.argsort(self._ids, kind="stable")
 
     def places(self, ids: Int) -> Int:
-        """Where rows are.
-
-        Args:
-            ids: [m], any.
-
-        Returns:
-            [m]; -1 for those that are not here.
-        """
+        """[m] where rows with these ids are; -1 for those that are not here."""
         if not len(self._ids):
             return np.full(len(ids), -1, dtype=np.int64)
         found = self._order[np.searchsorted(self._ids, ids, sorter=self._order).clip(max=len(self._ids) - 1)]
@@ -86,29 +152,17 @@ class HeldRows:
         return places
 
     def lengths(self, key: str, places: Int) -> Int:
-        """Lengths of some rows.
-
-        Args:
-            key: One of the schema's `ragged_keys`.
-            places: [m] of the rows.
-
-        Returns:
-            [m] values, or bytes of text.
-        """
+        """[m] values, or bytes of text, of the rows at some places along one of the schema's `ragged_keys`."""
         kind, name = key.split(" ", 1)
         if kind == "axis":
-            return self._jagged(name).lengths.numpy()[places]
-        self._columns.pop(name, None)
+            jagged = (column for column in self.batch.columns.values() if isinstance(column, Jagged))
+            return next(column.lengths.numpy()[places] for column in jagged if column.axis == name)
+        self._columns.pop(name, None)  # it would keep its texts from growing
         values = self.batch.objects(name)
-        texts = self._texts.setdefault(name, _Texts.none(len(values)))
+        texts = self._texts.setdefault(name, _Texts(len(values)))
         for place in places[texts.starts[places] < 0].tolist():
             texts.add(place, to_json(name, values[place]))
         return texts.sizes[places]
-
-    def _jagged(self, axis: str) -> Jagged:
-        return next(
-            column for column in self.batch.columns.values() if isinstance(column, Jagged) and column.axis == axis
-        )
 
     def column(self, name: str) -> ByteColumn:
         """The memory of a column; of objects, of those whose lengths have been asked for."""
@@ -123,7 +177,7 @@ class HeldRows:
             case Jagged():
                 return ByteColumn.of(column.values.contiguous(), column.lengths.numpy())
             case _:
-                texts = self._texts.get(name) or _Texts.none(len(column))
+                texts = self._texts.get(name) or _Texts(len(column))
                 return ByteColumn(np.frombuffer(texts.data, dtype=np.uint8), texts.starts, texts.sizes)
 
 
@@ -131,15 +185,9 @@ class ArrivingRows:
     """Rows that a rank gets: their memory, allocated once and filled in place."""
 
     def __init__(self, schema: Schema, ids: Int, lengths: Mapping[str, Int]) -> None:
-        """Allocate the columns.
-
-        Args:
-            schema: Types of the columns.
-            ids: [n] of the rows.
-            lengths: [n] for each of the schema's `ragged_keys`; 0 bytes for objects that are here already.
-        """
+        """Allocate the columns; `lengths` of objects that are here already are 0."""
         self.schema, self.ids, self._lengths = schema, ids, lengths
-        self._objects: dict[str, dict[int, Json]] = {}
+        self._objects: dict[str, dict[int, Json]] = {column.name: {} for column in schema if column.kind == "object"}
         self._values = {column.name: self._allocate(column) for column in schema}
         self._columns = {
             column.name: ByteColumn.of(self._values[column.name], self._sizes(column)) for column in schema
@@ -149,7 +197,7 @@ class ArrivingRows:
         """[n] values of each row."""
         if column.kind == "dense":
             return np.ones(len(self.ids), dtype=np.int64)
-        return self._lengths[_ragged_key(column)]
+        return self._lengths[ragged_key(column)]
 
     def _allocate(self, column: ColumnSchema) -> Tensor:
         dtype = torch.uint8 if column.kind == "object" else DTYPES[column.dtype]
@@ -160,30 +208,15 @@ class ArrivingRows:
         return self._columns[name]
 
     def take(self, held: HeldRows, at: Int, places: Int) -> None:
-        """Copy rows that this rank has already.
-
-        Args:
-            held: Rows of which these are some.
-            at: [m] places where they go.
-            places: [m] places where they are.
-        """
-        if not len(at):
-            return
-        for column in self.schema:
+        """Copy rows that this rank has already from their `places` there to the places `at` here."""
+        for column in self.schema if len(at) else ():
             if column.kind == "object":
                 values = held.batch.objects(column.name)
-                taken = self._objects.setdefault(column.name, {})
-                taken |= {to: values[place] for to, place in zip(at.tolist(), places.tolist(), strict=True)}
-                continue
-            source = ByteRuns([(held.column(column.name), places)])
-            target = ByteRuns([(self.column(column.name), at)])
-            for begin in range(0, source.size, COPY_BYTES):
-                end = min(begin + COPY_BYTES, source.size)
-                lying = source.view(begin, end)
-                if lying is None:
-                    lying = np.empty(end - begin, dtype=np.uint8)
-                    source.read(begin, lying)
-                target.write(begin, lying)
+                self._objects[column.name] |= {
+                    to: values[place] for to, place in zip(at.tolist(), places.tolist(), strict=True)
+                }
+            else:
+                copy(ByteRuns([(held.column(column.name), places)]), ByteRuns([(self.column(column.name), at)]))
 
     def batch(self) -> Batch:
         """The rows, when all bytes are there."""
@@ -191,40 +224,13 @@ class ArrivingRows:
 
     def _column(self, column: ColumnSchema) -> Column:
         values = self._values[column.name]
-        match column.kind:
-            case "dense":
-                return values
-            case "jagged":
-                return Jagged(values, torch.from_numpy(self._sizes(column)), column.axis)
-            case _:
-                store, here = self.column(column.name), self._objects.get(column.name, {})
-                ends = (store.starts + store.sizes).tolist()
-                return tuple(
-                    here[place] if place in here else json.loads(store.data[start:end].tobytes())
-                    for place, (start, end) in enumerate(zip(store.starts.tolist(), ends, strict=True))
-                )
-
-
-def merge(ids: Tensor, parts: Sequence[tuple[Tensor, Column]]) -> Column:
-    """A column of rows that lie in several parts, each copied once, straight to where it belongs.
-
-    Args:
-        ids: [n] of all rows, ascending.
-        parts: Ids and values of rows; a row that is in several has the same value in each. One without rows may not
-            know the type of its values, so the first that has some decides.
-    """
-    filled = [Batch(part, {"column": column}) for part, column in parts if len(part)]
-    if not filled:
-        return parts[0][1]
-    (schema,) = schema_of(filled[0])
-    at = [torch.searchsorted(ids, batch.ids).numpy() for batch in filled]
-    lengths = {key: np.zeros(len(ids), dtype=np.int64) for key in ragged_keys((schema,))}
-    tables = [HeldRows(batch) for batch in filled]
-    for table, places in zip(tables, at, strict=True):
-        for key, values in lengths.items():
-            if key.startswith("axis "):
-                values[places] = table.lengths(key, np.arange(len(places)))
-    arriving = ArrivingRows((schema,), ids.numpy(), lengths)
-    for table, places in zip(tables, at, strict=True):
-        arriving.take(table, places, np.arange(len(places)))
-    return arriving.batch().columns["column"]
+        if column.kind == "dense":
+            return values
+        if column.kind == "jagged":
+            return Jagged(values, torch.from_numpy(self._sizes(column)), column.axis)
+        store, here = self.column(column.name), self._objects[column.name]
+        ends = (store.starts + store.sizes).tolist()
+        return tuple(
+            here[place] if place in here else json.loads(store.data[start:end].tobytes())
+            for place, (start, end) in enumerate(zip(store.starts.tolist(), ends, strict=True))
+        )

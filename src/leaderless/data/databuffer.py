@@ -1,25 +1,24 @@
-"""The databuffer: gives every node the columns that it reads, over any change of layout.
+"""The databuffer gives every node the columns that it reads.
 
-Each rank holds, for each row set and layout, one table of rows. Nodes on the same layout read and write the same
-tensors; for another layout the ranks concerned exchange bytes; see `reshard`.
+Each rank holds one table of rows for each row set and layout. Nodes on the same layout read and write the same
+tensors; for another layout the ranks concerned exchange bytes, as `reshard` does.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
-from queue import SimpleQueue
-from threading import Thread
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from leaderless.data.background import Background
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.reshard import reshard, schemas_to_json
 from leaderless.data.surplus import Surplus
@@ -43,19 +42,15 @@ class Databuffer:
     """
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
-        """Prepare for the chain of this rank.
-
-        Args:
-            plan: The plan of the run.
-            transport: Process groups for every change of layout that this rank takes part in.
-        """
+        """Prepare for the chain of this rank; the transport has the process groups of all its reshards."""
         self.plan = plan
         self.transport = transport
         self.rank = transport.rank
         self.surplus = Surplus()
         self._tables: dict[TableKey, Table] = {}
         self._windows: list[dict[TableKey, Table]] = []
-        self._background = _Background()
+        # All ranks give it the same exchanges in the same order, so that no two wait for each other crosswise.
+        self._background = Background("databuffer")
         self._arrivals: dict[tuple[TableKey, int], list[Future[None]]] = {}
         self._under_way: dict[Reshard, deque[Future[None]]] = {}
         self._loads: dict[Reshard, NDArray[np.int64]] = {}
@@ -63,41 +58,25 @@ class Databuffer:
         self._released_after = _last_readers(plan, self.rank)
 
     def load(self, action: Load, batch: Batch) -> None:
-        """Put in the prompts that this rank's dataloader gives.
-
-        Args:
-            action: Entry of the chain.
-            batch: The prompts, with all columns that the action names.
-        """
+        """Put in the prompts of this rank's dataloader, with all columns that the entry of the chain names."""
         self._tables[_key("data", action.layout)] = Table.of(batch.only(action.columns), "data")
 
     def get(self, name: str, window: int | None = None) -> Batch:
-        """The rows of this rank with the columns that a node reads.
-
-        Args:
-            name: Name of the node.
-            window: Number of a window; all rows when None.
-        """
+        """The rows of this rank, of one window or all, with the columns that a node reads."""
         node = self.plan[name]
         return self._tables_of(window)[_key(node.row_set, node.layout)].batch(node.reads)
 
     def put(self, name: str, batch: object, window: int | None = None) -> None:
-        """Take what a node has put out.
-
-        Args:
-            name: Name of the node.
-            window: Number of the window whose rows these are; all rows when None.
-            batch: A `Batch` with every column that its stage declares to write, and, if it changes rows, those that
-                later nodes read through it. Whatever no node reads is left out.
+        """Take what a node has put out, of one window or of all rows. Columns that no node reads are left out.
 
         Raises:
-            ValueError: It is no batch, such a column is missing or cannot travel, or the rows are not those that the
-                stage may put out.
+            ValueError: It is no `Batch`, a column that the stage declares, or that later nodes read, is missing or
+                cannot travel, or the rows are not those that the stage may put out.
         """
         node = self.plan[name]
         if not isinstance(batch, Batch):
             raise ValueError(
-                f"node '{name}' (stage '{node.node.run}') returned {type(batch).__name__}, not a Batch: "
+                f"{_place(node)} returned {type(batch).__name__}, not a Batch: "
                 "end the stage with `return batch`, or `return batch.with_columns(...)`"
             )
         readers = self._readers.get(name, {})
@@ -106,13 +85,13 @@ class Databuffer:
         _check_rows(node, batch, table)
         for column in node.writes:
             if column not in batch:
-                raise ValueError(f"node '{name}' (stage '{node.node.run}') did not write its column '{column}'")
+                raise ValueError(f"{_place(node)} did not write its column '{column}'")
             if column in readers:
                 _check_column(node, column, batch)
         for column, reader in readers.items():
             if column not in batch:
                 raise ValueError(
-                    f"node '{name}' (stage '{node.node.run}') lost column '{column}', which node '{reader}' reads: "
+                    f"{_place(node)} lost column '{column}', which node '{reader}' reads: "
                     "a stage that changes rows hands on the columns it was given"
                 )
         if node.spec.rows == "same":
@@ -126,44 +105,41 @@ class Databuffer:
 
     def _compare(self, node: PlannedNode, batch: Batch) -> None:
         """Make sure that what is about to travel has one type on all ranks of a node, and shards one set of rows."""
-        if node.layout.ranks_per_shard == 1 and len(node.layout.ranks) == 1:
+        if len(node.layout.ranks) == 1:
             return
         text = schemas_to_json(batch)
-        place = f"node '{node.name}' (stage '{node.node.run}')"
         process_group = self.transport.process_group(node.layout.ranks)
         facts = torch.tensor([[digest(text.encode()), len(batch), digest(batch.ids.sort().values.numpy().tobytes())]])
-        types, num_rows, rows = torch.cat(
-            process_group.gather(facts, f"what ranks put out of node '{node.name}'")
-        ).unbind(1)
+        gathered = process_group.gather(facts, f"what ranks put out of node '{node.name}'")
+        types, num_rows, rows = torch.cat(gathered).unbind(1)
         for index, rank in enumerate(process_group.ranks):
             first = index - index % node.layout.ranks_per_shard
             if rows[index] != rows[first]:
                 raise RuntimeError(
-                    f"{place}: ranks {process_group.ranks[first]} and {rank} hold one shard, but put out different "
-                    "rows: the stage must do the same on both"
+                    f"{_place(node)}: ranks {process_group.ranks[first]} and {rank} hold one shard, but put out "
+                    "different rows: the stage must do the same on both"
                 )
         # A rank without rows may not know the types of its columns.
         knowing = num_rows.nonzero().squeeze(1).tolist()
         for index in knowing:
             if types[index] != types[knowing[0]]:
-                known = process_group.broadcast_text(
-                    text, process_group.ranks[knowing[0]], f"the columns of node '{node.name}'"
-                )
+                first, other = process_group.ranks[knowing[0]], process_group.ranks[index]
+                known = process_group.broadcast_text(text, first, f"the columns of node '{node.name}'")
                 raise RuntimeError(
-                    f"{place}: rank {process_group.ranks[index]} put out columns of another type than rank "
-                    f"{process_group.ranks[knowing[0]]}{_difference(text, known)}"
+                    f"{_place(node)}: rank {other} put out columns of another type than rank {first}"
+                    f"{_difference(text, known)}"
                 )
 
     def reshard(self, action: Reshard) -> None:
         """Reshard columns. All ranks of both layouts call it, in the order of the plan."""
-        self._reshard(action, self._tables, self.transport.process_group(action.ranks), None)
+        self._reshard(action, self._tables, self.transport.process_group(action.ranks))
 
     def _reshard(
         self,
         action: Reshard,
         tables: dict[TableKey, Table],
         process_group: ProcessGroup,
-        loads: NDArray[np.int64] | None,
+        loads: NDArray[np.int64] | None = None,
     ) -> None:
         held = wanted = None
         if self.rank in action.source_layout:
@@ -174,8 +150,8 @@ class Databuffer:
         if target is not None and action.target_layout.is_first_of_shard(self.rank):
             wanted = target.ids
         spare = None
-        if action.spare_layout is not None and _has_spare(action, self.rank):
-            known = tables[_key(action.row_set, action.spare_layout)]
+        for layout in _spare_layouts(action, self.rank):
+            known = tables[_key(action.row_set, layout)]
             spare = known.batch(dict.fromkeys(action.columns, action.source))
         arrived = reshard(action, process_group, held, wanted, spare, loads)
         if arrived is None:
@@ -197,12 +173,7 @@ class Databuffer:
     def reshard_window(self, action: Reshard, window: int, timed: AbstractContextManager[None]) -> None:
         """Reshard columns of a window in the background, with at most one window behind it.
 
-        All ranks of both layouts call it, in the order of the plan.
-
-        Args:
-            action: Entry of the chain.
-            window: Number of the window.
-            timed: Entered while the rows travel.
+        All ranks of both layouts call it, in the order of the plan. The context `timed` is entered while rows travel.
         """
         under_way = self._under_way.setdefault(action, deque())
         while len(under_way) >= WINDOWS_UNDER_WAY:
@@ -260,11 +231,9 @@ class Databuffer:
         self._tables[_key(loop.last, loop.layout)] = Table.of(taken, loop.last)
 
     def release(self, action: Action, window: int | None = None) -> None:
-        """Free the columns whose last reader on this rank has run.
+        """Free the columns whose last reader on this rank, an entry of the chain, has run.
 
-        Args:
-            action: The entry of the chain that has just been executed.
-            window: Number of a window; what travels in the background is waited for, in the background.
+        Those of a window are freed in the background, behind the reshards that may still read them.
         """
         if window is None:
             self._release(action, self._tables)
@@ -280,50 +249,13 @@ class Databuffer:
         """Forget the step, but not the surplus of a loop."""
         self._tables.clear()
 
-    def num_bytes(self) -> int:
-        """Bytes of tensors that are held now, of rows and of prompts; those that tables share count once."""
-        columns = [column for table in self._tables.values() for column in table.all_columns()]
-        tensors = [column.values if isinstance(column, Jagged) else column for column in columns]
-        return sum({id(tensor): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)}.values())
-
-
-class _Background:
-    """A thread that runs tasks in the order in which they were given. After a failure it runs no more.
-
-    All ranks give theirs the same exchanges in the same order, so that no two of them wait for each other crosswise.
-    """
-
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
-        self._thread: Thread | None = None
-        self._failure: BaseException | None = None
-
-    def run(self, task: Callable[[], None]) -> Future[None]:
-        """Run a task later; its error is that of all tasks behind it, too."""
-        if self._thread is None:
-            # When a worker fails, its process ends whatever the thread waits for.
-            self._thread = Thread(target=self._work, name="databuffer", daemon=True)
-            self._thread.start()
-        future: Future[None] = Future()
-        self._tasks.put((task, future))
-        return future
-
-    def _work(self) -> None:
-        while True:
-            task, future = self._tasks.get()
-            try:
-                if self._failure is None:
-                    task()
-            except BaseException as error:  # noqa: BLE001 - it is raised where the future is waited for
-                self._failure = error
-            if self._failure is None:
-                future.set_result(None)
-            else:
-                future.set_exception(self._failure)
-
 
 def _key(row_set: str, layout: Layout) -> TableKey:
     return row_set, layout.ranks, layout.dp
+
+
+def _place(node: PlannedNode) -> str:
+    return f"node '{node.name}' (stage '{node.node.run}')"
 
 
 def _difference(mine: str, other: str) -> str:
@@ -336,17 +268,17 @@ def _difference(mine: str, other: str) -> str:
     return ": {} instead of {}".format(*(", ".join(sorted(part)) or "nothing" for part in (here - there, there - here)))
 
 
-def _has_spare(action: Reshard, rank: int) -> bool:
-    """Whether a rank has got columns that it is to have in another layout too."""
-    return action.spare_layout is not None and rank in action.spare_layout and rank in action.target_layout
+def _spare_layouts(action: Reshard, rank: int) -> list[Layout]:
+    """The layout, if any, in which a rank has got columns that it is to have in another layout too."""
+    spare = action.spare_layout
+    return [spare] if spare is not None and rank in spare and rank in action.target_layout else []
 
 
 def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
     """Samples point to the prompts that they answer, and what a filter leaves was there."""
-    place = f"node '{node.name}' (stage '{node.node.run}')"
     if node.spec.rows == "expand":
         if batch.prompts is None:
-            raise ValueError(f"{place} put out samples that point to no prompts: give Batch its prompts")
+            raise ValueError(f"{_place(node)} put out samples that point to no prompts: give Batch its prompts")
         known, parents, what = given.ids if given.prompt_ids is None else given.prompt_ids, batch.prompts.ids, "prompt"
     elif node.spec.rows == "filter":
         known, parents, what = given.ids, batch.ids, "row"
@@ -354,12 +286,12 @@ def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
         return
     strange = parents[~torch.isin(parents, known)]
     if len(strange):
-        raise ValueError(f"{place} put out {what} {int(strange[0])}, which it was not given")
+        raise ValueError(f"{_place(node)} put out {what} {int(strange[0])}, which it was not given")
 
 
 def _check_column(node: PlannedNode, name: str, batch: Batch) -> None:
     """Check that every reader gets the same values, whether they travel to it or not."""
-    place = f"node '{node.name}' (stage '{node.node.run}'): column '{name}'"
+    place = f"{_place(node)}: column '{name}'"
     column: object = batch.columns[name] if name in batch.columns or batch.prompts is None else batch.prompts[name]
     if isinstance(column, Tensor | Jagged):
         return
@@ -385,10 +317,7 @@ def _readers(plan: Plan) -> dict[str, dict[str, str]]:
 
 def _last_readers(plan: Plan, rank: int) -> dict[Action, list[tuple[TableKey, ColumnKey]]]:
     """For each entry of a rank's chain, the columns that no later entry reads."""
-    last: dict[tuple[TableKey, ColumnKey], Action] = {}
-    for action in flat(plan.chain(rank)):
-        for use in _reads(plan, action, rank):
-            last[use] = action
+    last = {use: action for action in flat(plan.chain(rank)) for use in _reads(plan, action, rank)}
     released: dict[Action, list[tuple[TableKey, ColumnKey]]] = {}
     for use, action in last.items():
         released.setdefault(action, []).append(use)
@@ -404,9 +333,7 @@ def _reads(plan: Plan, action: Action, rank: int) -> Sequence[tuple[TableKey, Co
             return [(key, (source, column)) for column, source in node.reads.items()]
         case Reshard():
             layouts = [action.source_layout] if rank in action.source_layout else []
-            if _has_spare(action, rank):
-                layouts += [layout for layout in (action.spare_layout,) if layout is not None]
-            keys = [_key(action.row_set, layout) for layout in layouts]
+            keys = [_key(action.row_set, layout) for layout in layouts + _spare_layouts(action, rank)]
             return [(key, (action.source, column)) for key in keys for column in action.columns]
         case _:
             return []

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.data import DATASET_COLUMN, MixedSetConfig, TrainingSetConfig
+from leaderless.data.background import ReadAhead
 from leaderless.data.batch import Batch
 from leaderless.data.cache import DataCache
-from leaderless.data.dataset import Progress, Prompt, TrainingSet, make_batch, open_dataset
+from leaderless.data.dataset import Feed, Progress, Prompt, TrainingSet, make_batch, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.data.order import Interleaving
 from leaderless.data.parquet import unpack
-from leaderless.data.read_ahead import ReadAhead
 from leaderless.data.sources import open_source, open_stream
 from leaderless.data.stream import StreamedDataset
 
-
-@dataclass(frozen=True)
-class LoadedStep:
-    """A shard's prompts of a step, and how far into the data it leads.
-
-    Attributes:
-        batch: The prompts.
-        epochs: Number of epochs by key of the dataset.
-    """
-
-    batch: Batch
-    epochs: Mapping[str, float]
+LoadedStep = tuple[Batch, Mapping[str, float]]
+"""A shard's prompts of a step, and the number of epochs then, by key of the dataset."""
 
 
 class Dataloader:
@@ -40,14 +31,7 @@ class Dataloader:
     """
 
     def __init__(self, sets: Sequence[TrainingSet], recipe: Recipe, shard: int, num_shards: int) -> None:
-        """Take a shard of the training data.
-
-        Args:
-            sets: The datasets, in the order of `recipe.data.train_sets()`.
-            recipe: Seed, order and prompts per step.
-            shard: Number of the part of every step that is given.
-            num_shards: Number of parts of a step.
-        """
+        """Take a shard of the training data; the datasets are in the order of `recipe.data.train_sets()`."""
         self.sets, self.recipe = sets, recipe
         self.shard, self.num_shards = shard, num_shards
         self._begin(0)
@@ -55,9 +39,9 @@ class Dataloader:
     def _begin(self, position: int) -> None:
         self._position = position
         self.epochs: Mapping[str, float] = {one.encoder.key: 0.0 for one in self.sets}
-        num_ahead, timeout_s = self.recipe.data.prefetch_steps, self.recipe.run.timeout_s
         name = f"the dataloader of shard {self.shard}"
-        self._ahead = ReadAhead(_StepReader(self, position).next, num_ahead, name, timeout_s)
+        num_ahead, timeout_s = self.recipe.data.prefetch_steps, self.recipe.run.timeout_s
+        self._ahead: ReadAhead[LoadedStep] = ReadAhead(partial(next, self._steps(position)), num_ahead, name, timeout_s)
 
     @property
     def position(self) -> int:
@@ -76,54 +60,33 @@ class Dataloader:
             RecipeError: A row cannot be used.
             RuntimeError: The data cannot be read, or are others than before.
         """
-        step = self._ahead.next()
+        batch, self.epochs = self._ahead.next()
         self._position += self.recipe.batch.prompts_per_step
-        self.epochs = step.epochs
-        return step.batch
+        return batch
 
-    def numbers(self) -> dict[str, float]:
-        """Where the data are, by name of a metric.
-
-        Returns:
-            `data/position`, and `data/epoch`: in a mixture that of the dataset which is behind most, with those of all.
-        """
-        by_name = {f"data/epoch/{_name(key)}": epoch for key, epoch in self.epochs.items()}
-        return {
-            "data/position": self.position,
-            "data/epoch": min(self.epochs.values()),
-            **(by_name if isinstance(self.recipe.data.train, Mapping) else {}),
-        }
-
-    def close(self) -> None:
-        """End what reads ahead."""
-        self._ahead.close()
-
-
-class _StepReader:
-    """Reads the steps of one shard, one after the other. It belongs to the thread that reads ahead."""
-
-    def __init__(self, loader: Dataloader, position: int) -> None:
-        self.sets, self.recipe, self.position = loader.sets, loader.recipe, position
-        self.shard, self.num_shards = loader.shard, loader.num_shards
+    def _steps(self, position: int) -> Iterator[LoadedStep]:
+        """The steps of this shard from a position; read by the thread that reads ahead."""
         configs = [one.encoder.config for one in self.sets]
         weights = [config.weight if isinstance(config, MixedSetConfig) else 1.0 for config in configs]
         seed, shuffle = self.recipe.seed, self.recipe.data.shuffle
-        self.turns = Interleaving(weights, seed)
-        self.feeds = [one.feed(seed, number, shuffle=shuffle) for number, one in enumerate(self.sets)]
+        turns = Interleaving(weights, seed)
+        feeds = [one.feed(seed, number, shuffle=shuffle) for number, one in enumerate(self.sets)]
+        for begin in count(position, self.recipe.batch.prompts_per_step):
+            yield self._step(begin, turns, feeds)
 
-    def next(self) -> LoadedStep:
-        size = self.recipe.batch.prompts_per_step
-        begin, self.position = self.position, self.position + size
-        mine = range(begin + size * self.shard // self.num_shards, begin + size * (self.shard + 1) // self.num_shards)
-        turns = [self.turns.at(position) for position in mine]
+    def _step(self, begin: int, turns: Interleaving, feeds: Sequence[Feed]) -> LoadedStep:
+        size, shard, num_shards = self.recipe.batch.prompts_per_step, self.shard, self.num_shards
+        mine = range(begin + size * shard // num_shards, begin + size * (shard + 1) // num_shards)
+        places = {position: turns.at(position) for position in mine}
         prompts: dict[int, Prompt] = {}
-        for number, feed in enumerate(self.feeds):
-            positions = [position for position, (turn, _) in zip(mine, turns, strict=True) if turn == number]
-            taken = feed.take([place for turn, place in turns if turn == number])
-            prompts |= zip(positions, (self._named(prompt, number) for prompt in taken), strict=True)
-        batch = make_batch(mine, [prompts[position] for position in mine], has_responses=self.recipe.data.has_responses)
-        done = zip(self.sets, self.feeds, self.turns.counts(self.position), strict=True)
-        return LoadedStep(batch, {one.encoder.key: feed.epoch(count) for one, feed, count in done})
+        for number, feed in enumerate(feeds):
+            chosen = {position: place for position, (turn, place) in places.items() if turn == number}
+            taken = feed.take(list(chosen.values()))
+            prompts |= zip(chosen, (self._named(prompt, number) for prompt in taken), strict=True)
+        in_order = [prompts[position] for position in mine]
+        batch = make_batch(mine, in_order, has_responses=self.recipe.data.has_responses)
+        done = zip(self.sets, feeds, turns.counts(begin + size), strict=True)
+        return batch, {one.encoder.key: feed.epoch(passed) for one, feed, passed in done}
 
     def _named(self, prompt: Prompt, number: int) -> Prompt:
         """In a mixture, with the name of the dataset in the row."""
@@ -137,6 +100,19 @@ class _StepReader:
                 "rename it, or leave it out of `columns`",
             )
         return Prompt(prompt.row | {DATASET_COLUMN: _name(key)}, prompt.encoded)
+
+    def numbers(self) -> dict[str, float]:
+        """Metrics `data/position` and `data/epoch`: in a mixture that of the dataset furthest behind, and all."""
+        by_name = {f"data/epoch/{_name(key)}": epoch for key, epoch in self.epochs.items()}
+        return {
+            "data/position": self.position,
+            "data/epoch": min(self.epochs.values()),
+            **(by_name if isinstance(self.recipe.data.train, Mapping) else {}),
+        }
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._ahead.close()
 
 
 def _name(key: str) -> str:
@@ -152,15 +128,9 @@ def open_training_set(
     cache: DataCache,
     progress: Progress | None = None,
 ) -> TrainingSet:
-    """Open a dataset to train on. All ranks call it together.
+    """Open a dataset to train on, of a section of the recipe. All ranks of the cache call it together.
 
-    Args:
-        config: The dataset.
-        key: The recipe's section, for errors.
-        tokenizer: Tokenizer of the model that is trained.
-        recipe: Limits, and what happens to overlong rows.
-        cache: Cache of all ranks; Parquet is unpacked into its folder.
-        progress: Receives the progress of this rank's share.
+    Parquet is unpacked into the folder of the cache.
 
     Raises:
         RecipeError: It does not exist, cannot be read, or has no row that may be used.

@@ -1,10 +1,9 @@
-"""One change of layout: who has which rows, who gets them, and the bytes between the two.
+"""One reshard: who has which rows, who gets them, and the bytes between the two.
 
 The ranks concerned exchange the id, group and cost of every row (24 bytes a row) and compute the same
 assignment. Each then sends the rows that go elsewhere straight from its columns into those of their new owners: first
-the lengths of ragged rows, then all bytes in pieces. A piece that lies together in memory on a side is
-taken from there, or received there; others go through a small buffer. Ranks that hold the same rows share the sending,
-a prompt travels once to each owner of some of its samples, and peers on one host get one copy from another host.
+the lengths of ragged rows, then all bytes in pieces. Ranks that hold the same rows share the sending, a prompt travels
+once to each owner of some of its samples, and peers on one host get one copy from another host.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaderless.data.balance import assign, is_repeated, sequence_cost
+from leaderless.data.balance import Int, assign, is_repeated, sequence_cost
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.byte_runs import Int
 from leaderless.data.routes import Routes
 from leaderless.data.transfer import Transfer
 from leaderless.data.transport import ProcessGroup
 from leaderless.data.wire import Schema, schema_from_json, schema_of, schema_to_json
 from leaderless.planner import Layout, Reshard
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
 def reshard(
@@ -40,10 +40,10 @@ def reshard(
         action: Columns that travel, and both layouts.
         process_group: The ranks of both layouts.
         held: The rows that this rank has under the source layout, in ascending order of their ids.
-        wanted: Ids of the rows that this rank represents under the target layout, when an earlier change of layout has
-            decided that already.
-        spare: Rows with the same columns that this rank has from an earlier change of layout, ascending; they are not
-            sent to it again. Only where `action.spare_layout` names that layout.
+        wanted: Ids of the rows that this rank represents under the target layout, when an earlier reshard has decided
+            that already.
+        spare: Rows with the same columns that this rank has from an earlier reshard, ascending; they are not sent to
+            it again. Only where `action.spare_layout` names that layout.
         loads: [dp of the target] work that its shards have got in earlier windows of the step; what they get now is
             added to it. The same on all ranks.
 
@@ -85,16 +85,7 @@ def agree_on_routes(
     spare: Batch | None = None,
     loads: Int | None = None,
 ) -> Routes:
-    """Where every row goes. All ranks of both layouts call it together and compute the same from the same facts.
-
-    Args:
-        action: Both layouts.
-        process_group: The ranks of both.
-        held: Argument of `reshard`.
-        wanted: Argument of `reshard`.
-        spare: Argument of `reshard`.
-        loads: Argument of `reshard`.
-    """
+    """Where every row goes; arguments as of `reshard`. All ranks compute the same from the same facts."""
     source, target = action.source_layout, action.target_layout
     facts = torch.empty((0, 3), dtype=torch.int64)
     if held is not None:
@@ -110,25 +101,23 @@ def agree_on_routes(
         raise RuntimeError(f"edge {action.name}: row {twice[0]} is held by two shards")
     spares: dict[int, Int] = {}
     if action.spare_layout is not None:
-        known = process_group.gather(_no_ids() if spare is None else spare.ids, what)
+        known = process_group.gather(_NO_IDS if spare is None else spare.ids, what)
         spares = {rank: part.numpy() for rank, part in zip(process_group.ranks, known, strict=True) if len(part)}
-    claims = process_group.gather(_no_ids() if wanted is None else wanted, what) if action.is_late else []
+    claims = process_group.gather(_NO_IDS if wanted is None else wanted, what) if action.is_late else []
     shards = np.array([target.shard_of(rank) if rank in target else -1 for rank in process_group.ranks])
     if any(len(claim) for claim in claims):
         owners = _claimed(action, shards, ids, claims)
     else:
-        units = group_ids if action.keep_groups else ids
-        holding = _holding_shards(ids, np.repeat(shards, counts), spares, target)
-        owners = assign(costs, units, holding, target.dp, loads)
+        holding = np.repeat(shards, counts)
+        for rank, known_ids in spares.items():
+            if rank in target:
+                holding[(holding < 0) & np.isin(ids, known_ids)] = target.shard_of(rank)
+        owners = assign(costs, group_ids if action.keep_groups else ids, holding, target.dp, loads)
         if loads is not None:
             np.add.at(loads, owners, costs)
     holders = np.repeat(np.array(process_group.ranks), counts)
     hosts = {rank: process_group.hosts.get(rank, -1 - rank) for rank in process_group.ranks}
     return Routes(ids, group_ids, holders, owners, source, target, hosts, spares)
-
-
-def _no_ids() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)
 
 
 def _represented(num_rows: int, layout: Layout, rank: int) -> slice:
@@ -138,17 +127,8 @@ def _represented(num_rows: int, layout: Layout, rank: int) -> slice:
     return slice(num_rows * place // size, num_rows * (place + 1) // size)
 
 
-def _holding_shards(ids: Int, shards: Int, spares: dict[int, Int], target: Layout) -> Int:
-    """[n] the shard of the target layout that has each row already, or -1."""
-    shards = shards.copy()
-    for rank, known in spares.items():
-        if rank in target:
-            shards[(shards < 0) & np.isin(ids, known)] = target.shard_of(rank)
-    return shards
-
-
 def _claimed(action: Reshard, shards: Int, ids: Int, claims: Sequence[Tensor]) -> Int:
-    """Owners that an earlier change of layout decided on."""
+    """Owners that an earlier reshard has decided on."""
     claimed = torch.cat(list(claims)).numpy()
     shard_of_claim = np.repeat(shards, [len(claim) for claim in claims])
     order = np.argsort(claimed)

@@ -1,4 +1,4 @@
-"""Where every row of a change of layout is and where it goes: computed by all its ranks, the same on each."""
+"""Where every row of a reshard is and where it goes: computed by all its ranks, the same on each."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from leaderless.data.balance import Int
 from leaderless.planner import Layout
 
-Int = NDArray[np.int64]
+Parcel = tuple[Int, Int]
+"""What one rank sends to another: places among the receiver's rows, and among its prompts, each ascending."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one rank of the target layout gets, and from whom.
+    """What one rank of the target layout gets, and from which ranks.
 
     Attributes:
-        ids: [n] its rows, ascending.
+        ids: [n] ids of its rows, ascending.
         group_ids: [n] id of each row's prompt.
         senders: [n] rank that sends each row; the receiver itself for rows that it has already.
         prompts: [m] ids of its prompts, ascending.
@@ -32,10 +33,6 @@ class Delivery:
     prompts: Int
     prompt_senders: Int
 
-    def from_rank(self, sender: int) -> Parcel:
-        """What one rank sends."""
-        return Parcel((np.flatnonzero(self.senders == sender), np.flatnonzero(self.prompt_senders == sender)))
-
     @property
     def tables(self) -> tuple[Int, Int]:
         """Ids of the rows, and of their prompts."""
@@ -47,28 +44,9 @@ class Delivery:
         ranks: list[int] = np.unique(np.concatenate([self.senders, self.prompt_senders])).tolist()
         return ranks
 
-
-@dataclass(frozen=True)
-class Parcel:
-    """The part of a delivery that comes from one rank.
-
-    Attributes:
-        places: Among the delivery's rows, and among its prompts, each ascending.
-    """
-
-    places: tuple[Int, Int]
-
-    def __bool__(self) -> bool:
-        """Whether anything is sent at all."""
-        return any(map(len, self.places))
-
-    def is_same_as(self, other: Parcel) -> bool:
-        """Whether another rank gets the very same from the same sender.
-
-        Args:
-            other: Parcel for a rank of the same shard.
-        """
-        return all(map(np.array_equal, self.places, other.places))
+    def from_rank(self, sender: int) -> Parcel:
+        """What one rank sends."""
+        return np.flatnonzero(self.senders == sender), np.flatnonzero(self.prompt_senders == sender)
 
 
 @dataclass(frozen=True)
@@ -76,14 +54,14 @@ class Routes:
     """For every row of the edge, in any order that all ranks share: its id, its group, who has it, who gets it.
 
     Attributes:
-        ids: [n] of the rows.
+        ids: [n] ids of the rows.
         group_ids: [n] ids of their prompts.
         holders: [n] rank that represents each row.
         owners: [n] shard of the target layout that gets the row.
         source: Layout that rows leave.
         target: Layout that rows enter.
         hosts: Number of each rank's machine.
-        spares: Ids of the rows that each rank already has from an earlier change of layout.
+        spares: Ids of the rows that each rank already has from an earlier reshard.
     """
 
     ids: Int
@@ -114,12 +92,9 @@ class Routes:
         return _split(self._source_shards, self.source.dp)
 
     def delivery(self, rank: int) -> Delivery:
-        """What a rank gets.
+        """What a rank of the target layout gets.
 
         A row comes from the rank that represents it, a prompt from the lowest rank that sends samples of it.
-
-        Args:
-            rank: Rank of the target layout.
         """
         if rank not in self._deliveries:
             self._deliveries[rank] = self._deliver(rank)
@@ -138,16 +113,13 @@ class Routes:
             is_here |= self._source_shards[rows] == self.source.shard_of(rank)
             has_prompt |= np.isin(prompts, self.group_ids[self._rows_by_holder[self.source.shard_of(rank)]])
         if rank in self.spares:
-            is_here |= np.isin(ids, self.spares[rank])
-            has_prompt[inverse[np.isin(ids, self.spares[rank])]] = True
+            is_spare = np.isin(ids, self.spares[rank])
+            is_here |= is_spare
+            has_prompt[inverse[is_spare]] = True
         return Delivery(ids, group_ids, np.where(is_here, rank, holders), prompts, np.where(has_prompt, rank, lowest))
 
     def receivers(self, rank: int) -> list[int]:
-        """Ranks of the target layout that may get something from a rank, itself left out, the next one first.
-
-        Args:
-            rank: Rank of the source layout.
-        """
+        """Other ranks that may get something from a rank of the source layout, the next higher one first."""
         shards = np.unique(self.owners[self.holders == rank]).tolist()
         ranks = [peer for shard in shards for peer in self.ranks_of_shard(shard) if peer != rank]
         return sorted(ranks, key=lambda peer: (peer < rank, peer))
@@ -157,27 +129,21 @@ class Routes:
         size = self.target.ranks_per_shard
         return self.target.ranks[shard * size : (shard + 1) * size]
 
-    def parcel(self, sender: int, receiver: int) -> Parcel:
-        """What a rank gets of the rows that another represents."""
-        return self.delivery(receiver).from_rank(sender)
-
     def relay(self, sender: int, receiver: int) -> int:
         """The rank from which a parcel comes: its sender, or a peer of the receiver that gets the same from afar.
 
         Of peers on one host, to which the sender on another host would send the same bytes, one passes them on to the
-        others; which one depends on the sender, so that all peers share that work.
-
-        Args:
-            sender: Rank that represents the rows.
-            receiver: Rank that gets the rows.
+        others; which one depends on the sender, so that all peers share that work. Where each rank of the target has a
+        shard to itself, nothing is passed on.
         """
         if self.target.ranks_per_shard == 1 or self.hosts[sender] == self.hosts[receiver]:
             return sender
-        parcel = self.parcel(sender, receiver)
+        parcel = self.delivery(receiver).from_rank(sender)
         peers = [
             peer
             for peer in self.ranks_of_shard(self.target.shard_of(receiver))
-            if self.hosts[peer] == self.hosts[receiver] and self.parcel(sender, peer).is_same_as(parcel)
+            if self.hosts[peer] == self.hosts[receiver]
+            and all(map(np.array_equal, parcel, self.delivery(peer).from_rank(sender)))
         ]
         first = peers[sender % len(peers)]
         return sender if first == receiver else first

@@ -6,18 +6,25 @@ as text next to them.
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
-from leaderless.data.batch import Batch
+from leaderless.data.batch import Batch, Column, Jagged
+from leaderless.data.column_store import HeldRows, ragged_key
 from leaderless.data.transport import ProcessGroup
-from leaderless.data.wire import pack, schema_from_json, schema_of, schema_to_json, unpack
+from leaderless.data.wire import DTYPES, Schema, schema_from_json, schema_of, schema_to_json
 
 GROUP_COLUMN = "<group id>"
 """Rows are written with the id of their prompt in a column of this name, which no stage would take."""
+ALIGNMENT = 8
 
 
 class Surplus:
@@ -31,11 +38,7 @@ class Surplus:
         self.batch = batch
 
     def add(self, batch: Batch) -> None:
-        """Take in what has come out of a round.
-
-        Args:
-            batch: Whole groups, none of which is here already.
-        """
+        """Take in what has come out of a round: whole groups, none of which is here already."""
         self.batch = batch if self.batch is None else _concat([self.batch, batch])
 
     @property
@@ -50,7 +53,7 @@ class Surplus:
         come first.
 
         Args:
-            num_groups: Over all shards; all groups when there are fewer.
+            num_groups: Number of groups over all shards; all are taken when there are fewer.
             process_group: The ranks of the layout.
         """
         assert self.batch is not None, "a step takes groups after a round, or those that it has inherited"
@@ -61,13 +64,7 @@ class Surplus:
         return taken
 
     def save(self, folder: Path, shard: int, num_shards: int) -> None:
-        """Write the groups.
-
-        Args:
-            folder: Folder of a checkpoint.
-            shard: Number of this shard.
-            num_shards: Number of shards.
-        """
+        """Write the groups of a shard into the folder of a checkpoint."""
         if self.batch is None:
             return
         parts = {"rows": self.batch.with_columns({GROUP_COLUMN: self.batch.group_ids})}
@@ -81,13 +78,7 @@ class Surplus:
 
     @classmethod
     def load(cls, folder: Path, shard: int, num_shards: int) -> Surplus:
-        """Read a shard of what was written, by as many shards or by others.
-
-        Args:
-            folder: Folder of a checkpoint.
-            shard: Number of this shard now.
-            num_shards: Number of shards.
-        """
+        """Read one of `num_shards` shards from the folder of a checkpoint, written by as many shards or by others."""
         files = sorted(folder.glob("surplus-*.safetensors"))
         if len(files) == num_shards:  # the very rows on the very shards: sums come out the same to the last bit
             return cls(_read(files[shard]))
@@ -102,7 +93,7 @@ class Surplus:
 def _read(file: Path) -> Batch:
     with safe_open(file, framework="pt") as content:
         schemas = {name: schema_from_json(text) for name, text in content.metadata().items()}
-        parts = {name: unpack(content.get_tensor(name), schema)[0] for name, schema in schemas.items()}
+        parts = {name: unpack(content.get_tensor(name), schema) for name, schema in schemas.items()}
     rows, prompts = parts["rows"], parts.get("prompts")
     columns = {name: column for name, column in rows.columns.items() if name != GROUP_COLUMN}
     if prompts is None:
@@ -113,3 +104,45 @@ def _read(file: Path) -> Batch:
 def _concat(batches: list[Batch]) -> Batch:
     """All rows. One without rows is left out if it can be, as it may not know the types of its columns."""
     return Batch.concat([batch for batch in batches if len(batch)] or batches[:1])
+
+
+def pack(batch: Batch) -> Tensor:
+    """[num_bytes] uint8: number of rows, ids and own columns of a batch, one behind the other; not its prompts."""
+    rows, everything = HeldRows(batch), np.arange(len(batch))
+    parts = [np.array([len(batch)]), batch.ids.numpy()]
+    for column in schema_of(batch):
+        if column.kind != "dense":
+            parts.append(rows.lengths(ragged_key(column), everything))
+        parts.append(rows.column(column.name).data)
+    gaps = [np.zeros(-part.nbytes % ALIGNMENT, dtype=np.uint8) for part in parts]
+    contents = [np.ascontiguousarray(part).view(np.uint8) for part in parts]
+    return torch.from_numpy(np.concatenate([piece for pair in zip(contents, gaps, strict=True) for piece in pair]))
+
+
+def unpack(message: Tensor, schema: Schema) -> Batch:
+    """The batch that `pack` made bytes of. Tensors are views of the message: nothing is copied."""
+    offset = 0
+
+    def take(count: int, dtype: torch.dtype, shape: Sequence[int] = ()) -> Tensor:
+        nonlocal offset
+        begin, end = offset, offset + count * math.prod(shape) * dtype.itemsize
+        if end > len(message):
+            raise RuntimeError(f"message ends at byte {len(message)}, {end} were expected")
+        offset = end + -end % ALIGNMENT
+        return message[begin:end].view(dtype).view(count, *shape)
+
+    num_rows = int(take(1, torch.int64))
+    ids = take(num_rows, torch.int64)
+    columns: dict[str, Column] = {}
+    for column in schema:
+        if column.kind == "dense":
+            columns[column.name] = take(num_rows, DTYPES[column.dtype], column.shape)
+            continue
+        lengths = take(num_rows, torch.int64)
+        if column.kind == "jagged":
+            values = take(int(lengths.sum()), DTYPES[column.dtype], column.shape)
+            columns[column.name] = Jagged(values, lengths, column.axis)
+        else:
+            texts = torch.split(take(int(lengths.sum()), torch.uint8), lengths.tolist())
+            columns[column.name] = tuple(json.loads(bytes(text.numpy())) for text in texts)
+    return Batch(ids, columns)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from leaderless.data.batch import Batch, Column, select_rows
-from leaderless.data.column_store import merge
+from leaderless.data.batch import Batch, Column, concat_columns, select_rows
 
 ColumnKey = tuple[str, str]
 """The node that wrote a column, and the column's name: two nodes may write the same name one after the other."""
@@ -25,7 +25,7 @@ class Table:
         prompt_ids: [m] int64, the prompts that rows point to, ascending; None when rows are prompts.
         prompt_index: [n] int64, each row's place in `prompt_ids`.
         columns: The rows' own columns.
-        prompt_columns: The prompts' columns. Other tables may hold the same tensors; each lets go of them by itself.
+        prompt_columns: The prompts' columns. Other tables may hold the same tensors; each drops them by itself.
     """
 
     ids: Tensor
@@ -36,11 +36,7 @@ class Table:
 
     @classmethod
     def of(cls, batch: Batch, writer: str) -> Table:
-        """The table of rows that a node, or the data, made.
-
-        Args:
-            batch: The rows, in any order.
-            writer: The node.
+        """The table of rows, in any order, that a node or the data made.
 
         Raises:
             ValueError: Two rows have the same id.
@@ -55,11 +51,7 @@ class Table:
         return table
 
     def add(self, batch: Batch, writer: str) -> None:
-        """Take in columns about the rows that are here, and about their prompts.
-
-        Args:
-            batch: The same rows.
-            writer: The node that wrote the columns.
+        """Take in columns that a node wrote about the rows that are here, and about their prompts.
 
         Raises:
             ValueError: The rows are others.
@@ -73,20 +65,12 @@ class Table:
             self.prompt_columns |= {(writer, name): column for name, column in prompts.columns.items()}
 
     def batch(self, sources: Mapping[str, str]) -> Batch:
-        """The rows with the columns that a reader asks for.
-
-        Args:
-            sources: Node that wrote each column.
-        """
+        """The rows with the columns that a reader asks for; `sources` has the node that wrote each column."""
         own = {name: self.columns[source, name] for name, source in sources.items() if (source, name) in self.columns}
         if self.prompt_ids is None:
             return Batch(self.ids, own)
         others = {name: self.prompt_columns[source, name] for name, source in sources.items() if name not in own}
         return Batch(self.ids, own, Batch(self.prompt_ids, others), self.prompt_index)
-
-    def all_columns(self) -> list[Column]:
-        """The columns of the rows and of their prompts."""
-        return [*self.columns.values(), *self.prompt_columns.values()]
 
     def drop(self, keys: Iterable[ColumnKey]) -> None:
         """Free columns that nobody will read any more."""
@@ -95,11 +79,7 @@ class Table:
             self.prompt_columns.pop(key, None)
 
     def divided(self, num_parts: int) -> list[Table]:
-        """The rows in parts of about equal size, in order.
-
-        Args:
-            num_parts: Number of parts; some may have no rows.
-        """
+        """The rows in parts of about equal size, in order; some may have no rows."""
         borders = [len(self.ids) * place // num_parts for place in range(num_parts + 1)]
         return [self._part(torch.arange(begin, end)) for begin, end in pairwise(borders)]
 
@@ -110,34 +90,32 @@ class Table:
 
     @classmethod
     def joined(cls, parts: Sequence[Table]) -> Table:
-        """The rows of several tables with the same columns, and no row in common; the parts give up their columns.
-
-        Args:
-            parts: One or more tables.
-        """
-        joined = cls(torch.cat([part.ids for part in parts]).sort().values, None, None)
+        """The rows of tables with the same columns, and no row in common; the parts give up their columns."""
+        ids, order = torch.cat([part.ids for part in parts]).sort()
+        joined = cls(ids, None, None)
         for key in list(parts[0].columns):
-            joined.columns[key] = merge(joined.ids, [(part.ids, part.columns.pop(key)) for part in parts])
+            joined.columns[key] = _merge([part.columns.pop(key) for part in parts], order)
         known = [part.prompt_ids for part in parts if part.prompt_ids is not None]
         if not known:
             return joined
-        joined.prompt_ids = torch.unique(torch.cat(known))
-        group_ids = torch.empty_like(joined.ids)
-        for part, ids in zip(parts, known, strict=True):
-            group_ids[torch.searchsorted(joined.ids, part.ids)] = ids[part.prompt_index]
+        group_ids = torch.cat([prompts[part.prompt_index] for part, prompts in zip(parts, known, strict=True)])[order]
+        # Parts of one table share their prompts.
+        distinct = {id(prompts): (part, prompts) for part, prompts in zip(parts, known, strict=True)}.values()
+        all_ids = np.concatenate([prompts for _, prompts in distinct])
+        joined.prompt_ids, first = map(torch.from_numpy, np.unique(all_ids, return_index=True))
         joined.prompt_index = torch.searchsorted(joined.prompt_ids, group_ids)
         for key in list(parts[0].prompt_columns):
-            columns = [(ids, part.prompt_columns.pop(key)) for part, ids in zip(parts, known, strict=True)]
-            joined.prompt_columns[key] = merge(joined.prompt_ids, columns)
+            joined.prompt_columns[key] = _merge([part.prompt_columns.pop(key) for part, _ in distinct], first)
         return joined
 
 
-def sort_rows(batch: Batch, writer: str) -> Batch:
-    """The same rows in ascending order of their ids.
+def _merge(columns: list[Column], index: Tensor) -> Column:
+    """Some rows of several columns; one without rows may not know the type of its values."""
+    return select_rows(concat_columns([column for column in columns if len(column)] or columns[:1]), index)
 
-    Args:
-        batch: The rows.
-        writer: The node that made them, for the error.
+
+def sort_rows(batch: Batch, writer: str) -> Batch:
+    """The same rows, which a node made, in ascending order of their ids.
 
     Raises:
         ValueError: Two rows have the same id.

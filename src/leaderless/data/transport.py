@@ -1,7 +1,6 @@
-"""How ranks communicate: small numbers that all agree on, and bytes from peer to peer.
+"""How ranks communicate: small numbers that all agree on, and bytes from peer to peer. Nothing is pickled.
 
 Every wait has the deadline that the run gave its process groups, and an error names the rank and what it waited for.
-Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -27,8 +26,6 @@ from leaderless.data.activity import Activity
 from leaderless.data.errors import CollectiveError
 from leaderless.planner import format_ranks
 
-MESSAGE_CHUNK_BYTES = 1 << 28
-"""Longer messages travel in pieces of this size."""
 ROLL_CALL_S = 1.0
 """Time that ranks that give up waiting have to report it, so that the missing ones can be named."""
 ROUNDS_AHEAD = 2
@@ -43,23 +40,14 @@ Round = tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]
 
 
 @dataclass
-class Traffic:
-    """Bytes of payload that a rank has sent to and received from others."""
-
-    sent: int = 0
-    received: int = 0
-
-
-@dataclass
 class ProcessGroup:
-    """Some ranks that decide and exchange together.
+    """Some ranks that decide and exchange together. Errors name what was waited for, the `what` of each method.
 
     Attributes:
         ranks: Members, ascending, as numbered in the whole run.
         rank: This process, as numbered in the whole run.
         handle: Process group of torch; None stands for all ranks.
         payload_device: Device from and to which the backend moves payload.
-        traffic: Bytes that this rank has sent and received through `exchange` and `exchange_rounds`.
         hosts: Number of each rank's machine; ranks that are not named are on machines of their own.
         activity: Record of when this rank waits for others.
         timeout_s: Longest wait for an exchange on an accelerator.
@@ -69,7 +57,6 @@ class ProcessGroup:
     rank: int
     handle: dist.ProcessGroup | None = None
     payload_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    traffic: Traffic = field(default_factory=Traffic)
     hosts: Mapping[int, int] = field(default_factory=dict)
     activity: Activity = field(default_factory=Activity)
     timeout_s: float = math.inf
@@ -94,21 +81,11 @@ class ProcessGroup:
                 dist.all_reduce(torch.zeros(1, device=self.payload_device), group=self.handle)
 
     def sum(self, values: Tensor, what: str) -> Tensor:
-        """The sum over all ranks, the same on each.
-
-        Args:
-            values: Tensor of the same shape on every rank.
-            what: Purpose, for the error.
-        """
+        """The sum over all ranks, the same on each; values have the same shape on every rank."""
         return self._all_reduce(values, dist.ReduceOp.SUM, what)
 
     def max(self, values: Tensor, what: str) -> Tensor:
-        """The largest over all ranks, the same on each.
-
-        Args:
-            values: Tensor of the same shape on every rank.
-            what: Purpose, for the error.
-        """
+        """The largest over all ranks, the same on each; values have the same shape on every rank."""
         return self._all_reduce(values, dist.ReduceOp.MAX, what)
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> Tensor:
@@ -119,15 +96,7 @@ class ProcessGroup:
         return result
 
     def gather(self, rows: Tensor, what: str) -> list[Tensor]:
-        """The rows of every rank.
-
-        Args:
-            rows: [n, ...], with an n of its own on each rank.
-            what: Purpose, for the error.
-
-        Returns:
-            One tensor for each rank, in the order of `ranks`.
-        """
+        """The rows [n, ...] of every rank, in the order of `ranks`; each rank may have another n."""
         if self.size == 1:
             return [rows]
         counts = torch.zeros(self.size, dtype=torch.int64)
@@ -141,27 +110,12 @@ class ProcessGroup:
         return [part[:count] for part, count in zip(gathered.unbind(0), counts.tolist(), strict=True)]
 
     def unlike_first(self, text: str, what: str) -> tuple[int, ...]:
-        """The ranks whose text is not that of the first, the same answer on all; short however long the text is.
-
-        Args:
-            text: Text of this rank.
-            what: Purpose, for the error.
-        """
-        mine = digest(text.encode())
-        bounds = self.max(torch.tensor([mine, -mine]), what)
-        if bounds[0] == -bounds[1]:
-            return ()
-        digests = torch.cat(self.gather(torch.tensor([mine]), what))
+        """The ranks whose text is not that of the first, the same answer on all; only digests travel."""
+        digests = torch.cat(self.gather(torch.tensor([digest(text.encode())]), what))
         return tuple(self.ranks[place] for place in (digests != digests[0]).nonzero().squeeze(1).tolist())
 
     def broadcast_text(self, text: str, source: int, what: str) -> str:
-        """Send a text of one rank to all.
-
-        Args:
-            text: Text, which counts only on `source`.
-            source: Rank that sends it, as numbered in the whole run.
-            what: Purpose, for the error.
-        """
+        """Send the text of the rank `source`, as numbered in the whole run, to all; other ranks may give any text."""
         if self.size == 1:
             return text
         encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
@@ -174,45 +128,27 @@ class ProcessGroup:
         return bytes(encoded.numpy()).decode()
 
     def exchange(self, messages: Mapping[int, Tensor], senders: Sequence[int], what: str) -> dict[int, Tensor]:
-        """Send bytes to some ranks and receive from some, directly.
-
-        Args:
-            messages: [num_bytes] uint8 for each rank that gets one; none for this rank itself.
-            senders: Ranks that have a message for this one.
-            what: Purpose, for the error.
-
-        Returns:
-            [num_bytes] uint8 in host memory, by sender.
-        """
-        with self._waiting(what):
-            sizes = {sender: torch.zeros(1, dtype=torch.int64) for sender in senders}
-            lengths = {receiver: torch.tensor([message.numel()]) for receiver, message in messages.items()}
-            self._transfer(lengths, sizes)
-            received = {sender: torch.empty(int(size), dtype=torch.uint8) for sender, size in sizes.items()}
-            self.exchange_rounds([(_in_pieces(messages), _in_pieces(received))], what)
+        """Send messages, [num_bytes] uint8 each, to other ranks, and receive those of some senders, directly."""
+        sizes = {sender: torch.zeros(8, dtype=torch.uint8) for sender in senders}
+        lengths = {receiver: torch.tensor([len(message)]).view(torch.uint8) for receiver, message in messages.items()}
+        self._finish(self._begin(sorted(lengths.items()), sorted(sizes.items()), what), what)
+        received = {
+            sender: torch.empty(int(size.view(torch.int64)), dtype=torch.uint8) for sender, size in sizes.items()
+        }
+        self.exchange_rounds([(sorted(messages.items()), sorted(received.items()))], what)
         return received
 
     def exchange_rounds(self, rounds: Iterable[Round], what: str) -> None:
         """Send bytes to some ranks and receive from some, directly, where both sides know how many.
 
-        The next round is prepared while the last one travels; all rounds before the last are done by then.
-
-        Args:
-            rounds: Messages of this rank, round by round; each peer has the matching ones in the same round.
-            what: Purpose of the exchange, for the error.
+        Each peer has the matching messages in the same round. The next round is prepared while the last one travels;
+        all rounds before the last are done by then.
         """
         under_way: deque[_RoundUnderWay] = deque()
-        coming = iter(rounds)
-        while True:
+        for sent, received in rounds:
+            under_way.append(self._begin(sent, received, what))
             if len(under_way) == ROUNDS_AHEAD:
                 self._finish(under_way.popleft(), what)
-            following = next(coming, None)
-            if following is None:
-                break
-            sent, received = following
-            under_way.append(self._begin(sent, received, what))
-            self.traffic.sent += sum(message.numel() for _, message in sent)
-            self.traffic.received += sum(message.numel() for _, message in received)
         while under_way:
             self._finish(under_way.popleft(), what)
 
@@ -249,16 +185,6 @@ class ProcessGroup:
                 time.sleep(POLL_S)
             work.wait()  # what follows on the device comes after it
 
-    def _transfer(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Send and receive small tensors in host memory whose sizes both sides know."""
-        operations = [
-            dist.P2POp(operation, tensor, peer, group=self.handle)
-            for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
-            for peer, tensor in sorted(tensors.items())
-        ]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
-
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
         """Name what was waited for, and for whom, when a backend gives up."""
@@ -275,12 +201,8 @@ class ProcessGroup:
 
 
 def digest(content: bytes) -> int:
-    """A number by which a content is recognized; it fits int64, negated too.
-
-    Args:
-        content: Any bytes.
-    """
-    return int.from_bytes(hashlib.sha256(content).digest()[:7], "little") + 1
+    """A number by which a content is recognized; it fits int64."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
 
 
 @dataclass
@@ -338,13 +260,6 @@ class _Staging:
             self._free.setdefault(len(buffer), []).append(buffer)
 
 
-def _in_pieces(messages: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
-    """Messages by peer, long ones in pieces."""
-    return [
-        (peer, part) for peer, message in sorted(messages.items()) for part in torch.split(message, MESSAGE_CHUNK_BYTES)
-    ]
-
-
 def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:
     """Of some ranks those that have not given up waiting too, so that they are late or gone.
 
@@ -367,19 +282,15 @@ class Transport:
     """The process groups of a run. Every rank makes them in the same order, before the first step."""
 
     def __init__(
-        self,
-        payload_device: torch.device,
-        timeout_s: float,
-        host: str | None = None,
-        activity: Activity | None = None,
+        self, payload_device: torch.device, timeout_s: float, host: str | None = None, activity: Activity | None = None
     ) -> None:
         """Take the whole world as the first process group. All ranks call it together.
 
         Args:
             payload_device: Device from and to which the backend moves payload.
             timeout_s: Longest wait in any process group that is made here.
-            host: Name of this machine, the same for all its ranks; its own name for itself when None.
-            activity: Activity of the main thread, which uses all other process groups; a new one when None.
+            host: Name of this machine, the same for all its ranks; by default the one that the system gives it.
+            activity: Record of the main thread's waits; a new one when None.
         """
         self.rank = dist.get_rank()
         self.payload_device = payload_device
@@ -388,7 +299,9 @@ class Transport:
         ranks = tuple(range(dist.get_world_size()))
         self.world = ProcessGroup(ranks, self.rank, None, payload_device, activity=self.activity, timeout_s=timeout_s)
         self.world.warm_up()
-        self.world.hosts = self._hosts(host or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
+        name = host or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+        digests = torch.cat(self.world.gather(torch.tensor([digest(name.encode())]), "the names of all hosts"))
+        self.world.hosts = dict(enumerate(torch.unique(digests, return_inverse=True)[1].tolist()))
         self._groups: dict[tuple[int, ...], ProcessGroup] = {self.world.ranks: self.world}
         self._background: dict[tuple[int, ...], ProcessGroup] = {}
 
@@ -397,53 +310,23 @@ class Transport:
         return _get_default_store().clone()  # type: ignore[attr-defined, no-any-return]
 
     def add_process_group(self, ranks: tuple[int, ...]) -> None:
-        """Make the process group of some ranks, if there is none yet. All ranks of the world call it, members or not.
-
-        Args:
-            ranks: Members, ascending.
-        """
+        """Make the process group of some ranks, ascending, if there is none yet. All ranks of the world call it."""
         if ranks not in self._groups:
             handle = dist.new_group(list(ranks), timeout=self.timeout)
-            self._groups[ranks] = ProcessGroup(
-                ranks,
-                self.rank,
-                handle,
-                self.payload_device,
-                hosts=self.world.hosts,
-                activity=self.activity,
-                timeout_s=self.world.timeout_s,
-            )
+            self._groups[ranks] = replace(self.world, ranks=ranks, handle=handle)
             if self.rank in ranks:
                 self._groups[ranks].warm_up()
 
-    def _hosts(self, host: str) -> dict[int, int]:
-        digests = torch.cat(self.world.gather(torch.tensor([digest(host.encode())]), "the names of all hosts"))
-        numbers = torch.unique(digests, return_inverse=True)[1]
-        return dict(enumerate(numbers.tolist()))
-
     def add_background_process_group(self, ranks: tuple[int, ...]) -> None:
-        """Make a process group of some ranks for a background thread. All ranks of the world call it, members or not.
+        """Make a process group of some ranks, ascending, for a background thread. All ranks of the world call it.
 
         Its bytes travel through host memory: on an accelerator they would compete with those of the main thread.
-
-        Args:
-            ranks: Members, ascending.
         """
         if ranks not in self._background:
             handle = dist.new_group(list(ranks), timeout=self.timeout, backend="gloo")
             self._background[ranks] = ProcessGroup(ranks, self.rank, handle, hosts=self.world.hosts)
 
     def process_group(self, ranks: tuple[int, ...], *, in_background: bool = False) -> ProcessGroup:
-        """The process group of some ranks, which this rank belongs to.
-
-        Args:
-            ranks: Members, ascending, passed to `add_process_group` before.
-            in_background: Take the one of `add_background_process_group`.
-        """
+        """The process group of some ranks, among them this one, that was made for the main or a background thread."""
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
         return (self._background if in_background else self._groups)[ranks]
-
-    def traffic(self) -> Traffic:
-        """Payload that this rank has exchanged in all groups."""
-        groups = [*self._groups.values(), *self._background.values()]
-        return Traffic(sum(g.traffic.sent for g in groups), sum(g.traffic.received for g in groups))

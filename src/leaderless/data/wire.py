@@ -1,10 +1,9 @@
-"""Batches as bytes: a schema that both sides know, and columns packed one behind the other. Nothing is pickled."""
+"""Columns as bytes: a schema that both sides know, and objects as JSON. Nothing is pickled."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from leaderless.config import Json
 from leaderless.data.batch import Batch, Column, Jagged
 
-ALIGNMENT = 8
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -21,7 +19,6 @@ DTYPES = {
         torch.bfloat16, torch.float16, torch.float32, torch.float64,
     )
 }  # fmt: skip
-
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -77,7 +74,7 @@ def _dtype_name(name: str, values: Tensor) -> str:
 
 def schema_to_json(schema: Schema) -> str:
     """The schema as text."""
-    return json.dumps([[c.name, c.kind, c.dtype, list(c.shape), c.axis] for c in schema])
+    return json.dumps([astuple(column) for column in schema])
 
 
 def schema_from_json(text: str) -> Schema:
@@ -85,47 +82,11 @@ def schema_from_json(text: str) -> Schema:
     return tuple(ColumnSchema(n, kind, dtype, tuple(shape), axis) for n, kind, dtype, shape, axis in json.loads(text))
 
 
-def pack(batch: Batch) -> Tensor:
-    """The ids and own columns of a batch as bytes.
-
-    Args:
-        batch: Its prompts do not travel along; they are packed as a batch of their own.
-
-    Returns:
-        [num_bytes] uint8.
-    """
-    parts = [torch.tensor([len(batch)]), batch.ids]
-    for name, column in sorted(batch.columns.items()):
-        match column:
-            case Tensor():
-                parts.append(column)
-            case Jagged():
-                parts += [column.lengths, column.values]
-            case _:
-                texts = [to_json(name, value) for value in column]
-                parts.append(torch.tensor([len(text) for text in texts], dtype=torch.int64))
-                parts.append(torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8) if any(texts) else _EMPTY)
-    sizes = [part.numel() * part.element_size() for part in parts]
-    message = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.uint8)
-    offset = 0
-    for part, size in zip(parts, sizes, strict=True):
-        message[offset : offset + size] = part.contiguous().reshape(-1).view(torch.uint8)
-        offset += _aligned(size)
-    return message
-
-
-_EMPTY = torch.empty(0, dtype=torch.uint8)
-
-
 def to_json(name: str, value: Json) -> bytes:
-    """A value of an object column as text.
-
-    Args:
-        name: Name of the column, for the error.
-        value: Value that JSON can hold.
+    """A value of an object column as text; the name of the column is for the error.
 
     Raises:
-        TypeError: It cannot.
+        TypeError: JSON cannot hold the value.
     """
     try:
         text = json.dumps(value, ensure_ascii=False)
@@ -135,11 +96,7 @@ def to_json(name: str, value: Json) -> bytes:
 
 
 def what_changes(value: object) -> str:
-    """What of a value would be something else after it has travelled to another rank.
-
-    Returns:
-        As `tuple (1, 2)`; empty when all of it is plain.
-    """
+    """The part of a value that would be something else on another rank, as `tuple (1, 2)`; empty if all is plain."""
     try:
         return _what_changes(value)
     except RecursionError:
@@ -163,63 +120,3 @@ def _what_changes(value: object) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def unpack(message: Tensor, schema: Schema) -> tuple[Batch, int]:
-    """The batch that `pack` made bytes of. Tensors are views of the message: nothing is copied.
-
-    Args:
-        message: [num_bytes] uint8, in host memory; may continue after the batch.
-        schema: Schema of its columns.
-
-    Returns:
-        The batch, and how many bytes it took.
-    """
-    reader = _Reader(message)
-    num_rows = int(reader.take(1, torch.int64, ()))
-    ids = reader.take(num_rows, torch.int64, ())
-    columns: dict[str, Column] = {}
-    for column in schema:
-        if column.kind == "dense":
-            columns[column.name] = reader.take(num_rows, DTYPES[column.dtype], column.shape)
-            continue
-        lengths = reader.take(num_rows, torch.int64, ())
-        if column.kind == "jagged":
-            values = reader.take(int(lengths.sum()), DTYPES[column.dtype], column.shape)
-            columns[column.name] = Jagged(values, lengths, column.axis)
-        else:
-            texts = bytes(reader.take(int(lengths.sum()), torch.uint8, ()).numpy())
-            columns[column.name] = tuple(json.loads(text) for text in _split(texts, lengths.tolist()))
-    return Batch(ids, columns), reader.offset
-
-
-@dataclass
-class _Reader:
-    """Takes aligned tensors off a message, first to last."""
-
-    message: Tensor
-    offset: int = 0
-
-    def take(self, num_values: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        count = num_values
-        for size in shape:
-            count *= size
-        num_bytes = count * dtype.itemsize
-        if self.offset + num_bytes > self.message.numel():
-            raise RuntimeError(f"message ends at byte {self.message.numel()}, {self.offset + num_bytes} were expected")
-        part = self.message[self.offset : self.offset + num_bytes].view(dtype)
-        self.offset += _aligned(num_bytes)
-        return part.view(num_values, *shape)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _split(text: bytes, lengths: Sequence[int]) -> list[bytes]:
-    parts: list[bytes] = []
-    start = 0
-    for length in lengths:
-        parts.append(text[start : start + length])
-        start += length
-    return parts
