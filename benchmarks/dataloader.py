@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,10 +29,13 @@ from pyarrow import parquet
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.counts import counting_bytes_read
+
 from leaderless.config import Recipe
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import Dataloader, open_training_set
-from leaderless.data.dataset import Dataset, TrainingSet
 from leaderless.data.transport import Transport
 from leaderless.models.tiny import write_tiny_model
 from leaderless.models.tokenizer import load_tokenizer
@@ -173,14 +177,15 @@ def _be_rank(rank: int, num_ranks: int, task: Task, answers: str) -> None:
     starts, num_bytes, waits, epochs = [], [], [], []
     for ahead in (0, 1):
         recipe = make_recipe(task, ahead)
-        begin = time.perf_counter()
-        sets = [open_training_set(c, key, tokenizer, recipe, cache) for key, c in recipe.data.train_sets().items()]
-        starts.append(time.perf_counter() - begin)
-        num_bytes.append(read_by(sets))
-        loader = Dataloader(sets, recipe, rank, num_ranks)
-        waits.append(fmean(wait_for_steps(loader, task)[1:]))
-        loader.close()
-        epochs.append(read_by(sets) - num_bytes[-1])
+        with counting_bytes_read() as read:
+            begin = time.perf_counter()
+            sets = [open_training_set(c, key, tokenizer, recipe, cache) for key, c in recipe.data.train_sets().items()]
+            starts.append(time.perf_counter() - begin)
+            num_bytes.append(read.total)
+            loader = Dataloader(sets, recipe, rank, num_ranks)
+            waits.append(fmean(wait_for_steps(loader, task)[1:]))
+            loader.close()
+            epochs.append(read.total - num_bytes[-1])
     measured = {"start_s": starts, "start_bytes": num_bytes, "epoch_bytes": epochs[0], "wait_s": waits}
     Path(answers, f"{rank}.json").write_text(json.dumps(measured), encoding="utf-8")
     dist.destroy_process_group()
@@ -211,10 +216,6 @@ def make_recipe(task: Task, ahead: int) -> Recipe:
         "steps": 1,
     }
     return Recipe.model_validate(settings)
-
-
-def read_by(sets: list[TrainingSet]) -> int:
-    return sum((one.source if isinstance(one, Dataset) else one.stream).bytes_read() for one in sets)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from tests.counts import counting_bytes_read
 from tests.distributed.ranks import RankPool
 from tests.rows import mixed_recipe, open_sets, prompts_of, write_jsonl
 
 from leaderless.config import Json
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import Dataloader
-from leaderless.data.dataset import Dataset
 from leaderless.data.transport import Transport
 
 Taken = list[tuple[int, Json]]
@@ -30,16 +30,16 @@ def read_steps(
     """This rank's prompts of some steps, the position and the metrics after them, and the bytes it has read."""
     recipe = mixed_recipe(train, {"max_prompt_tokens": 1200}, batch={"prompts_per_step": SIZE}, seed=5)
     transport = Transport(torch.device("cpu"), timeout_s=60)
-    sets = open_sets(recipe, DataCache(transport.world, Path(folder) if folder else None))
-    loader = Dataloader(sets, recipe, transport.rank, transport.world.size)
-    loader.position = position
     taken: Taken = []
-    for _ in range(num_steps):
-        batch = loader.next()
-        taken += zip(batch.ids.tolist(), prompts_of(batch), strict=True)
-    loader.close()
-    num_bytes = sum(one.source.bytes_read() for one in sets if isinstance(one, Dataset))
-    return taken, loader.position, loader.numbers(), num_bytes
+    with counting_bytes_read() as read:
+        sets = open_sets(recipe, DataCache(transport.world, Path(folder) if folder else None))
+        loader = Dataloader(sets, recipe, transport.rank, transport.world.size)
+        loader.position = position
+        for _ in range(num_steps):
+            batch = loader.next()
+            taken += zip(batch.ids.tolist(), prompts_of(batch), strict=True)
+        loader.close()
+    return taken, loader.position, loader.numbers(), read.total
 
 
 def write_all(folder: Path) -> dict[str, dict[str, Json]]:

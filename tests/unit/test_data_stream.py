@@ -48,9 +48,6 @@ class Lines(RowStream):
             self.num_read += 1
             yield f"line {index}", {"prompt": "x" * length, "index": index}
 
-    def bytes_read(self) -> int:
-        return sum(self.lengths)
-
     def fingerprint(self) -> str:
         return str(self.lengths)
 

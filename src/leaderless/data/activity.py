@@ -1,4 +1,4 @@
-"""What a rank is doing, and when it last moved. Imports no torch."""
+"""What a rank is doing, and when it last did something. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 
 class Activity:
-    """Kept by the main thread of a worker, and read by the thread that watches over it; a beat costs next to nothing.
+    """Written by the main thread of a worker, and read by the thread that watches it; a beat costs next to nothing.
 
     Attributes:
         step: Step of the run.
         place: Position of the chain's entry in the whole schedule, to tell which rank is furthest behind.
         doing: Name of that entry.
         waiting_for: What other ranks are waited for with; empty when they are not.
-        moved_at: Time of the last movement, in seconds of the monotonic clock.
+        moved_at: Time of the last sign of life, in seconds of the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -25,27 +25,17 @@ class Activity:
         self.moved_at = time.monotonic()
 
     def begin(self, step: int, doing: str, place: int) -> None:
-        """Go on to another entry of the chain.
-
-        Args:
-            step: Step of the run.
-            doing: Its name.
-            place: Position in the schedule.
-        """
+        """Continue with an entry of the chain, by its name and its position in the schedule."""
         self.step, self.doing, self.place = step, doing, place
         self.beat()
 
     def beat(self) -> None:
-        """Something has been done: a micro-batch, a token of each response, a reward."""
+        """Note that something has been done: a micro-batch, a token of each response, a reward."""
         self.moved_at = time.monotonic()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say that what happens inside is waiting for other ranks.
-
-        Args:
-            what: They are waited for with.
-        """
+        """Note that other ranks are waited for, with what is named."""
         before, self.waiting_for = self.waiting_for, what
         try:
             yield

@@ -1,10 +1,10 @@
-"""What ranks have found out about data together, kept on disk for the next start and for other runs."""
+"""Numbers that ranks have found out about data together, kept on disk for the next start and for other runs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -20,7 +20,7 @@ Arrays = Mapping[str, NDArray[np.int64] | NDArray[np.float64]]
 
 
 class DataCache:
-    """Arrays of numbers in files that are named by what they follow from.
+    """Arrays of numbers in files that are named by their origin.
 
     Attributes:
         process_group: All ranks that read the data; they call the methods together.
@@ -28,12 +28,7 @@ class DataCache:
     """
 
     def __init__(self, process_group: ProcessGroup | None = None, folder: Path | None = None) -> None:
-        """Take a folder.
-
-        Args:
-            process_group: All ranks that read the data; None for this process alone.
-            folder: Folder that all ranks see; made when something is kept.
-        """
+        """Take a folder, which is made when something is kept; without a process group this process is alone."""
         self.process_group = process_group or ProcessGroup((0,), 0)
         self.folder = folder
 
@@ -43,13 +38,7 @@ class DataCache:
         return self.process_group.rank == self.process_group.ranks[0]
 
     def path(self, kind: str, origin: Json, suffix: str) -> Path | None:
-        """The file or folder for what follows from something; None when nothing is kept.
-
-        Args:
-            kind: What is kept.
-            origin: What it follows from, as the first rank sees it.
-            suffix: End of the name.
-        """
+        """The file or folder for a kind of thing and its origin, as the first rank sees it; None if nothing is kept."""
         if self.folder is None:
             return None
         digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
@@ -58,57 +47,46 @@ class DataCache:
             f"{kind}-{digest}{suffix}", self.process_group.ranks[0], kind
         )
 
-    def load(self, path: Path | None, names: tuple[str, ...]) -> Arrays | None:
-        """What was kept, if all ranks can read it.
+    def kept(self, kind: str, origin: Json, find_out: Callable[[], Arrays]) -> Arrays:
+        """Arrays that an earlier start has kept, if all ranks can read them, or what they find out now.
 
         Args:
-            path: Path from `path`.
-            names: Arrays to read.
+            kind: Kind of the arrays, for the name of the file.
+            origin: All that the arrays follow from.
+            find_out: Function that all ranks call together; the first rank writes what it returns.
         """
+        path = self.path(kind, origin, ".npz")
         if path is None:
-            return None
-        arrays: dict[str, NDArray[np.int64] | NDArray[np.float64]] | None
+            return find_out()
+        arrays: Arrays | None
         try:
             with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in names}
+                arrays = dict(file)
         except Exception:  # noqa: BLE001  (not there, or damaged, for which archives have errors of every kind)
-            arrays = None  # it is found out again
-        return arrays if self.all_agree(is_true=arrays is not None) else None
-
-    def save(self, path: Path | None, arrays: Arrays) -> None:
-        """Keep something; the first rank writes it.
-
-        Args:
-            path: Path from `path`.
-            arrays: Arrays by name.
-        """
-        if path is None or not self.is_first:
-            return
-        # Where nothing can be written, the next start finds it out again.
-        with suppress(OSError), whole_file(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, **dict(arrays))  # type: ignore[arg-type]
+            arrays = None
+        if self.all_agree(is_true=arrays is not None):
+            assert arrays is not None
+            return arrays
+        arrays = find_out()
+        if self.is_first:
+            # Where nothing can be written, the next start finds it out again.
+            with suppress(OSError), whole_file(path) as temporary, temporary.open("wb") as file:
+                np.savez(file, **dict(arrays))  # type: ignore[arg-type]
+        return arrays
 
     def all_agree(self, *, is_true: bool) -> bool:
-        """Whether something holds on all ranks, the same answer on each.
-
-        Args:
-            is_true: Whether it holds here.
-        """
+        """Whether something is true on all ranks, the same answer on each."""
         return int(self.process_group.max(torch.tensor([int(not is_true)]), "what is known of the data")) == 0
 
     def share(self, count: int) -> range:
-        """This rank's part of some things that are divided among all ranks."""
+        """This rank's part of a number of things that are divided among all ranks."""
         place = self.process_group.ranks.index(self.process_group.rank)
         return range(count * place // self.process_group.size, count * (place + 1) // self.process_group.size)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Write a file so that it is there whole or not at all.
-
-    Yields:
-        What to write to.
-    """
+    """A path to write to, which becomes the file when all is written: the file is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")  # several machines may write it
     try:

@@ -1,4 +1,4 @@
-"""From a row of a dataset to token ids."""
+"""Token ids of the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ class Tokenizer(Protocol):
 class Encoded:
     """A row as token ids.
 
-    Attributes:
-        prompt: Question to the model.
-        response: Response to imitate, with the end-of-sequence token; empty when the dataset names none.
+    The response, which is to be imitated, has the end-of-sequence token; it is empty when the dataset names none.
     """
 
     prompt: list[int]
@@ -57,12 +55,7 @@ class RowEncoder:
     """Makes prompts, and responses to imitate, of a dataset's rows."""
 
     def __init__(self, tokenizer: Tokenizer, config: DatasetConfig, key: str) -> None:
-        """Decide how prompts are written.
-
-        Args:
-            tokenizer: Tokenizer of the model that is trained.
-            config: Columns and template.
-            key: The recipe's section, for errors.
+        """Decide how prompts are written; `key` is the recipe's section, for errors.
 
         Raises:
             RecipeError: The tokenizer cannot do what the section asks for.
@@ -74,33 +67,21 @@ class RowEncoder:
             )
         has_template = tokenizer.chat_template is not None
         if config.template == "chat" and not has_template:
-            raise RecipeError.at(f"{key}.template", "is 'chat', but the tokenizer has no chat template: use 'plain'")
+            raise self._refused(".template", "is 'chat', but the tokenizer has no chat template: use 'plain'")
         self.is_chat = config.template == "chat" or (config.template == "auto" and has_template)
         if config.system is not None and not self.is_chat:
-            raise RecipeError.at(f"{key}.system", "needs a chat template, and these prompts are written without one")
+            raise self._refused(".system", "needs a chat template, and these prompts are written without one")
 
     def encode(self, row: Row, place: str) -> Encoded:
-        """The token ids of a row.
-
-        Raises:
-            RecipeError: A column that is needed is missing or of the wrong type.
-        """
+        """The token ids of a row; errors as of `texts`."""
         return self.encode_all([row], [place])[0]
 
     def encode_all(self, rows: Sequence[Row], places: Sequence[str]) -> list[Encoded]:
-        """The token ids of several rows.
-
-        Raises:
-            RecipeError: A column that is needed is missing or of the wrong type.
-        """
+        """The token ids of several rows; errors as of `texts`."""
         return self.encode_texts([self.texts(row, place) for row, place in zip(rows, places, strict=True)])
 
     def encode_texts(self, texts: Sequence[tuple[str, str]]) -> list[Encoded]:
-        """The token ids of several rows; a fast tokenizer encodes them on all cores.
-
-        Args:
-            texts: Prompt and response of each row.
-        """
+        """The token ids of the prompts and responses of rows; a fast tokenizer encodes them on all cores."""
         is_plain = "{" in self.config.template or not self.is_chat  # a chat template writes special tokens itself
         prompts = _encode_texts(self.tokenizer, [prompt for prompt, _ in texts], add_special_tokens=is_plain)
         if self.config.response is None:
@@ -121,15 +102,13 @@ class RowEncoder:
                 self._value(row, column, place)
         for column in self.config.columns or ():
             if column not in row:
-                raise RecipeError.at(f"{self.key}.columns", f"{place} has no column '{column}'{nearest(column, row)}")
+                raise self._refused(".columns", f"{place} has no column '{column}'{nearest(column, row)}")
         if self.config.response is None:
             return self._prompt(row, place), ""
         response = self._value(row, self.config.response, place)
         if not isinstance(response, str):
-            raise RecipeError.at(
-                f"{self.key}.response",
-                f"{place}: column '{self.config.response}' holds {type(response).__name__}; it must be text",
-            )
+            kind = type(response).__name__
+            raise self._refused(".response", f"{place}: column '{self.config.response}' holds {kind}; it must be text")
         return self._prompt(row, place), response
 
     def _prompt(self, row: Row, place: str) -> str:
@@ -139,11 +118,8 @@ class RowEncoder:
         if self.is_chat:
             return self._chat(self._messages(prompt, place), place)
         if not isinstance(prompt, str):
-            raise RecipeError.at(
-                f"{self.key}.prompt",
-                f"{place}: column '{self.config.prompt}' holds {type(prompt).__name__}; without a chat template it "
-                "must be text",
-            )
+            what = f"column '{self.config.prompt}' holds {type(prompt).__name__}"
+            raise self._refused(".prompt", f"{place}: {what}; without a chat template it must be text")
         return prompt
 
     def _messages(self, prompt: Json, place: str) -> list[Json]:
@@ -151,38 +127,37 @@ class RowEncoder:
         if isinstance(prompt, list) and all(_is_message(message) for message in prompt):
             messages = list(prompt)
         if not messages:
-            raise RecipeError.at(
-                f"{self.key}.prompt",
-                f"{place}: column '{self.config.prompt}' must hold text, or a list of messages that each have a "
-                "'role' and a 'content'",
-            )
+            what = "text, or a list of messages that each have a 'role' and a 'content'"
+            raise self._refused(".prompt", f"{place}: column '{self.config.prompt}' must hold {what}")
         return [{"role": "system", "content": self.config.system}, *messages] if self.config.system else messages
 
     def _chat(self, messages: Sequence[Json], place: str) -> str:
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RecipeError.at(
-                f"{self.key}.template", f"{place}: the tokenizer's chat template cannot be filled: {error}"
-            ) from error
+            problem = f"{place}: the tokenizer's chat template cannot be filled: {error}"
+            raise self._refused(".template", problem) from error
 
     def _fill(self, template: str, row: Row, place: str) -> str:
         filled = {column: value for column, value in row.items() if value is not None}
         try:
             return template.format(**filled)
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
-            raise RecipeError.at(
-                f"{self.key}.template",
+            raise self._refused(
+                ".template",
                 f"{place}: cannot be filled: {error} (columns that are not null: {', '.join(filled) or 'none'}); "
                 "braces that are text are written twice, as {{}}",
             ) from error
 
     def _value(self, row: Row, column: str, place: str) -> Json:
         if column not in row:
-            raise RecipeError.at(self.key, f"{place} has no column '{column}'{nearest(column, row)}")
+            raise self._refused("", f"{place} has no column '{column}'{nearest(column, row)}")
         if row[column] is None:
-            raise RecipeError.at(self.key, f"{place}: column '{column}' is null")
+            raise self._refused("", f"{place}: column '{column}' is null")
         return row[column]
+
+    def _refused(self, setting: str, problem: str) -> RecipeError:
+        return RecipeError.at(f"{self.key}{setting}", problem)
 
 
 def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -204,13 +179,7 @@ def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tok
 
 
 def fits(encoded: Encoded, place: str, data: DataConfig, key: str) -> bool:
-    """Whether a row is short enough to use.
-
-    Args:
-        encoded: The row.
-        place: Location of the row, for errors.
-        data: Limits, and what happens to overlong rows.
-        key: The recipe's section, for errors.
+    """Whether a row is short enough to use; its place and the recipe's section are for errors.
 
     Raises:
         RecipeError: The prompt is empty, or the row is overlong where that is an error.
@@ -232,13 +201,7 @@ def fits(encoded: Encoded, place: str, data: DataConfig, key: str) -> bool:
 
 
 def all_overlong(what: str, config: DatasetConfig, data: DataConfig) -> RecipeError:
-    """The error for a dataset of which nothing can be used.
-
-    Args:
-        what: Rows that are overlong.
-        config: The dataset.
-        data: The limits.
-    """
+    """The error for a dataset of which no row can be used."""
     limits = f"data.max_prompt_tokens (now {data.max_prompt_tokens})"
     if config.response is not None:
         limits += f" or data.max_response_tokens (now {data.max_response_tokens})"
@@ -246,11 +209,7 @@ def all_overlong(what: str, config: DatasetConfig, data: DataConfig) -> RecipeEr
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Tells a tokenizer from others, by the files that it would be saved as.
-
-    Args:
-        tokenizer: Tokenizer of the model that is trained.
-    """
+    """A digest that differs between tokenizers, of the files as which one would be saved."""
     digest = hashlib.sha256()
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

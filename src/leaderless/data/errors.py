@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "cublas_status_alloc_failed")
-"""What allocators say, as torch passes it on in errors that have no type of their own."""
+"""Words of allocators, as torch passes them on in errors that have no type of their own."""
 
 
 class CollectiveError(RuntimeError):
@@ -19,11 +19,7 @@ class MemoryExhausted(RuntimeError):  # noqa: N818
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that host or device memory has run out.
-
-    Args:
-        error: Error of Python, torch or the system.
-    """
+    """Whether an error of Python, torch or the system means that host or device memory has run out."""
     if isinstance(error, MemoryError | MemoryExhausted) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
@@ -33,10 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_explained(what: str) -> Iterator[None]:
-    """Add to an error that memory has run out what it was for, and what to lower.
-
-    Args:
-        what: Cause and remedy, as `too much is sampled at once: lower rollout.max_sequences`.
+    """Add cause and remedy to an error of memory, as `too much is sampled at once: lower rollout.max_sequences`.
 
     Raises:
         MemoryExhausted: Memory has run out.

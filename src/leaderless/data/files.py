@@ -8,15 +8,11 @@ from leaderless.config import RecipeError
 from leaderless.config.data import COMPRESSED, DatasetConfig
 
 SUFFIXES = (".jsonl", ".parquet", COMPRESSED)
-"""Of the files that are read."""
+"""Ends of the names of files that are read."""
 
 
 def find_files(config: DatasetConfig, key: str) -> list[Path] | None:
-    """The files that a dataset is made of, by name; None when it must be one of the hub.
-
-    Args:
-        config: Name of a file, a folder, a pattern or a hub dataset.
-        key: The recipe's section, for errors.
+    """The files that a file's, folder's or pattern's name stands for, by name; None when it must be on the hub.
 
     Raises:
         RecipeError: There are no such files.

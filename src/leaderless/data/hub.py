@@ -30,10 +30,7 @@ PROBE_TIMEOUT_S = 5.0
 
 
 def unreachable_hub(name: str) -> str:
-    """Ask the hub whether it is there, before a model or dataset is looked for on it.
-
-    Args:
-        name: Name of the model or dataset, or a local path, for which nothing is asked.
+    """Ask the hub whether it is there, before a model or dataset is looked for on it; nothing is asked for local paths.
 
     Returns:
         Empty text, or why the hub cannot be used and what to do, to be added to the error when `name` is not found.
@@ -71,11 +68,7 @@ class HubRows:
     """What readers of a dataset on the hub share."""
 
     def __init__(self, config: DatasetConfig, **options: bool) -> None:
-        """Find a dataset.
-
-        Args:
-            config: Name, subset and split of the dataset, and the columns that rows keep.
-            **options: Options of `datasets.load_dataset`.
+        """Find a dataset; the options are those of `datasets.load_dataset`.
 
         Raises:
             RecipeError: There is none.
@@ -84,7 +77,7 @@ class HubRows:
         import datasets
 
         self.name = f"{config.path}/{config.subset or 'default'}/{config.split}"
-        self.columns, self._bytes = config.wanted_columns(), 0
+        self.columns = config.wanted_columns()
         try:
             self._dataset = datasets.load_dataset(config.path, config.subset, split=config.split, **options)
         except Exception as error:
@@ -94,15 +87,9 @@ class HubRows:
                 f"{error}{unreachable}",
             ) from error
 
-    def bytes_read(self) -> int:
-        """Bytes of rows that this rank has read, as JSON: what is mapped into memory is not seen from here."""
-        return self._bytes
-
     def plain(self, values: Mapping[str, object], place: str) -> Row:
         """A row with the columns that are kept."""
-        row = plain_row({c: v for c, v in values.items() if self.columns is None or c in self.columns}, place)
-        self._bytes += len(json.dumps(row))
-        return row
+        return plain_row({c: v for c, v in values.items() if self.columns is None or c in self.columns}, place)
 
 
 class HubSource(HubRows, RowSource):
@@ -110,9 +97,9 @@ class HubSource(HubRows, RowSource):
 
     def __init__(self, config: DatasetConfig) -> None:
         super().__init__(config)
-        if self.columns is not None:  # of others nothing is decoded
-            names = self._dataset.column_names
-            self._dataset = self._dataset.select_columns([name for name in names if name in self.columns])
+        if self.columns is not None:  # others are not even decoded
+            kept = [name for name in self._dataset.column_names if name in self.columns]
+            self._dataset = self._dataset.select_columns(kept)
 
     @override
     def prepare(self, cache: DataCache) -> None:
@@ -137,10 +124,6 @@ class HubSource(HubRows, RowSource):
             return known
         ends = (0, len(self) - 1) if len(self) else ()
         return json.dumps([len(self), *map(self.row, ends)])
-
-    @override
-    def version(self) -> str:
-        return self.fingerprint()
 
 
 class HubStream(HubRows, RowStream):

@@ -11,6 +11,7 @@ import gzip
 import mmap
 import zlib
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +21,14 @@ from typing_extensions import override
 
 from leaderless.config import RecipeError
 from leaderless.data.cache import Arrays, DataCache
-from leaderless.data.rows import FileRows, Row, RowSource, RowStream, parse_line
+from leaderless.data.rows import FileSource, Row, parse_line
 
 SCAN_BYTES = 1 << 26
 """Bytes of a file that are looked at together for line breaks."""
 _WHITE_SPACE = np.frombuffer(b" \t\n\r\v\f", dtype=np.uint8)
 
 
-class JsonlSource(FileRows, RowSource):
+class JsonlSource(FileSource):
     """Rows of a JSON-lines file: memory-mapped, each parsed when it is read."""
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
@@ -38,17 +39,12 @@ class JsonlSource(FileRows, RowSource):
 
     @override
     def prepare(self, cache: DataCache) -> None:
-        path = cache.path("lines", self.version(), ".npz")
-        index = cache.load(path, ("starts", "lines"))
-        if index is None:
-            index = self._find_rows(cache)
-            cache.save(path, index)
+        index = cache.kept("lines", self.version(), partial(self._find_rows, cache))
         self._starts, self._lines = (index[name].astype(np.int64) for name in ("starts", "lines"))
 
     def _find_rows(self, cache: DataCache) -> Arrays:
         """Where rows begin, and in which lines; each rank looks for the line breaks of its share of the file."""
         share = cache.share(len(self._data))
-        self._bytes += len(share)
         starts, first_bytes = _find_lines(self._data, share)
         is_filled = np.ones(len(starts), dtype=np.bool_)
         for line in np.flatnonzero(np.isin(first_bytes, _WHITE_SPACE)).tolist():
@@ -74,7 +70,6 @@ class JsonlSource(FileRows, RowSource):
         start = int(self._starts[index])
         end = int(self._starts[index + 1]) if index + 1 < len(self._starts) else len(self._data)
         text = self._data[start:end].rstrip()  # blank lines may follow
-        self._bytes += end - start
         return parse_line(text, self.describe(index), self.columns)
 
     @override
@@ -82,24 +77,20 @@ class JsonlSource(FileRows, RowSource):
         return f"{self.path}:{int(self._lines[index]) + 1}"
 
 
-class JsonlStream(FileRows, RowStream):
-    """Rows of a JSON-lines file, perhaps compressed, one behind the other; its bytes are counted unpacked."""
-
-    @override
-    def rows(self) -> Iterator[tuple[str, Row]]:
-        line = 0
-        try:
-            with gzip.open(self.path, "rb") if self.path.suffix == ".gz" else self.path.open("rb") as file:
-                for text in file:
-                    line += 1
-                    self._bytes += len(text)
-                    if text.strip():
-                        place = f"{self.path}:{line}"
-                        yield place, parse_line(text, place, self.columns)
-        except (EOFError, OSError, zlib.error) as error:
-            raise RecipeError.at(
-                "data", f"{self.path} cannot be read beyond line {line}: {error}: it is damaged, copy it again"
-            ) from error
+def read_lines(path: Path, columns: Collection[str] | None) -> Iterator[tuple[str, Row]]:
+    """Rows of a JSON-lines file, perhaps compressed, one after the other, each with its place."""
+    line = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for text in file:
+                line += 1
+                if text.strip():
+                    place = f"{path}:{line}"
+                    yield place, parse_line(text, place, columns)
+    except (EOFError, OSError, zlib.error) as error:
+        raise RecipeError.at(
+            "data", f"{path} cannot be read beyond line {line}: {error}: it is damaged, copy it again"
+        ) from error
 
 
 def _find_lines(data: mmap.mmap | bytes, share: range) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

@@ -10,43 +10,31 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-Int = NDArray[np.int64]
+from leaderless.data.balance import Int
+
 Float = NDArray[np.float64]
 
 
 def generator(seed: int, *keys: int) -> np.random.Generator:
-    """Random numbers that follow from a seed and from what they are for.
-
-    Args:
-        seed: Seed of the run.
-        keys: Numbers that say what for, such as the epoch.
-    """
+    """Random numbers that follow from the seed of the run and from keys, such as the epoch."""
     return np.random.Generator(np.random.PCG64([seed, *keys]))
 
 
 class RowOrder:
-    """An endless stream of rows, epoch after epoch, each in another order."""
+    """An endless sequence of rows, epoch after epoch, each in another order."""
 
     def __init__(self, rows: Int, seed: int, dataset: int = 0, levels: Float | None = None, *, shuffle: bool) -> None:
-        """Take the rows that may be used.
+        """Take the numbers [n] of the rows that may be used, ascending; `dataset` is its number in a mixture.
 
-        Args:
-            rows: [n] numbers of the rows in the dataset, ascending.
-            seed: Seed of the order.
-            dataset: Number of the dataset in a mixture.
-            levels: [n] values by which rows are sorted, small ones first; equal ones keep their order.
-            shuffle: Draw a new order every epoch; else rows come as they are in the dataset.
+        Rows are sorted by their levels [n], small ones first, where there are any; equal ones keep their order. Without
+        shuffling they come as they are in the dataset.
         """
         self.rows, self.seed, self.dataset, self.levels, self.shuffle = rows, seed, dataset, levels, shuffle
         self._epoch = -1
         self._ordered = rows
 
     def row_at(self, place: int) -> int:
-        """The row at a place in the stream.
-
-        Args:
-            place: Place, from 0.
-        """
+        """The row at a place in the sequence, from 0."""
         epoch, index = divmod(place, len(self.rows))
         if epoch != self._epoch and (self.shuffle or self._epoch < 0):
             self._ordered = self._order(epoch)
@@ -73,12 +61,7 @@ class Interleaving:
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
-        """Take the weights.
-
-        Args:
-            weights: Weight of each dataset, above 0; only their ratios count.
-            seed: Seed of the order between equals.
-        """
+        """Take the weight of each dataset, above 0, and the seed of the order between equals; only ratios count."""
         fractions = [Fraction(str(weight)) for weight in weights]
         scale = lcm(*(fraction.denominator for fraction in fractions))
         whole = [int(fraction * scale) for fraction in fractions]
@@ -91,25 +74,14 @@ class Interleaving:
         self._deadline = [self._last_turn(dataset) for dataset in range(len(weights))]
 
     def at(self, position: int) -> tuple[int, int]:
-        """Whose turn it is, and how many it has had before.
-
-        Args:
-            position: Number of the turn, from 0.
-
-        Returns:
-            The dataset, and the place in its own stream.
-        """
+        """The dataset whose turn it is at a position from 0, and the number of its turns before: its place."""
         cycle, offset = divmod(position, self._period)
         self._extend(offset + 1)
         dataset = self._turns[offset]
         return dataset, cycle * self._shares[dataset] + self._places[offset]
 
     def counts(self, position: int) -> list[int]:
-        """How many turns each dataset has had before a position.
-
-        Args:
-            position: Number of the turn, from 0.
-        """
+        """How many turns each dataset has had before a position."""
         cycle, offset = divmod(position, self._period)
         self._extend(offset)
         turns = np.array(self._turns[:offset], dtype=np.int64)

@@ -1,7 +1,7 @@
 """Rows of Parquet files.
 
-Parquet has no way to a single row: to read one means to decode its row group, and in a random order that would be
-nearly all of the file in every step. So before training its rows are written as JSON lines, which have one.
+Reading one row of a Parquet file means decoding its row group, and in a random order that would be nearly all of the
+file in every step. So before training its rows are written as JSON lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from leaderless.config import Json, RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.data.cache import DataCache, whole_file
 from leaderless.data.jsonl import JsonlSource
-from leaderless.data.rows import ConcatenatedSource, FileRows, Row, RowSource, file_fingerprint, plain_row
+from leaderless.data.rows import ConcatenatedSource, FileSource, Row, RowSource, file_fingerprint, plain_row
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,16 +34,10 @@ DONE = "parts.json"
 """File that lists the parts of a folder, with their fingerprints, when all of them are complete."""
 
 
-class ParquetSource(FileRows, RowSource):
+class ParquetSource(FileSource):
     """Rows of a Parquet file; a row group is read when one of its rows is, and the last few are kept."""
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
-        """Open a file.
-
-        Args:
-            path: The file.
-            columns: Columns that are read; None for all.
-        """
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -73,8 +67,6 @@ class ParquetSource(FileRows, RowSource):
         with self._damage_named(group):
             for batch in self._file.iter_batches(batch_rows, row_groups=[group], columns=self._names):
                 num_rows += len(batch)
-                # Decoded: where metadata of a column chunk are damaged, asking for its size would end the process.
-                self._bytes += batch.nbytes
                 yield batch
             if num_rows != self._sizes[group]:  # where pages are missing, pyarrow just stops
                 raise OSError(f"it holds {num_rows} rows, but its footer says {self._sizes[group]}")
@@ -113,7 +105,7 @@ class ParquetSource(FileRows, RowSource):
                     index += 1
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """All rows from the first, each with where it is, for errors."""
+        """All rows from the first, each with its place, for errors."""
         for index, row in enumerate(self.read(0, len(self))):
             yield self.describe(index), row
 
@@ -127,23 +119,15 @@ class ParquetSource(FileRows, RowSource):
 
 
 class UnpackedSource(ConcatenatedSource):
-    """The rows of a source as they were written to JSON lines; each is still named by where it came from."""
+    """The rows of a source as they were written to JSON lines; each is still named by its place in the source."""
 
     def __init__(self, source: RowSource, parts: list[Path]) -> None:
         super().__init__([JsonlSource(part) for part in parts])
         self.original = source
 
     @override
-    def bytes_read(self) -> int:
-        return self.original.bytes_read() + super().bytes_read()
-
-    @override
     def describe(self, index: int) -> str:
         return self.original.describe(index)
-
-    @override
-    def fingerprint(self) -> str:
-        return self.original.fingerprint()
 
     @override
     def version(self) -> str:
@@ -151,7 +135,7 @@ class UnpackedSource(ConcatenatedSource):
 
 
 def needs_unpacking(source: RowSource) -> bool:
-    """Whether reading a row means to read many."""
+    """Whether reading one row means reading many."""
     return isinstance(source, ParquetSource) or (
         isinstance(source, ConcatenatedSource) and any(map(needs_unpacking, source.parts))
     )
@@ -161,12 +145,7 @@ def unpack(source: RowSource, config: DatasetConfig, cache: DataCache) -> RowSou
     """Write the rows of a source as JSON lines into the cache, unless an earlier start has done so.
 
     Each rank reads and writes a share of whole blocks, so that no part of a file is read twice. All ranks call it
-    together.
-
-    Args:
-        source: A dataset.
-        config: The columns that are kept, and the number of rows.
-        cache: The folder that is written to; without a folder the source stays as it is.
+    together. Where the cache has no folder, the source stays as it is.
     """
     columns = config.wanted_columns()
     kept: Json = None if columns is None else sorted(columns)

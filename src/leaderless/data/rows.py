@@ -1,4 +1,4 @@
-"""Rows of tables, from sources, which give any row, or from streams, which give one after the other."""
+"""Rows of tables: of sources, which give any row, or of streams, which give one after the other."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ class RowSource(Protocol):
     """A dataset whose rows can be read in any order."""
 
     def prepare(self, cache: DataCache) -> None:
-        """Find where rows are, before any is read. All ranks call it together, and each looks at a share.
-
-        Args:
-            cache: Results of earlier starts.
-        """
+        """Find where rows are, before any is read. All ranks call it together, and each looks at a share."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -41,12 +37,7 @@ class RowSource(Protocol):
         """One row by column."""
 
     def read(self, first: int, last: int) -> Iterator[Row]:
-        """Rows one behind the other, with little in memory.
-
-        Args:
-            first: First row of a block.
-            last: First row after a block.
-        """
+        """Rows one after the other, with little in memory, from the first row of a block to the end of a block."""
         return map(self.row, range(first, last))
 
     def blocks(self) -> list[int]:
@@ -57,50 +48,35 @@ class RowSource(Protocol):
     def describe(self, index: int) -> str:
         """Where a row is, for errors: a file and line, or a dataset and number."""
 
-    def bytes_read(self) -> int:
-        """Bytes of its files that this rank has read."""
-
     def fingerprint(self) -> str:
-        """Tells the dataset from others of its name without reading it whole: by its size and its two ends."""
+        """Text that differs between datasets of one name, from the size and both ends: nothing is read whole."""
 
     def version(self) -> str:
-        """Tells the dataset from itself before a change, on one machine."""
+        """Text that changes when the dataset does, on one machine."""
+        return self.fingerprint()
 
 
-class FileRows:
-    """What readers of a file share.
-
-    Attributes:
-        path: The file.
-        columns: Columns that rows keep; None for all.
-    """
+class FileSource(RowSource):
+    """A dataset in a file; `columns` are those that rows keep, None for all."""
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
-        self.path, self.columns, self._bytes = path, columns, 0
+        self.path, self.columns = path, columns
 
-    def bytes_read(self) -> int:
-        """Bytes that this rank has read."""
-        return self._bytes
-
+    @override
     def fingerprint(self) -> str:
-        """Size and both ends of the file."""
         return file_fingerprint(self.path)
 
+    @override
     def version(self) -> str:
-        """Name, fingerprint and time of change of the file."""
-        return file_version(self.path)
+        return f"{self.path.resolve()} {self.fingerprint()} {self.path.stat().st_mtime_ns}"
 
 
 class ConcatenatedSource(RowSource):
-    """The rows of several sources, one behind the other."""
+    """The rows of several sources, one after the other."""
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self.parts = sources
         self._starts = np.zeros(1, dtype=np.int64)
-
-    @override
-    def bytes_read(self) -> int:
-        return sum(source.bytes_read() for source in self.parts)
 
     @override
     def prepare(self, cache: DataCache) -> None:
@@ -146,25 +122,17 @@ class ConcatenatedSource(RowSource):
 
 
 class RowStream(Protocol):
-    """A dataset whose rows can be read one behind the other only."""
+    """A dataset whose rows can only be read one after the other."""
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """All rows from the first, each with where it is, for errors."""
-
-    def bytes_read(self) -> int:
-        """Bytes of its files that this rank has read."""
+        """All rows from the first, each with its place, for errors."""
 
     def fingerprint(self) -> str:
-        """Tells the dataset from others of its name without reading it whole."""
+        """Text that differs between datasets of one name, without reading them whole."""
 
 
 def parse_line(text: bytes, place: str, columns: Collection[str] | None) -> Row:
-    """A row from its JSON.
-
-    Args:
-        text: A line.
-        place: Location of the line, for errors.
-        columns: Columns that are kept; None for all.
+    """The row in a line of JSON at some place, with some columns or all.
 
     Raises:
         RecipeError: It is no row.
@@ -181,7 +149,7 @@ def parse_line(text: bytes, place: str, columns: Collection[str] | None) -> Row:
 
 
 def plain_row(values: Mapping[str, object], place: str) -> Row:
-    """A row of what JSON can hold, as rows travel and are recorded as JSON; dates and decimals become text.
+    """A row of values that JSON can hold, as rows travel and are recorded as JSON; dates and decimals become text.
 
     Raises:
         RecipeError: A column holds what JSON cannot.
@@ -200,18 +168,13 @@ def plain_row(values: Mapping[str, object], place: str) -> Row:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Of a file: its size and its two ends."""
+    """Size of a file, and a digest of both its ends."""
     size = path.stat().st_size
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(DIGEST_BYTES))
         file.seek(max(0, size - DIGEST_BYTES))
         digest.update(file.read())
     return f"{size} {digest.hexdigest()}"
-
-
-def file_version(path: Path) -> str:
-    """Of a file: its name, its fingerprint, and when it was changed."""
-    return f"{path.resolve()} {file_fingerprint(path)} {path.stat().st_mtime_ns}"
 
 
 def _is_unwritable(row: Row) -> bool:

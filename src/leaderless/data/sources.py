@@ -1,4 +1,4 @@
-"""From what a recipe names to the rows in it."""
+"""From the name of a dataset in a recipe to its rows."""
 
 from __future__ import annotations
 
@@ -13,45 +13,34 @@ from leaderless.config.data import COMPRESSED, DatasetConfig
 from leaderless.data.cache import DataCache
 from leaderless.data.files import find_files
 from leaderless.data.hub import HubSource, HubStream
-from leaderless.data.jsonl import JsonlSource, JsonlStream
+from leaderless.data.jsonl import JsonlSource, read_lines
 from leaderless.data.parquet import ParquetSource
-from leaderless.data.rows import ConcatenatedSource, Row, RowSource, RowStream
+from leaderless.data.rows import ConcatenatedSource, Row, RowSource, RowStream, file_fingerprint
 from leaderless.planner import format_ranks
 
 
 class FileStream(RowStream):
-    """The rows of files, one file behind the other."""
+    """The rows of files, one file after the other."""
 
     def __init__(self, config: DatasetConfig, files: Sequence[Path]) -> None:
         self.files, self._columns = files, config.wanted_columns()
-        self._finished, self._reader = 0, self._open(files[0])
-
-    def _open(self, path: Path) -> JsonlStream | ParquetSource:
-        kind = ParquetSource if path.suffix == ".parquet" else JsonlStream
-        return kind(path, self._columns)
-
-    @override
-    def bytes_read(self) -> int:
-        return self._finished + self._reader.bytes_read()
+        for path in files:
+            if path.suffix == ".parquet":
+                ParquetSource(path)  # a damaged one is found at once
 
     @override
     def rows(self) -> Iterator[tuple[str, Row]]:
         for path in self.files:
-            self._finished, self._reader = self.bytes_read(), self._open(path)
-            yield from self._reader.rows()
+            is_parquet = path.suffix == ".parquet"
+            yield from ParquetSource(path, self._columns).rows() if is_parquet else read_lines(path, self._columns)
 
     @override
     def fingerprint(self) -> str:
-        return json.dumps([self._open(path).fingerprint() for path in self.files])
+        return json.dumps(list(map(file_fingerprint, self.files)))
 
 
 def open_source(config: DatasetConfig, key: str, cache: DataCache | None = None) -> RowSource:
-    """Open a dataset whose rows are read in any order. All ranks call it together.
-
-    Args:
-        config: Name of a `.jsonl` or `.parquet` file, several of them, or a hub dataset.
-        key: The recipe's section, for errors.
-        cache: Cache of all ranks that read the dataset; None for this process alone.
+    """Open a dataset whose rows are read in any order. All ranks of the cache call it together.
 
     Raises:
         RecipeError: It does not exist, cannot be read, or has no rows.
@@ -79,17 +68,7 @@ def open_source(config: DatasetConfig, key: str, cache: DataCache | None = None)
 
 
 def open_stream(config: DatasetConfig, key: str, cache: DataCache | None = None) -> RowStream:
-    """Open a dataset whose rows are read in their order. All ranks call it together.
-
-    Args:
-        config: Name of files, or of a hub dataset.
-        key: The recipe's section, for errors.
-        cache: Cache of all ranks that read the dataset; None for this process alone.
-
-    Raises:
-        RecipeError: It does not exist or cannot be read.
-        RuntimeError: Ranks have different datasets of this name.
-    """
+    """Open a dataset whose rows are read in their order; errors as of `open_source`."""
     files = find_files(config, key)
     stream = HubStream(config) if files is None else FileStream(config, files)
     check_same(stream, config, key, cache or DataCache())
@@ -97,13 +76,7 @@ def open_stream(config: DatasetConfig, key: str, cache: DataCache | None = None)
 
 
 def check_same(dataset: RowSource | RowStream, config: DatasetConfig, key: str, cache: DataCache) -> None:
-    """Stop on all ranks when some have other rows: each row is read by whoever needs it.
-
-    Args:
-        dataset: Dataset that this rank has opened.
-        config: Section of the recipe.
-        key: The recipe's section, for errors.
-        cache: Cache of all ranks that read the dataset.
+    """Stop on all ranks when some have opened other rows: each row is read by whoever needs it.
 
     Raises:
         RuntimeError: Ranks have different datasets of this name.
@@ -113,6 +86,5 @@ def check_same(dataset: RowSource | RowStream, config: DatasetConfig, key: str, 
     if others:
         raise RuntimeError(
             f"rank {process_group.rank}: ranks {format_ranks(others)} have other data for {key} than rank "
-            f"{process_group.ranks[0]} "
-            f"(here {config.path}): give all machines the same files"
+            f"{process_group.ranks[0]} (here {config.path}): give all machines the same files"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from typing_extensions import override
@@ -19,40 +18,19 @@ UNSHUFFLED_WINDOW = 64
 """Rows that are held when their order stays as it is."""
 
 
-@dataclass(frozen=True)
-class StreamRow:
-    """A row that may be used.
-
-    Attributes:
-        place: Location of the row, for errors.
-        row: Values by column.
-        encoded: Token ids; None where they were not needed to know whether the row may be used.
-    """
-
-    place: str
-    row: Row
-    encoded: Encoded | None
+StreamRow = tuple[str, Row, Encoded | None]
+"""Place and values of a row that may be used, and its token ids if they were needed to know that."""
 
 
 class StreamedDataset(TrainingSet):
-    """A stream of rows together with how they become tokens.
+    """A stream of rows, and what makes tokens of them.
 
-    Nobody knows how many rows there are before the stream has ended once. So each rank follows the whole stream, and
-    tokenises every row that could be overlong, to know which row has which place.
-
-    Attributes:
-        stream: All rows.
-        encoder: How they become tokens.
+    Nobody knows how many rows there are before the stream has ended once. So each rank reads the whole stream, and
+    tokenizes every row that could be overlong, to know which row has which place.
     """
 
     def __init__(self, stream: RowStream, encoder: RowEncoder, config: TrainingSetConfig, data: DataConfig) -> None:
         """Take a stream and look at its first row.
-
-        Args:
-            stream: All rows.
-            encoder: How they become tokens.
-            config: The dataset.
-            data: Limits, and what happens to overlong rows.
 
         Raises:
             RecipeError: There is no row, or the first one lacks a column.
@@ -72,11 +50,11 @@ class StreamedDataset(TrainingSet):
         """
         for place, row in islice(self.stream.rows(), self.config.limit):
             if self.data.overlong == "error":
-                yield StreamRow(place, row, None)
+                yield place, row, None
                 continue
             encoded = self.encoder.encode(row, place)
             if fits(encoded, place, self.data, self.encoder.key):
-                yield StreamRow(place, row, encoded)
+                yield place, row, encoded
 
     @override
     def feed(self, seed: int, number: int, *, shuffle: bool) -> Feed:
@@ -88,21 +66,13 @@ class StreamedDataset(TrainingSet):
 
 
 class StreamFeed(Feed):
-    """Follows a stream, epoch after epoch, window by window.
+    """Reads a stream, epoch after epoch, window by window; rows may be shuffled within windows.
 
     The order within a window follows from the seed, the epoch and the number of the window. So any place can be found
     again by reading the stream from the beginning of its epoch, and nothing but the place has to be remembered.
     """
 
     def __init__(self, dataset: StreamedDataset, seed: int, number: int, *, shuffle: bool) -> None:
-        """Begin before the first row.
-
-        Args:
-            dataset: Dataset that is read.
-            seed: Seed of the run.
-            number: Number of the dataset in a mixture.
-            shuffle: Whether rows are shuffled within windows.
-        """
         self.dataset, self.seed, self.number, self.shuffle = dataset, seed, number, shuffle
         self.window_size = dataset.config.shuffle_buffer if shuffle else UNSHUFFLED_WINDOW
         self._length: int | None = None
@@ -110,7 +80,7 @@ class StreamFeed(Feed):
 
     @override
     def take(self, places: Sequence[int]) -> list[Prompt]:
-        return [self._prompt(self._find(place)) for place in places]
+        return [self._prompt(*self._find(place)) for place in places]
 
     @override
     def epoch(self, count: int) -> float:
@@ -156,9 +126,8 @@ class StreamFeed(Feed):
             )
         self._length = length
 
-    def _prompt(self, row: StreamRow) -> Prompt:
-        encoded = row.encoded
+    def _prompt(self, place: str, row: Row, encoded: Encoded | None) -> Prompt:
         if encoded is None:
-            encoded = self.dataset.encoder.encode(row.row, row.place)
-            fits(encoded, row.place, self.dataset.data, self.dataset.encoder.key)  # refuses what is overlong
-        return Prompt(row.row, encoded)
+            encoded = self.dataset.encoder.encode(row, place)
+            fits(encoded, place, self.dataset.data, self.dataset.encoder.key)  # refuses what is overlong
+        return Prompt(row, encoded)
