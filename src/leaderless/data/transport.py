@@ -60,10 +60,6 @@ class ProcessGroup:
     hosts: Mapping[int, int] = field(default_factory=dict)
     activity: Activity = field(default_factory=Activity)
     timeout_s: float = math.inf
-    _staging: _Staging = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._staging = _Staging(self.payload_device)
 
     @property
     def size(self) -> int:
@@ -155,25 +151,26 @@ class ProcessGroup:
     def _begin(
         self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], what: str
     ) -> _RoundUnderWay:
-        here = [(peer, message, self._staging.incoming(message)) for peer, message in received if len(message)]
-        away = [(peer, *self._staging.outgoing(message)) for peer, message in sent if len(message)]
+        here = [(peer, message, _incoming(message, self.payload_device)) for peer, message in received if len(message)]
+        away = [(peer, _outgoing(message, self.payload_device)) for peer, message in sent if len(message)]
         operations = [
             *(dist.P2POp(dist.irecv, there, peer, group=self.handle) for peer, _, there in here),
-            *(dist.P2POp(dist.isend, there, peer, group=self.handle) for peer, there, _ in away),
+            *(dist.P2POp(dist.isend, there, peer, group=self.handle) for peer, there in away),
         ]
         with self._waiting(what):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return _RoundUnderWay(works, [(message, there) for _, message, there in here], [staged for _, *staged in away])
+        return _RoundUnderWay(works, [(message, there) for _, message, there in here], [there for _, there in away])
 
     def _finish(self, under_way: _RoundUnderWay, what: str) -> None:
+        is_on_host = self.payload_device.type == "cpu"
         with self._waiting(what):
-            if self.payload_device.type == "cpu":
+            if is_on_host:
                 for work in under_way.works:
                     work.wait()
             else:
                 self._poll(under_way.works)
-        self._staging.fetch(under_way.received)
-        self._staging.give_back([pinned for _, pinned in under_way.sent if pinned is not None])
+        if not is_on_host:
+            _fetch(under_way.received, self.payload_device)
 
     def _poll(self, works: Sequence[dist.Work]) -> None:
         """Wait for an accelerator: its `wait` only queues, and a rank that is missing would never be named."""
@@ -207,57 +204,33 @@ def digest(content: bytes) -> int:
 
 @dataclass
 class _RoundUnderWay:
-    """A round under way: what to wait for, where bytes arrive, and what must not be freed or reused before."""
+    """A round under way: what to wait for, where bytes arrive, and what must not be freed before."""
 
     works: Sequence[dist.Work]
     received: Sequence[tuple[Tensor, Tensor]]
-    sent: Sequence[Sequence[Tensor | None]]
+    sent: Sequence[Tensor]
 
 
-class _Staging:
-    """The way between host memory and the device from which a backend sends.
+# An accelerator's bytes pass through pinned host memory, as copies from and to other host memory would block and be
+# slower. Torch's allocator uses it again, once the copy is done.
 
-    On the CPU there is none. For an accelerator bytes pass through pinned host memory, which is used again round after
-    round: copies from and to other host memory would block, and be slower.
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._free: dict[int, list[Tensor]] = {}
+def _incoming(message: Tensor, device: torch.device) -> Tensor:
+    """Memory on a device for a message that is to be received into host memory."""
+    return message if device.type == "cpu" else torch.empty_like(message, device=device)
 
-    def incoming(self, message: Tensor) -> Tensor:
-        """Memory on the device, of the size of a message in host memory that is to be received."""
-        return message if self.device.type == "cpu" else torch.empty_like(message, device=self.device)
 
-    def outgoing(self, message: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A message on the device, and the pinned memory that it was copied from."""
-        if self.device.type == "cpu":
-            return message, None
-        pinned = self._pinned(len(message))
-        pinned[: len(message)].copy_(message)
-        return pinned[: len(message)].to(self.device, non_blocking=True), pinned
+def _outgoing(message: Tensor, device: torch.device) -> Tensor:
+    """A message on a device."""
+    return message if device.type == "cpu" else message.pin_memory().to(device, non_blocking=True)
 
-    def fetch(self, received: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy received bytes into host memory; each pair is a message there and on the device."""
-        if self.device.type == "cpu":
-            return
-        pinned = [self._pinned(len(message)) for message, _ in received]
-        for buffer, (message, there) in zip(pinned, received, strict=True):
-            buffer[: len(message)].copy_(there, non_blocking=True)
-        torch.accelerator.current_stream(self.device).synchronize()
-        for buffer, (message, _) in zip(pinned, received, strict=True):
-            message.copy_(buffer[: len(message)])
-        self.give_back(pinned)
 
-    def _pinned(self, size: int) -> Tensor:
-        room = 1 << (size - 1).bit_length()
-        free = self._free.get(room)
-        return free.pop() if free else torch.empty(room, dtype=torch.uint8, pin_memory=True)
-
-    def give_back(self, buffers: Iterable[Tensor]) -> None:
-        """Allow pinned memory to be used again."""
-        for buffer in buffers:
-            self._free.setdefault(len(buffer), []).append(buffer)
+def _fetch(received: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copy received bytes into host memory; each pair is a message there and on the device."""
+    pinned = [torch.empty_like(message, pin_memory=True).copy_(there, non_blocking=True) for message, there in received]
+    torch.accelerator.current_stream(device).synchronize()
+    for (message, _), buffer in zip(received, pinned, strict=True):
+        message.copy_(buffer)
 
 
 def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:
