@@ -45,8 +45,8 @@ class Feed(Protocol):
     def take(self, places: Sequence[int]) -> list[Prompt]:
         """Read rows at some places in the endless sequence: ascending, none before those of an earlier call."""
 
-    def epoch(self, count: int) -> float:
-        """Number of times that the dataset has been read through when all ranks have taken `count` rows together."""
+    def epoch(self, num_rows: int) -> float:
+        """Number of times that the dataset has been read through when all ranks have taken some rows together."""
 
 
 class TrainingSet(Protocol):
@@ -109,8 +109,8 @@ class _DatasetFeed(Feed):
         return self.dataset.read([self.order.row_at(place) for place in places])
 
     @override
-    def epoch(self, count: int) -> float:
-        return count / len(self.dataset.rows)
+    def epoch(self, num_rows: int) -> float:
+        return num_rows / len(self.dataset.rows)
 
 
 def make_batch(group_ids: Sequence[int], prompts: Sequence[Prompt], *, has_responses: bool) -> Batch:

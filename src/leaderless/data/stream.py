@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 
 from typing_extensions import override
 
@@ -76,22 +76,18 @@ class StreamFeed(Feed):
         self.dataset, self.seed, self.number, self.shuffle = dataset, seed, number, shuffle
         self.window_size = dataset.config.shuffle_buffer if shuffle else UNSHUFFLED_WINDOW
         self._length: int | None = None
-        self._begin(0)
+        self._epoch, self._window_number = -1, -1
+        self._window: list[StreamRow] = []
 
     @override
     def take(self, places: Sequence[int]) -> list[Prompt]:
         return [self._prompt(*self._find(place)) for place in places]
 
     @override
-    def epoch(self, count: int) -> float:
-        if count:
-            self._find(count - 1)
-        return count / self._length if self._length else 0.0  # not known before the stream has ended once
-
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._window_number = epoch, -1
-        self._rows = self.dataset.usable_rows()
-        self._window: list[StreamRow] = []
+    def epoch(self, num_rows: int) -> float:
+        if num_rows:
+            self._find(num_rows - 1)
+        return num_rows / self._length if self._length else 0.0  # not known before the stream has ended once
 
     def _find(self, place: int) -> StreamRow:
         """Read on until a place is in the window."""
@@ -99,20 +95,24 @@ class StreamFeed(Feed):
             epoch, index = divmod(place, self._length) if self._length else (0, place)
             number, inside = divmod(index, self.window_size)
             if epoch != self._epoch or number < self._window_number:
-                self._begin(epoch)
+                self._windows = self._read(epoch)
+                self._epoch, self._window_number, self._window = epoch, -1, []
             if number == self._window_number and inside < len(self._window):
                 return self._window[inside]
-            self._read_window()
+            self._window = next(self._windows)
+            self._window_number += 1
 
-    def _read_window(self) -> None:
-        window = list(islice(self._rows, self.window_size))
-        self._window_number += 1
-        if len(window) < self.window_size:
-            self._end(self._window_number * self.window_size + len(window))
-        if self.shuffle:
-            order = generator(self.seed, self._epoch, self.number, self._window_number + 1).permutation(len(window))
-            window = [window[index] for index in order.tolist()]
-        self._window = window
+    def _read(self, epoch: int) -> Iterator[list[StreamRow]]:
+        """The windows of an epoch, the last of which is not full and may be empty."""
+        rows = self.dataset.usable_rows()
+        for number in count():
+            window = list(islice(rows, self.window_size))
+            if len(window) < self.window_size:
+                self._end(number * self.window_size + len(window))
+            if self.shuffle:
+                order = generator(self.seed, epoch, self.number, number + 1).permutation(len(window))
+                window = [window[index] for index in order.tolist()]
+            yield window
 
     def _end(self, length: int) -> None:
         """Remember how many rows there are."""
