@@ -32,12 +32,12 @@ class Wire:
     Attributes:
         exchanged: Bytes from peer to peer.
         agreed: Bytes of collectives that treat all ranks alike.
-        told: Bytes of broadcasts.
+        broadcast: Bytes of broadcasts.
     """
 
     exchanged: Bytes = field(default_factory=lambda: defaultdict(lambda: (0.0, 0.0)))
     agreed: Bytes = field(default_factory=lambda: defaultdict(lambda: (0.0, 0.0)))
-    told: Bytes = field(default_factory=lambda: defaultdict(lambda: (0.0, 0.0)))
+    broadcast: Bytes = field(default_factory=lambda: defaultdict(lambda: (0.0, 0.0)))
     _thread: threading.local = field(default_factory=threading.local)
 
     @contextmanager
@@ -111,8 +111,8 @@ class _Listening(TorchDispatchMode):
             case "allgather_" | "_allgather_base_":
                 wire.add(wire.agreed, _bytes(args[1]) * others, _bytes(args[0]) * others / size)
             case "broadcast_":
-                is_speaker = args[2] == group.rank()
-                wire.add(wire.told, *((_bytes(args[0]) * others, 0) if is_speaker else (0, _bytes(args[0]))))
+                is_sender = args[2] == group.rank()
+                wire.add(wire.broadcast, *((_bytes(args[0]) * others, 0) if is_sender else (0, _bytes(args[0]))))
             case _:
                 raise AssertionError(f"c10d::{name} is led by one rank, or not counted here")
 

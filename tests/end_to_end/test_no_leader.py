@@ -49,14 +49,14 @@ class Account:
     Attributes:
         exchanged: Bytes from peer to peer.
         agreed: Bytes of collectives that treat all ranks alike.
-        told: Bytes of broadcasts.
+        broadcast: Bytes of broadcasts.
         begin: Time when all ranks were ready for the first step.
         end: Time when this rank finished its last step.
     """
 
     exchanged: Bytes
     agreed: Bytes
-    told: Bytes
+    broadcast: Bytes
     begin: float = 0
     end: float = 0
 
@@ -92,7 +92,7 @@ def run_steps(recipe_file: str, store_port: int) -> Account:
                 worker.run_step()
         end = time.monotonic()
         worker.parts.transport.world.sum(torch.zeros(1), "the end")
-    return Account(dict(wire.exchanged), dict(wire.agreed), dict(wire.told), begin, end)
+    return Account(dict(wire.exchanged), dict(wire.agreed), dict(wire.broadcast), begin, end)
 
 
 @pytest.fixture(scope="module", params=POOLS)
@@ -160,7 +160,7 @@ def test_no_rank_carries_more_than_its_share_of_a_collective(observed: Observed)
                 print(what, place, loads)
                 assert not overloaded(loads), f"{what}: {loads}"
     for account in observed.accounts:
-        for what, (_, received) in account.told.items():
+        for what, (_, received) in account.broadcast.items():
             assert what.startswith("the columns of edge"), what
             assert received <= NUM_STEPS * TOLD_BYTES
 
@@ -181,7 +181,7 @@ def speak_through_the_first() -> Account:
             world.exchange(dict.fromkeys(others, payload), others, "edge")
         else:
             world.exchange({0: payload}, [0], "edge")
-    return Account(dict(wire.exchanged), dict(wire.agreed), dict(wire.told))
+    return Account(dict(wire.exchanged), dict(wire.agreed), dict(wire.broadcast))
 
 
 def test_a_leader_would_be_found(ranks: RankPool) -> None:
@@ -223,9 +223,9 @@ def test_workers_talk_to_workers_and_nothing_else_runs_but_their_rewards(tmp_pat
         finish(process)
     assert ["-m leaderless.run.worker" in lines[worker.pid] for worker in workers] == [True] * NUM_WORKERS
     for worker in workers:
-        told = sorted(lines[helper.pid].rpartition(" -c ")[2].split()[1] for helper in helpers[worker.pid])
+        started = sorted(lines[helper.pid].rpartition(" -c ")[2].split()[1] for helper in helpers[worker.pid])
         # The tracker belongs to the standard library, and only knows names.
-        assert told == ["multiprocessing.resource_tracker"] + ["multiprocessing.spawn"] * REWARD_PROCESSES
+        assert started == ["multiprocessing.resource_tracker"] + ["multiprocessing.spawn"] * REWARD_PROCESSES
     assert len(everyone) == NUM_WORKERS * (1 + 1 + REWARD_PROCESSES), lines
     own_ends = {worker.pid: talks[worker.pid][0] for worker in workers}
     for worker in workers:
