@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -55,8 +55,7 @@ def read_workflow(path: Path) -> Workflow:
         RecipeError: The file is missing, is not YAML, or is not such a mapping.
     """
     source = read_yaml(path)
-    problems = _shape_problems(source)
-    if problems:
+    if problems := list(_shape_problems(source)):
         raise RecipeError([Problem(p.key, p.message, source.place_of(p.key)) for p in problems])
     settings = source.settings
     try:
@@ -98,24 +97,23 @@ def write_workflow(workflow: Workflow) -> str:
     return yaml.safe_dump({"name": workflow.name, **loop, **algorithm, "nodes": nodes}, sort_keys=False)
 
 
-def _shape_problems(source: RecipeSource) -> list[Problem]:
+def _shape_problems(source: RecipeSource) -> Iterator[Problem]:
     known = {"name": (str, "a name"), "base": (str, "a workflow"), "algorithm": (dict, "settings of the algorithm")}
     known |= {"loop": (list, "a list of nodes"), "nodes": (dict, "the nodes by name")}
     required = {"name"} if "base" in source.settings else {"name", "nodes"}
     names = [str(key) for key in source.settings]
-    problems = [Problem(name, f"unknown key{nearest(name, known)}") for name in names if name not in known]
+    yield from (Problem(name, f"unknown key{nearest(name, known)}") for name in names if name not in known)
     for key, (kind, meaning) in known.items():
         if (key in required or key in names) and not isinstance(source.settings.get(key), kind):
-            problems.append(Problem(key, f"must be given: {meaning}"))
+            yield Problem(key, f"must be given: {meaning}")
     nodes = source.settings.get("nodes")
     for name, node in nodes.items() if isinstance(nodes, dict) else ():
         if not isinstance(name, str):
-            problems.append(Problem(f"nodes.{name}", "a node's name must be text; put it in quotes"))
-        problems.extend(_node_problems(f"nodes.{name}", node))
-    return problems
+            yield Problem(f"nodes.{name}", "a node's name must be text; put it in quotes")
+        yield from _node_problems(f"nodes.{name}", node)
 
 
-def _node_problems(key: str, node: object) -> Iterable[Problem]:
+def _node_problems(key: str, node: object) -> Iterator[Problem]:
     if not isinstance(node, dict):
         yield Problem(key, "must be a mapping such as {run: reward, after: rollout}")
         return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 
 from leaderless.config import Problem, RecipeError, nearest
 from leaderless.config.source import Setting
+
+PLAIN_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Workflow:
             RecipeError: A name is empty, used twice or unknown, the nodes form a cycle, or a loop has more than one
                 entry or exit.
         """
-        self._check_names()
+        _refuse(self._name_problems())
         sorter = TopologicalSorter({node.name: node.after for node in self.nodes})
         try:
             sorter.prepare()
@@ -90,69 +92,57 @@ class Workflow:
         while len(done) < len(self.nodes):
             ready = next(node for node in self.nodes if node.name not in done and done.keys() >= {*node.after})
             done[ready.name] = ready
-        self._check_loop(_ancestors(done.values()))
+        _refuse(self._loop_problems(_ancestors(done.values())))
         return tuple(done.values())
 
     def ancestors(self) -> dict[str, frozenset[str]]:
         """For each node the names of all nodes that come before it."""
         return _ancestors(self.order())
 
-    def _check_loop(self, before: Mapping[str, frozenset[str]]) -> None:
+    def _loop_problems(self, before: Mapping[str, frozenset[str]]) -> Iterator[Problem]:
         """A loop begins with the data and ends in one node, which everything outside comes after."""
         if not self.loop:
             return
         first, last = self.loop[0], self.loop[-1]
-        problems: list[Problem] = []
         if self[first].after:
-            problems.append(Problem("loop", f"its first node '{first}' must begin with the data: take out its `after`"))
-        problems.extend(
-            Problem("loop", f"its last node is '{last}', so node '{name}' must come before that")
-            for name in self.loop[:-1]
-            if name not in before[last]
-        )
-        problems.extend(
-            Problem(
-                f"nodes.{node.name}.after",
-                f"node '{node.name}' is not in the loop ({', '.join(self.loop)}), so it must come after the loop's "
-                f"last node: add '{last}', or put the node into the loop",
-            )
-            for node in self.nodes
-            if node.name not in self.loop and last not in before[node.name]
-        )
-        if problems:
-            raise RecipeError(problems)
-
-    def _check_names(self) -> None:
-        names = [node.name for node in self.nodes]
-        problems: list[Problem] = []
-        if not names:
-            problems.append(Problem("nodes", "must hold at least one node"))
-        for name in sorted(set(names)):
-            if not re.fullmatch(r"[A-Za-z_]\w*", name) or name == "data":
-                problems.append(
-                    Problem(f"nodes.{name}", "a node's name must be a plain word, and `data` names the dataloader")
-                )
-            if names.count(name) > 1:
-                problems.append(Problem(f"nodes.{name}", "two nodes have this name"))
-        # Checkpoints have a folder for each role.
-        problems.extend(
-            Problem(f"nodes.{node.name}.role", f"'{node.role}' must be a plain word, as `policy`")
-            for node in self.nodes
-            if node.role is not None and not re.fullmatch(r"[A-Za-z_]\w*", node.role)
-        )
+            yield Problem("loop", f"its first node '{first}' must begin with the data: take out its `after`")
+        for name in self.loop[:-1]:
+            if name not in before[last]:
+                yield Problem("loop", f"its last node is '{last}', so node '{name}' must come before that")
         for node in self.nodes:
-            problems.extend(
-                Problem(f"nodes.{node.name}.after", f"no node is called '{name}'{nearest(name, names)}")
-                for name in node.after
-                if name not in names
-            )
+            if node.name not in self.loop and last not in before[node.name]:
+                yield Problem(
+                    f"nodes.{node.name}.after",
+                    f"node '{node.name}' is not in the loop ({', '.join(self.loop)}), so it must come after the loop's "
+                    f"last node: add '{last}', or put the node into the loop",
+                )
+
+    def _name_problems(self) -> Iterator[Problem]:
+        names = [node.name for node in self.nodes]
+        if not names:
+            yield Problem("nodes", "must hold at least one node")
+        for name in sorted(set(names)):
+            if not PLAIN_WORD.fullmatch(name) or name == "data":
+                yield Problem(f"nodes.{name}", "a node's name must be a plain word, and `data` names the dataloader")
+            if names.count(name) > 1:
+                yield Problem(f"nodes.{name}", "two nodes have this name")
+        for node in self.nodes:
+            # Checkpoints have a folder for each role.
+            if node.role is not None and not PLAIN_WORD.fullmatch(node.role):
+                yield Problem(f"nodes.{node.name}.role", f"'{node.role}' must be a plain word, as `policy`")
+            for name in node.after:
+                if name not in names:
+                    yield Problem(f"nodes.{node.name}.after", f"no node is called '{name}'{nearest(name, names)}")
         for name in dict.fromkeys(self.loop):
             if name not in names:
-                problems.append(Problem("loop", f"no node is called '{name}'{nearest(name, names)}"))
+                yield Problem("loop", f"no node is called '{name}'{nearest(name, names)}")
             elif self.loop.count(name) > 1:
-                problems.append(Problem("loop", f"node '{name}' is named twice"))
-        if problems:
-            raise RecipeError(problems)
+                yield Problem("loop", f"node '{name}' is named twice")
+
+
+def _refuse(problems: Iterable[Problem]) -> None:
+    if found := list(problems):
+        raise RecipeError(found)
 
 
 def _ancestors(order: Iterable[Node]) -> dict[str, frozenset[str]]:
