@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.unit.recipes import begin, end, make_recipe, plan_of, write_model
 
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.planner.layering import Box, Link, place
+from leaderless.planner.layering import Link, place
 from leaderless.planner.picture import NUM_COLORS, clip, draw_plan, text_width
 from leaderless.planner.show import print_plan
 from leaderless.worker.process import write_description
@@ -160,7 +160,7 @@ def test_long_texts_are_cut_where_they_do_not_fit():
 @st.composite
 def graphs(draw):
     size = draw(st.integers(1, 10))
-    boxes = [Box(str(index), draw(st.floats(40, 200)), 70.0) for index in range(size)]
+    boxes = {str(index): (draw(st.floats(40, 200)), 70.0) for index in range(size)}
     pairs = list(combinations(range(size), 2))
     chosen = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=15)) if pairs else []
     return boxes, [Link(str(a), str(b), draw(st.floats(0, 150))) for a, b in chosen]
@@ -171,8 +171,7 @@ def graphs(draw):
 def test_boxes_and_labels_do_not_overlap_and_links_run_downwards(graph):
     boxes, links = graph
     placement = place(boxes, links)
-    sizes = {box.name: box for box in boxes}
-    areas = [(*center, sizes[name].width, sizes[name].height) for name, center in placement.centers.items()]
+    areas = [(*center, *boxes[name]) for name, center in placement.centers.items()]
     areas += [(*route.label, link.label_width, 18) for link, route in zip(links, placement.routes, strict=True)]
     for (x1, y1, width1, height1), (x2, y2, width2, height2) in combinations(areas, 2):
         overlap_x = (width1 + width2) / 2 - abs(x1 - x2)
@@ -195,16 +194,15 @@ def test_no_link_passes_behind_a_box(graph):
     boxes, links = graph
     placement = place(boxes, links)
     for link, route in zip(links, placement.routes, strict=True):
-        for box in boxes:
-            x, y = placement.centers[box.name]
+        for name, (width, height) in boxes.items():
+            x, y = placement.centers[name]
             for point_x, point_y in route.points:
-                is_inside = abs(point_x - x) < box.width / 2 and abs(point_y - y) < box.height / 2 - 1e-6
-                assert not is_inside or box.name in {link.source, link.target}
+                is_inside = abs(point_x - x) < width / 2 and abs(point_y - y) < height / 2 - 1e-6
+                assert not is_inside or name in {link.source, link.target}
 
 
 def test_lines_that_need_not_cross_do_not():
-    boxes = [Box(name, 60, 40) for name in ("a", "b", "c", "d")]
-    placement = place(boxes, [Link("a", "d", 0), Link("b", "c", 0)])
+    placement = place(dict.fromkeys("abcd", (60, 40)), [Link("a", "d", 0), Link("b", "c", 0)])
     x = {name: center[0] for name, center in placement.centers.items()}
     assert (x["a"] < x["b"]) == (x["d"] < x["c"])
 

@@ -74,7 +74,7 @@ class Flow:
         self.sources = {name: dict(sorted(sources.items())) for name, sources in self.sources.items()}
 
     def row_set_after(self, name: str) -> str:
-        """Row set of what a node, or the data, puts out."""
+        """Row set of the output of a node, or of the data."""
         return name if name == DATA or self.specs[name].rows != "same" else self.row_set[name]
 
     def _check_settings(self, nodes: Sequence[Node]) -> None:
@@ -86,7 +86,7 @@ class Flow:
                 raise RecipeError.at(f"nodes.{node.name}.role", f"stage '{node.run}' needs a role, as role: policy")
 
     def _check_loop(self) -> None:
-        """A loop puts out whole groups, chosen by its last node and all sampled with the same weights."""
+        """A loop outputs whole groups, chosen by its last node and all sampled with the same weights."""
         recipe, workflow = self.recipe, self.workflow
         if not workflow.loop:
             if recipe.algorithm.loop != LoopConfig():
@@ -118,7 +118,7 @@ class Flow:
         return first == DATA or (second != DATA and first in self._before[second])
 
     def _ordered_writers(self) -> dict[str, list[str]]:
-        """The nodes that write each column, in order; two of them must have one."""
+        """The nodes that write each column, in order; two without an order are refused."""
         provided = DATA_COLUMNS + (DATA_RESPONSE_COLUMNS if self.recipe.data.has_responses else ())
         found = {column: [DATA] for column in provided}
         for name, columns in self.writes.items():
@@ -196,7 +196,7 @@ class Flow:
         self._trace(row_set, column, self.row_set[row_set])
 
     def _check_old_log_probs(self, trainer: Node) -> None:
-        """A role is updated against its own log-probabilities, not against those of another one."""
+        """A role is updated against its own log-probabilities, not against those of another role."""
         writer = self.sources[trainer.name].get(OLD_LOG_PROBS, DATA)
         if self.specs[trainer.name].role_use != "train" or writer == DATA:
             return

@@ -26,14 +26,6 @@ PORT_GAP = 24.0
 ORDER_ROUNDS = 6
 
 
-class Box(NamedTuple):
-    """Something to place; sizes are in pixels."""
-
-    name: str
-    width: float
-    height: float
-
-
 class Link(NamedTuple):
     """A line from a box to one further down, with a label of some width in pixels."""
 
@@ -58,12 +50,12 @@ class Placement(NamedTuple):
     height: float
 
 
-def place(boxes: Sequence[Box], links: Sequence[Link]) -> Placement:
-    """Place a graph; parts that no link connects stand side by side.
+def place(boxes: Mapping[str, tuple[float, float]], links: Sequence[Link]) -> Placement:
+    """Place boxes of some width and height, in pixels; parts that no link connects stand side by side.
 
     Boxes come after all boxes that have a link to them. There is at most one link between two boxes in each direction.
     """
-    vertices = {box.name: _vertex(box.width, box.height) for box in boxes}
+    vertices = {name: _vertex(width, height) for name, (width, height) in boxes.items()}
     leaving, entering = Counter(link.source for link in links), Counter(link.target for link in links)
     labels, halves = list[Vertex](), list[tuple[Edge, Edge]]()
     for link in links:

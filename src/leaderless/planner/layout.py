@@ -63,9 +63,14 @@ class Layout:
         """Whether a rank stands for its shard, whose ranks hold the same rows."""
         return self._position[rank] % self.ranks_per_shard == 0
 
+    @property
+    def row_key(self) -> tuple[tuple[int, ...], int]:
+        """Equal for layouts under which every rank has the same rows."""
+        return self.ranks, self.dp
+
     def holds_rows_like(self, other: Layout) -> bool:
         """Whether every rank has the same rows under both layouts."""
-        return self.ranks == other.ranks and self.dp == other.dp
+        return self.row_key == other.row_key
 
     def __str__(self) -> str:
         """As in `ranks 0-3 dp=2 tp=2`."""

@@ -192,24 +192,22 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
                 f"role '{role}' is trained by '{other.name}' on {other.layout} and by '{node.name}' on "
                 f"{node.layout}: give both nodes one layout",
             )
-    instances: list[RoleInstance] = []
+    users: dict[tuple[str, Layout], list[PlannedNode]] = {}
     for node in nodes:
-        role = node.node.role
-        if role is None or any(x.role == role and x.layout.holds_rows_like(node.layout) for x in instances):
-            continue
-        peers = [x for x in nodes if x.node.role == role and x.layout.holds_rows_like(node.layout)]
-        instances.append(
-            RoleInstance(
-                role=role,
-                layout=node.layout,
-                is_trained=any(x.spec.role_use == "train" for x in peers),
-                generates=any(x.spec.role_use == "generate" for x in peers),
-                scores=any(x.spec.role_use in {"score", "none"} for x in peers),
-                is_critic=any(x.spec.is_critic for x in nodes if x.node.role == role),
-                num_updates=sum(x.spec.num_updates(recipe) for x in peers if x.spec.role_use == "train"),
-            )
+        if node.node.role is not None:
+            users.setdefault((node.node.role, node.layout), []).append(node)
+    return tuple(
+        RoleInstance(
+            role=role,
+            layout=layout,
+            is_trained=any(x.spec.role_use == "train" for x in peers),
+            generates=any(x.spec.role_use == "generate" for x in peers),
+            scores=any(x.spec.role_use in {"score", "none"} for x in peers),
+            is_critic=any(x.spec.is_critic for x in nodes if x.node.role == role),
+            num_updates=sum(x.spec.num_updates(recipe) for x in peers if x.spec.role_use == "train"),
         )
-    return tuple(instances)
+        for (role, layout), peers in users.items()
+    )
 
 
 def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str, ModelSize | None]:

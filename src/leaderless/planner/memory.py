@@ -151,7 +151,7 @@ class _Model:
         return (self.size.num_parameters + self.size.num_root_parameters) * self.width * is_needed
 
     def gathered_bytes(self) -> int:
-        """Copies that compute, where weights are sharded or of another type: two layers, and what is no layer."""
+        """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer."""
         if self.shards == 1 and self.width == FLOAT32_BYTES:
             return 0
         return (2 * self.size.num_parameters_per_layer + self.size.num_root_parameters) * self.width
@@ -159,7 +159,7 @@ class _Model:
     def layer_values(self) -> int:
         """Numbers that a layer keeps of each token for its backward pass.
 
-        A norm keeps its input, what it makes of it before it is scaled, and its output; in half precision the first of
+        A norm keeps its input, the normalized input before scaling, and its output; in half precision the first of
         these is a copy in float32. Attention keeps queries, keys, values and its output, the feed-forward part its gate
         before and after the activation, the other factor and their product.
         """
@@ -171,7 +171,7 @@ class _Model:
         return norms + 2 * attention + 4 * size.intermediate_size
 
     def kept_values(self) -> int:
-        """Numbers of each token that are held when the backward pass begins, and what its first layer makes."""
+        """Numbers of each token that are held when the backward pass begins, and those that its first layer makes."""
         size, layer = self.size, self.layer_values()
         kept = size.num_layers * (size.hidden_size if self.config.gradient_checkpointing else layer)
         return kept + layer * self.config.gradient_checkpointing + 3 * size.intermediate_size
@@ -244,7 +244,7 @@ class _Rank:
         return {"unsharded weights": copy, **self._decoding(model, num_sequences)}
 
     def _decoding(self, model: _Model, num_sequences: int) -> dict[str, int]:
-        """Keys and values lie in slots of 64, 128, 256, … tokens; where they grow, the smaller ones are there, too."""
+        """Keys and values are in slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too."""
         siblings, sampling = self.recipe.batch.responses_per_prompt, self.recipe.rollout
         own, num_prompts = sampling.max_response_tokens, -(-num_sequences // siblings)
         slots = num_prompts * _slot(self.recipe.data.max_prompt_tokens)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from jinja2 import Environment
 
 from leaderless.planner.flow import DATA
-from leaderless.planner.layering import Box, Link, Point, place
+from leaderless.planner.layering import Link, Point, place
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import format_bytes
 from leaderless.planner.plan import Loop, Plan, PlannedNode, SyncWeights
@@ -29,7 +29,7 @@ LINE = 18.0
 """Height of a line of text."""
 BOX_HEIGHT = 3 * LINE + 18
 MAX_TEXT = 240.0
-"""Widest text in a box; longer ones are cut there, and are whole in the tooltip."""
+"""Widest text in a box; longer ones are cut there, and complete in the tooltip."""
 TEXTS = (("name", NAME_SIZE), ("", TEXT_SIZE), ("code", CODE_SIZE))
 """Style and size of the lines of a box."""
 LEGEND: dict[Kind, str] = {
@@ -63,7 +63,7 @@ def draw_plan(plan: Plan) -> str:
     """Draw the nodes that run, what goes from one to another and how, and the nodes that do not run.
 
     Returns:
-        A self-contained SVG: it loads nothing, brings its own background, and follows the reader's color scheme.
+        A self-contained SVG: it loads nothing, has its own background, and follows the reader's color scheme.
     """
     environment = Environment(autoescape=True, finalize=_legal, keep_trailing_newline=True)
     environment.filters["px"] = "{:.1f}".format
@@ -83,7 +83,7 @@ class _Picture:
             # Weights go back up to the node that uses them, but a link is placed downwards.
             upper, lower = sorted((line.source, line.target), key=self.position.__getitem__)
             links.append(Link(upper, lower, line.label_width))
-        self.placement = place([Box(name, width, BOX_HEIGHT) for name, width in self.widths.items()], links)
+        self.placement = place({name: (width, BOX_HEIGHT) for name, width in self.widths.items()}, links)
 
     def values(self) -> Values:
         """Everything that the template needs."""
@@ -252,7 +252,7 @@ def _box_width(texts: Sequence[str]) -> float:
 
 
 def _legal(value: object) -> object:
-    """Text without what XML cannot hold."""
+    """Text without the characters that XML cannot hold."""
     if not isinstance(value, str):
         return value
     return type(value)(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))

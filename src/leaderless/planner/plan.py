@@ -26,7 +26,7 @@ class PlannedNode:
         reads: Node that provides each column that it reads or carries, by column.
         writes: Columns that it writes.
         row_set: Rows that it works on.
-        row_set_after: Rows of what it puts out.
+        row_set_after: Rows of its output.
         max_staleness: Most optimizer steps between the weights that sampled its rows and those of its role.
     """
 
@@ -83,9 +83,9 @@ class RunNode:
 
 @dataclass(frozen=True)
 class Reshard:
-    """Chain entry: send the columns that nodes on another layout read from one node, the source, there.
+    """Chain entry: send columns of one node, the source, to another layout, where nodes read them.
 
-    Where groups are kept, samples of one prompt go to one shard. A late entry brings more columns of rows that the
+    Where groups are kept, samples of one prompt go to one shard. A late entry sends more columns of rows that the
     target layout has already. A spare layout has the same columns from an earlier entry, so that its ranks keep theirs.
     """
 
@@ -157,7 +157,7 @@ class Loop:
 class Windowed:
     """Chain entry: run other entries window by window, a window being a part of each rank's prompts in order.
 
-    Each entry is some windows behind the first, its delay. Reshards run in the background.
+    Each entry is as many windows behind the first as its delay says. Reshards run in the background.
     """
 
     body: tuple[Action, ...]
@@ -207,7 +207,7 @@ class RoleInstance:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What follows from the recipe's `batch` section. Where there is a loop, they are loaded in each round.
+    """Sizes that follow from the recipe's `batch` section. A loop loads the prompts of a step in each round.
 
     Attributes:
         prompts_per_step: Prompts (rows, for supervised fine-tuning) of a step, over all ranks.
@@ -217,7 +217,7 @@ class BatchSizes:
         max_prompts_per_rank: Most prompts that one shard loads in a step.
         optimizer_steps: Optimizer steps of the whole run, for a role that is trained in each of its steps.
         micro_batch_tokens: Most tokens of one pass of a rank; for `auto`, the most to begin with.
-        adapts_to_memory: Whether it is `auto`.
+        adapts_to_memory: Whether `micro_batch_tokens` is `auto`.
     """
 
     prompts_per_step: int
@@ -319,7 +319,12 @@ class Plan:
 
     def to_json(self) -> dict[str, object]:
         """The plan as JSON-able values, ranks as ranges."""
-        loop = self.loop
+        loop = self.loop and {
+            "nodes": list(self.loop.nodes),
+            "ranks": format_ranks(self.loop.ranks),
+            "groups": self.loop.num_groups,
+            "max_rounds": self.loop.max_rounds,
+        }
         return {
             "recipe": self.recipe_name,
             "workflow": self.workflow,
@@ -337,13 +342,7 @@ class Plan:
                 }
                 for node in self.nodes
             ],
-            "loop": loop
-            and {
-                "nodes": list(loop.nodes),
-                "ranks": format_ranks(loop.ranks),
-                "groups": loop.num_groups,
-                "max_rounds": loop.max_rounds,
-            },
+            "loop": loop,
             "windows": 1 if self.windowed is None else self.windowed.num_windows,
             "pruned": list(self.pruned),
             "edges": [asdict(edge) for edge in self.edges],
@@ -369,7 +368,7 @@ class Plan:
         return facts
 
     def hash(self) -> str:
-        """A name for the plan: ranks start together only if it is equal on all of them."""
+        """Fingerprint of the plan, which must be equal on all ranks before they start together."""
         facts = [
             self.recipe_hash,
             self.world_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from leaderless.config import Recipe
@@ -79,7 +79,7 @@ def _in_windows(nodes: Sequence[PlannedNode], schedule: Sequence[Action], num_wi
 
 
 def makers(nodes: Sequence[PlannedNode], row_set: str) -> list[PlannedNode]:
-    """The nodes that made a row set out of the data's own rows, last first."""
+    """The nodes that made a row set from the data's own rows, last first."""
     made: list[PlannedNode] = []
     while row_set != DATA:
         maker = next(node for node in nodes if node.name == row_set)
@@ -94,7 +94,7 @@ def is_expanded(nodes: Sequence[PlannedNode], row_set: str) -> bool:
 
 
 def _loop(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) -> Loop:
-    """A loop of some entries. Reshards of what its last node puts out follow the loop."""
+    """A loop of some entries. Reshards of its last node's output follow the loop."""
     names = [action.node for action in body if isinstance(action, RunNode)]
     layouts = [node.layout for node in nodes if node.name in names]
     return Loop(
@@ -109,34 +109,34 @@ def _loop(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) 
 
 def _loads(nodes: Sequence[PlannedNode]) -> list[Load]:
     """One load for every layout that works on the data's own rows."""
-    loads: list[Load] = []
-    readers = [node for node in nodes if node.row_set == DATA]
-    for node in readers:
-        if any(load.layout.holds_rows_like(node.layout) for load in loads):
-            continue
-        peers = [x for x in readers if x.layout.holds_rows_like(node.layout)]
-        columns = {column for peer in peers for column, source in peer.reads.items() if source == DATA}
-        loads.append(Load(node.layout, tuple(sorted(columns))))
-    return loads
+    groups = peers_of(node for node in nodes if node.row_set == DATA)
+    return [Load(peers[0].layout, _columns_from(DATA, peers)) for peers in groups]
+
+
+def peers_of(nodes: Iterable[PlannedNode]) -> list[list[PlannedNode]]:
+    """Nodes in groups whose layouts hold the same rows, both in order."""
+    groups: dict[object, list[PlannedNode]] = {}
+    for node in nodes:
+        groups.setdefault(node.layout.row_key, []).append(node)
+    return list(groups.values())
+
+
+def _columns_from(source: str, readers: Sequence[PlannedNode]) -> tuple[str, ...]:
+    return tuple(sorted({column for node in readers for column, name in node.reads.items() if name == source}))
 
 
 def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode) -> list[Reshard]:
     """One reshard from a node to every other layout that reads from it, or that works on the rows that it made."""
     reshards: list[Reshard] = []
-    for node in nodes:
-        layout = node.layout
-        if layout.holds_rows_like(source.layout) or any(x.target_layout.holds_rows_like(layout) for x in reshards):
-            continue
-        peers = [x for x in nodes if x.layout.holds_rows_like(layout)]
-        columns = {c for peer in peers for c, provider in peer.reads.items() if provider == source.name}
+    for peers in peers_of(nodes):
+        layout, columns = peers[0].layout, _columns_from(source.name, peers)
         # A layout gets its rows with the first columns that its nodes read; a first node that reads none gets the rows
         # alone.
-        first = next((x for x in peers if x.row_set == source.name), None)
-        if not columns and (first is None or first.reads):
-            continue
-        row_set = source.row_set_after
-        whole = keeps_groups(recipe, nodes, row_set, layout)
-        reshards.append(Reshard(source.name, row_set, tuple(sorted(columns)), source.layout, layout, whole))
+        first = next((node for node in peers if node.row_set == source.name), None)
+        is_target = columns or (first is not None and not first.reads)
+        if is_target and not layout.holds_rows_like(source.layout):
+            whole = keeps_groups(recipe, nodes, source.row_set_after, layout)
+            reshards.append(Reshard(source.name, source.row_set_after, columns, source.layout, layout, whole))
     return reshards
 
 
@@ -178,7 +178,7 @@ def _after(reshard: Reshard, nodes: Sequence[PlannedNode], schedule: Sequence[Ac
 
 
 def keeps_groups(recipe: Recipe, nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> bool:
-    """Whether a node of a layout needs whole groups of a row set, or of what is made of it without leaving there."""
+    """Whether a node on a layout needs whole groups of a row set, or of rows that are made from it on that layout."""
     for node in nodes:
         is_asked = node.name in recipe.layout and recipe.layout[node.name].groups == "whole"
         if not node.layout.holds_rows_like(layout) or not (node.spec.needs_whole_groups or is_asked):

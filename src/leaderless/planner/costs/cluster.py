@@ -79,7 +79,7 @@ class WorkloadConfig(Section):
     """Lengths of prompts and responses: lognormal, which has a heavy tail, and cut at the recipe's limits."""
 
     prompt_median_tokens: float = Field(ge=1)
-    """Half of the prompts are shorter. None is longer than `data.max_prompt_tokens`."""
+    """Half of the prompts are shorter; none is longer than `data.max_prompt_tokens`."""
     prompt_sigma: float = Field(ge=0)
     """Standard deviation of the logarithm of a prompt's length."""
     response_median_share: float = Field(gt=0, le=1)
@@ -92,7 +92,7 @@ class ClusterConfig(Section):
     """Constants of machines, libraries and workload."""
 
     name: str = Field(min_length=1)
-    """For the reader."""
+    """Name for the reader."""
     device: DeviceConfig
     """One device."""
     host: HostConfig

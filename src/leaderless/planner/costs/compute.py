@@ -20,7 +20,7 @@ TERA = 1e12
 GRADIENT_BYTES = 4
 """Gradients are summed in float32."""
 BACKWARD = 2
-"""Forward passes that a backward pass costs as much as."""
+"""Cost of a backward pass, in forward passes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ModelCost:
         return self.network.gather_seconds(num_bytes, np.array(self.layout.ranks))
 
     def forward_flops(self, rows: Rows, shards: Int) -> Float:
-        """[n] operations of one pass: two a weight and token, and causal attention's square.
+        """[n] operations of one pass: two per weight and token, and the square of the length for causal attention.
 
         A prompt is read once by a shard, with the first of its rows. Mixtures of experts are counted as if every token
         went through every expert.
@@ -56,7 +56,7 @@ class ModelCost:
         return max(float(work), self._num_passes(rows, shards) * self.gather_seconds())
 
     def training_seconds(self, rows: Rows, shards: Int) -> float:
-        """All updates of a step. The shards wait for each other at each; weights and gradients travel meanwhile."""
+        """All updates of a step. Shards wait for each other at each of them; weights and gradients travel meanwhile."""
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
         rate = device.peak_tflops * TERA * device.training_utilization / passes
@@ -73,7 +73,7 @@ class ModelCost:
         return total
 
     def generation_seconds(self, rows: Rows, shards: Int) -> Float:
-        """[dp] each shard's own time: weights gathered once, prompts read once a group, then token after token.
+        """[dp] time of each shard: weights are gathered once, prompts read once per group, then token follows token.
 
         Each decoding step reads all weights, and the keys and values of the sequences that have not ended.
         """

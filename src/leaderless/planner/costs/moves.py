@@ -21,11 +21,11 @@ FACT_BYTES = 24
 ID_BYTES = 8
 """Id of a row that a rank holds from before, or wants because it holds others of its columns."""
 SCHEMA_BYTES = 64
-"""A column's name and type as text, about."""
+"""About what a column's name and type take as text."""
 PLANNING_BYTES_PER_ROW = 208
 """Facts as they arrive and joined, and what the assignment works with: 204 bytes a row at the peak, measured."""
 ROUND_BYTES, PIECE_BYTES, ROUNDS_AHEAD = 1 << 25, (1 << 16, 1 << 22), 2
-"""Bytes of a round to all peers and to one, and rounds under way, as in `leaderless.data.transfer`."""
+"""Bytes of a round to all peers and to one, and rounds in flight, as in `leaderless.data.transfer`."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Netwo
     assignment = 0.0 if routes.is_agreed else len(routes.rows) * per_row_us * MICRO
     lengths = sum(network.transfer_seconds(leg) for leg in parcels.lengths)
     piece = min(max(ROUND_BYTES // len(ranks), PIECE_BYTES[0]), PIECE_BYTES[1])
-    # What does not lie together in memory goes through buffers, one for each piece and round under way.
+    # What is not contiguous in memory goes through buffers, one for each piece and round in flight.
     sizes = np.minimum(parcels.values.sizes, ROUNDS_AHEAD * piece)
     staged = Transfer(parcels.values.senders, parcels.values.receivers, sizes)
     held = parcels.arriving + staged.sent(count) + staged.received(count)
@@ -186,7 +186,7 @@ def _broadcasts(sizes: Sequence[int], ranks: Int, network: Network) -> Cost:
 
 
 def _hops(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:
-    """Hops one after the other, with some bytes in all through each rank."""
+    """Hops one after the other, with `num_bytes` through each rank in total."""
     if len(ranks) < 2:
         return Cost(0.0, 0, 0)
     coordinator = network.cluster.coordinator

@@ -19,7 +19,7 @@ from leaderless.workflow.columns import Axis, column_of
 Int = NDArray[np.int64]
 
 ID_BYTES = 8
-"""Of a row, and of its prompt, in memory. They do not travel: all ranks know them."""
+"""Id of a row, or of its prompt, in memory. Ids do not travel: all ranks know them."""
 LENGTH_BYTES = 4
 """A length as it travels: one for all columns of an axis, and one for each object's text."""
 HELD_LENGTH_BYTES = 8
@@ -47,13 +47,13 @@ class Rows:
         return self.prompt_tokens + self.response_tokens
 
     def shared_tokens(self, shards: Int) -> Int:
-        """[n] tokens that are computed with another row: of the prompt, where a row before on its shard has it too."""
+        """[n] tokens that need no computing: those of a prompt that an earlier row on the same shard has, too."""
         if not self.are_samples or not len(self):
             return np.zeros(len(self), dtype=np.int64)
         return self.prompt_tokens * is_repeated(shards * (int(self.groups[-1]) + 1) + self.groups)
 
     def costs(self, columns: Iterable[str], shards: Int) -> Int:
-        """[n] cost of each row in the databuffer's assignment: that of its length, where it travels."""
+        """[n] cost of each row in the databuffer's assignment: that of the tokens that travel."""
         chosen, nothing = frozenset(columns), np.zeros(len(self), dtype=np.int64)
         responses = self.response_tokens if "tokens" in chosen else nothing
         if "prompt_tokens" not in chosen:
@@ -148,7 +148,7 @@ class Placement:
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self.plan, self.workload = plan, workload
-        self._shards: dict[tuple[str, Layout], Int] = {}
+        self._shards: dict[tuple[str, object], Int] = {}
 
     def rows(self, row_set: str) -> Rows:
         """The rows of a row set; filters are taken to keep all of theirs."""
@@ -156,14 +156,14 @@ class Placement:
 
     def shards(self, row_set: str, layout: Layout) -> Int:
         """[n] shard of each row."""
-        return self._shards[row_set, _divided(layout)]
+        return self._shards[row_set, layout.row_key]
 
     def load(self, action: Load) -> Int:
         """Divide the prompts, [n] shard of each: each shard takes a contiguous part of the step."""
         num_rows, dp = len(self.workload.prompts), action.layout.dp
         firsts = num_rows * np.arange(dp) // dp
         shards = np.searchsorted(firsts, np.arange(num_rows), side="right") - 1
-        self._shards["data", _divided(action.layout)] = shards
+        self._shards["data", action.layout.row_key] = shards
         return shards
 
     def run(self, node: PlannedNode) -> Int:
@@ -171,21 +171,21 @@ class Placement:
         shards = self.shards(node.row_set, node.layout)
         if node.spec.rows == "expand":
             shards = shards[self.rows(node.row_set_after).groups]
-        self._shards[node.row_set_after, _divided(node.layout)] = shards
+        self._shards[node.row_set_after, node.layout.row_key] = shards
         return shards
 
     def reshard(self, action: Reshard) -> Routes:
         """Reshard rows; the assignment is the databuffer's own."""
         rows, target = self.rows(action.row_set), action.target_layout
         holders = sending_ranks(self.shards(action.row_set, action.source_layout), action.source_layout)
-        key = (action.row_set, _divided(target))
+        key = (action.row_set, target.row_key)
         is_agreed, spares = key in self._shards, self._spares(action)
         if not is_agreed:
             self._shards[key] = owners_of(action, rows, holders, spares)
         return Routes(rows, holders, self._shards[key], action.source_layout, target, is_agreed, spares)
 
     def _spares(self, action: Reshard) -> dict[int, Int]:
-        """For each rank of the target layout, the rows that it has got with the same columns before."""
+        """For each rank of the target layout, the rows that it has received with the same columns before."""
         spare = action.spare_layout
         if spare is None:
             return {}
@@ -194,11 +194,6 @@ class Placement:
         of_shard = np.split(order, np.searchsorted(shards[order], np.arange(1, spare.dp)))
         ranks = [rank for rank in spare.ranks if rank in action.target_layout]
         return {rank: of_shard[spare.shard_of(rank)] for rank in ranks if len(of_shard[spare.shard_of(rank)])}
-
-
-def _divided(layout: Layout) -> Layout:
-    """Layouts that hold the same rows on the same ranks are one."""
-    return Layout(layout.ranks, layout.dp)
 
 
 def owners_of(action: Reshard, rows: Rows, holders: Int, spares: Mapping[int, Int]) -> Int:
