@@ -35,19 +35,17 @@ class DeviceSetup:
     Attributes:
         device: Device of weights and activations.
         backend: Backend of the process groups: gloo for host memory, next to the accelerator's own.
-        payload_device: Device from which bytes are sent to other ranks.
     """
 
     device: torch.device
     backend: str
-    payload_device: torch.device
 
 
 def find_accelerator() -> AcceleratorKind | None:
-    """Find out which kind of accelerator this process is to use, without loading torch.
+    """Find the kind of accelerator that this process uses, without loading torch.
 
-    There has to be a device that the environment does not hide, and a package for it: Ascend's `torch_npu`, or a build
-    of torch that is not for the CPU only.
+    There must be a device that the environment does not hide, and a package for it: Ascend's `torch_npu`, or a build of
+    torch that is not for the CPU only.
     """
     for kind, pattern in DEVICE_FILES.items():
         is_hidden = os.environ.get(VISIBLE_DEVICES[kind], "0") in {"", "-1"}
@@ -70,10 +68,6 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
 
     On the CPU the ranks of a machine share its cores, unless `OMP_NUM_THREADS` sets the number of threads.
 
-    Args:
-        local_rank: Number of the rank among those of its machine.
-        local_world_size: Number of ranks of the machine.
-
     Raises:
         RuntimeError: There are more ranks on the machine than accelerators, or a CUDA device that torch cannot use.
     """
@@ -89,7 +83,7 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
             continue
         device = torch.device(kind, _device_index(kind, module.device_count(), local_rank, local_world_size))
         module.set_device(device.index)
-        return DeviceSetup(device, f"cpu:gloo,{kind}:{backend}", device)
+        return DeviceSetup(device, f"cpu:gloo,{kind}:{backend}")
     if find_accelerator() == "cuda" and torch.version.cuda is not None:
         raise RuntimeError(
             f"this machine has a CUDA device that torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use: "
@@ -98,12 +92,10 @@ def setup_device(local_rank: int, local_world_size: int) -> DeviceSetup:
         )
     if "OMP_NUM_THREADS" not in os.environ:  # torch has read it already
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
-    host = torch.device("cpu")
-    return DeviceSetup(host, "gloo", host)
+    return DeviceSetup(torch.device("cpu"), "gloo")
 
 
 def _device_index(kind: AcceleratorKind, count: int, local_rank: int, local_world_size: int) -> int:
-    """Index of this rank's device among those that it sees."""
     if local_world_size <= count:
         return local_rank
     variable = VISIBLE_DEVICES[kind]
@@ -124,11 +116,7 @@ def _why_unavailable(module: ModuleType) -> str:
 
 
 def own_device_environment(device: torch.device) -> dict[str, str]:
-    """Give environment variables by which another process sees only this rank's device.
-
-    Args:
-        device: Device of the rank.
-    """
+    """The environment variable by which another process sees only this rank's device; none for the CPU."""
     for kind, variable in VISIBLE_DEVICES.items():
         if device.type == kind:
             visible = os.environ.get(variable)
@@ -137,11 +125,7 @@ def own_device_environment(device: torch.device) -> dict[str, str]:
 
 
 def release_memory(device: torch.device) -> None:
-    """Release memory that an accelerator's allocator keeps for later, so that blocks of other sizes can be allocated.
-
-    Args:
-        device: Device of the rank.
-    """
+    """Release the memory that an accelerator's allocator keeps, so that blocks of other sizes can be allocated."""
     if device.type != "cpu":
         import torch
 
@@ -156,18 +140,3 @@ def trim_host_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Measure the most memory this rank has used: on its accelerator, or as the resident set of its process.
-
-    Args:
-        device: Device of the rank.
-    """
-    if device.type == "cpu":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    import torch
-
-    return int(torch.get_device_module(device).max_memory_allocated())

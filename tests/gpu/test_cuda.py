@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import Transport
-from leaderless.device import peak_memory_bytes, setup_device
+from leaderless.device import setup_device
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.products import _can_write_float32, bmm_in_float32, linear_in_float32
 from leaderless.models.shared_prompts import Family, VarlenAttention, attention_over
@@ -44,7 +44,7 @@ def join() -> tuple[Transport, torch.device]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     setup = setup_device(rank, size)
     dist.init_process_group(setup.backend, rank=rank, world_size=size)
-    return Transport(setup.payload_device, timeout_s=60), setup.device
+    return Transport(setup.device, timeout_s=60), setup.device
 
 
 def train_one_update(model: str, compute_dtype: str, device_name: str) -> Numbers:
@@ -73,7 +73,7 @@ def train_one_update(model: str, compute_dtype: str, device_name: str) -> Number
         numbers[f"gradients.{name}"] = _whole(parameter.grad)
         assert parameter.dtype == torch.float32, "master weights"
     numbers["grad_norm"] = torch.tensor(engine.optimizer_step().grad_norm)
-    assert device.type == "cpu" or peak_memory_bytes(device) > 0
+    assert device.type == "cpu" or torch.cuda.max_memory_allocated(device) > 0
     return numbers | {f"weights.{name}": value.cpu().clone() for name, value in engine.full_weights()}
 
 

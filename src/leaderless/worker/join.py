@@ -1,4 +1,4 @@
-"""How workers meet."""
+"""Brings the workers of a run together."""
 
 from __future__ import annotations
 
@@ -28,14 +28,7 @@ def join_workers(
 ) -> Iterator[tuple[Transport, torch.device]]:
     """Meet the other workers, compare plans, and make the process groups that the plan needs.
 
-    Args:
-        place: Place of this worker.
-        plan: Plan of this worker, which all others must have as well.
-        timeout_s: Longest wait for other workers, here and later.
-        activity: Activity of this worker.
-
-    Yields:
-        The connection to the others, and the device of this worker.
+    Waits for other workers last at most `timeout_s`, here and later. Yields the connection and this worker's device.
 
     Raises:
         RuntimeError: Workers have made different plans.
@@ -54,7 +47,7 @@ def join_workers(
             timeout=timeout,
             device_id=setup.device if setup.device.type == "cuda" else None,  # else NCCL would guess it from the rank
         )
-    transport = Transport(setup.payload_device, timeout_s, activity=activity)
+    transport = Transport(setup.device, timeout_s, activity=activity)
     _compare_plans(plan, transport)
     for action in flat(plan.schedule):
         transport.add_process_group(plan.ranks_of(action))
@@ -66,8 +59,8 @@ def join_workers(
     try:
         yield transport, setup.device
     except BaseException:
-        # The peers may be gone, and taking leave could wait for them: the process just ends. A single worker may be
-        # part of a program that continues.
+        # The peers may be gone, and leaving could wait for them, so the process just ends. A single worker may be part
+        # of a program that continues.
         if place.world_size == 1:
             _leave()
         raise
@@ -75,11 +68,7 @@ def join_workers(
 
 
 def join_nobody(setup: DeviceSetup, timeout: timedelta | None = None) -> None:
-    """Be the only rank. Sharding, which mixed precision goes through, asks for a process group all the same.
-
-    Args:
-        setup: Device of this process.
-        timeout: Longest wait.
+    """Be the only rank. Sharding, which mixed precision needs, takes a process group even then.
 
     Raises:
         RuntimeError: This process has a default process group already.
@@ -93,16 +82,12 @@ def join_nobody(setup: DeviceSetup, timeout: timedelta | None = None) -> None:
 
 
 def _leave() -> None:
-    if dist.is_initialized():  # an engine that was in this process takes it down when it ends
+    if dist.is_initialized():  # an engine that ran in this process destroys it when it ends
         dist.destroy_process_group()
 
 
 def check_shared(folder: Path, world: ProcessGroup) -> None:
-    """Make sure that all workers see the same folder. All ranks call it together.
-
-    Args:
-        folder: Folder of the run; made if it is not there.
-        world: Process group of all ranks.
+    """Make sure that all workers see the same folder, which is made if it is not there. All ranks call it together.
 
     Raises:
         RuntimeError: Some rank has another folder of that name.
