@@ -19,7 +19,7 @@ from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, PlannedNode, make_plan
 from leaderless.stages.context import StageContext
-from leaderless.worker.nodes import StageFunction
+from leaderless.worker.chain import StageFunction
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import resolve_workflow

@@ -138,13 +138,13 @@ def test_a_failure_is_the_programs_own_exception_and_it_can_train_again(
 
 
 def test_the_traceback_of_a_worker_comes_with_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = Failure(1, 0, "error", "rank 1 failed: KeyError", trace="Traceback ...")
+    failure = Failure(1, "error", "rank 1 failed: KeyError", trace="Traceback ...")
 
     def fail(*_: object) -> None:
         raise WorkersFailed(failure)
 
     run = Run(write_recipe(tmp_path, tiny_model(), SETTINGS))
-    monkeypatch.setattr("leaderless.launch.local.launch_workers", fail)
+    monkeypatch.setattr("leaderless.launch.agent.Agent.run", fail)
     with pytest.raises(WorkersFailed, match="rank 1 failed") as caught:
         run.train(workers=2)
     assert caught.value.__notes__ == ["Traceback ..."]

@@ -163,29 +163,29 @@ def test_roll_backs_are_remembered_by_those_who_come_after(tmp_path: Path) -> No
     step_4 = directory.checkpoints / "step-000004"
     guards = guards_of(directory, max_roll_backs=2)
     end = StepEnd(False, False, 42, (event(6, action="roll_back"),))
-    assert guards.settle(6, end, lambda: step_4)
+    assert guards.must_roll_back(6, end, lambda: step_4)
     again = guards_of(directory, max_roll_backs=2)
     assert again.num_roll_backs == 1
     assert again.resumed(4) == RollBack(6, 4, 42)
     assert again.resumed(6) is None, "a newer checkpoint knows its place in the data"
-    assert again.settle(5, StepEnd(False, False, 54, (event(5, action="roll_back"),)), lambda: step_4)
+    assert again.must_roll_back(5, StepEnd(False, False, 54, (event(5, action="roll_back"),)), lambda: step_4)
     assert again.resumed(4) == RollBack(5, 4, 54)
     with pytest.raises(GuardStop, match=r"guards\.max_roll_backs=2: 3 is above it"):
-        again.settle(6, StepEnd(False, False, 60, (event(6, action="roll_back"),)), lambda: step_4)
+        again.must_roll_back(6, StepEnd(False, False, 60, (event(6, action="roll_back"),)), lambda: step_4)
     assert again.resumed(2) is None
     assert guards_of(directory).num_roll_backs == 0, "steps before are done again, from the data of their own"
 
 
 def test_the_strongest_action_of_a_step_is_taken(tmp_path: Path) -> None:
     guards = guards_of(RunDirectory(tmp_path))
-    assert not guards.settle(3, StepEnd(False, False, 0), no_checkpoint)
+    assert not guards.must_roll_back(3, StepEnd(False, False, 0), no_checkpoint)
     assert not (tmp_path / "events.jsonl").exists()
-    assert not guards.settle(3, StepEnd(False, False, 0, (event(action="warn"), event())), no_checkpoint)
+    assert not guards.must_roll_back(3, StepEnd(False, False, 0, (event(action="warn"), event())), no_checkpoint)
     both = (event(4, action="roll_back"), event(4, action="stop"))
     with pytest.raises(GuardStop, match=r"guards\.grad_norm_limit=2: 5 is above it; the run stops: lower the learning"):
-        guards.settle(4, StepEnd(False, False, 0, both), no_checkpoint)
+        guards.must_roll_back(4, StepEnd(False, False, 0, both), no_checkpoint)
     with pytest.raises(GuardStop, match="there is no checkpoint to go back to"):
-        guards.settle(5, StepEnd(False, False, 0, (event(5, action="roll_back"),)), no_checkpoint)
+        guards.must_roll_back(5, StepEnd(False, False, 0, (event(5, action="roll_back"),)), no_checkpoint)
     assert [one.step for _, one in RunDirectory(tmp_path).read_events() if one] == [3, 3, 4, 4, 5, 5]
 
 

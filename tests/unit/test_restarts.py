@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from leaderless.config import RecipeError
-from leaderless.launch.nodes import Nodes
+from leaderless.launch.meeting import Nodes
 from leaderless.launch.restarts import SAME_ERRORS, SAME_FAILURES, Restarts
 from leaderless.observability.run_directory import MANIFEST, RunDirectory
 from leaderless.supervision.failure import FOLDER_VARIABLE, STEPS_BEGUN, note_place, reported_failures

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from leaderless.launch.nodes import Nodes
+from leaderless.launch.meeting import Nodes
 from leaderless.run.run import Run
 from leaderless.worker.place import Place
 

@@ -1,24 +1,30 @@
-"""Watches over the workers of one machine, and starts them again. Imports no torch.
+"""Starts the workers of one machine, watches over them, and starts them again. Imports no torch on one machine.
 
-Torch elastic's own agent does not know why workers have ended, nor whether the run made progress, and can be taught so
-only by its private methods. Of torch elastic there is its rendezvous, by its public interface, for several machines.
+Torch elastic's own agent knows neither why workers have ended nor whether the run made progress, and can be taught so
+only by its private methods. Only its rendezvous is used, by its public interface, for several machines.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from leaderless.launch.meeting import Meeting, OneMachine, Seats
+from leaderless.launch.meeting import ManyMachines, Nodes, Seats
 from leaderless.launch.restarts import Restarts
-from leaderless.supervision.failure import FAILED, STEPS_BEGUN, STOPPED, WorkersFailed
-from leaderless.supervision.leftovers import Leftovers
-from leaderless.supervision.stop import STOP_SIGNALS, Interrupted, Presses
+from leaderless.supervision.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, STOPPED, WorkersFailed
+from leaderless.supervision.leftovers import leftovers_ended
+from leaderless.supervision.stop import LAUNCHER_VARIABLE, STOP_SIGNALS, Interrupted, Presses
+from leaderless.worker.place import STORE_VARIABLE
 
 POLL_S = 0.1
 OVERDUE_S = 5.0
@@ -26,35 +32,39 @@ OVERDUE_S = 5.0
 TERMINATE_S = 30.0
 """After SIGTERM, time for workers to end before they are killed."""
 
-Workers = Mapping[int, "subprocess.Popen[bytes]"]
-"""Processes by rank."""
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be started.
+
+    Attributes:
+        module: Module that each worker runs, with the name of a file as its argument.
+        job: Text of that file.
+        num_workers: Number of workers on this machine.
+        logs: Folder for the output of all workers of this machine but the first, which writes to the terminal.
+        grace_s: Time for workers to finish their step when they are asked to stop.
+        name: Name of the run, the same on all machines.
+        nodes: Machines that train together; None for this one alone.
+    """
+
+    module: str
+    job: str
+    num_workers: int
+    logs: Path
+    grace_s: float
+    name: str
+    nodes: Nodes | None = None
 
 
 class Agent:
-    """Starts the workers of a machine, each time with a new folder to meet and to write failures in."""
+    """Runs workers on this machine, each time with a new folder to meet and to write failures in."""
 
-    def __init__(
-        self,
-        start: Callable[[Path, Seats], Workers],
-        meeting: Meeting,
-        folder: Path,
-        grace_s: float,
-        restarts: Restarts,
-    ) -> None:
-        """Nothing is started yet.
-
-        Args:
-            start: Function that starts the workers, with a new folder for this start.
-            meeting: Machines of the run.
-            folder: Folder of this launch, on this machine.
-            grace_s: Time for workers to finish their step when they are asked to stop.
-            restarts: Rules for what follows a failure.
-        """
-        self._start, self._meeting, self._folder, self._grace_s = start, meeting, folder, grace_s
-        self._restarts = restarts
+    def __init__(self, launch: Launch, restarts: Restarts) -> None:
+        self._launch, self._restarts = launch, restarts
+        self._machines: ManyMachines | None = None
         self._presses = Presses()
-        self._pressed_at = 0.0
-        self._workers: Workers = {}
+        self._overdue_at = math.inf
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._num_starts = 0
 
     def run(self) -> None:
@@ -64,18 +74,24 @@ class Agent:
             WorkersFailed: A worker has failed, and the others have been ended; or the machines do not come together.
             Interrupted: A signal has stopped them.
         """
-        is_leaving = False
-        with self._signals_forwarded(), Leftovers() as leftovers:
-            try:
-                while self._run_once():
-                    leftovers.end()
-            except Interrupted:
-                is_leaving = not isinstance(self._meeting, OneMachine)
-                raise
-            finally:
-                self._end()
-                if not is_leaving:  # machines that stay still need it
-                    self._meeting.close()
+        launch, is_leaving = self._launch, False
+        launch.logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
+            self._folder = Path(folder)
+            (self._folder / "job.json").write_text(launch.job, encoding="utf-8")
+            if launch.nodes is not None:
+                self._machines = ManyMachines(launch.nodes, launch.name, launch.num_workers)
+            with self._signals_forwarded(), leftovers_ended() as end_leftovers:
+                try:
+                    while self._run_once():
+                        end_leftovers()
+                except Interrupted:
+                    is_leaving = True
+                    raise
+                finally:
+                    self._end()
+                    if self._machines is not None and not is_leaving:  # machines that stay still need it
+                        self._machines.close()
 
     @property
     def _round(self) -> Path:
@@ -85,14 +101,14 @@ class Agent:
         """One start; whether another one has to follow."""
         self._num_starts += 1
         self._round.mkdir()
-        self._workers = self._start(self._round, self._meeting.next(self._round))
+        self._start()
         has_begun = False
         while True:
             time.sleep(POLL_S)
             if not has_begun and (self._round / STEPS_BEGUN).exists():
                 has_begun = True
                 self._restarts.begun()
-            if self._presses.first is not None and time.monotonic() > self._pressed_at + self._grace_s + OVERDUE_S:
+            if time.monotonic() > self._overdue_at:
                 self._signal(signal.SIGKILL)
             codes = {rank: worker.poll() for rank, worker in self._workers.items()}
             failed = {rank: code for rank, code in codes.items() if code}
@@ -100,9 +116,37 @@ class Agent:
                 return self._have_failed(failed)
             if None not in codes.values():
                 return self._have_ended()
-            if self._meeting.is_awaited():
+            if self._machines is not None and self._machines.is_awaited():
                 self._make_room(has_begun=has_begun)
                 return True
+
+    def _start(self) -> None:
+        """Start the workers of this machine, in sessions of their own."""
+        launch = self._launch
+        # The workers of one machine meet at a file, and nothing listens to the network.
+        alone = {STORE_VARIABLE: str(self._round / "store"), "GLOO_SOCKET_IFNAME": "lo"}
+        seats = self._machines.next() if self._machines is not None else Seats(0, launch.num_workers, alone)
+        # Python warns of shared memory that a killed worker has left behind, though it is cleared up.
+        hushed = "ignore::UserWarning:multiprocessing.resource_tracker"
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // launch.num_workers)),
+            **os.environ,
+            **seats.variables,
+            "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), hushed])),
+            LAUNCHER_VARIABLE: str(os.getpid()),
+            FOLDER_VARIABLE: str(self._round),
+            "WORLD_SIZE": str(seats.world_size),
+            "LOCAL_WORLD_SIZE": str(launch.num_workers),
+        }
+        command = [sys.executable, "-m", launch.module, str(self._folder / "job.json")]
+        self._workers = {}
+        for local_rank in range(launch.num_workers):
+            rank = seats.first_rank + local_rank
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            with (launch.logs / f"rank-{rank}.log").open("ab") if local_rank else nullcontext() as log:
+                self._workers[rank] = subprocess.Popen(  # noqa: S603 - this package itself
+                    command, env=environment | ranks, stdout=log, stderr=log, start_new_session=True
+                )
 
     def _have_failed(self, codes: Mapping[int, int]) -> bool:
         (self._round / FAILED).touch()
@@ -116,9 +160,10 @@ class Agent:
 
     def _have_ended(self) -> bool:
         if not (self._round / STOPPED).exists():
-            self._meeting.finish()
+            if self._machines is not None:
+                self._machines.finish()
             return False
-        if self._presses.first is not None or isinstance(self._meeting, OneMachine):
+        if self._presses.first is not None or self._machines is None:
             raise Interrupted(self._presses.first or signal.SIGTERM)
         self._restarts.say("another machine was asked to stop, and leaves: continuing with those that stay")
         return True
@@ -128,7 +173,7 @@ class Agent:
         if has_begun:
             self._restarts.say("a machine joins or has been lost: starting anew with those that are there")
             self._signal(signal.SIGINT)
-            self._wait(self._grace_s + OVERDUE_S)
+            self._wait(self._launch.grace_s + OVERDUE_S)
         self._end()
 
     def _end(self) -> None:
@@ -166,11 +211,10 @@ class Agent:
                 signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        is_first = self._presses.first is None
-        is_another = self._presses.add(number)
-        if is_first:
-            self._pressed_at = time.monotonic()
-        elif not is_another or number != signal.SIGINT:
+        press = self._presses.add(number)
+        if press == "first":
+            self._overdue_at = time.monotonic() + self._launch.grace_s + OVERDUE_S
+        elif press == "same" or number != signal.SIGINT:
             return
         if not self._are_running():
             raise Interrupted(self._presses.first or number)

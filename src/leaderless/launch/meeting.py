@@ -1,4 +1,4 @@
-"""How the workers of one or several machines find each other at each start. Imports torch for several machines only."""
+"""How the workers of several machines find each other at each start. Imports torch only when they do."""
 
 from __future__ import annotations
 
@@ -8,25 +8,62 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Self
 
-from leaderless.launch.nodes import Nodes
 from leaderless.supervision.failure import Failure, WorkersFailed
-from leaderless.worker.place import STORE_VARIABLE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+LOOPBACK = ("localhost", "127.0.0.1")
 KEEP_ALIVE_S = 2
 LOST_AFTER = 3
 """Signs of life that a machine may miss before the others continue without it."""
 LAST_CALL_S = 5
-"""How long machines wait for more of them, once there are enough; one that comes later joins all the same."""
+"""Time that machines wait for more of them once there are enough; one that comes later joins all the same."""
 JOIN_S = 600
-"""How long they wait until there are enough."""
+"""Longest wait until there are enough."""
 FINISH_S = 300.0
-"""How long a machine whose workers are done waits for the others."""
+"""Longest time that a machine whose workers are done waits for the others."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many machines may train together, and where they meet.
+
+    Attributes:
+        smallest: Number of machines that a run needs.
+        largest: Number of machines that it can use.
+        rendezvous: `HOST:PORT`, reachable from all; the machine of that name holds the store there.
+    """
+
+    smallest: int
+    largest: int
+    rendezvous: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether all of them are this machine."""
+        return self.rendezvous.rpartition(":")[0] in LOOPBACK
+
+    @classmethod
+    def parse(cls, text: str, rendezvous: str) -> Self:
+        """Read the options of a command line: `MIN:MAX`, or one number for both, and `HOST:PORT`.
+
+        Raises:
+            ValueError: One of them has another form.
+        """
+        smallest, colon, largest = text.partition(":")
+        numbers = (smallest, largest if colon else smallest)
+        if not all(number.isdecimal() for number in numbers) or not 1 <= int(numbers[0]) <= int(numbers[1]):
+            raise ValueError(f"--nodes {text}: must be a number of machines, or MIN:MAX with 1 <= MIN <= MAX, as 2:4")
+        host, _, port = rendezvous.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(
+                f"--rendezvous {rendezvous!r}: must be HOST:PORT, the same on all machines, as node0:29500: "
+                "the machine named there holds the store at which all meet"
+            )
+        return cls(int(numbers[0]), int(numbers[1]), rendezvous)
 
 
 @dataclass(frozen=True)
@@ -36,7 +73,7 @@ class Seats:
     Attributes:
         first_rank: Rank of the first worker of this machine.
         world_size: Number of workers of all machines.
-        variables: Environment from which workers learn where to meet.
+        variables: Environment in which workers find where to meet.
     """
 
     first_rank: int
@@ -44,57 +81,11 @@ class Seats:
     variables: Mapping[str, str]
 
 
-class Meeting(Protocol):
-    """The machines of a run."""
-
-    def next(self, folder: Path) -> Seats:
-        """Wait for the machines of the next start.
-
-        Args:
-            folder: Folder of this start, on this machine.
-        """
-
-    def is_awaited(self) -> bool:
-        """Whether machines wait to be let in."""
-
-    def finish(self) -> None:
-        """Wait until the workers of all machines are done."""
-
-    def close(self) -> None:
-        """End the run on all machines."""
-
-
-class OneMachine:
-    """This machine alone: its workers meet at a file, and nothing listens to the network."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-
-    def next(self, folder: Path) -> Seats:
-        """See `Meeting`."""
-        return Seats(0, self._num_workers, {STORE_VARIABLE: str(folder / "store"), "GLOO_SOCKET_IFNAME": "lo"})
-
-    def is_awaited(self) -> bool:
-        """See `Meeting`."""
-        return False
-
-    def finish(self) -> None:
-        """See `Meeting`."""
-
-    def close(self) -> None:
-        """See `Meeting`."""
-
-
 class ManyMachines:
     """Machines that come together through torch elastic's rendezvous, and may join and be lost meanwhile."""
 
     def __init__(self, nodes: Nodes, name: str, num_workers: int) -> None:
-        """Connect to the store; the machine that it is named after opens it.
-
-        Args:
-            nodes: Machines, and the address at which they meet.
-            name: Name of the run, the same on all machines.
-            num_workers: Number of workers on this machine.
+        """Connect to the store; the machine that it is named after opens it. The run's name is the same on all.
 
         Raises:
             WorkersFailed: The store cannot be reached.
@@ -123,8 +114,8 @@ class ManyMachines:
         self._store: Store | None = None
         self._num_machines = 0
 
-    def next(self, folder: Path) -> Seats:  # noqa: ARG002
-        """See `Meeting`."""
+    def next(self) -> Seats:
+        """Wait for the machines of the next start; the ranks of this one in it."""
         with self._explained():
             info = self._handler.next_rendezvous()
         self._store, self._num_machines = info.store, info.world_size
@@ -140,12 +131,12 @@ class ManyMachines:
         return Seats(sum(counts[: info.rank]), sum(counts), variables)
 
     def is_awaited(self) -> bool:
-        """See `Meeting`."""
+        """Whether machines wait to be let in."""
         with self._explained():
             return self._handler.num_nodes_waiting() > 0
 
     def finish(self) -> None:
-        """See `Meeting`."""
+        """Wait until the workers of all machines are done."""
         assert self._store is not None
         end = time.monotonic() + FINISH_S
         with suppress(RuntimeError):  # the machine that holds the store has left
@@ -154,19 +145,19 @@ class ManyMachines:
                 time.sleep(0.1)
 
     def close(self) -> None:
-        """See `Meeting`."""
+        """End the run on all machines."""
         self._handler.shutdown()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say what it means when machines do not meet."""
+        """Explain the error when machines do not meet."""
         from torch.distributed.elastic.rendezvous import RendezvousError
 
         try:
             yield
         except RendezvousError as error:
             message = self._why(type(error).__name__) or f"the machines could not meet: {error}"
-            raise WorkersFailed(Failure(0, time.time_ns(), "lost_peers", message, trace="")) from error
+            raise WorkersFailed(Failure(0, "lost_peers", message)) from error
 
     def _why(self, error: str) -> str | None:
         return {

@@ -1,4 +1,4 @@
-"""Whether workers that have failed are started again, and what is reported."""
+"""Decides whether workers that have failed are started again, and reports why."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.supervision.failure import FINAL, STEPS_BEGUN, Failure, first_failure, read_place
 
 SAME_FAILURES = 3
-"""A run may fail in the same way at the same step this often: another start would only repeat it."""
+"""Failures of one kind at one step after which a run ends: another start would only repeat them."""
 SAME_ERRORS = 2
-"""The same for an exception of Python, which comes from the program: each start computes the same."""
+"""The same for Python's exceptions, which come from the program: each start computes the same."""
 
 
 class Restarts:
@@ -27,13 +27,6 @@ class Restarts:
     """
 
     def __init__(self, directory: RunDirectory, max_restarts: int, say: Callable[[str], None]) -> None:
-        """Nothing has failed yet.
-
-        Args:
-            directory: Folder of the run.
-            max_restarts: Number of restarts in a row without progress.
-            say: Function that prints a line for people.
-        """
         self.failure: Failure | None = None
         self.say = say
         self._directory, self._max_restarts = directory, max_restarts
@@ -44,20 +37,17 @@ class Restarts:
         self._failed_at: float | None = None
 
     def failed(self, codes: Mapping[int, int], folder: Path, *, is_stopping: bool) -> bool:
-        """Take note of a failure.
+        """Record a failure, and decide whether the workers are started again.
 
         Args:
-            codes: Exit codes by rank of those that ended first; negative where a signal ended it.
+            codes: Exit codes, by rank, of those that ended first; negative where a signal ended it.
             folder: Folder in which workers have written why.
             is_stopping: Whether somebody has asked the workers to stop.
-
-        Returns:
-            Whether the workers are to be started again.
         """
         written = first_failure(folder)
         failure = _first_cause(codes, written, folder, self._directory.logs)
         if is_stopping:
-            # That a rank is interrupted, or has lost others that were, is then as it should be.
+            # Then a rank is interrupted, or loses others that are: that is no failure.
             is_news = written is not None and written.kind not in {"interrupt", "lost_peers"}
             self.failure = failure if is_news else None
             return False
@@ -110,26 +100,19 @@ class Restarts:
 
 
 def _first_cause(codes: Mapping[int, int], failure: Failure | None, folder: Path, logs: Path) -> Failure:
-    """Why workers failed: what one of them wrote down, or how it ended.
-
-    Args:
-        codes: Exit codes by rank of those that ended first; negative where a signal ended it.
-        failure: First failure that was written down.
-        folder: Folder in which workers have noted what they do.
-        logs: Folder for the output of all workers but the first.
-    """
+    """Why workers failed: what one of them wrote down, or how it ended."""
     if failure is not None and failure.kind in {"recipe", "stall"}:
         return failure
     others = f"; the output of all ranks but the first is in {logs}" if any(logs.glob("*")) else ""
     killed = next((rank for rank, code in codes.items() if code < 0), None)
     if killed is not None and (failure is None or failure.kind == "lost_peers"):
         message = f"rank {killed} was ended by {_death(codes[killed], read_place(folder, killed))}{others}"
-        return Failure(killed, time.time_ns(), "killed", message, trace="")
+        return Failure(killed, "killed", message)
     if failure is not None:
         how = "has lost its peers" if failure.kind == "lost_peers" else "failed"
         return replace(failure, message=f"rank {failure.rank} {how}: {failure.message}")
     message = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in codes.items()) + others
-    return Failure(min(codes), time.time_ns(), "killed", message, trace="")
+    return Failure(min(codes), "killed", message)
 
 
 def _death(code: int, place: tuple[int, str] | None) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.source import Setting
-from leaderless.launch.nodes import Nodes
+from leaderless.launch.meeting import Nodes
 from leaderless.observability.console import print_line
 from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan
@@ -23,7 +23,7 @@ from leaderless.run.settings import check_importable, read_settings
 from leaderless.run.table import MetricsTable
 from leaderless.run.worker import Job, evaluate_as_worker, train_as_worker
 from leaderless.supervision.failure import WorkersFailed
-from leaderless.supervision.leftovers import Leftovers
+from leaderless.supervision.leftovers import leftovers_ended
 from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
 
@@ -267,7 +267,7 @@ class Run:
     def _start(self, planned: Planned, workers: int, nodes: Nodes | None, *, apart: bool, is_alone: bool) -> None:
         if is_alone:
             # A process that exists for the run alone may end all that are left over.
-            with _kept_generators(), Leftovers() if apart else nullcontext():
+            with _kept_generators(), leftovers_ended() if apart else nullcontext():
                 stopped_by = train_as_worker(planned, Place.alone(is_guest=not apart))
             if stopped_by is not None:
                 raise Interrupted(stopped_by)
@@ -279,12 +279,12 @@ class Run:
         self, job: Job, directory: RunDirectory, workers: int, max_restarts: int = 0, nodes: Nodes | None = None
     ) -> None:
         """Do a job with workers on this machine."""
-        from leaderless.launch.local import Launch, launch_workers
+        from leaderless.launch.agent import Agent, Launch
         from leaderless.launch.restarts import Restarts
 
         entry, run = "leaderless.run.worker", self.recipe.run
         launch = Launch(entry, job.to_text(), workers, directory.logs, run.grace_s, self.recipe.name, nodes)
-        launch_workers(launch, Restarts(directory, max_restarts, print_line))
+        Agent(launch, Restarts(directory, max_restarts, print_line)).run()
 
     def _checkpoint(self, checkpoint: str | Path | None) -> Path | None:
         if checkpoint is None or (checkpoint == "newest" and not self.directory.last_step()):

@@ -14,7 +14,7 @@ from leaderless.config.source import RecipeSource
 from leaderless.observability.console import Display, console, errors
 from leaderless.observability.run_directory import write_atomically
 from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
-from leaderless.supervision.failure import STOPPED, reported_failures, tell_launcher
+from leaderless.supervision.failure import STOPPED, leave_mark, reported_failures
 from leaderless.supervision.stop import follow_launcher
 from leaderless.worker.place import Place
 from leaderless.workflow import load_recipe
@@ -86,7 +86,7 @@ def _work(job: Job, place: Place) -> None:
             stack.enter_context(planned.reporting())
         stopped_by = train_as_worker(planned, place)
     if stopped_by is not None:
-        tell_launcher(STOPPED)
+        leave_mark(STOPPED)
 
 
 def main() -> None:

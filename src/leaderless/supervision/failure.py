@@ -1,4 +1,4 @@
-"""Why a worker failed, written where the launcher finds it: a person should read the first cause, not its echoes."""
+"""Writes down why a worker failed, where the launcher finds it: people should read the first cause, not its echoes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -23,18 +23,18 @@ from leaderless.observability.run_directory import write_atomically
 from leaderless.observability.secrets import without_secrets
 
 FOLDER_VARIABLE = "LEADERLESS_FAILURES"
-"""Where the launcher wants each rank to write its failure; without it a worker prints it."""
+"""Folder in which the launcher wants each rank to write its failure; without it a worker prints it."""
 STEPS_BEGUN = "steps-begun"
-"""A file in that folder: from now on Ctrl-C asks workers to stop, where it would have ended them before."""
+"""A file in that folder: from now on Ctrl-C asks workers to stop; before, it ends them."""
 FAILED = "failed"
 """A file in that folder: a worker has failed, and the launcher ends the others with SIGTERM."""
 STOPPED = "stopped"
-"""A file in that folder: the workers have ended as somebody asked, with a checkpoint and before the last step."""
+"""A file in that folder: workers were asked to stop, and ended with a checkpoint before the last step."""
 Kind = Literal[
     "recipe", "storage", "out_of_memory", "guard", "lost_peers", "killed", "interrupt", "stall", "outside", "error"
 ]
 FINAL: frozenset[Kind] = frozenset({"recipe", "guard", "interrupt"})
-"""Failures that another start would only repeat, or that somebody has asked for."""
+"""Failures that another start would only repeat, or that somebody asked for."""
 _FRAME = re.compile(r'  File ".*", line \d+')
 _WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -47,7 +47,6 @@ class Failure:
 
     Attributes:
         rank: Rank that failed.
-        time_ns: Time of the failure; when one rank fails the others lose it and fail soon after.
         kind: `recipe`: the user has to correct it; `storage`: a file could not be written; `out_of_memory`: memory has
             run out, and the next start may do with less; `guard`: numbers have gone bad, and would again; `lost_peers`:
             it waited in vain for others, whose failure is the cause; `killed`: a signal ended the process;
@@ -55,25 +54,21 @@ class Failure:
             system, the network or a device, which may pass; `error`: any other exception, which would come up again.
         message: Text for people.
         trace: Traceback; empty where there is none.
+        time_ns: Time of the failure; when one rank fails, the others lose it and fail soon after.
     """
 
     rank: int
-    time_ns: int
     kind: Kind
     message: str
-    trace: str
+    trace: str = ""
+    time_ns: int = field(default_factory=time.time_ns)
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Self:
-        """Describe an error.
-
-        Args:
-            error: Exception that was caught.
-            rank: Rank that it ends.
-        """
+        """Describe an exception that ends a rank."""
         trace = "".join(traceback.format_exception(error.with_traceback(_own_trace(error.__traceback__))))
         # A user's code may quote a token in its error, as part of an address that could not be reached.
-        return cls(rank, time.time_ns(), _kind(error), without_secrets(_message(error)), without_secrets(trace))
+        return cls(rank, _kind(error), without_secrets(_message(error)), without_secrets(trace))
 
     @property
     def place(self) -> str:
@@ -81,7 +76,7 @@ class Failure:
         return next((line for line in reversed(self.trace.splitlines()) if _FRAME.match(line)), self.message)
 
     def write(self) -> bool:
-        """Write it down for the launcher; whether there is one that reads it."""
+        """Write it for the launcher; whether there is one."""
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder is not None:
             write_atomically(Path(folder) / f"rank-{self.rank}.json", json.dumps(asdict(self)))
@@ -89,11 +84,7 @@ class Failure:
 
 
 class WorkersFailed(RuntimeError):  # noqa: N818
-    """A run ended because a worker failed.
-
-    Attributes:
-        failure: First failure.
-    """
+    """A run ended because a worker failed; `failure` is the first one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -102,14 +93,7 @@ class WorkersFailed(RuntimeError):  # noqa: N818
 
 @contextmanager
 def reported_failures(rank: int) -> Iterator[None]:
-    """Write down an error that ends the worker, for the launcher to show; without a launcher, let it pass.
-
-    Args:
-        rank: Rank of this worker.
-
-    Raises:
-        SystemExit: The error has been written down.
-    """
+    """Write down an error that ends this worker and raise SystemExit; without a launcher, let the error pass."""
     try:
         yield
     except BaseException as error:
@@ -119,24 +103,14 @@ def reported_failures(rank: int) -> Iterator[None]:
         raise
 
 
-def tell_launcher(name: str) -> None:
-    """Leave a mark for the launcher, if there is one.
-
-    Args:
-        name: Name of a file in the launcher's folder.
-    """
+def leave_mark(name: str) -> None:
+    """Make a file of that name in the launcher's folder, if there is a launcher."""
     if FOLDER_VARIABLE in os.environ:
         (Path(os.environ[FOLDER_VARIABLE]) / name).touch()
 
 
 def note_place(rank: int, step: int, doing: str) -> None:
-    """Leave word of what a rank does, for the launcher, in case that the system kills it; costs a few microseconds.
-
-    Args:
-        rank: Rank of this worker.
-        step: Step of the run.
-        doing: Name of what it does.
-    """
+    """Write what a rank is doing, for the launcher, in case the system kills it; this takes a few microseconds."""
     if FOLDER_VARIABLE in os.environ:
         with suppress(OSError):
             os.pwrite(_place_file(os.environ[FOLDER_VARIABLE], rank), f"{step}\n{doing}"[:200].encode().ljust(800), 0)
@@ -148,12 +122,7 @@ def _place_file(folder: str, rank: int) -> int:
 
 
 def read_place(folder: Path, rank: int) -> tuple[int, str] | None:
-    """Step and name of what a rank did last; None when it has not begun.
-
-    Args:
-        folder: Folder that the ranks wrote into.
-        rank: Rank of the worker.
-    """
+    """Step and name of what a rank did last, from the folder of its start; None when it has not begun."""
     file = folder / f"place-{rank}"
     step, _, doing = file.read_text(encoding="utf-8").partition("\n") if file.exists() else ("", "", "")
     return (int(step), doing.strip()) if step else None
@@ -179,7 +148,7 @@ def _kind(error: BaseException) -> Kind:
 
 
 def _message(error: BaseException) -> str:
-    """An error in few words, with where in the run it happened."""
+    """An error in few words, with its place in the run."""
     if isinstance(error, RecipeError):
         return str(error)
     places = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
@@ -194,20 +163,15 @@ def _message(error: BaseException) -> str:
 def _own_trace(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the machinery that called the command."""
     own = trace
-    while own is not None and not _is_own(own.tb_frame.f_globals.get("__name__", "")):
+    while own is not None:
+        module = own.tb_frame.f_globals.get("__name__", "")
+        if module.startswith("leaderless.") and module not in _MACHINERY:
+            return own
         own = own.tb_next
-    return own or trace
-
-
-def _is_own(module: str) -> bool:
-    return module.startswith("leaderless.") and module not in _MACHINERY
+    return trace
 
 
 def first_failure(folder: Path) -> Failure | None:
-    """The failure that caused all others; None when no rank could write one.
-
-    Args:
-        folder: Folder that the ranks wrote into.
-    """
+    """The failure that caused all others, from the folder of a start; None when no rank could write one."""
     failures = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob("rank-*.json")]
     return min(failures, key=lambda failure: (failure.kind == "lost_peers", failure.time_ns), default=None)

@@ -1,4 +1,4 @@
-"""What a run does about what its guards say, the same on all ranks."""
+"""What a run does about the reports of its guards, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from pathlib import Path
 from rich.markup import escape
 
 from leaderless.config.run import GuardsConfig
-from leaderless.observability.console import Display
+from leaderless.observability.console import FAILED, Display
 from leaderless.observability.events import GuardEvent, GuardStop, strongest
 from leaderless.observability.run_directory import RunDirectory, step_of, write_atomically
 from leaderless.planner import PlannedNode
 from leaderless.worker.agreement import StepEnd
-from leaderless.worker.nodes import FAILED_REWARDS
 
 
 @dataclass(frozen=True)
 class RollBack:
-    """A return to a checkpoint. The data do not return, so that the same prompts do not lead to it again.
+    """A return to a checkpoint; the data do not return, so that the same prompts do not lead to it again.
 
     Attributes:
         from_step: Step that went wrong.
         to_step: Step of the checkpoint.
-        data_position: Number of prompts that have been taken from the data; training continues behind them.
+        data_position: Number of prompts that were taken from the data; training continues behind them.
     """
 
     from_step: int
@@ -34,20 +33,13 @@ class RollBack:
 
 
 class Guards:
-    """Records what guards say, and decides whether the run continues, goes back or stops.
+    """Records what guards report, and decides whether the run continues, rolls back or stops.
 
-    `roll_backs.json` in the run's folder holds what outlives both a roll-back and a kill: which roll-backs there were.
+    `roll_backs.json` in the run's folder lists the roll-backs so far: it outlives both a roll-back and a kill.
     """
 
     def __init__(self, config: GuardsConfig, directory: RunDirectory, display: Display, *, is_first: bool) -> None:
-        """Read what is known of earlier starts.
-
-        Args:
-            config: Limits and actions.
-            directory: Folder of the run.
-            display: Screen of the person who watches.
-            is_first: Whether this rank writes.
-        """
+        """Read what earlier starts have written; only the first rank writes."""
         self._config, self._directory, self._display, self._is_first = config, directory, display, is_first
         self._roll_backs: list[RollBack] = []
         if directory.roll_backs.exists():
@@ -56,43 +48,33 @@ class Guards:
 
     @property
     def num_roll_backs(self) -> int:
-        """How often the run has rolled back."""
+        """Number of roll-backs of the run so far."""
         return len(self._roll_backs)
 
     def judge_rewards(self, step: int, numbers: Mapping[str, float], nodes: Iterable[PlannedNode]) -> list[GuardEvent]:
-        """What is to be said of the rewards of a pool.
-
-        Args:
-            step: Step of the numbers.
-            numbers: Metrics of the pool, over all of its ranks.
-            nodes: Nodes that run on exactly these ranks.
-        """
-        share, config = numbers.get(FAILED_REWARDS), self._config
+        """Report too many failed rewards, given the metrics of all ranks of a pool and the nodes that run on these."""
+        share, config = numbers.get(FAILED), self._config
         limit, action = config.reward_failures_limit, config.reward_failures_action
         if share is None or limit is None or share <= limit:
             return []
         name = next(node.name for node in nodes if "reward_valid" in node.writes)
         return [GuardEvent(step, "reward_failures_limit", share, limit, action, name, "", self.num_roll_backs)]
 
-    def settle(self, step: int, end: StepEnd, newest: Callable[[], Path | None]) -> bool:
-        """Record what guards have said of a step, and say whether the run has to roll back.
+    def must_roll_back(self, step: int, end: StepEnd, newest: Callable[[], Path | None]) -> bool:
+        """Record what guards have reported of a step, and decide whether the run rolls back.
 
-        Args:
-            step: Step that has ended.
-            end: Agreed by all ranks.
-            newest: Function that gives the newest checkpoint, the same on all ranks, which call it together.
+        All ranks call it together, and `newest` finds the same checkpoint on all of them.
 
         Raises:
             GuardStop: The run has to stop.
         """
-        may_roll_back = self.num_roll_backs < self._config.max_roll_backs
         action = strongest(event.action for event in end.events)
         self._record(end.events)
-        if action == "stop":
-            raise _stop(next(event for event in end.events if event.action == "stop"))
-        if action != "roll_back":
+        if action not in {"stop", "roll_back"}:
             return False
-        cause = next(event for event in end.events if event.action == "roll_back")
+        cause = next(event for event in end.events if event.action == action)
+        if action == "stop":
+            raise GuardStop(f"{cause}: {cause.remedy}")
         checkpoint = newest()
         if checkpoint is None:
             last = replace(cause, action="stop")
@@ -100,20 +82,17 @@ class Guards:
             raise GuardStop(
                 f"{last}, as there is no checkpoint to go back to: set checkpoint.every_steps; {cause.remedy}"
             )
-        if not may_roll_back:
-            limit, count = self._config.max_roll_backs, self.num_roll_backs + 1
+        limit, count = self._config.max_roll_backs, self.num_roll_backs + 1
+        if count > limit:
             last = replace(cause, guard="max_roll_backs", value=float(count), limit=float(limit), action="stop")
             self._record([last])
-            raise _stop(last)
+            raise GuardStop(f"{last}: {last.remedy}")
         self._roll_backs.append(RollBack(step, step_of(checkpoint), end.data_position))
         self._write()
         return True
 
     def resumed(self, step: int) -> RollBack | None:
-        """Take note of where the run resumes.
-
-        Args:
-            step: Step of the checkpoint.
+        """Note that the run resumes from the checkpoint of a step.
 
         Returns:
             The last roll-back to this very checkpoint; None when the run continues with the checkpoint's own data.
@@ -125,17 +104,12 @@ class Guards:
         return kept[-1] if kept and kept[-1].to_step == step else None
 
     def _record(self, events: Sequence[GuardEvent]) -> None:
-        if self._is_first and events:
-            for event in events:
-                self._directory.append_event("guard", event.to_json())
         for event in events:
+            if self._is_first:
+                self._directory.append_event("guard", event.to_json())
             self._display.say(f"[bold red]guard[/] {escape(str(event))}")
 
     def _write(self) -> None:
         if self._is_first:
             roll_backs = [asdict(one) for one in self._roll_backs]
             write_atomically(self._directory.roll_backs, json.dumps({"roll_backs": roll_backs}, indent=2))
-
-
-def _stop(event: GuardEvent) -> GuardStop:
-    return GuardStop(f"{event}: {event.remedy}")

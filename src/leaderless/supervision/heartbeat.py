@@ -1,4 +1,4 @@
-"""A thread in each worker that sees when no rank moves any more, writes down where all are, and names the culprit."""
+"""A thread in each worker that notices when no rank moves any more, writes where all are, and names the culprit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from leaderless.data.activity import Activity
@@ -23,11 +24,11 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.supervision.failure import Failure
 
 TICKS_PER_TIMEOUT = 30
-"""How often the thread looks; seldom enough that a thousand ranks are nothing to the store that they meet at."""
+"""Looks of the thread per timeout; so few that a thousand ranks are no load for the store that they meet at."""
 ANSWER_S = 3.0
 """Time to answer a roll call, in addition to two ticks."""
 LAST_WORDS_S = 1.0
-"""Time for others to write what they have to, before the first process ends and takes them along."""
+"""Time for others to write their reports, before the first process ends and takes them along."""
 POLL_S = 0.1
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).parents[1])
@@ -36,16 +37,12 @@ _DEBUGGERS = {"bdb", "pdb", "pydevd", "debugpy", "_pydevd_bundle"}
 
 @dataclass(frozen=True)
 class Status:
-    """What one rank says of itself.
+    """The answer of one rank.
 
     Attributes:
-        rank: Rank that answers.
-        step: Step of the run.
-        place: Index of the entry in the plan's schedule.
-        doing: Name of the entry.
-        idle_s: Seconds since it last moved.
+        place: Index in the plan's schedule of the entry that it is doing.
         waiting_for: Exchange in which it waits for others; empty when it does not wait.
-        function: The innermost function that belongs neither to Python, nor to a library, nor to this package.
+        function: Innermost function that belongs neither to Python, nor to a library, nor to this package.
     """
 
     rank: int
@@ -66,13 +63,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Stall:
-    """No rank moves any more.
-
-    Attributes:
-        rank: Rank that others wait for.
-        cause: What it was doing.
-        step: Step of the run.
-    """
+    """No rank moves any more, because all wait for `rank`; `cause` is what that one was doing."""
 
     rank: int
     cause: str
@@ -80,12 +71,7 @@ class Stall:
 
 
 def find_culprit(statuses: Sequence[Status], silent: Sequence[int]) -> Stall:
-    """The rank that others wait for: one that does not answer, else one that does not wait, else the furthest behind.
-
-    Args:
-        statuses: Answers of the ranks; at least one.
-        silent: Ranks that have not answered.
-    """
+    """Find the rank that others wait for: one that is silent, else one that does not wait, else the furthest behind."""
     if silent:
         cause = f"rank {silent[0]} does not answer: it is gone, or native code keeps its interpreter from running"
         return Stall(silent[0], cause, max(status.step for status in statuses))
@@ -97,7 +83,7 @@ class Watchdog:
     """Watches over the activity of all ranks, each in its own process.
 
     A rank that has not moved for too long calls the roll in the rendezvous store, and all answer when they last moved.
-    Only when none has done so in time is it a stall: a rank may well wait long for one that is busy.
+    It is a stall only if none has moved in time: a rank may well wait long for one that is busy.
     """
 
     def __init__(
@@ -108,65 +94,52 @@ class Watchdog:
         stacks: Path,
         on_stall: Callable[[Stall, bool], None],
     ) -> None:
-        """Nothing is watched yet.
+        """Nothing is watched yet. The main thread, whose activity it is, makes this object.
 
-        Args:
-            activity: Activity of this rank's main thread.
-            transport: Transport whose store the ranks meet in.
-            timeout_s: Longest time without any movement.
-            stacks: File for the stacks of this rank.
-            on_stall: Function for the watching thread of every rank that has answered; its second argument is whether
-                this rank reports for all. It need not return.
+        When all have stalled, each rank that has answered writes its stacks to the file `stacks`, and calls `on_stall`
+        in its watching thread with whether this rank reports for all. The call need not return.
         """
         self._activity, self._transport, self._timeout_s = activity, transport, timeout_s
         self._path, self._on_stall = stacks, on_stall
-        self._main = threading.get_ident()
-        self._ended = threading.Event()
+        self._main, self._ended = threading.get_ident(), threading.Event()
         self._tick_s = timeout_s / TICKS_PER_TIMEOUT
-        self._num_calls = 0
-        self._not_before = 0.0
+        self._num_calls, self._not_before = 0, 0.0
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
         """Begin to watch."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened now, for the backstop below writes it without the help of the interpreter.
+        # Opened now, as the backstop below writes it without the help of the interpreter.
         self._file = self._path.open("a", encoding="utf-8")
         self._store = self._transport.store()
         self._activity.beat()
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Watch no longer."""
+    def __exit__(self, *_: object) -> None:
+        """Stop watching."""
         self._ended.set()
         self._thread.join(self._tick_s + ANSWER_S)
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
         if not self._path.stat().st_size:
             self._path.unlink()
-            with suppress(OSError):  # others may still be at it
+            with suppress(OSError):  # others may still write there
                 self._path.parent.rmdir()
 
     def status(self) -> Status:
         """What this rank is doing."""
-        frames = list(_frames(sys._current_frames().get(self._main or 0)))  # noqa: SLF001 - the one way to see them
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001 - the one way to see it
+        frames = [frame for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
         modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
-        waiting_for = self._activity.waiting_for
+        seen = self._activity
+        waiting_for = seen.waiting_for
         if not waiting_for and any(module.startswith("torch.distributed") for module in modules):
             waiting_for = "a collective of its model"
         is_debugged = any(module.partition(".")[0] in _DEBUGGERS for module in modules)
-        return Status(
-            rank=self._transport.rank,
-            step=self._activity.step,
-            place=self._activity.place,
-            doing=self._activity.doing,
-            idle_s=0.0 if is_debugged else time.monotonic() - self._activity.moved_at,
-            waiting_for=waiting_for,
-            function=next(filter(None, map(_users_name, frames)), ""),
-        )
+        idle_s = 0.0 if is_debugged else time.monotonic() - seen.moved_at
+        function = next(filter(None, map(_users_name, frames)), "")
+        return Status(self._transport.rank, seen.step, seen.place, seen.doing, idle_s, waiting_for, function)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._tick_s):
@@ -188,19 +161,20 @@ class Watchdog:
         self._num_calls += 1
         if is_caller:
             self._store.set(f"{call}/verdict", self._judge(call))
-        elif not self._appears([f"{call}/verdict"]):
+        elif not self._have_come([f"{call}/verdict"]):
             return
         verdict = json.loads(self._store.get(f"{call}/verdict"))
         self._not_before = time.monotonic() + verdict["wait_s"]
         if verdict["stall"] is not None:
-            self._write_stacks()
-            stall = Stall(**verdict["stall"])
-            self._on_stall(stall, is_caller)
+            self._file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}: {self.status()}\n")
+            self._file.flush()
+            faulthandler.dump_traceback(self._file, all_threads=True)
+            self._on_stall(Stall(**verdict["stall"]), is_caller)
 
     def _judge(self, call: str) -> str:
         """Whether no rank moves, and who is to blame, as JSON; else how long to wait before the next call."""
         keys = {rank: f"{call}/{rank}" for rank in self._transport.world.ranks}
-        self._appears(list(keys.values()))
+        self._have_come(list(keys.values()))
         answers = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
         statuses = [Status(**json.loads(answer)) for answer in answers.values()]
         wait_s = self._timeout_s - min(status.idle_s for status in statuses)
@@ -209,52 +183,30 @@ class Watchdog:
         stall = find_culprit(statuses, [rank for rank in keys if rank not in answers])
         return json.dumps({"wait_s": self._timeout_s, "stall": asdict(stall)})
 
-    def _appears(self, keys: Sequence[str]) -> bool:
-        """Wait until keys are in the store; whether they are in time."""
+    def _have_come(self, keys: list[str]) -> bool:
+        """Wait until keys are in the store; whether they came in time."""
         end = time.monotonic() + 2 * self._tick_s + ANSWER_S
-        while not self._store.check(list(keys)):
+        while not self._store.check(keys):
             if time.monotonic() > end:
                 return False
             time.sleep(POLL_S)
         return True
 
-    def _write_stacks(self) -> None:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        self._file.write(f"{now}: {self.status()}\n")
-        self._file.flush()
-        faulthandler.dump_traceback(self._file, all_threads=True)
-
 
 def end_stalled(stall: Stall, is_reporter: bool, *, directory: RunDirectory, rank: int) -> None:
-    """End a process that waits for nothing that will ever come; the launcher starts all of them anew.
-
-    Args:
-        stall: Stall to report.
-        is_reporter: Whether this rank reports it; the others just end.
-        directory: Folder of the run.
-        rank: Rank of this process.
-    """
+    """End a process that waits in vain; the launcher starts all of them anew. One rank reports it for all."""
     message = f"{stall.cause}; the stacks of all ranks are in {directory.errors}"
     if is_reporter:
         directory.append_event("stall", {"rank": stall.rank, "cause": stall.cause, "step": stall.step})
-        failure = Failure(stall.rank, time.time_ns(), "stall", message, trace="")
-    else:
-        failure = Failure(rank, time.time_ns(), "lost_peers", message, trace="")
+    failure = Failure(stall.rank, "stall", message) if is_reporter else Failure(rank, "lost_peers", message)
     if not failure.write() and is_reporter:
         print(f"error {message}", file=sys.stderr, flush=True)  # noqa: T201 - nobody else will say it
     time.sleep(LAST_WORDS_S)
     os._exit(1)
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """A stack, innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _users_name(frame: FrameType) -> str:
-    """The function of a frame if a user has written it; else nothing."""
+    """The function of a frame if a user has written it."""
     code = frame.f_code
     is_own = code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<"))
     return "" if is_own or code.co_name == "<module>" else f"{frame.f_globals.get('__name__', '')}:{code.co_qualname}"

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and what schedulers send: the step is finished, then all ranks stop together."""
+"""Ctrl-C, SIGTERM and the signals of schedulers: the step is finished, then all ranks stop together."""
 
 from __future__ import annotations
 
@@ -14,30 +14,26 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
+from types import FrameType
+from typing import Literal, Self
 
-from leaderless.supervision.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, tell_launcher
+from leaderless.supervision.failure import FAILED, FOLDER_VARIABLE, STEPS_BEGUN, leave_mark
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""All ask to stop; the last two are what Slurm is told to send before the end of a job."""
+"""Signals that ask to stop; Slurm sends the last two before the end of a job, where it is asked to."""
 LAUNCHER_VARIABLE = "LEADERLESS_LAUNCHER"
 """Process id of the launcher."""
 INTERRUPT_GRACE_S = 3.0
 """After a second Ctrl-C, time to end in an orderly way before the process just ends."""
 FAILED_GRACE_S = 3.0
-"""Time for a rank to end, and to say why, after its launcher has told it that others have failed."""
+"""Time for a rank to end, and to report why, after its launcher has ended it because others failed."""
 ONE_PRESS_S = 0.3
-"""Signals this close to each other are one: some tools send them to a process and to its process group."""
+"""Signals this close to each other count as one: some tools send them to a process and to its process group."""
 _PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(Exception):  # noqa: N818
-    """A command was stopped by a signal before it was done.
-
-    Attributes:
-        signal: Signal that stopped it.
-    """
+    """A command was stopped by a signal before it was done."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -45,32 +41,25 @@ class Interrupted(Exception):  # noqa: N818
 
 
 class Presses:
-    """Tells the first signal that asks to stop from a second one, which means it."""
+    """Tells the first signal that asks to stop from a second one, which insists."""
 
     def __init__(self) -> None:
         self.first: int | None = None
         self._time_s = 0.0
 
-    def add(self, number: int) -> bool:
-        """Take a signal.
-
-        Args:
-            number: Number of the signal.
-
-        Returns:
-            Whether it is another one than the first.
-        """
+    def add(self, number: int) -> Literal["first", "same", "second"]:
+        """Count a signal; one that comes too soon after the first is the same."""
         if self.first is None:
             self.first, self._time_s = number, time.monotonic()
-            return False
-        return time.monotonic() - self._time_s > ONE_PRESS_S
+            return "first"
+        return "second" if time.monotonic() - self._time_s > ONE_PRESS_S else "same"
 
 
 class StopRequest:
-    """Whether this rank has been asked to stop; the ranks agree at the end of each step.
+    """Receives the signals that ask this rank to stop; the ranks agree at the end of each step.
 
-    Python runs a handler between two of its own instructions, which a wait for a peer that is gone may never come to;
-    so a thread hears of the signals as well, and ends a process that does not end by itself.
+    Python runs a handler between two of its own instructions, and a wait for a peer that is gone may never get there.
+    So a thread receives the signals as well, and ends a process that does not end by itself.
     """
 
     def __init__(
@@ -80,15 +69,14 @@ class StopRequest:
 
         Args:
             grace_s: Time to finish the step and to write a checkpoint.
-            announce: Function that shows what happens now to the person who pressed Ctrl-C.
-            abandon: Function for another thread, which reports that the step could not be finished in time; then the
-                process ends.
+            announce: Function that explains to the person who pressed Ctrl-C what happens now.
+            abandon: Function that reports, in another thread, that the step was not finished in time; then the process
+                ends.
             is_guest: Whether the process belongs to a program that continues after the run: only Ctrl-C asks the run to
                 stop, and nothing ends the process.
         """
         self._presses = Presses()
-        self._grace_s, self._announce, self._abandon = grace_s, announce, abandon
-        self._is_guest = is_guest
+        self._grace_s, self._announce, self._abandon, self._is_guest = grace_s, announce, abandon, is_guest
         self._restore = ExitStack()
         self._timers: list[threading.Timer] = []
 
@@ -105,13 +93,11 @@ class StopRequest:
         if is_main:
             for number in (signal.SIGINT,) if self._is_guest else STOP_SIGNALS:
                 self._restore.callback(signal.signal, number, signal.signal(number, self._on_signal))
-        tell_launcher(STEPS_BEGUN)
+        leave_mark(STEPS_BEGUN)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Give them back; what ends because of an error still has to end in time."""
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Give them back; a process that ends because of an error still has to end in time."""
         self._restore.close()
         for timer in self._timers:
             if error is None or timer.function == self._give_up:
@@ -123,27 +109,26 @@ class StopRequest:
         return self._presses.first
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        is_first = self._presses.first is None
-        is_another = self._presses.add(number)
-        if is_another and number == signal.SIGINT:
+        press = self._presses.add(number)
+        if press == "second" and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if is_first and not _have_others_failed():
+        if press == "first" and not _have_others_failed():
             self._announce()
 
     def _watch(self, receiver: socket.socket) -> None:
         presses = Presses()
         with receiver:
             while data := receiver.recv(1):
-                is_first = presses.first is None
-                is_another = presses.add(data[0])
-                if data[0] == signal.SIGINT and is_another:
-                    self._start(threading.Timer(INTERRUPT_GRACE_S, os._exit, [128 + data[0]]))
+                press = presses.add(data[0])
+                if data[0] == signal.SIGINT and press == "second":
+                    self._start_timer(INTERRUPT_GRACE_S, os._exit, 128 + data[0])
                 elif data[0] == signal.SIGTERM and _have_others_failed():
-                    self._start(threading.Timer(FAILED_GRACE_S, os._exit, [128 + data[0]]))
-                elif is_first:
-                    self._start(threading.Timer(self._grace_s, self._give_up, [data[0]]))
+                    self._start_timer(FAILED_GRACE_S, os._exit, 128 + data[0])
+                elif press == "first":
+                    self._start_timer(self._grace_s, self._give_up, data[0])
 
-    def _start(self, timer: threading.Timer) -> None:
+    def _start_timer(self, seconds: float, end: Callable[[int], None], number: int) -> None:
+        timer = threading.Timer(seconds, end, [number])
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
@@ -156,32 +141,21 @@ class StopRequest:
 def follow_launcher(folder: Path) -> None:
     """Let a worker that has nothing to save yet end at once on Ctrl-C, and stop when its launcher is killed.
 
-    Args:
-        folder: Folder of the launcher, which is removed when it was killed.
+    A launcher that was killed has not removed its folder, so the worker does.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, _leave)
-    atexit.register(_clear_up_after_launcher, folder)
+    signal.signal(signal.SIGHUP, lambda number, _: sys.exit(128 + number))
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if _is_launcher_gone() else None)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if _is_launcher_gone():
         sys.exit(128 + signal.SIGHUP)  # it ended before the line above could take effect
 
 
-def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    sys.exit(128 + number)
-
-
 def _is_launcher_gone() -> bool:
     return os.environ.get(LAUNCHER_VARIABLE) != str(os.getppid())
 
 
-def _clear_up_after_launcher(folder: Path) -> None:
-    """A launcher that was killed has not removed its folder."""
-    if _is_launcher_gone():
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _have_others_failed() -> bool:
-    """Whether SIGTERM comes from a launcher that ends what is left of a process group."""
+    """Whether SIGTERM comes from a launcher that ends the ranks that are left."""
     return FOLDER_VARIABLE in os.environ and (Path(os.environ[FOLDER_VARIABLE]) / FAILED).exists()

@@ -1,15 +1,66 @@
-"""What all ranks agree on at the end of a step."""
+"""What the ranks of a run exchange at the end of a step: its metrics, and how it ended."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.observability.events import GuardEvent
+from leaderless.observability.metrics import Metrics
+from leaderless.planner import Plan, PlannedNode, flat, format_ranks
+
+Judge = Callable[[Mapping[str, float], Sequence[PlannedNode]], None]
+"""Receives the numbers of a pool and the nodes that run on it, on the pool's first rank."""
+
+
+class StepMetrics:
+    """Metrics of the pools that a rank belongs to: each pool adds up its own, and rank 0 receives them all."""
+
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        self._plan, self._transport = plan, transport
+        self._pools = list(dict.fromkeys(plan.ranks_of(action) for action in flat(plan.schedule)))
+        self._metrics = {ranks: Metrics() for ranks in self._pools if transport.rank in ranks}
+
+    def of(self, ranks: tuple[int, ...]) -> Metrics:
+        """Metrics of the pool with these ranks."""
+        return self._metrics[ranks]
+
+    def reduce(self, judge: Judge) -> dict[str, float]:
+        """Add up the step's numbers, and begin again with nothing. All ranks call it together.
+
+        Returns:
+            All numbers on rank 0, some of them on others.
+        """
+        rank, numbers = self._transport.rank, dict[str, float]()
+        for ranks in self._pools:
+            own = self._metrics[ranks].reduce(self._transport.process_group(ranks)) if rank in ranks else {}
+            if rank == ranks[0]:
+                judge(own, [node for node in self._plan.nodes if node.layout.ranks == ranks])
+            numbers |= to_first_rank(ranks, own, self._transport)
+        self._metrics = {ranks: Metrics() for ranks in self._metrics}
+        return numbers
+
+
+def to_first_rank(ranks: tuple[int, ...], numbers: dict[str, float], transport: Transport) -> dict[str, float]:
+    """Send numbers that some ranks agree on to rank 0, if it is not one of them. All ranks call it together.
+
+    Returns:
+        The numbers on rank 0 and on `ranks`.
+    """
+    world = transport.world
+    if 0 in ranks or world.rank not in {0, ranks[0]}:
+        return numbers
+    if world.rank == ranks[0]:
+        text = torch.frombuffer(bytearray(json.dumps(numbers).encode()), dtype=torch.uint8)
+        world.exchange({0: text}, [], "the log")
+        return numbers
+    message = world.exchange({}, [ranks[0]], f"the numbers of ranks {format_ranks(ranks)}")[ranks[0]]
+    received: dict[str, float] = json.loads(bytes(message.numpy()))
+    return received
 
 
 @dataclass(frozen=True)
@@ -30,29 +81,19 @@ class StepEnd:
 
 
 def agree(mine: StepEnd, world: ProcessGroup) -> StepEnd:
-    """Combine what each rank knows. All ranks call it together.
+    """Combine what each rank knows, where each event is known to one rank only. All ranks call it together.
 
     More than four numbers are exchanged only where a guard has reported an event.
-
-    Args:
-        mine: What this rank knows; each event is known to one rank only.
-        world: Process group of all ranks.
     """
     numbers = [int(mine.is_stopping), int(mine.is_checkpoint_due), mine.data_position, len(mine.events)]
     is_stopping, is_due, data_position, num_events = world.max(torch.tensor(numbers), "how the step ended").tolist()
-    if not num_events:
-        return StepEnd(bool(is_stopping), bool(is_due), data_position)
-    lines = "".join(json.dumps([event.to_json(), str(event.value)]) + "\n" for event in mine.events)
-    encoded = torch.tensor(list(lines.encode()), dtype=torch.uint8)
-    gathered = torch.cat(world.gather(encoded, "what guards have seen"))
-    events = _decode(bytes(gathered.numpy()).decode().splitlines())
-    return StepEnd(bool(is_stopping), bool(is_due), data_position, events)
-
-
-def _decode(lines: Sequence[str]) -> tuple[GuardEvent, ...]:
-    """Events with their exact values, some of which JSON cannot hold."""
     events: list[GuardEvent] = []
-    for line in lines:
-        values, number = json.loads(line)
-        events.append(GuardEvent.from_json(values | {"value": float(number)}))
-    return tuple(events)
+    if num_events:
+        # JSON cannot hold some of the values, so their exact text comes with them.
+        lines = "".join(json.dumps([event.to_json(), str(event.value)]) + "\n" for event in mine.events)
+        encoded = torch.tensor(list(lines.encode()), dtype=torch.uint8)
+        gathered = torch.cat(world.gather(encoded, "what guards have seen"))
+        for line in bytes(gathered.numpy()).decode().splitlines():
+            values, number = json.loads(line)
+            events.append(GuardEvent.from_json(values | {"value": float(number)}))
+    return StepEnd(bool(is_stopping), bool(is_due), data_position, tuple(events))

@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib import import_module
 
 import torch
 
+from leaderless.data.batch import Batch
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
+from leaderless.observability.console import FAILED
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Action, Load, Loop, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.planner import Action, Load, Loop, Plan, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.stages.context import StageContext
-from leaderless.worker.nodes import load_stages
+from leaderless.worker.agreement import StepMetrics
 from leaderless.worker.parts import Parts, Progress
-from leaderless.worker.step_metrics import StepMetrics
 
+StageFunction = Callable[[Batch, StageContext], Batch]
 WAITING = "waiting"
 """Span in which a rank waits for a window that is on its way."""
 
 
 class Chain:
-    """The entries of the schedule that a rank takes part in, in order, and what passes between them.
+    """The entries of the schedule that a rank takes part in, in order, and the data that passes between them.
 
     Attributes:
         stages: Function of each node that the rank runs.
         buffer: Columns of the step.
         loaders: Dataloader of each entry that loads.
         metrics: Metrics of the step.
-        events: What guards have reported in the step.
+        events: Events that guards have reported in the step.
         num_roll_backs: Number of roll-backs so far.
     """
 
     def __init__(self, parts: Parts, progress: Progress, tracer: Tracer) -> None:
-        """Prepare the entries.
-
-        Args:
-            parts: Parts of the worker.
-            progress: Position of the run.
-            tracer: Times every entry.
-        """
+        """Prepare the entries; the tracer times each."""
         self._parts, self._progress, self._tracer = parts, progress, tracer
         self._rank = parts.transport.rank
         self._entries = parts.plan.chain(self._rank)
-        self.stages = load_stages(parts.plan, self._rank)
+        self.stages = _load_stages(parts.plan, self._rank)
         progress.nodes = {name: {} for name in self.stages}
         self.buffer = Databuffer(parts.plan, parts.transport)
         self.loaders = {
@@ -63,7 +61,7 @@ class Chain:
         self.buffer.clear()
 
     def report(self) -> None:
-        """Add to the metrics how long entries took, and what the dataloaders report."""
+        """Add the times of the entries and the numbers of the dataloaders to the metrics."""
         spent = self._tracer.take_seconds()
         for action in flat(self._entries):
             if isinstance(action, Windowed):
@@ -135,7 +133,7 @@ class Chain:
             self.buffer.leave(loop)
 
     def _count_groups(self, loop: Loop) -> int:
-        """Number of groups that the last node has chosen so far, those of an earlier step included."""
+        """Number of groups that the last node has chosen so far, with those of an earlier step."""
         is_first = self._rank in loop.layout and loop.layout.is_first_of_shard(self._rank)
         own = torch.tensor([self.buffer.surplus.num_groups if is_first else 0])
         with self._span("loop"):
@@ -179,9 +177,28 @@ class Chain:
 
     @contextmanager
     def _placed(self, action: str) -> Iterator[None]:
-        """Errors name the place in the run at which they came up."""
+        """Add the place in the run to errors."""
         try:
             yield
         except Exception as error:
             error.add_note(f"at step {self._progress.step}, in {action}, on rank {self._rank}")
             raise
+
+
+def _load_stages(plan: Plan, rank: int) -> Mapping[str, StageFunction]:
+    """Import the stage functions of a rank's nodes, by node."""
+    stages: dict[str, StageFunction] = {}
+    for node in plan.nodes:
+        if rank in node.layout:
+            module, _, name = node.spec.implementation.partition(":")
+            stage: StageFunction = getattr(import_module(module), name)
+            stages[node.name] = partial(_count_failures, stage) if "reward_valid" in node.writes else stage
+    return stages
+
+
+def _count_failures(stage: StageFunction, batch: Batch, context: StageContext) -> Batch:
+    """Run a stage that writes which rewards are valid, and report how many are not."""
+    made = stage(batch, context)
+    is_valid = made.dense("reward_valid")
+    context.metrics.mean(FAILED, (~is_valid).sum(), len(is_valid))
+    return made

@@ -19,12 +19,11 @@ from leaderless.planner import PlannedNode
 from leaderless.supervision.guards import Guards
 from leaderless.supervision.heartbeat import Stall, Watchdog, end_stalled
 from leaderless.supervision.stop import StopRequest
-from leaderless.worker.agreement import StepEnd, agree
+from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.chain import Chain
 from leaderless.worker.evaluation import evaluated_instance
 from leaderless.worker.keeper import Keeper
 from leaderless.worker.parts import Parts, Progress
-from leaderless.worker.step_metrics import to_first_rank
 
 
 class Worker:
@@ -34,15 +33,10 @@ class Worker:
         parts: Models, data and the other parts of the worker.
         progress: Position of the run.
         chain: Entries of the plan that this rank executes.
-        tracer: Times what the rank does.
+        tracer: Timer of all that the rank does.
     """
 
     def __init__(self, parts: Parts) -> None:
-        """Prepare the first step.
-
-        Args:
-            parts: Parts of the worker.
-        """
         recipe, directory, self._rank = parts.recipe, parts.directory, parts.transport.rank
         directory.say = lambda text: parts.display.say(f"[bold red]{escape(text)}[/]")
         self.parts, self.progress = parts, Progress({})
@@ -58,10 +52,10 @@ class Worker:
         """Train to the last step, or until a signal asks to stop; the last state is written as a checkpoint.
 
         Args:
-            is_guest: The process belongs to a program that continues after the run, so that nothing may end it.
+            is_guest: Whether the process belongs to a program that continues after the run, so that nothing may end it.
 
         Returns:
-            The signal, when the run was stopped by one before the last step; SIGTERM where another rank got it.
+            The signal that stopped the run before the last step, if one did; SIGTERM where another rank received it.
         """
         self._resume()
         stop = StopRequest(self.parts.recipe.run.grace_s, self._say_stopping, self._say_abandoned, is_guest=is_guest)
@@ -79,7 +73,7 @@ class Worker:
             self._write(numbers)
             end = self._agree(stop)
             is_stopping = end.is_stopping
-            if self._guards.settle(self.progress.step, end, self._keeper.newest):
+            if self._guards.must_roll_back(self.progress.step, end, self._keeper.newest):
                 self._roll_back()
             else:
                 self._keeper.save(numbers, end)
@@ -89,11 +83,7 @@ class Worker:
             self._log.close()
 
     def run_step(self) -> dict[str, float]:
-        """Walk the chain once.
-
-        Returns:
-            The step's numbers, on rank 0.
-        """
+        """Walk the chain once; returns the step's numbers on rank 0."""
         self.progress.step += 1
         seed_generators(self.parts.recipe.seed, self.progress.step, self._rank)
         begin = time.perf_counter()
@@ -110,7 +100,7 @@ class Worker:
         return {**numbers, "time/step": seconds}
 
     def close(self) -> None:
-        """End what reads data ahead and what writes checkpoints."""
+        """End the threads that read data ahead and write checkpoints."""
         for loader in self.chain.loaders.values():
             loader.close()
         self._keeper.close()
@@ -159,7 +149,7 @@ class Worker:
             self._log.open(step + 1 if step else 0, self._guards.num_roll_backs)
 
     def _roll_back(self) -> None:
-        """Continue from the newest checkpoint, though not from its place in the data, and on the clock of the run."""
+        """Continue from the newest checkpoint, but with the next data and the clock of the run."""
         now = self.progress.seconds
         self._resume()
         self.progress.seconds_before += now - self.progress.seconds
@@ -172,8 +162,8 @@ class Worker:
         transport, stacks = self.parts.transport, directory.errors / f"stacks-rank-{self._rank}.txt"
         return Watchdog(transport.activity, transport, timeout_s, stacks, self._say_stalled if is_guest else end)
 
-    def _say_stalled(self, stall: Stall, is_speaker: bool) -> None:
-        if is_speaker:
+    def _say_stalled(self, stall: Stall, is_reporter: bool) -> None:
+        if is_reporter:
             where = escape(str(self.parts.directory.errors))
             self.parts.display.say(f"[bold red]no progress[/]: {escape(stall.cause)}; the stacks are in {where}")
 
@@ -193,11 +183,6 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
     """Seed the generators of Python, NumPy and torch, so that a step draws the same numbers however often it is run.
 
     So a checkpoint need not hold their state. Built-in stages key their own noise.
-
-    Args:
-        seed: Seed of the recipe.
-        step: Step that begins.
-        rank: Rank of this worker.
     """
     words = np.random.SeedSequence([seed, step, rank]).generate_state(3)
     random.seed(int(words[0]))
