@@ -80,7 +80,7 @@ def writer_of(
 
 def save(writer: CheckpointWriter, step: int, data_position: int = 0, **metrics: float) -> None:
     writer.begin(Content(RunState(step, data_position, 7.5), metrics))
-    writer.settle()
+    writer.finish()
 
 
 def save_and_go_on(folder: str, model: str) -> tuple[Whole, Whole]:
@@ -92,7 +92,7 @@ def save_and_go_on(folder: str, model: str) -> tuple[Whole, Whole]:
     writer = writer_of(folder, engine, transport, model)
     writer.begin(Content(RunState(2, 12, 7.5)))
     train(engine, 2)  # during writing
-    writer.settle()
+    writer.finish()
     return saved, whole(engine)
 
 

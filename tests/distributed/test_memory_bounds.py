@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from leaderless.checkpoint.export import export_model
 from leaderless.checkpoint.reader import RunState, load_checkpoint
-from leaderless.checkpoint.shards import PIECE_BYTES
+from leaderless.checkpoint.shards import BLOCK_BYTES
 from leaderless.checkpoint.writer import Content
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.transport import Transport
@@ -68,7 +68,7 @@ def write_and_read(model: str, folder: str) -> tuple[int, dict[str, Peak]]:
     for name, from_copy in (("synchronous", False), ("asynchronous", True), ("asynchronous again", True)):
         with measured() as work[name]:
             writer.begin(content, from_copy=from_copy)
-            writer.settle()
+            writer.finish()
     checkpoint = Path(folder) / "step-000001"
     with measured() as work["resume"]:
         load_checkpoint(checkpoint, {"policy": engine})
@@ -95,7 +95,7 @@ def test_what_is_written_and_read_passes_through_little_memory(
     for name, bound in bounds.items():
         assert work[name].on_top < bound + SLACK, (name, work[name])
     assert weights / 2 > SLACK, "one copy too many, in bfloat16 too, would show"
-    assert PIECE_BYTES + SLACK < 256 * MIB
+    assert BLOCK_BYTES + SLACK < 256 * MIB
 
 
 def send_weights(action: SyncWeights, model: str) -> Peak:

@@ -83,7 +83,7 @@ def write_both_ways(folder: str) -> None:
     own = Path(folder) / "own"
     own.mkdir(exist_ok=True)
     file = own / shard_file(rank)
-    with patch.object(shards, "PIECE_BYTES", 16):
+    with patch.object(shards, "BLOCK_BYTES", 16):
         entry = write_shards(file, {name: Shard.of(value) for name, value in mine.items()})
     assert entry == FileEntry.of(file), "the checksum is that of what is on the disk"
     assert content_of(file) == content_of(Path(folder) / "torch" / file.name)
@@ -93,7 +93,7 @@ def write_both_ways(folder: str) -> None:
 def read_both_ways(folder: str) -> None:
     for reader, writer in ((read_tensors, "torch"), (read_tensors, "own"), (read_with_torch, "own")):
         state = sharded({name: torch.full_like(value, -7) for name, value in WHOLE.items()})
-        with patch.object(shards, "PIECE_BYTES", 40):
+        with patch.object(shards, "BLOCK_BYTES", 40):
             reader(Path(folder) / writer, state)
         for name, value in state.items():
             assert torch.equal(value.full_tensor(), WHOLE[name]), (reader, writer, name)

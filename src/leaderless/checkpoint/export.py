@@ -1,4 +1,4 @@
-"""A checkpoint's model in the form that other software loads."""
+"""Exports a checkpoint's model in the form that other software loads."""
 
 from __future__ import annotations
 
@@ -24,15 +24,7 @@ from leaderless.config import RecipeError
 
 
 def export_model(checkpoint: Path, role: str, out: Path) -> Path:
-    """Join the shards of a checkpoint and write a Hugging Face folder.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
-        role: Role whose weights are exported.
-        out: Folder to write; it may exist if it is empty.
-
-    Returns:
-        The folder.
+    """Join the shards of a role and write a Hugging Face folder, which may exist if it is empty; returns the folder.
 
     Raises:
         RecipeError: The checkpoint has no such role, or `out` holds something.
@@ -66,7 +58,7 @@ def export_model(checkpoint: Path, role: str, out: Path) -> Path:
 
 
 def _empty_model(auto_class: type[AutoModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model whose parameters have memory but no values, and tied ones only once."""
+    """A model whose parameters have memory but no values; tied ones have it once."""
     with torch.device("meta"):
         model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
     if model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():

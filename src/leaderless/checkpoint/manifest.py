@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, with checksums, so that a half-written or damaged one is recognized."""
+"""The files of a checkpoint with their checksums, so that a half-written or damaged one is recognized."""
 
 from __future__ import annotations
 
@@ -19,23 +19,14 @@ class DamagedCheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file.
-
-    Attributes:
-        num_bytes: Size of the file.
-        sha256: Checksum of the content, as `sha256sum` prints it.
-    """
+    """Size of a file, and the checksum of its content as `sha256sum` prints it."""
 
     num_bytes: int
     sha256: str
 
     @classmethod
     def of(cls, file: Path) -> Self:
-        """Read a file for its size and checksum.
-
-        Args:
-            file: File to read.
-        """
+        """Read a file for its size and checksum."""
         with file.open("rb") as content:
             return cls(os.fstat(content.fileno()).st_size, hashlib.file_digest(content, "sha256").hexdigest())
 
@@ -57,11 +48,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
     def write(self, folder: Path) -> None:
-        """Write it next to the files.
-
-        Args:
-            folder: Folder of the checkpoint.
-        """
+        """Write it to the folder of the checkpoint, through to the disk."""
         body = json.dumps(asdict(self), indent=1)
         checksum = hashlib.sha256(body.encode()).hexdigest()
         write_atomically(folder / MANIFEST, json.dumps({"sha256": checksum, "manifest": body}))
@@ -69,10 +56,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read what a checkpoint consists of.
-
-        Args:
-            folder: Folder of the checkpoint.
+        """Read the manifest in the folder of a checkpoint.
 
         Raises:
             DamagedCheckpointError: The manifest cannot be read, or is not what was written.
@@ -90,11 +74,7 @@ class Manifest:
             raise DamagedCheckpointError(f"{folder / MANIFEST} cannot be read: {error}") from error
 
     def check(self, folder: Path, names: Iterable[str]) -> None:
-        """Compare files with what was written.
-
-        Args:
-            folder: Folder of the checkpoint.
-            names: Files to check, as in `files`.
+        """Compare some of the files in the folder of the checkpoint with what was written.
 
         Raises:
             DamagedCheckpointError: One is missing, or is not what was written.
@@ -106,19 +86,14 @@ class Manifest:
                 raise DamagedCheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
             wanted = self.files[name]
             if found.num_bytes != wanted.num_bytes:
-                raise DamagedCheckpointError(
-                    f"{folder / name} has {found.num_bytes:,} bytes, where {wanted.num_bytes:,} were written"
-                )
+                sizes = f"{found.num_bytes:,} bytes, where {wanted.num_bytes:,} were written"
+                raise DamagedCheckpointError(f"{folder / name} has {sizes}")
             if found != wanted:
                 raise DamagedCheckpointError(f"{folder / name} is not what was written: its checksum differs")
 
 
 def _inside(name: str) -> str:
-    """The path of a file, which must not lead out of the checkpoint.
-
-    Raises:
-        ValueError: It does.
-    """
+    """The path of a file; a ValueError if it leads out of the checkpoint."""
     path = PurePosixPath(name)
     if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
         raise ValueError(f"{name!r} is no file of a checkpoint")
@@ -126,11 +101,7 @@ def _inside(name: str) -> str:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Make the system write a file, or the names in a folder, to the disk now.
-
-    Args:
-        path: File or folder.
-    """
+    """Make the system write a file, or the names in a folder, to the disk now."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

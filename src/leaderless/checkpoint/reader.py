@@ -1,9 +1,9 @@
-"""Checkpoints: everything that a run needs to continue, in open formats.
+"""Reads checkpoints: everything that a run needs to continue, in open formats.
 
 A checkpoint is a folder `step-000120` with `state.json` and, for each trained role, sharded safetensors of weights and
-optimizer in the form of `torch.distributed.checkpoint`, next to the model's `config.json` and tokenizer. What nodes
-remember and the surplus of a loop for the next step are there too, and the resolved recipe and the plan. Random
-numbers are not: each step draws its own from the recipe's seed. `manifest.json` lists all files with their checksums.
+optimizer in the form of `torch.distributed.checkpoint`, next to the model's `config.json` and tokenizer. It also holds
+the state of nodes, the surplus of a loop, the resolved recipe and the plan, but no random state: each step draws from
+the recipe's seed. `manifest.json` lists all files with their checksums.
 """
 
 from __future__ import annotations
@@ -27,18 +27,12 @@ from leaderless.observability.run_directory import list_checkpoints
 from leaderless.training.sharded import ShardedModel
 
 STATE_FILE, ROLE_FILE, NODE_FILE = "state.json", "role.json", "node-{}.json"
-"""Of a checkpoint, of each role's folder in it, and of a node by its name."""
+"""Names of the files with the state of the run, of a role (in its folder) and of a node."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint holds besides tensors.
-
-    Attributes:
-        step: Number of finished steps.
-        data_position: Number of prompts that have been taken from the data.
-        time_s: Seconds that the run has taken so far.
-    """
+    """Progress of a run: finished steps, prompts taken from the data, and seconds so far."""
 
     step: int
     data_position: int
@@ -47,10 +41,10 @@ class RunState:
 
 @dataclass(frozen=True)
 class RoleState:
-    """What a checkpoint holds of a trained role besides tensors.
+    """State of a trained role, without its tensors.
 
     Attributes:
-        policy_version: Optimizer steps behind the weights.
+        policy_version: Number of optimizer steps behind the weights.
         model: Digest of the names and shapes of the weights.
         is_value_model: Whether the model has a scalar head.
     """
@@ -61,15 +55,10 @@ class RoleState:
 
 
 def newest_good(folder: Path, world: ProcessGroup, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is what was written; damaged ones lose their name. All ranks call it together.
-
-    Args:
-        folder: Folder of the run's checkpoints.
-        world: Process group of all ranks.
-        say: Function that shows a line to the user.
+    """Find the newest checkpoint that is undamaged, and rename damaged ones. All ranks call it together.
 
     Returns:
-        Its folder; None when the run has no checkpoint.
+        The checkpoint, None when the folder holds none.
 
     Raises:
         RecipeError: There are checkpoints, and all are damaged.
@@ -93,15 +82,7 @@ def newest_good(folder: Path, world: ProcessGroup, say: Callable[[str], None]) -
 
 
 def find_damage(path: Path, world: ProcessGroup) -> str:
-    """What is wrong with a checkpoint, if anything. All ranks call it together, and each reads some of the files.
-
-    Args:
-        path: The checkpoint's folder.
-        world: Process group of all ranks.
-
-    Returns:
-        The same on all ranks.
-    """
+    """Describe the damage of a checkpoint, if any. All ranks call it together, and each reads some of the files."""
     place, damage = world.ranks.index(world.rank), ""
     try:
         manifest = Manifest.read(path)
@@ -115,11 +96,7 @@ def find_damage(path: Path, world: ProcessGroup) -> str:
 
 
 def load_checkpoint(path: Path, engines: Mapping[str, ShardedModel[Decoder]]) -> RunState:
-    """Read a checkpoint into the models; each rank reads what it holds, whoever wrote it.
-
-    Args:
-        path: The checkpoint's folder.
-        engines: The trained instances that this rank holds a part of, by role.
+    """Read a checkpoint into the models, by role; each rank reads what it holds, whoever wrote it.
 
     Raises:
         RecipeError: It is the checkpoint of another model, or none at all.
@@ -140,10 +117,7 @@ def load_checkpoint(path: Path, engines: Mapping[str, ShardedModel[Decoder]]) ->
 
 
 def read_state(path: Path) -> RunState:
-    """What a checkpoint says of itself.
-
-    Args:
-        path: The checkpoint's folder.
+    """Read the progress of the run from a checkpoint.
 
     Raises:
         RecipeError: It is not a checkpoint.
@@ -155,33 +129,19 @@ def read_state(path: Path) -> RunState:
 
 
 def read_role_state(path: Path, role: str) -> RoleState | None:
-    """What a checkpoint says of a role; None when it does not hold it.
-
-    Args:
-        path: The checkpoint's folder.
-        role: Role that was trained.
-    """
+    """Read the state of a role from a checkpoint; None when it does not hold the role."""
     file = path / role / ROLE_FILE
     return RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
 
 def read_node_state(path: Path, name: str) -> dict[str, float]:
-    """What a node remembered when a checkpoint was written.
-
-    Args:
-        path: The checkpoint's folder.
-        name: Name of the node.
-    """
+    """Read the state of a node from a checkpoint; empty when it had none."""
     file = path / NODE_FILE.format(name)
     remembered: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return remembered
 
 
 def fingerprint(engine: ShardedModel[Decoder]) -> str:
-    """Identifies the names and shapes of a model's weights.
-
-    Args:
-        engine: Engine that holds the model.
-    """
+    """Digest of the names and shapes of a model's weights."""
     shapes = [[name, list(parameter.shape)] for name, parameter in engine.named_weights()]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""The parts of tensors that a rank holds, written to safetensors files and read from them piece by piece.
+"""Writes the parts of tensors that a rank holds to safetensors files, and reads them, block by block.
 
 The files are those of `HuggingFaceStorageWriter` in `torch.distributed.checkpoint`: ordinary safetensors, with the
 offsets of each part in its tensor as metadata, so that any number of ranks can read what another number has written.
-That writer lays out a whole file in memory, and its reader maps one; here at most `PIECE_BYTES` are in memory besides
-the tensors. Each rank writes its own parts, and needs to know of nobody else's.
+That writer lays out a whole file in memory, and its reader maps one; here at most `BLOCK_BYTES` are in memory besides
+the tensors. Each rank writes its own parts, and need not know those of others.
 """
 
 from __future__ import annotations
@@ -24,108 +24,75 @@ from torch.distributed.tensor import DTensor
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry
 
-PIECE_BYTES = 1 << 26
-"""Bytes that are written, or read, at a time."""
+BLOCK_BYTES = 1 << 26
+"""Most bytes that are written, or read, at a time."""
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Keys in the metadata of a file under which the offsets of each part are found."""
+"""Keys of the offsets of each part in the metadata of a file."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that a rank holds.
-
-    Attributes:
-        local: The part itself.
-        offsets: Index of its first element in the whole tensor.
-    """
+    """The part of a tensor that a rank holds; `offsets` is the index of its first element in the whole tensor."""
 
     local: Tensor
     offsets: tuple[int, ...]
 
     @classmethod
     def of(cls, value: Tensor) -> Shard:
-        """The part that this rank holds of a tensor.
-
-        Args:
-            value: Distributed, or whole.
-        """
+        """The part that this rank holds of a tensor, distributed or whole."""
         if not isinstance(value, DTensor):
             return cls(value.detach(), (0,) * value.ndim)
         (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return cls(value.to_local().detach(), tuple(chunk.offsets))
 
 
-class HostCopies:
-    """Copies of shards in memory of the host, which is used again for the next ones."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def take(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
-        """Copy shards as they are now.
-
-        Args:
-            shards: Shards by the names of their tensors.
-        """
-        for name, shard in shards.items():
-            if name not in self._buffers:
-                on_device = not shard.local.is_cpu
-                self._buffers[name] = torch.empty_like(shard.local, device="cpu", pin_memory=on_device)
-            self._buffers[name].copy_(shard.local, non_blocking=True)
-        if any(not shard.local.is_cpu for shard in shards.values()):
-            torch.accelerator.synchronize()
-        return {name: replace(shard, local=self._buffers[name]) for name, shard in shards.items()}
+def copy_to_host(shards: Mapping[str, Shard], buffers: dict[str, Tensor]) -> dict[str, Shard]:
+    """Copy shards as they are now into buffers in memory of the host, which later copies use again."""
+    for name, shard in shards.items():
+        if name not in buffers:
+            buffers[name] = torch.empty_like(shard.local, device="cpu", pin_memory=not shard.local.is_cpu)
+        buffers[name].copy_(shard.local, non_blocking=True)
+    if any(not shard.local.is_cpu for shard in shards.values()):
+        torch.accelerator.synchronize()
+    return {name: replace(shard, local=buffers[name]) for name, shard in shards.items()}
 
 
 def shard_file(part: int) -> str:
-    """The name of the file that a rank writes.
-
-    Args:
-        part: Index of the rank among those that hold the tensors.
-    """
+    """The name of the file that a rank writes, by its index among those that hold the tensors."""
     return f"shard-{part + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def write_shards(file: Path, shards: Mapping[str, Shard]) -> FileEntry:
-    """Write shards, through to the disk.
-
-    Args:
-        file: The file to write.
-        shards: Shards by the names of their tensors.
-
-    Returns:
-        Size and checksum of the file.
-    """
+    """Write shards, by the names of their tensors, through to the disk; returns size and checksum of the file."""
     # In this order each tensor begins at a multiple of the size of its elements.
-    order = sorted(shards, key=lambda name: (-shards[name].local.element_size(), name))
+    ordered = sorted(shards.items(), key=lambda item: (-item[1].local.element_size(), item[0]))
     checksum, num_bytes = hashlib.sha256(), 0
     with file.open("wb") as out:
-        for piece in _pieces_of_file([(name, shards[name]) for name in order]):
-            out.write(piece)
-            checksum.update(piece)
-            num_bytes += len(piece)
+        for block in _blocks_of_file(ordered):
+            out.write(block)
+            checksum.update(block)
+            num_bytes += len(block)
         out.flush()
         os.fsync(out.fileno())
     return FileEntry(num_bytes, checksum.hexdigest())
 
 
-def _pieces_of_file(shards: list[tuple[str, Shard]]) -> Iterator[bytes | memoryview]:
+def _blocks_of_file(shards: list[tuple[str, Shard]]) -> Iterator[bytes | memoryview]:
     """The content of a file: the size of its header, the header, and the tensors."""
     sharding = {name: {OFFSETS: list(shard.offsets)} for name, shard in shards}
     header: dict[str, object] = {"__metadata__": {SHARDING: json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}}
     begin = 0
     for name, shard in shards:
-        end = begin + shard.local.nbytes
-        dtype = _NAMES[shard.local.dtype]
+        dtype, end = _NAMES[shard.local.dtype], begin + shard.local.nbytes
         header[name] = {"dtype": dtype, "shape": list(shard.local.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, shard in shards:
-        for part in torch.split(shard.local.reshape(-1), PIECE_BYTES // shard.local.element_size()):
+        for part in torch.split(shard.local.reshape(-1), BLOCK_BYTES // shard.local.element_size()):
             yield _bytes_of(part.cpu())
 
 
@@ -137,7 +104,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """A part of a tensor in a file, from `begin` on; `offsets` as in `Shard`."""
+    """A part of a tensor that begins at a byte of a file; `offsets` as in `Shard`."""
 
     file: Path
     begin: int
@@ -147,11 +114,7 @@ class _StoredPart:
 
 
 def read_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Read tensors, or this rank's shards of them, in place.
-
-    Args:
-        folder: Folder of a role in a checkpoint.
-        state: Tensors by name; others that are in the folder are left out.
+    """Read tensors by name, or this rank's shards of them, in place; others that are in the folder are left out.
 
     Raises:
         DamagedCheckpointError: The files cannot be read, or do not hold the tensors.
@@ -167,11 +130,11 @@ def read_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def _find_parts(folder: Path) -> dict[str, list[_StoredPart]]:
-    """What the files of a folder hold, by the name of the tensor."""
+    """The parts in the files of a folder, by the name of the tensor."""
     parts: dict[str, list[_StoredPart]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np"):
-            pass  # it refuses a header that does not fit its file
+            pass  # this refuses a header that does not fit its file
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(size))
@@ -186,7 +149,7 @@ def _find_parts(folder: Path) -> dict[str, list[_StoredPart]]:
 
 
 def _read_part(part: _StoredPart, shard: Shard) -> int:
-    """Read what a file holds of a shard; returns the number of elements."""
+    """Read the elements that a part and a shard share; returns their number."""
     ranges = [
         (max(begin, wanted), min(begin + length, wanted + size))
         for begin, length, wanted, size in zip(part.offsets, part.shape, shard.offsets, shard.local.shape, strict=True)
@@ -199,7 +162,7 @@ def _read_part(part: _StoredPart, shard: Shard) -> int:
     if not ranges:
         target, source, part = target.reshape(1), (slice(0, 1),), replace(part, shape=(1,))
     row_bytes = part.dtype.itemsize * math.prod(part.shape[1:])
-    num_rows = max(1, PIECE_BYTES // row_bytes)
+    num_rows = max(1, BLOCK_BYTES // row_bytes)
     is_direct = target.is_cpu and target.is_contiguous() and target.dtype == part.dtype
     is_direct = is_direct and target.shape[1:] == part.shape[1:]
     buffer = None if is_direct else torch.empty((min(num_rows, len(target)), *part.shape[1:]), dtype=part.dtype)

@@ -1,8 +1,8 @@
 """Writes checkpoints while training continues, and removes old ones.
 
 Every rank copies what it holds, and a thread writes the copy into a folder that no reader looks at. When a rank's files
-are on the disk it says so there, with their checksums. The first rank's thread waits for all of these, writes the
-manifest and gives the folder its name. Training waits for none of it, and a rank that is killed leaves no trace but a
+are on the disk, it lists them there with their checksums. The first rank's thread waits for all lists, writes the
+manifest and gives the folder its name. Training waits for none of it, and a rank that is killed leaves no more than a
 folder without a name.
 """
 
@@ -21,11 +21,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest, sync_to_disk
 from leaderless.checkpoint.reader import NODE_FILE, ROLE_FILE, STATE_FILE, RoleState, RunState, fingerprint
-from leaderless.checkpoint.shards import HostCopies, Shard, shard_file, write_shards
+from leaderless.checkpoint.shards import Shard, copy_to_host, shard_file, write_shards
 from leaderless.config.run import CheckpointConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
@@ -36,9 +37,9 @@ from leaderless.observability.run_directory import list_checkpoints, step_of, wr
 from leaderless.training.sharded import ShardedModel
 
 LEAVE_S = 10.0
-"""When a run ends with an error, longest wait for a checkpoint that is being written."""
+"""Longest wait for a checkpoint that is being written when a run ends with an error."""
 _LOOK_S = (0.02, 1.0)
-"""Time between two looks for the parts of other ranks, at first and in the end."""
+"""Time between two looks for the lists of other ranks, at first and in the end."""
 
 
 class CheckpointError(RuntimeError):
@@ -47,14 +48,14 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds besides the tensors of models.
+    """Content of a checkpoint besides the tensors of models.
 
     Attributes:
         state: Progress of the run.
         metrics: Metrics of the step.
-        nodes: What nodes remember from step to step, of those whose first rank this is.
+        nodes: States of the nodes whose first rank this is.
         save_surplus: Function that writes this rank's share of a loop's surplus into a folder, if there is any. A
-            thread calls it, so it must hold on to what there is now.
+            thread calls it later, so it must hold on to the surplus of now.
     """
 
     state: RunState
@@ -76,23 +77,17 @@ class CheckpointWriter:
         timeout_s: float,
         descriptions: Mapping[str, str],
     ) -> None:
-        """Agree on where to write. All ranks call it together.
+        """Agree on where in `folder` to write. All ranks call it together.
 
-        Args:
-            folder: Folder of the run's checkpoints.
-            engines: The trained instances that this rank holds a part of, by role.
-            world: Process group of all ranks.
-            tokenizer: Tokenizer to write next to the weights.
-            config: Settings for when to write, and what to keep.
-            timeout_s: Longest time that the first rank waits for the parts of others.
-            descriptions: Files that say what the run is, by name.
+        The first rank waits for the files of others for at most `timeout_s`. `descriptions` are further files that
+        belong to each checkpoint, by name.
         """
         self._folder, self._engines, self._world, self._config = folder, engines, world, config
         self._timeout_s, self._descriptions = timeout_s, descriptions
         self._is_first = world.rank == world.ranks[0]
-        # What a start that was killed has left behind must not be taken for parts of ours.
+        # Files that a killed start has left behind must not be taken for those of this one.
         self._token = world.broadcast_text(uuid4().hex[:8] if self._is_first else "", 0, "the name of this start")
-        self._copies = {role: HostCopies() for role in engines}
+        self._buffers: dict[str, dict[str, Tensor]] = {role: {} for role in engines}
         first_here = {role: engine for role, engine in engines.items() if _place(engine.process_group) == 0}
         self._models = {role: _describe(engine, tokenizer) for role, engine in first_here.items()}
         self._job: _Job | None = None
@@ -100,22 +95,18 @@ class CheckpointWriter:
         self._last_s = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Whether this rank finds that it is time for a checkpoint; ranks agree to write if any does.
-
-        Args:
-            step: Step that has just ended.
-        """
+        """Whether a checkpoint is due on this rank after a step; all ranks write if it is on any."""
         every_steps, every_s = self._config.every_steps, self._config.every_minutes * 60
         is_late = self._is_first and every_s > 0 and time.monotonic() - self._last_s >= every_s
         return is_late or (every_steps > 0 and step % every_steps == 0)
 
     def begin(self, content: Content, *, from_copy: bool = True) -> None:
-        """Begin to write the state; an earlier checkpoint, whose error has been taken, is waited for.
+        """Begin to write the state, after an earlier checkpoint is done.
 
         Args:
             content: Everything but the tensors.
-            from_copy: Copy the tensors, so that training can continue. Otherwise they must not change until `settle`
-                returns, and no memory is needed for a copy.
+            from_copy: Whether to copy the tensors, so that training can continue. Otherwise they must not change until
+                `finish` returns, and no memory is needed for a copy.
         """
         self.wait()
         self._last_s = time.monotonic()
@@ -124,56 +115,55 @@ class CheckpointWriter:
         for role, engine in self._engines.items():
             state = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))
             shards = _own_shards(engine)
-            roles[role] = state, self._copies[role].take(shards) if from_copy else shards
+            roles[role] = state, copy_to_host(shards, self._buffers[role]) if from_copy else shards
         self._num_begun += 1
         partial = self._folder / f".step-{content.state.step:06d}.{self._token}.{self._num_begun}"
         self._job = _Job(lambda: self._write(partial, content, roles))
         self._job.start()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait until the checkpoint that was begun is complete. All ranks call it together.
 
         Raises:
             CheckpointError: Some rank could not write its part.
             OSError: This rank could not write.
         """
-        assert self._job is not None
         self.wait()
-        error, self._job.error = self._job.error, None
+        error = self.take_error()
         failed = torch.cat(self._world.gather(torch.tensor([int(error is not None)]), "whether all have written"))
-        if not int(failed.max()):
-            return
         if error is not None:
             raise error
-        raise CheckpointError(
-            f"rank {self._world.ranks[int(failed.argmax())]} could not write its part of the checkpoint"
-        )
+        if int(failed.max()):
+            culprit = self._world.ranks[int(failed.argmax())]
+            raise CheckpointError(f"rank {culprit} could not write its part of the checkpoint")
 
     def take_error(self) -> BaseException | None:
-        """Why the last checkpoint could not be written, if that has become known since the last call."""
+        """The error of the last checkpoint, if it has become known since the last call."""
         if self._job is None or self._job.is_alive():
             return None
         error, self._job.error = self._job.error, None
         return error
 
     def wait(self) -> None:
-        """Until this rank is done with the checkpoint that it writes, if there is one."""
+        """Wait until this rank is done with the checkpoint that it writes, if there is one."""
         if self._job is not None:
             self._job.join()
 
     def close(self) -> None:
-        """Let a checkpoint that is being written come to its end, if it does soon."""
+        """Wait for a checkpoint that is being written, but not for long."""
         if self._job is not None:
             self._job.join(LEAVE_S)
 
     def _write(self, partial: Path, content: Content, roles: Mapping[str, _Role]) -> None:
-        """What the thread does."""
+        """Write this rank's part; the thread does it."""
         own = partial / f"rank-{self._world.rank:05d}"
         try:
             # Not its parents: where a mount has vanished, nothing may be written to what lies beneath.
             self._folder.mkdir(exist_ok=True)
             if self._is_first:
-                self._remove_leftovers(partial)
+                for path in self._folder.glob(".step-*"):
+                    if path != partial:  # other ranks may have begun with this one
+                        shutil.rmtree(path, ignore_errors=True)
             partial.mkdir(exist_ok=True)
             files = self._write_files(partial, own.with_suffix(".parts"), content, roles)
             listed = json.dumps({name: asdict(entry) for name, entry in files.items()})
@@ -186,19 +176,15 @@ class CheckpointWriter:
             with suppress(OSError):  # a disk may be too full for a reason, but a name mostly fits
                 own.with_suffix(".failed").touch()
             if self._is_first:
-                self._give_up(partial)
+                with suppress(OSError, CheckpointError):
+                    self._await_lists(partial)  # then nobody writes there any more
+                shutil.rmtree(partial, ignore_errors=True)
             raise
-
-    def _give_up(self, partial: Path) -> None:
-        """Remove what has been written, when nobody writes there any more."""
-        with suppress(OSError, CheckpointError):
-            self._await_parts(partial)
-        shutil.rmtree(partial, ignore_errors=True)
 
     def _write_files(
         self, folder: Path, scratch: Path, content: Content, roles: Mapping[str, _Role]
     ) -> dict[str, FileEntry]:
-        """Write this rank's files into a folder of its own, then put them where they belong."""
+        """Write this rank's files into a folder of its own, then move them to their places."""
         scratch.mkdir()
         texts = {NODE_FILE.format(name): json.dumps(dict(state)) for name, state in content.nodes.items() if state}
         if self._is_first:
@@ -228,14 +214,13 @@ class CheckpointWriter:
         return files
 
     def _commit(self, partial: Path, content: Content) -> None:
-        """Give the checkpoint its name when all parts are there, and remove old ones."""
-        step = content.state.step
-        parts = self._await_parts(partial)
-        files = {name: FileEntry(**entry) for part in parts for name, entry in json.loads(part.read_text()).items()}
+        """Give the checkpoint its name when the files of all ranks are there, and remove old ones."""
+        step, lists = content.state.step, self._await_lists(partial)
+        files = {name: FileEntry(**entry) for one in lists for name, entry in json.loads(one.read_text()).items()}
         metrics = {name: value for name, value in content.metrics.items() if math.isfinite(value)}
         Manifest(step, self._world.size, metrics, files).write(partial)
-        for part in parts:
-            part.unlink()
+        for one in lists:
+            one.unlink()
         for folder in {partial, *((partial / name).parent for name in files)}:
             sync_to_disk(folder)
         final = self._folder / f"step-{step:06d}"
@@ -244,16 +229,12 @@ class CheckpointWriter:
         partial.rename(final)
         sync_to_disk(self._folder)
         for old in superseded(list_checkpoints(self._folder), self._config):
-            # It loses its name first: one that is half removed is none.
+            # It loses its name first: a checkpoint that is half removed is none.
             shutil.rmtree(old.rename(self._folder / f".{old.name}.removed"))
         shutil.rmtree(self._folder / f".{final.name}.replaced", ignore_errors=True)
 
-    def _await_parts(self, partial: Path) -> list[Path]:
-        """What each rank says of its files.
-
-        Raises:
-            CheckpointError: A rank could not write, or says nothing.
-        """
+    def _await_lists(self, partial: Path) -> list[Path]:
+        """Wait for each rank's list of its files; a CheckpointError if one could not write, or is too late."""
         end, pause = time.monotonic() + self._timeout_s, _LOOK_S[0]
         wanted = [f"rank-{rank:05d}" for rank in self._world.ranks]
         while True:
@@ -271,19 +252,12 @@ class CheckpointWriter:
             raise CheckpointError(f"checkpoint {partial}: rank {failed} could not write its part")
         return [partial / f"{name}.json" for name in wanted]
 
-    def _remove_leftovers(self, partial: Path) -> None:
-        """Remove what was never finished; others may have begun with the one that is being written."""
-        for path in self._folder.glob(".step-*"):
-            if path != partial:
-                shutil.rmtree(path, ignore_errors=True)
-
 
 _Role = tuple[RoleState, Mapping[str, Shard]]
-"""What is written of a role."""
 
 
 class _Job(threading.Thread):
-    """One checkpoint that is being written."""
+    """A checkpoint that is being written."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="checkpoint", daemon=True)
@@ -298,54 +272,42 @@ class _Job(threading.Thread):
 
 
 def superseded(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
-    """Checkpoints that need not be kept.
-
-    Args:
-        checkpoints: All of a run, oldest first.
-        config: Settings for what to keep.
-    """
-    kept = set(checkpoints[-config.keep :])
-    if config.keep_every_steps:
-        kept |= {path for path in checkpoints if step_of(path) % config.keep_every_steps == 0}
-    best = best_checkpoint(checkpoints, config)
-    return [path for path in checkpoints if path not in kept and path != best]
+    """The checkpoints that need not be kept, of all those of a run, oldest first."""
+    kept = {*checkpoints[-config.keep :], _best(checkpoints, config)}
+    every = config.keep_every_steps
+    return [path for path in checkpoints if path not in kept and not (every and step_of(path) % every == 0)]
 
 
-def best_checkpoint(checkpoints: list[Path], config: CheckpointConfig) -> Path | None:
-    """The checkpoint of the step with the best value of a metric, the newest of several; None where no step had it.
-
-    Args:
-        checkpoints: All of a run, oldest first.
-        config: Settings that name the metric.
-    """
-    if config.best_metric is None:
-        return None
-    sign = 1.0 if config.best_is == "highest" else -1.0
+def _best(checkpoints: list[Path], config: CheckpointConfig) -> Path | None:
+    """The checkpoint of the step with the best value of a metric, the newest of several; None where no step had it."""
+    name, sign = config.best_metric, 1.0 if config.best_is == "highest" else -1.0
     values: dict[Path, float] = {}
+    if name is None:
+        return None
     for path in checkpoints:
         try:
             metrics = Manifest.read(path).metrics
         except DamagedCheckpointError:
             continue  # it is reported when a run would resume from it
-        if config.best_metric in metrics:
-            values[path] = sign * metrics[config.best_metric]
+        if name in metrics:
+            values[path] = sign * metrics[name]
     return max(reversed(values), key=lambda path: values[path], default=None)
 
 
 def _place(process_group: ProcessGroup) -> int:
-    """Of this rank in a process group, from 0."""
+    """Index of this rank in a process group."""
     return process_group.ranks.index(process_group.rank)
 
 
 def _own_shards(engine: ShardedModel[Decoder]) -> dict[str, Shard]:
-    """What this rank writes: its shards, and as the first rank the tensors that all hold whole."""
+    """The shards that this rank writes; the first rank also writes the tensors that all hold whole."""
     is_first = _place(engine.process_group) == 0
     state = engine.state().items()
     return {name: Shard.of(value) for name, value in state if isinstance(value, DTensor) or is_first}
 
 
 def _describe(engine: ShardedModel[Decoder], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files next to the weights, which are the same in each checkpoint."""
+    """The files next to the weights, the same in each checkpoint."""
     model = engine.model.model
     with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
         model.config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What a run saves, and how it continues from it."""
+"""Saves a run, and continues it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ class Keeper:
     """Writes a run's checkpoints, and reads the newest one."""
 
     def __init__(self, parts: Parts, progress: Progress, chain: Chain, tracer: Tracer) -> None:
-        """Nothing is read or written yet.
-
-        Args:
-            parts: Parts of the worker.
-            progress: Position of the run.
-            chain: Chain of this rank, whose surplus is saved.
-            tracer: Times the writing.
-        """
+        """Nothing is read or written yet; the surplus of the chain is saved too."""
         self._parts, self._progress, self._chain, self._tracer = parts, progress, chain, tracer
         recipe, directory = parts.recipe, parts.directory
         self._writer = CheckpointWriter(
@@ -45,20 +38,19 @@ class Keeper:
         )
 
     def is_due(self) -> bool:
-        """Whether this rank finds that it is time for a checkpoint."""
+        """Whether a checkpoint is due on this rank."""
         return self._writer.is_due(self._progress.step)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole, one that is being written included. All ranks call it together."""
+        """Find the newest undamaged checkpoint, after one that is being written. All ranks call it together."""
         self._writer.wait()
         return newest_good(self._parts.directory.checkpoints, self._parts.transport.world, self._parts.display.say)
 
     def resume(self, rolled_back: Callable[[int], RollBack | None]) -> None:
-        """Continue from the newest checkpoint that is whole, if there is one. All ranks call it together.
+        """Continue from the newest undamaged checkpoint, if there is one. All ranks call it together.
 
         Args:
-            rolled_back: Function that returns the roll-back to the checkpoint of a step, if there was one; then the
-                data do not return.
+            rolled_back: Function that finds the roll-back to the checkpoint of a step; then the data do not return.
         """
         checkpoint = self.newest()
         if checkpoint is None:
@@ -75,23 +67,18 @@ class Keeper:
             loader.position = progress.data_position
         loop = parts.plan.loop
         if loop is not None and rank in loop.layout:
-            # What waits in the checkpoint was used by the steps that went wrong, so it is passed over as well.
+            # The steps that went wrong have used the surplus in the checkpoint, so it is left out as well.
             shard = loop.layout.shard_of(rank), loop.layout.dp
             self._chain.buffer.surplus = Surplus() if roll_back else Surplus.load(checkpoint, *shard)
         parts.display.say(f"continuing from step {state.step} ([bold]{escape(str(checkpoint))}[/])")
 
     def save(self, numbers: dict[str, float], end: StepEnd) -> None:
-        """Write a checkpoint where one is due, and always at the end. All ranks call it together.
-
-        Args:
-            numbers: Metrics of the step.
-            end: How the step has ended.
-        """
+        """Write a checkpoint where one is due, and always at the end. All ranks call it together."""
         is_last = self._progress.step == self._parts.recipe.steps
         must_succeed = end.is_stopping or is_last
         is_wanted = must_succeed or end.is_checkpoint_due
         if is_wanted:
-            self._writer.wait()  # or nobody would hear that the one before has failed
+            self._writer.wait()  # or nobody would see that the one before has failed
         self._report(self._writer.take_error())
         if not is_wanted:
             return
@@ -101,7 +88,7 @@ class Keeper:
             self._writer.begin(self._content(numbers), from_copy=not is_awaited)
             if is_awaited:
                 try:
-                    self._writer.settle()
+                    self._writer.finish()
                 except (CheckpointError, OSError) as error:
                     if must_succeed:
                         raise
@@ -119,7 +106,7 @@ class Keeper:
         self._writer.close()
 
     def _content(self, numbers: dict[str, float]) -> Content:
-        """What a checkpoint of this moment holds besides tensors."""
+        """What a checkpoint of now holds besides tensors."""
         plan, progress, rank = self._parts.plan, self._progress, self._parts.transport.rank
         loop, save_surplus = plan.loop, None
         if loop is not None and rank in loop.layout and loop.layout.is_first_of_shard(rank):
