@@ -29,11 +29,7 @@ EVALUATION_SEED_OFFSET = 1 << 31
 
 
 def evaluated_instance(plan: Plan) -> RoleInstance:
-    """The model that answers held-out prompts: the first that generates, else the first that is trained.
-
-    Args:
-        plan: Plan of the run.
-    """
+    """The model that answers held-out prompts: the first that generates, else the first that is trained."""
     answering = [instance for instance in plan.instances if not instance.is_critic] or list(plan.instances)
     generating = [instance for instance in answering if instance.generates]
     trained = [instance for instance in answering if instance.is_trained]
@@ -42,16 +38,7 @@ def evaluated_instance(plan: Plan) -> RoleInstance:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Answers held-out prompts and grades the responses.
-
-    Attributes:
-        recipe: Recipe with a section `evaluation`.
-        dataset: Held-out prompts.
-        model: Model that answers.
-        layout: Ranks of the model, among which prompts are divided.
-        tokenizer: Tokenizer of the model.
-        grade: Function that computes rewards.
-    """
+    """Answers held-out prompts, divided among the ranks of the model that answers, and grades the responses."""
 
     recipe: Recipe
     dataset: Dataset
@@ -64,8 +51,8 @@ class Evaluator:
         """Evaluate. All ranks of the layout call it together.
 
         Args:
-            progress: Function that receives the share that is done, between 0 and 1.
-            record: Function that receives the samples to keep for people, on the first rank.
+            progress: Function that receives the finished fraction, between 0 and 1.
+            record: Function that receives, on the first rank, the samples to keep for people.
 
         Returns:
             `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;

@@ -19,15 +19,7 @@ from leaderless.worker.place import Place
 def check_memory(
     recipe: Recipe, plan: Plan, place: Place, device: torch.device, world: ProcessGroup, say: Callable[[str], None]
 ) -> int:
-    """Refuse a run that cannot fit, and warn of one that may not. All ranks call it together.
-
-    Args:
-        recipe: What the user set.
-        plan: The same on every worker.
-        place: Place of this worker.
-        device: Device of this rank.
-        world: All ranks; the one with the least memory decides.
-        say: Prints a line for the user.
+    """Refuse a run that cannot fit, and warn of one that may not. All ranks call it; the least memory decides.
 
     Returns:
         Most tokens of one pass to begin with.
@@ -55,10 +47,7 @@ def check_memory(
 def available_memory(device: torch.device, num_ranks: int, root: Path = Path("/")) -> int:
     """Bytes that one rank may still use: free memory of its accelerator, or its share of the machine's.
 
-    Args:
-        device: Device of the rank.
-        num_ranks: Ranks that share the machine.
-        root: Folder of `proc` and `sys`.
+    `num_ranks` share the machine; `root` is the folder of `proc` and `sys`.
     """
     if device.type != "cpu":
         free, _ = torch.get_device_module(device).mem_get_info(device)
@@ -68,7 +57,7 @@ def available_memory(device: torch.device, num_ranks: int, root: Path = Path("/"
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """The folders whose limits hold for this process, its own control group first, of version 1 or 2."""
+    """The folders with limits for this process, its own control group first, of version 1 or 2."""
     table = root / "proc/self/cgroup"
     for line in table.read_text().splitlines() if table.exists() else ():
         _, controllers, name = line.split(":", 2)
@@ -80,7 +69,7 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 
 def _left_in(path: Path) -> int | None:
-    """Bytes below the limit of a control group, those in its cache of files included; None where it has no limit."""
+    """Bytes left below the limit of a control group, its cache of files included; None where it has no limit."""
     for limit, used, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,4 +1,4 @@
-"""What a worker is built from, and where its run is."""
+"""The parts of a worker, and the position of its run."""
 
 from __future__ import annotations
 
@@ -22,20 +22,7 @@ from leaderless.worker.roles import Roles
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that one rank needs to train.
-
-    Attributes:
-        recipe: All settings.
-        plan: Plan of the run, the same on every rank.
-        transport: Process groups of the plan.
-        roles: Models.
-        sets: Training prompts.
-        evaluator: Held-out prompts, on ranks that hold the model that answers them.
-        tokenizer: Tokenizer of the policy.
-        grade: Function that computes rewards.
-        directory: Folder of the run.
-        display: What a person sees, on the first rank.
-    """
+    """Everything that one rank needs to train; only ranks with the model that answers held-out prompts evaluate."""
 
     recipe: Recipe
     plan: Plan
@@ -53,38 +40,27 @@ class Parts:
         return {action: place for place, action in enumerate(flat(self.plan.schedule))}
 
     def begin(self, step: int, name: str, action: Action | None = None) -> None:
-        """Show what is done now, and let the watchdog know.
-
-        Args:
-            step: Step of the run.
-            name: Name of what is done.
-            action: Entry of the schedule; None for what comes after all entries.
-        """
+        """Show what is done now, to people and to the watchdog: an entry of the schedule, or what comes after all."""
         place = self._places[action] if action is not None else len(self._places)
         self.transport.activity.begin(step, name, place)
         note_place(self.transport.rank, step, name)
         self.display.activity(name)
 
     def progress(self, name: str, fraction: float) -> None:
-        """Show how much of something is done.
-
-        Args:
-            name: Name of what is done.
-            fraction: Share that is done, between 0 and 1.
-        """
+        """Show which fraction of the work is done, between 0 and 1."""
         self.transport.activity.beat()
         self.display.activity(name, fraction)
 
 
 @dataclass
 class Progress:
-    """Where a run is; checkpoints hold all of it.
+    """Position of a run; checkpoints hold all of it.
 
     Attributes:
-        nodes: What each node of this rank remembers from step to step.
-        step: Steps that are done, or the one under way.
-        data_position: Prompts taken from the data.
-        seconds_before: Seconds that earlier starts have taken.
+        nodes: State of each node of this rank.
+        step: Number of the step that is done or under way.
+        data_position: Number of prompts taken from the data.
+        seconds_before: Seconds that earlier starts took.
     """
 
     nodes: dict[str, dict[str, float]]
@@ -95,5 +71,5 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the run has taken, earlier starts included."""
+        """Seconds that the run has taken, with earlier starts."""
         return self.seconds_before + time.monotonic() - self._begin

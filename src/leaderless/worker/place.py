@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STORE_VARIABLE = "LEADERLESS_STORE"
-"""A file that the workers of one machine meet at; without it they meet as torch elastic has arranged."""
+"""File at which the workers of one machine meet; without it they meet as torch elastic has arranged."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Place:
         local_rank: Rank among the workers of this machine.
         local_world_size: Number of workers of this machine.
         store: File at which the workers of one machine meet; None where torch elastic has arranged it otherwise.
-        is_guest: The process belongs to a program that continues after the run, such as a notebook.
+        is_guest: Whether the process belongs to a program that continues after the run, such as a notebook.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> Place:
-        """The place that torch elastic has given to this process; the only worker where it has given none."""
+        """The place that torch elastic has given to this process; that of the only worker where it has given none."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         rank, world_size, local_rank, local_world_size = (int(os.environ.get(name, "0")) for name in names)
         store = os.environ.get(STORE_VARIABLE)

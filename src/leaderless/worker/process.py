@@ -1,4 +1,4 @@
-"""What a worker process does: builds its part of a run, trains or evaluates, and cleans up."""
+"""A worker process: builds its part of a run, trains or evaluates, and cleans up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leaderless.config import Recipe, RecipeError, dump_recipe
 from leaderless.data.activity import Activity
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import open_training_set
-from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
+from leaderless.data.dataset import TrainingSet, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.data.files import find_files
 from leaderless.data.sources import open_source
@@ -40,39 +40,17 @@ from leaderless.worker.worker import Worker
 
 
 def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> int | None:
-    """Be one worker of a training run.
-
-    Args:
-        recipe: All settings.
-        plan: Plan of the run, the same on every worker.
-        place: Place of this worker.
-        display: Display of progress.
-
-    Returns:
-        The signal that stopped it before the last step, if one did.
-    """
+    """Be one worker of a training run; returns the signal that stopped it before the last step, if one did."""
     with open_worker(recipe, plan, place, display) as worker:
         return worker.run(is_guest=place.is_guest)
 
 
 @contextmanager
 def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> Iterator[Worker]:
-    """Join the others and build this worker's part of a run.
-
-    Args:
-        recipe: All settings.
-        plan: Plan of the run, the same on every worker.
-        place: Place of this worker.
-        display: Display of progress.
-
-    Yields:
-        The worker, ready for its first step.
-    """
+    """Join the others and build this worker's part of a run; yields the worker, ready for its first step."""
     directory = RunDirectory.of(recipe)
     with ExitStack() as stack:
-        activity = Activity()
-        rewards = _start_rewards(recipe, activity, stack)
-        transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
+        grade, transport, device = _join(recipe, plan, place, stack)
         check_shared(directory.path, transport.world)
         if place.rank == 0:
             write_description(directory, recipe, plan, display.say)
@@ -88,9 +66,9 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
             transport=transport,
             roles=builder.roles,
             sets=builder.training_sets(directory.data),
-            evaluator=builder.evaluator(rewards.grade) if recipe.evaluation.every_steps else None,
+            evaluator=builder.evaluator(grade) if recipe.evaluation.every_steps else None,
             tokenizer=builder.tokenizer,
-            grade=rewards.grade,
+            grade=grade,
             directory=directory,
             display=display,
         )
@@ -100,38 +78,37 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
 
 
 def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpoint: Path | None) -> dict[str, float]:
-    """Be one worker of an evaluation.
-
-    Args:
-        recipe: All settings.
-        plan: Plan of a workflow that only answers.
-        place: Place of this worker.
-        display: Display of progress.
-        checkpoint: Checkpoint whose weights answer; None for those that the recipe names.
+    """Be one worker of an evaluation, with the weights of a checkpoint or those that the recipe names.
 
     Returns:
         The scores, on every rank.
     """
     with ExitStack() as stack:
-        activity = Activity()
-        rewards = _start_rewards(recipe, activity, stack)
-        transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
+        grade, transport, device = _join(recipe, plan, place, stack)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaderless-eval-")))
-        parts = _Builder(recipe, plan, transport, device, display, logs, checkpoint)
-        stack.callback(parts.roles.close)
+        builder = _Builder(recipe, plan, transport, device, display, logs, checkpoint)
+        stack.callback(builder.roles.close)
         if checkpoint is not None:
             damage = find_damage(checkpoint, transport.world)
             if damage:
                 raise RecipeError.at("", f"checkpoint {checkpoint} is damaged: {damage}; take another one")
-            answering = parts.instance
-            load_checkpoint(checkpoint, {answering.role: parts.roles.engines[answering.role, answering.layout.ranks]})
-        evaluator = parts.evaluator(rewards.grade)
+            role, ranks = builder.instance.role, builder.instance.layout.ranks
+            load_checkpoint(checkpoint, {role: builder.roles.engines[role, ranks]})
+        evaluator = builder.evaluator(grade)
         assert evaluator is not None, "every rank answers"
         display.start(1, 0)
         try:
             return evaluator.run(lambda fraction: display.activity("evaluate", fraction))
         finally:
             display.stop()
+
+
+def _join(recipe: Recipe, plan: Plan, place: Place, stack: ExitStack) -> tuple[Grader, Transport, torch.device]:
+    """Start the processes that compute rewards for this worker, then meet the other workers."""
+    activity = Activity()
+    rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat))
+    transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
+    return rewards.grade, transport, device
 
 
 class _Builder:
@@ -147,18 +124,17 @@ class _Builder:
         logs: Path,
         checkpoint: Path | None = None,
     ) -> None:
-        self.recipe, self.plan, self.transport, self.display = recipe, plan, transport, display
+        self.recipe, self.transport, self.display = recipe, transport, display
         self.instance: RoleInstance = evaluated_instance(plan)
         config = recipe.model_of(self.instance.role)
         assert config is not None
-        self._say_source(
-            "loading", str(checkpoint or config.path), on_hub=checkpoint is None and not Path(config.path).exists()
-        )
+        on_hub = checkpoint is None and not Path(config.path).exists()
+        self._say_source("loading", str(checkpoint or config.path), on_hub=on_hub)
         self.tokenizer: Tokenizer = load_tokenizer(config, self.instance.role)
-        self.roles = Roles(recipe, plan, transport, device, self.tokenizer, logs, partial(_tell, display))
+        self.roles = Roles(recipe, plan, transport, device, self.tokenizer, logs, partial(_print_own, display))
 
     def training_sets(self, folder: Path) -> list[TrainingSet]:
-        """The datasets to train on, with a cache of what is known about them. All ranks call it together."""
+        """The datasets to train on; `folder` keeps what is found out about them. All ranks call it together."""
         cache = DataCache(self.transport.world, folder)
         # They are read in a thread, and a tokenizer may not be used by two at once.
         tokenizer = copy.deepcopy(self.tokenizer)
@@ -170,8 +146,8 @@ class _Builder:
             self._say(key, sets[-1], config.path)
         return sets
 
-    def _held_out(self) -> Dataset:
-        """Held-out prompts. All ranks call it together."""
+    def evaluator(self, grade: Grader) -> Evaluator | None:
+        """The evaluator of this rank, if it holds the model that answers. All ranks call it together."""
         config, key = self.recipe.data.evaluation, "data.evaluation"
         assert config is not None, "checked when the recipe was read"
         self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
@@ -180,7 +156,11 @@ class _Builder:
         with self.display.reading(config.path) as progress:
             dataset = open_dataset(source, encoder, self.recipe, cache, progress, self.recipe.evaluation.max_prompts)
         self._say(key, dataset, config.path)
-        return dataset
+        if self.transport.rank not in self.instance.layout:
+            return None
+        model = self.roles.of(self.instance.role, self.instance.layout)
+        assert isinstance(model, ModelRole), "checked by the planner"
+        return Evaluator(self.recipe, dataset, model, self.instance.layout, self.tokenizer, grade)
 
     def _say_source(self, verb: str, path: str, *, on_hub: bool) -> None:
         self.display.say(f"{verb} [bold]{escape(path)}[/]{' from the hub' if on_hub else ''}")
@@ -188,25 +168,9 @@ class _Builder:
     def _say(self, key: str, dataset: TrainingSet, path: str) -> None:
         self.display.say(f"{key}: {dataset.summary(f'[bold]{escape(path)}[/]')}")
 
-    def evaluator(self, grade: Grader) -> Evaluator | None:
-        """The evaluator of this rank, if it holds the model that answers. All ranks call it together."""
-        dataset = self._held_out()
-        if self.transport.rank not in self.instance.layout:
-            return None
-        model = self.roles.of(self.instance.role, self.instance.layout)
-        assert isinstance(model, ModelRole), "checked by the planner"
-        return Evaluator(self.recipe, dataset, model, self.instance.layout, self.tokenizer, grade)
-
 
 def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> None:
-    """Write what a run is made of: the resolved recipe, the plan and its picture.
-
-    Args:
-        directory: Folder of the run.
-        recipe: All settings.
-        plan: Plan of the run.
-        say: Prints a line for the user.
-    """
+    """Write the resolved recipe, the plan and its picture to the folder of the run."""
     write_atomically(directory.config, dump_recipe(recipe))
     write_atomically(directory.plan, json.dumps(plan.to_json(), indent=1))
     try:
@@ -217,14 +181,9 @@ def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan, say: 
         write_atomically(directory.picture, draw_plan(plan))
 
 
-def _tell(display: Display, text: str) -> None:
+def _print_own(display: Display, text: str) -> None:
     """Print a line about this rank alone, on the first rank's screen or in another rank's log."""
     if display.is_shown:
         display.say(escape(text))
     else:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _start_rewards(recipe: Recipe, activity: Activity, stack: ExitStack) -> RewardPool:
-    """The processes that compute rewards for this worker."""
-    return stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat))

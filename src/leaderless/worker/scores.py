@@ -22,11 +22,6 @@ class Scores:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        """Begin with nothing.
-
-        Args:
-            recipe: Recipe with rewards and a section `evaluation`.
-        """
         self.recipe, self.k = recipe, recipe.evaluation.responses_per_prompt
         self.powers = pass_at_sizes(self.k)
         self.metrics = Metrics()
@@ -37,11 +32,7 @@ class Scores:
             self.metrics.total(name, 0)
 
     def add(self, graded: Sequence[Graded]) -> None:
-        """Add the responses to one prompt.
-
-        Args:
-            graded: `evaluation.responses_per_prompt` responses.
-        """
+        """Add the responses to one prompt."""
         valid = [g for g in graded if g.is_valid]
         self.metrics.total("failed", len(graded) - len(valid))
         judged = [(g, name) for g in valid if (name := self._metric_of(g)) is not None]
@@ -59,13 +50,9 @@ class Scores:
         self.metrics.mean(f"maj@{self.k}", majority_is_correct(answers, correct), 1)
 
     def numbers(self, reduced: Mapping[str, float]) -> dict[str, float]:
-        """The scores.
+        """The scores from the metrics of all ranks, by name as `evaluation/mean@4`.
 
-        Args:
-            reduced: Metrics of all ranks.
-
-        Returns:
-            By name as `evaluation/mean@4`; no majority where no response has an answer or there is one response only.
+        There is no majority where no response has an answer, or where there is only one response.
         """
         hidden = {"answered"}
         if not reduced["answered"] or self.k == 1:
