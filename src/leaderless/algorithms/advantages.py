@@ -1,4 +1,10 @@
-"""Advantages of whole responses, most of them relative to the other responses to the same prompt.
+"""Advantages, [n] float32, of whole responses, most of them relative to the other responses to the same prompt.
+
+- `rewards`: [n] float, one for each response.
+- `is_valid`: [n] bool, false where the reward failed.
+- `group_ids`: [n] int64, the prompt of each response; whole groups, in any order.
+- `lengths`: [n] int64, response tokens.
+- `signal_share`: groups with a signal over all groups, on all ranks; see `count_groups`.
 
 A response whose reward failed is left out of its group's statistics and has advantage 0. In advantages that compare
 the responses of a group, so has every response of a group with fewer than two rewards or with equal ones.
@@ -22,15 +28,7 @@ def grpo_advantages(
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome supervision); Dr. GRPO, arXiv 2503.20783, section
     3.2. GRPO's paper does not say which standard deviation it means; this is the sample's (n - 1), as is common.
 
-    Args:
-        rewards: [n] float.
-        is_valid: [n] bool, false where the reward failed.
-        group_ids: [n] int64; whole groups, in any order.
-        normalize_by_std: Whether to divide by the standard deviation as well.
-        epsilon: Constant added to the standard deviation, above 0.
-
-    Returns:
-        [n] float32.
+    `epsilon`, above 0, is added to the standard deviation.
     """
     groups = Groups.of(rewards, is_valid, group_ids)
     advantages = groups.centered()
@@ -46,14 +44,6 @@ def rloo_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Ten
 
     Source: RLOO, Ahmadian et al., arXiv 2402.14740; Kool et al., "Buy 4 REINFORCE samples, get a baseline for free",
     2019. n counts the rewards that did not fail.
-
-    Args:
-        rewards: [n] float.
-        is_valid: [n] bool, false where the reward failed.
-        group_ids: [n] int64; whole groups, in any order.
-
-    Returns:
-        [n] float32.
     """
     groups = Groups.of(rewards, is_valid, group_ids)
     scale = groups.count / (groups.count - 1).clamp(min=1)
@@ -67,15 +57,6 @@ def opo_advantages(rewards: Tensor, is_valid: Tensor, lengths: Tensor, group_ids
 
     Source: OPO, arXiv 2505.23585, in its practical form: gradients of tokens are taken to be orthogonal and equally
     large.
-
-    Args:
-        rewards: [n] float.
-        is_valid: [n] bool, false where the reward failed.
-        lengths: [n] int64, response tokens.
-        group_ids: [n] int64; whole groups, in any order.
-
-    Returns:
-        [n] float32.
     """
     groups = Groups.of(rewards, is_valid, group_ids)
     baseline = groups.sum(groups.values * lengths) / groups.sum(lengths.double()).clamp(min=1)
@@ -91,15 +72,6 @@ def gpg_advantages(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, *, sign
 
     Source: GPG, arXiv 2504.02546, with F_norm = 1. The paper counts samples, B / (B - M), which is the same for groups
     of equal size.
-
-    Args:
-        rewards: [n] float.
-        is_valid: [n] bool, false where the reward failed.
-        group_ids: [n] int64; whole groups, in any order.
-        signal_share: Groups with a signal over all groups, on all ranks; see `count_groups`.
-
-    Returns:
-        [n] float32.
     """
     groups = Groups.of(rewards, is_valid, group_ids)
     return groups.keep_signal(groups.centered() / max(signal_share, 1e-12))
@@ -115,15 +87,7 @@ def cpgd_advantages(
     Source: CPGD, arXiv 2505.12504. Its two other weightings are 1 (Dr. GRPO) and 1 / std (GRPO). The paper does not say
     over what the share is taken; here it is over the groups of the step, on all ranks.
 
-    Args:
-        rewards: [n] float.
-        is_valid: [n] bool, false where the reward failed.
-        group_ids: [n] int64; whole groups, in any order.
-        signal_share: Groups with a signal over all groups, on all ranks; see `count_groups`.
-        max_weight: Largest weight, at least 1.
-
-    Returns:
-        [n] float32.
+    `max_weight` is at least 1.
     """
     groups = Groups.of(rewards, is_valid, group_ids)
     weight = min(max_weight, 1 / max(signal_share, 1e-12))
@@ -138,15 +102,6 @@ def pass_at_k_advantages(is_correct: Tensor, is_valid: Tensor, group_ids: Tensor
 
     Source: Pass@k Training, arXiv 2508.10751, analytical derivation. A group has no signal if it has fewer than k
     rewards, or if every set of k holds a correct response.
-
-    Args:
-        is_correct: [n] bool.
-        is_valid: [n] bool, false where the reward failed.
-        group_ids: [n] int64; whole groups, in any order.
-        k: Size of a set, at least 1.
-
-    Returns:
-        [n] float32.
     """
     groups = Groups.of(is_correct.double(), is_valid, group_ids)
     wrong = groups.count - groups.sum(groups.values)
@@ -173,14 +128,7 @@ def remax_advantages(rewards: Tensor, is_valid: Tensor, greedy_rewards: Tensor, 
 
     Source: ReMax, arXiv 2310.10505. No group is needed: one sampled response per prompt is enough.
 
-    Args:
-        rewards: [n] float.
-        is_valid: [n] bool, false where the reward failed.
-        greedy_rewards: [n] float, reward of the greedy response to each sample's prompt.
-        is_greedy_valid: [n] bool, false where that reward failed.
-
-    Returns:
-        [n] float32; 0 where either reward failed.
+    `greedy_rewards`, [n], has the one for the prompt of each sample. The advantage is 0 where either reward failed.
     """
     difference = rewards.double() - greedy_rewards.double()
     return torch.where(is_valid & is_greedy_valid, difference, 0.0).float()
@@ -195,12 +143,8 @@ def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Ten
     Source: on-policy distillation: MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649, with the student's samples only.
     One deviation from both: the effect of a token on later tokens is left out (a discount of 0).
 
-    Args:
-        log_probs: [total] under the student, before this step's updates.
-        teacher_log_probs: [total] under the teacher.
-
-    Returns:
-        [total] float32, without gradient.
+    All tensors are [total], one value per token; those of the student are from before this step's updates, and the
+    advantages have no gradient.
     """
     return (teacher_log_probs.detach().double() - log_probs.detach().double()).float()
 
@@ -213,24 +157,13 @@ def rejection_advantages(is_correct: Tensor, is_valid: Tensor, *, correct_share:
 
     Source: rejection-sampling fine-tuning, arXiv 2308.01825; RAFT, arXiv 2304.06767.
 
-    Args:
-        is_correct: [n] bool.
-        is_valid: [n] bool, false where the reward failed.
-        correct_share: Tokens of correct responses over tokens of all responses that count, on all ranks.
-
-    Returns:
-        [n] float32.
+    `correct_share` is tokens of correct responses over tokens of all responses that count, on all ranks.
     """
     return (is_correct & is_valid).float() / max(correct_share, 1e-12)
 
 
 def count_groups_without_signal(advantages: Tensor, group_ids: Tensor) -> tuple[int, int]:
-    """Number of groups whose advantages are all 0, and number of all groups.
-
-    Args:
-        advantages: [n], of whole groups.
-        group_ids: [n] int64.
-    """
+    """Number of groups whose advantages, [n], are all 0, and number of all groups."""
     groups, group = torch.unique(group_ids, return_inverse=True)
     size = torch.zeros(len(groups), dtype=torch.float64, device=advantages.device).index_add(
         0, group, advantages.double().abs()

@@ -29,15 +29,7 @@ class Denominators:
 
     @staticmethod
     def count(lengths: Tensor, is_valid: Tensor) -> Tensor:
-        """One rank's contribution; its sum over ranks makes the denominators.
-
-        Args:
-            lengths: [n] int64, response tokens of each sample.
-            is_valid: [n] bool, samples that count.
-
-        Returns:
-            [2] float64: samples and tokens.
-        """
+        """One rank's contribution, [2] float64 samples and tokens; its sum over ranks makes the denominators."""
         counted = lengths * is_valid
         return torch.stack([(counted > 0).sum(), counted.sum()]).double()
 
@@ -45,7 +37,7 @@ class Denominators:
 def token_weights(
     aggregation: Aggregation, lengths: Tensor, is_valid: Tensor, totals: Denominators, *, norm_tokens: int = 1
 ) -> Tensor:
-    """The weight of each token, such that the loss is the weighted sum over all tokens of all ranks.
+    """The weight of each token, [total] float32, such that the loss is the weighted sum over all tokens of all ranks.
 
     Because the weights contain the global denominators, the loss and its gradient do not depend on micro-batches, ranks
     or packing. With N samples that have tokens, and T tokens in all:
@@ -58,23 +50,17 @@ def token_weights(
     Source: as named; each paper states its mean for the responses to one prompt. Here, as in their code, it is over the
     whole mini-batch, which makes a difference for `token_mean`: prompts with longer responses weigh more.
 
-    Args:
-        aggregation: Kind of mean.
-        lengths: [n] int64, response tokens of each sample.
-        is_valid: [n] bool; samples that do not count have weight 0.
-        totals: Denominators over the whole mini-batch.
-        norm_tokens: Constant of `sequence_mean_token_sum_norm`, such as the longest response allowed.
-
-    Returns:
-        [sum(lengths)] float32.
+    `lengths`, [n] int64, are response tokens; samples that are not valid, [n] bool, have weight 0. `norm_tokens` is a
+    constant, such as the longest response allowed.
     """
+    num_samples, num_tokens = max(totals.num_samples, 1.0), max(totals.num_tokens, 1.0)
     match aggregation:
         case "token_mean":
-            per_sample = is_valid.double() / max(totals.num_tokens, 1.0)
+            denominator: float | Tensor = num_tokens
         case "sequence_mean_token_mean":
-            per_sample = is_valid.double() / (lengths.clamp(min=1) * max(totals.num_samples, 1.0))
+            denominator = lengths.clamp(min=1) * num_samples
         case "sequence_mean_token_sum":
-            per_sample = is_valid.double() / max(totals.num_samples, 1.0)
+            denominator = num_samples
         case "sequence_mean_token_sum_norm":
-            per_sample = is_valid.double() / (norm_tokens * max(totals.num_samples, 1.0))
-    return repeat_per_token(per_sample.float(), lengths)
+            denominator = norm_tokens * num_samples
+    return repeat_per_token((is_valid.double() / denominator).float(), lengths)

@@ -4,6 +4,9 @@ The weight of a token is the ratio w = p_old / p_rollout of the trainer's probab
 engine's probability at sampling time. It multiplies the loss; a dropped token has weight 0 and still counts in the
 denominator of the mean. Decoupled PPO (AReaL, arXiv 2505.24298) is the clipped loss with such a weight: its proximal
 policy is the trainer's before this step's updates.
+
+Log-probabilities, ratios and weights are [total], at least float32 and without gradient; `lengths`, [n] int64, are the
+response tokens of each sample; bounds are inclusive and at least 0.
 """
 
 from __future__ import annotations
@@ -30,14 +33,7 @@ def importance_ratios(
 
     Source: as named. One deviation: the logarithm of a ratio is cut at +-20.
 
-    Args:
-        old_log_probs: [total] under the trainer's policy before this step's updates.
-        rollout_log_probs: [total] under the engine at sampling time.
-        lengths: [n] int64, response tokens; summing to `total`.
-        level: A ratio for each token, for the product of a response's tokens, or for their geometric mean.
-
-    Returns:
-        [total], without gradient, at least float32; at other levels than `token`, equal for all tokens of a response.
+    At other levels than `token`, all tokens of a response have the same ratio.
     """
     difference = log_ratio_of(old_log_probs, rollout_log_probs).detach()
     match level:
@@ -56,13 +52,6 @@ def truncated_weights(ratios: Tensor, *, highest: float) -> Tensor:
     Formula: min(w, highest).
 
     Source: Espeholt et al., arXiv 1802.01561 (V-trace), with the trainer's policy as target.
-
-    Args:
-        ratios: [total].
-        highest: Upper bound, above 0.
-
-    Returns:
-        [total].
     """
     return ratios.clamp(max=highest)
 
@@ -73,14 +62,6 @@ def masked_weights(ratios: Tensor, *, lowest: float, highest: float) -> Tensor:
     Formula: w if lowest <= w <= highest, else 0.
 
     Source: IcePop, in "Every Step Evolves", arXiv 2510.18855.
-
-    Args:
-        ratios: [total].
-        lowest: Lower bound, at least 0.
-        highest: Upper bound, at least `lowest`.
-
-    Returns:
-        [total].
     """
     return torch.where(is_within(ratios, lowest, highest), ratios, 0.0)
 
@@ -91,13 +72,5 @@ def is_within(ratios: Tensor, lowest: float, highest: float) -> Tensor:
     Formula: lowest <= w <= highest.
 
     Source: Li et al., "When Speed Kills Stability", 2025, which rejects whole responses by the geometric level.
-
-    Args:
-        ratios: [total]; of the geometric level, to reject whole responses.
-        lowest: Lower bound, at least 0.
-        highest: Upper bound, at least `lowest`.
-
-    Returns:
-        [total] bool.
     """
     return (ratios >= lowest) & (ratios <= highest)

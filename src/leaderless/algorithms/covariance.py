@@ -2,7 +2,7 @@
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617.
 Covariances are taken with respect to the means over the mini-batch on all ranks, so that they depend on neither
-micro-batches nor ranks.
+micro-batches nor ranks. Arguments are those of `policy_loss`, with `is_chosen` and `is_in_range` [total] bool.
 """
 
 from __future__ import annotations
@@ -20,20 +20,11 @@ _ROUNDS = 8
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, *, mean_log_prob: float, mean_advantage: float) -> Tensor:
-    """The contribution of each token to the covariance of log-probability and advantage.
+    """The contribution, without gradient, of each token to the covariance of log-probability and advantage.
 
     Formula: (log p - mean log p) (A - mean A).
 
     Source: arXiv 2505.22617, the definition of token-wise covariance before Clip-Cov.
-
-    Args:
-        log_probs: [total] under the current policy.
-        advantages: [total].
-        mean_log_prob: Mean over all tokens of the mini-batch, on all ranks.
-        mean_advantage: Mean over the same tokens.
-
-    Returns:
-        [total], without gradient.
     """
     return (widen(log_probs.detach()) - mean_log_prob) * (widen(advantages) - mean_advantage)
 
@@ -48,13 +39,8 @@ def choose_for_clip_cov(is_in_range: Tensor, noise: Tensor, *, probability: floa
     leaves out tokens whose ratio is already clipped; here they take part, as in the paper, so that some of the drawn
     tokens had no gradient to lose.
 
-    Args:
-        is_in_range: [total] bool.
-        noise: [total], uniform between 0 and 1, determined by sample and position.
-        probability: Intended number of tokens over the number in range, on all ranks.
-
-    Returns:
-        [total] bool.
+    `noise`, [total], is uniform between 0 and 1 and determined by sample and position. `probability` is the intended
+    number of tokens over the number in range, on all ranks.
     """
     return is_in_range & (noise < probability)
 
@@ -75,17 +61,6 @@ def clip_cov_loss(
     Source: Clip-Cov, arXiv 2505.22617. For the other tokens, the paper's formula has the plain surrogate and its code
     the clipped one; this follows the code. There, chosen tokens have loss 0; here they keep their value and lose only
     the gradient, so that losses remain comparable.
-
-    Args:
-        log_probs: [total] under the current policy, with gradient.
-        old_log_probs: [total] under the policy before this step's updates.
-        advantages: [total].
-        is_chosen: [total] bool; see `choose_for_clip_cov`.
-        clip_low: Lower clip range, between 0 and 1.
-        clip_high: Upper clip range, above 0.
-
-    Returns:
-        The loss of each token.
     """
     plain = clipped_policy_loss(log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high)
     return PolicyLoss(torch.where(is_chosen, plain.loss.detach(), plain.loss), plain.is_clipped | is_chosen)
@@ -96,20 +71,12 @@ def kl_cov_loss(
 ) -> PolicyLoss:
     """The unclipped surrogate, with a penalty at the chosen tokens for moving away from the old policy.
 
+    The tokens of largest covariance are chosen, by `threshold_of_top`, and count as clipped.
+
     Formula: -ratio A, plus coefficient |log-ratio| at the chosen tokens.
 
     Source: KL-Cov, arXiv 2505.22617. The paper's formula has the divergence to the old policy, its code the absolute
     log-ratio; this follows the code.
-
-    Args:
-        log_probs: [total] under the current policy, with gradient.
-        old_log_probs: [total] under the policy before this step's updates.
-        advantages: [total].
-        is_chosen: [total] bool, the tokens of largest covariance; see `threshold_of_top`.
-        coefficient: Weight of the penalty.
-
-    Returns:
-        The loss of each token; chosen tokens count as clipped.
     """
     log_ratio = log_ratio_of(log_probs, old_log_probs)
     penalty = coefficient * log_ratio.abs()
@@ -121,12 +88,7 @@ def threshold_of_top(values: Tensor, count: int, reduce_sum: Callable[[Tensor], 
 
     Values that differ by less than highest / 2^46 count as equal, and equal values either all reach the threshold or
     none does. It is found by counting values above 64 thresholds at a time: ranks exchange counts, not values.
-
-    Args:
-        values: [total], finite, of magnitude at most `highest`.
-        count: Number of values over all ranks.
-        reduce_sum: Sum over ranks; all ranks call it equally often.
-        highest: Upper bound of the magnitude of every value on every rank.
+    `highest` bounds the magnitude of every value on every rank; all ranks call `reduce_sum` equally often.
     """
     low, high = -highest, highest * (1 + 1e-9) + 1e-30
     for _ in range(_ROUNDS):

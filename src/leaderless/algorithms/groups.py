@@ -37,8 +37,8 @@ class Groups:
 
         Args:
             rewards: [n] float; failed ones may have any value, including NaN.
-            is_valid: [n] bool; false where the reward failed.
-            group_ids: [n] int64; whole groups, in any order.
+            is_valid: [n] bool, false where the reward failed.
+            group_ids: [n] int64, the prompt of each sample; whole groups, in any order.
         """
         names, index = torch.unique(group_ids, return_inverse=True)
         values = torch.where(is_valid, rewards.double(), 0.0)
@@ -68,16 +68,7 @@ class Groups:
 
 
 def count_groups(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Tensor:
-    """Number of groups with a signal, to be summed over ranks for their share.
-
-    Args:
-        rewards: [n] float.
-        is_valid: [n] bool; false where the reward failed.
-        group_ids: [n] int64; whole groups.
-
-    Returns:
-        [2] float64: groups with a signal, and all groups.
-    """
+    """[2] float64: groups with a signal, and all groups; summed over ranks they give the share."""
     has_signal = Groups.of(rewards, is_valid, group_ids).has_signal
     return torch.tensor([int(has_signal.sum()), len(has_signal)], dtype=torch.float64)
 
@@ -86,11 +77,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate, from n >= k responses, of the chance that at least one of k responses is correct.
 
     Source: Chen et al., arXiv 2107.03374, equation 1: 1 - C(n - c, k) / C(n, k).
-
-    Args:
-        num_samples: Number of graded responses, n.
-        num_correct: Number of correct ones, c.
-        k: Number of responses that count together, at most n.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"k={k}: must be between 1 and the {num_samples} responses there are")
@@ -100,9 +86,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority_is_correct(answers: Sequence[str | None], is_correct: Sequence[bool]) -> bool:
     """Whether the most frequent answer is correct; of equally frequent answers, the first counts.
 
-    Args:
-        answers: Final answer of each response; None if it has none and therefore no vote.
-        is_correct: Correctness of each response.
+    A response without an answer, None, has no vote.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

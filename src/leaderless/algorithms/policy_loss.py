@@ -1,9 +1,19 @@
 """Losses of the policy and of the critic, token by token.
 
-Log-ratios are cut at +-20 before they are exponentiated, here and in the other losses, so that nothing overflows:
-e^20 is far outside any clipping range. Half-precision inputs are computed with, and losses returned, in float32.
-GSPO and GMPO judge a response as a whole, by a mean over its tokens; a micro-batch holds whole samples, so that these
-losses can be split like the others.
+All of them take packed response tokens, those of one sample after those of another, and return the loss of each token:
+
+- `log_probs`: [total] under the current policy, with gradient.
+- `old_log_probs`: [total] under the policy before this step's updates. The ratio is the probability under the current
+  policy over that under the old one.
+- `advantages`: [total].
+- `lengths`: [n] int64, response tokens of each sample, summing to `total`.
+- `clip_low`, `clip_high`: range of the ratio, from 1 - clip_low, with clip_low between 0 and 1, to 1 + clip_high, with
+  clip_high above 0.
+
+Log-ratios are cut at +-20 before they are exponentiated, so that nothing overflows: e^20 is far outside any clipping
+range. Half-precision inputs are converted to float32, in which losses are computed and returned. GSPO and GMPO judge a
+response as a whole, by a mean over its tokens; a micro-batch holds whole samples, so these losses can be split like the
+others.
 """
 
 from __future__ import annotations
@@ -53,16 +63,7 @@ def clipped_policy_loss(
     Source: PPO, arXiv 1707.06347, equation 7; GRPO, arXiv 2402.03300, equation 3; clip-higher: DAPO, arXiv 2503.14476,
     equation 10; dual clip: Ye et al., arXiv 1912.09729, equation 5.
 
-    Args:
-        log_probs: [total] under the current policy, with gradient.
-        old_log_probs: [total] under the policy before this step's updates.
-        advantages: [total].
-        clip_low: Lower clip range, between 0 and 1.
-        clip_high: Upper clip range, above 0.
-        dual_clip: Largest ratio for tokens with negative advantage, above 1 + clip_high.
-
-    Returns:
-        The loss of each token.
+    `dual_clip`, above 1 + clip_high, is the largest ratio for tokens with a negative advantage.
     """
     log_ratio = log_ratio_of(log_probs, old_log_probs)
     return clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -89,13 +90,6 @@ def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
 
     Source: Williams, "Simple statistical gradient-following algorithms", 1992; GPG, arXiv 2504.02546, uses it without
     clipping or ratio.
-
-    Args:
-        log_probs: [total] under the current policy, with gradient.
-        advantages: [total].
-
-    Returns:
-        The loss of each token.
     """
     return PolicyLoss(-advantages * widen(log_probs), torch.zeros_like(advantages, dtype=torch.bool))
 
@@ -109,15 +103,7 @@ def cispo_loss(
 
     Source: CISPO in MiniMax-M1, arXiv 2506.13585, section 3.1.
 
-    Args:
-        log_probs: [total] under the current policy, with gradient.
-        old_log_probs: [total] under the policy before this step's updates.
-        advantages: [total].
-        clip_low: Lower clip range: the ratio is at least 1 - clip_low; 1 for no bound, as in the paper.
-        clip_high: Upper clip range: the ratio is at most 1 + clip_high.
-
-    Returns:
-        The loss of each token.
+    As in the paper, clip_low = 1 means no lower bound.
     """
     ratio = ratio_of(log_ratio_of(log_probs, old_log_probs)).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -132,23 +118,13 @@ def sapo_loss(
     temperature_positive: float,
     temperature_negative: float,
 ) -> PolicyLoss:
-    """A soft gate instead of clipping, with a temperature t for each sign of A.
+    """A soft gate instead of clipping, with one temperature t > 0 for A > 0 and another for A <= 0.
 
-    At ratio 1 it has the gradient of -ratio A.
+    At ratio 1 it has the gradient of -ratio A. No token counts as clipped.
 
     Formula: -(4 / t) sigmoid(t (ratio - 1)) A.
 
     Source: SAPO, arXiv 2511.20347.
-
-    Args:
-        log_probs: [total] under the current policy, with gradient.
-        old_log_probs: [total] under the policy before this step's updates.
-        advantages: [total].
-        temperature_positive: Temperature for A > 0, above 0.
-        temperature_negative: Temperature for A <= 0, above 0.
-
-    Returns:
-        The loss of each token; none counts as clipped.
     """
     ratio = ratio_of(log_ratio_of(log_probs, old_log_probs))
     temperature = torch.full_like(ratio, temperature_negative).masked_fill(advantages > 0, temperature_positive)
@@ -169,24 +145,12 @@ def cpgd_loss(
     """A clipped log-ratio in place of the ratio, and a penalty D for drifting away from the old policy.
 
     D has the value of the k3 estimate of KL(old || current), e^x - 1 - x, and its gradient (e^x - 1) times that of
-    log p, the factor cut at drift_clip.
+    log p, the factor cut at drift_clip > 0. As a logarithm is taken of 1 - clip_low, clip_low is below 1.
 
     Formula: -min(x A, clip(x, log(1 - clip_low), log(1 + clip_high)) A) + drift_coefficient D, with x the log-ratio.
 
     Source: CPGD, arXiv 2505.12504. The paper has one clip range for both sides; equal ones give it. Only the
     exponential in D is cut at +-20: x itself cannot overflow, and tokens far from the old policy keep their gradient.
-
-    Args:
-        log_probs: [total] under the current policy, with gradient.
-        old_log_probs: [total] under the policy before this step's updates.
-        advantages: [total].
-        clip_low: Lower clip range, strictly between 0 and 1.
-        clip_high: Upper clip range, above 0.
-        drift_coefficient: Weight of the drift, at least 0.
-        drift_clip: Largest factor of the drift's gradient, above 0.
-
-    Returns:
-        The loss of each token.
     """
     log_ratio = log_ratio_of(log_probs, old_log_probs)
     unclipped = log_ratio * advantages
@@ -213,17 +177,6 @@ def gspo_loss(
     Formula: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), with s = exp(mean of the response's log-ratios).
 
     Source: GSPO, arXiv 2507.18071, equations 13 and 14 (GSPO-token); the same as equation 5 if A is per response.
-
-    Args:
-        log_probs: [total] under the current policy, with gradient.
-        old_log_probs: [total] under the policy before this step's updates.
-        advantages: [total].
-        lengths: [n] int64, response tokens; summing to `total`.
-        clip_low: Lower clip range, between 0 and 1.
-        clip_high: Upper clip range, above 0.
-
-    Returns:
-        The loss of each token.
     """
     log_ratio = log_ratio_of(log_probs, old_log_probs)
     mean = repeat_per_token(segment_mean(log_ratio.detach(), lengths), lengths)
@@ -247,16 +200,7 @@ def gmpo_loss(
     bound, which has the same value in all its experiments; this follows the paper. The bounds are those of the
     log-ratio: the paper's range (e^-0.4, e^0.4) is 0.4 and 0.4.
 
-    Args:
-        log_probs: [total] under the current policy, with gradient.
-        old_log_probs: [total] under the policy before this step's updates.
-        advantages: [total], the same for all tokens of a response.
-        lengths: [n] int64, response tokens; summing to `total`.
-        clip_low: Lower clip range of the log-ratio, above 0.
-        clip_high: Upper clip range of the log-ratio, above 0.
-
-    Returns:
-        The loss of each token, equal for all tokens of a response.
+    All tokens of a response have the same advantage, and get the same loss.
     """
     log_ratio = log_ratio_of(log_probs, old_log_probs)
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
@@ -271,14 +215,9 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
 
     Source: PPO's published code; written out in "The 37 Implementation Details of PPO", 2022, detail 9.
 
-    Args:
-        values: [total] by the current critic, with gradient.
-        old_values: [total] by the critic before this step's updates.
-        returns: [total], the targets.
-        clip: Largest change of a value in one step; infinity for the plain squared error.
-
-    Returns:
-        The loss of each token.
+    The inputs, [total] each, are the values v by the current critic, with gradient, those by the critic before this
+    step's updates, and the targets R. `clip` is the largest change c of a value in one step; infinity gives the plain
+    squared error.
     """
     values, old_values, returns = widen(values), widen(old_values), widen(returns)
     # Clamp to bounds rather than add a clipped change: within them, the clipped value is exactly the value.

@@ -1,7 +1,8 @@
 """Shaped rewards, advantages of single tokens, and whitening over all ranks.
 
 Tensors hold only the tokens that the policy sampled. What tools or an environment wrote between two turns is left out,
-so each token is followed by the next one that the policy chose.
+so each token is followed by the next one that the policy chose. Values of tokens are [total], those of samples [n];
+`lengths`, [n] int64, are response tokens and sum to `total`; `is_valid`, [n] bool, is false where the reward failed.
 """
 
 from __future__ import annotations
@@ -15,19 +16,11 @@ from leaderless.algorithms.segments import add_to_last, decayed_sum, repeat_per_
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """The penalty added to the reward of a response that comes close to the longest length allowed.
+    """What is added to the reward of a response that comes close to the longest length allowed: -1 to 0, [n] float32.
 
     Formula: 0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens.
 
     Source: DAPO, arXiv 2503.14476, equation 13 (soft overlong punishment).
-
-    Args:
-        lengths: [n] int64, response tokens.
-        max_tokens: Longest length allowed.
-        buffer_tokens: Number of tokens before it over which the penalty grows, at least 1.
-
-    Returns:
-        [n] float32, between -1 and 0.
     """
     excess = lengths - (max_tokens - buffer_tokens)
     return -(excess.float() / buffer_tokens).clamp(0, 1)
@@ -40,14 +33,7 @@ def token_level_rewards(rewards: Tensor, is_valid: Tensor, penalties: Tensor, le
 
     Source: InstructGPT, arXiv 2203.02155, with the penalty spread over the tokens, as is common.
 
-    Args:
-        rewards: [n] float.
-        is_valid: [n] bool, false where the reward failed.
-        penalties: [total], such as a coefficient times the KL divergence from the reference.
-        lengths: [n] int64, response tokens; summing to `total`.
-
-    Returns:
-        [total], at least float32.
+    A penalty is, for example, a coefficient times the KL divergence from the reference.
     """
     token_rewards = add_to_last(-penalties, rewards, lengths)
     return torch.where(repeat_per_token(is_valid, lengths), token_rewards, 0.0)
@@ -56,21 +42,13 @@ def token_level_rewards(rewards: Tensor, is_valid: Tensor, penalties: Tensor, le
 def gae_advantages(
     token_rewards: Tensor, values: Tensor, lengths: Tensor, *, discount: float, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation.
+    """Generalized advantage estimation, and the returns A_t + V_t, which are the targets of the critic.
 
     Formula: A_t = d_t + discount decay A_{t+1}, with d_t = r_t + discount V_{t+1} - V_t.
 
     Source: Schulman et al., arXiv 1506.02438, equations 11 and 16. The state after the last token has value 0.
 
-    Args:
-        token_rewards: [total].
-        values: [total], V_t: the critic's value before each token.
-        lengths: [n] int64, response tokens; summing to `total`.
-        discount: Gamma, between 0 and 1.
-        decay: Lambda, between 0 and 1.
-
-    Returns:
-        [total] advantages, and [total] returns A_t + V_t, the critic's targets; both at least float32.
+    V_t is the critic's value before token t; gamma (`discount`) and lambda (`decay`) are between 0 and 1.
     """
     token_rewards, values = widen(token_rewards), widen(values)
     following = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
@@ -87,14 +65,6 @@ def reinforce_advantages(token_rewards: Tensor, lengths: Tensor, *, discount: fl
     Formula: A_t = r_t + discount A_{t+1}.
 
     Source: REINFORCE++, arXiv 2501.03262, whose discount is 1; see `whiten`.
-
-    Args:
-        token_rewards: [total].
-        lengths: [n] int64, response tokens; summing to `total`.
-        discount: Gamma, between 0 and 1.
-
-    Returns:
-        [total].
     """
     return decayed_sum(token_rewards, lengths, discount)
 
@@ -113,14 +83,9 @@ class Moments:
 
     @staticmethod
     def count(values: Tensor, is_counted: Tensor) -> Tensor:
-        """One rank's contribution; its sum over ranks makes the moments.
+        """One rank's contribution, [3] float64, to be summed: number of values, their sum, the sum of their squares.
 
-        Args:
-            values: Values of any shape; those that do not count may be anything, including NaN.
-            is_counted: Mask of the same shape, bool.
-
-        Returns:
-            [3] float64: number of values that count, their sum and the sum of their squares.
+        Values that do not count may be anything, including NaN.
         """
         counted = torch.where(is_counted, values.double(), 0.0)
         return torch.stack([is_counted.sum().double(), counted.sum(), counted.square().sum()])
@@ -149,14 +114,8 @@ def whiten(values: Tensor, is_counted: Tensor, moments: Moments, *, epsilon: flo
     Source: REINFORCE++, arXiv 2501.03262, global advantage normalization. The paper does not say whether its batch
     consists of responses or of tokens; its code normalizes over tokens, as is intended here.
 
-    Args:
-        values: Values of any shape; those that do not count may be anything, including NaN.
-        is_counted: Mask of the same shape, bool.
-        moments: Moments of the values that count, over all ranks.
-        epsilon: Constant added to the deviation, above 0.
-
-    Returns:
-        The same shape, float32; 0 where a value does not count.
+    Values that do not count may be anything, including NaN, and become 0. The moments are those of the values that
+    count, over all ranks; `epsilon` is above 0.
     """
     if moments.std == 0:
         return torch.zeros_like(values, dtype=torch.float32)

@@ -1,6 +1,7 @@
 """Packed values, the tokens of one sample after those of another, and ratios of probabilities.
 
-Half-precision values are summed, and sums returned, in float32: in bfloat16, 256 + 1 is 256.
+Values of tokens are [total], with `lengths` [n] int64 summing to `total`; values of samples are [n]. Half-precision
+values are summed, and sums returned, in float32: in bfloat16, 256 + 1 is 256.
 """
 
 from __future__ import annotations
@@ -36,57 +37,24 @@ def with_gradient_of(value: Tensor, source: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sum over each sample's tokens.
-
-    Args:
-        values: [total].
-        lengths: [n] int64, summing to `total`.
-
-    Returns:
-        [n]; 0 for a sample without tokens.
-    """
+    """Sum over each sample's tokens; 0 for a sample without tokens."""
     sample = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
     values = widen(values)
     return values.new_zeros(len(lengths)).index_add(0, sample, values)
 
 
 def segment_mean(values: Tensor, lengths: Tensor) -> Tensor:
-    """Mean over each sample's tokens.
-
-    Args:
-        values: [total].
-        lengths: [n] int64, summing to `total`.
-
-    Returns:
-        [n]; 0 for a sample without tokens.
-    """
+    """Mean over each sample's tokens; 0 for a sample without tokens."""
     return segment_sum(values, lengths) / lengths.clamp(min=1)
 
 
 def repeat_per_token(values: Tensor, lengths: Tensor) -> Tensor:
-    """Each sample's value, once for each of its tokens.
-
-    Args:
-        values: [n].
-        lengths: [n] int64.
-
-    Returns:
-        [sum(lengths)].
-    """
+    """Each sample's value, once for each of its tokens."""
     return torch.repeat_interleave(values, lengths)
 
 
 def add_to_last(values: Tensor, per_sample: Tensor, lengths: Tensor) -> Tensor:
-    """Add each sample's value to its last token; values of samples without tokens are dropped.
-
-    Args:
-        values: [total].
-        per_sample: [n].
-        lengths: [n] int64, summing to `total`.
-
-    Returns:
-        [total].
-    """
+    """Add each sample's value to its last token; values of samples without tokens are dropped."""
     has_tokens = lengths > 0
     last = lengths.cumsum(0)[has_tokens] - 1
     values = widen(values)
@@ -94,16 +62,7 @@ def add_to_last(values: Tensor, per_sample: Tensor, lengths: Tensor) -> Tensor:
 
 
 def decayed_sum(values: Tensor, lengths: Tensor, decay: float) -> Tensor:
-    """For each token, the decayed sum over itself and later tokens of its sample: `s_t = v_t + decay s_{t+1}`.
-
-    Args:
-        values: [total].
-        lengths: [n] int64, summing to `total`.
-        decay: Factor per token, between 0 and 1.
-
-    Returns:
-        [total].
-    """
+    """For each token, the decayed sum over itself and later tokens of its sample: `s_t = v_t + decay s_{t+1}`."""
     values = widen(values)
     result = values.clone()
     last = lengths.cumsum(0) - 1
@@ -117,27 +76,15 @@ def decayed_sum(values: Tensor, lengths: Tensor, decay: float) -> Tensor:
 def pack(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The masked values of padded rows `[B, T]`, as other frameworks use them, one row after the other.
 
-    Args:
-        values: [B, T]; values outside the mask may be anything.
-        mask: [B, T] bool, or numbers that are 0 outside the mask.
-
-    Returns:
-        [total] values, and [B] int64 lengths.
+    The mask is [B, T] bool, or numbers that are 0 outside; values outside may be anything. Returns [total] values and
+    [B] int64 lengths.
     """
     is_counted = mask.bool()
     return values[is_counted], is_counted.sum(dim=1)
 
 
 def unpack(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """Packed values in their padded places.
-
-    Args:
-        values: [total], as `pack` gives them.
-        mask: [B, T] bool, or numbers that are 0 outside the mask.
-        fill: Value outside the mask.
-
-    Returns:
-        [B, T].
+    """Packed values in their padded places, [B, T], and `fill` elsewhere.
 
     Raises:
         ValueError: The number of values differs from the number of places.
