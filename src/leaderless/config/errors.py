@@ -43,6 +43,10 @@ class RecipeError(ValueError):
             [problem if problem.place else replace(problem, place=place_of(problem.key)) for problem in self.problems]
         )
 
+    def noted(self, note: str) -> RecipeError:
+        """The same error, in which each message ends with a note."""
+        return RecipeError([replace(problem, message=problem.message + note) for problem in self.problems])
+
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The hint ` (did you mean 'x'?)` for a misspelled name, else the list of known names if it is short."""

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
@@ -161,7 +161,7 @@ class Planned:
             begun_with = load_recipe(self.directory.config).recipe
         except RecipeError as error:
             remedy = "; the run was begun with another version: correct this file, or pass --fresh to set the run aside"
-            raise RecipeError([replace(one, message=one.message + remedy) for one in error.problems]) from error
+            raise error.noted(remedy) from error
         before, now = (
             {".".join(path): value for path, value in leaves_of(recipe.model_dump(mode="json")) if value != {}}
             for recipe in (begun_with, self.recipe)

@@ -8,7 +8,6 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -261,7 +260,7 @@ class Run:
                 planned = plan_training(self.loaded, number * workers)
             except RecipeError as error:
                 note = f" (planned for {number} machines of --nodes with {workers} workers each)"
-                raise RecipeError([replace(one, message=one.message + note) for one in error.problems]) from error
+                raise error.noted(note) from error
         return planned
 
     def _start(self, planned: Planned, workers: int, nodes: Nodes | None, *, apart: bool, is_alone: bool) -> None:

@@ -106,7 +106,10 @@ def find_model(target: str, role: str, say: Callable[[str], None]) -> Source:
 
 
 def _of_checkpoint(path: Path, role: str) -> Source:
-    recipe = load_recipe(path / "recipe.yaml").recipe
+    try:
+        recipe = load_recipe(path / "recipe.yaml").recipe
+    except RecipeError as error:
+        raise error.noted("; the checkpoint is of another version: export it, and serve the exported folder") from error
     state, config = read_role_state(path, role), recipe.model_of(role)
     if state is None or config is None:
         roles = [folder.name for folder in path.iterdir() if folder.is_dir()]
