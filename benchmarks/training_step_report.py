@@ -73,7 +73,7 @@ def seconds_of(results: Results, workload: str, side: str, phase: str) -> dict[i
 def table(results: Results) -> str:
     """A row for each workload and phase, in Markdown; ratios are within a repeat."""
     lines = [
-        "| workload | phase | ours, s | TRL, s | ours, samples/s | times TRL |",
+        "| workload | phase | ours, s | TRL, s | ours, samples/s | speedup |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for name, title in TITLES.items():
@@ -92,7 +92,7 @@ def table(results: Results) -> str:
 
 def operations(results: Results) -> str:
     """Operations per second of our passes, next to those of a large product just before, in Markdown."""
-    lines = ["| workload | phase | GFLOP/s | of a large product's |", "| --- | --- | ---: | ---: |"]
+    lines = ["| workload | phase | GFLOP/s | share of a large product |", "| --- | --- | ---: | ---: |"]
     for name, title in TITLES.items():
         runs = [run for run in results["runs"] if (run["workload"], run["side"]) == (name, "leaderless")]
         # A backward pass costs two forward passes.
