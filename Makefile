@@ -72,6 +72,7 @@ clean:
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "leaderless needs Python 3.11 or newer")'
+	@echo 'Installing leaderless and PyTorch into .venv. This is a large download, and takes some minutes.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
