@@ -105,13 +105,9 @@ def _ports(boxes: Iterable[Vertex], passed: Mapping[Edge, Sequence[Point]]) -> d
     ports: dict[tuple[Edge, int], Point] = {}
     for box in boxes:
         for end, edges in enumerate((box.e_out(), box.e_in())):
-
-            def toward(edge: Edge, end: int = end) -> float:
-                points = passed[edge] or [edge.v[1 - end].view.xy]
-                return float(points[-end][0])
-
+            toward = {edge: (passed[edge] or [edge.v[1 - end].view.xy])[-end][0] for edge in edges}
             gap = min(PORT_GAP, (box.view.w - 40) / max(1, len(edges) - 1))
-            for place_of, edge in enumerate(sorted(edges, key=toward)):
+            for place_of, edge in enumerate(sorted(edges, key=toward.__getitem__)):
                 x = box.view.xy[0] + (place_of - (len(edges) - 1) / 2) * gap
                 ports[edge, end] = (x, box.view.xy[1] + (0.5 - end) * box.view.h)
     return ports

@@ -108,23 +108,20 @@ def _check_engine(recipe: Recipe, engine: EngineName, instances: Sequence[RoleIn
     """Inside the ranks' processes, vLLM needs exactly one engine on every rank."""
     if engine != "vllm" or recipe.rollout.external.python is not None:
         return
-    key = "rollout.external.python"
     generating = [instance for instance in instances if instance.generates]
+    some = next((instance for instance in generating if len(instance.layout.ranks) < cluster.world_size), None)
     if len(generating) > 1:
         roles = " and ".join(f"'{instance.role}'" for instance in generating)
-        raise RecipeError.at(
-            key,
-            f"must be given where several roles generate ({roles}): a process holds one vLLM; "
-            "or set rollout.engine=native",
+        problem = f"several roles generate ({roles}): a process holds one vLLM"
+    elif some is not None:
+        problem = (
+            f"not all ranks generate: '{some.role}' does so on {some.layout} of {cluster.world_size}, and vLLM inside "
+            "of the ranks' processes needs all of them"
         )
-    for instance in generating:
-        if len(instance.layout.ranks) < cluster.world_size:
-            raise RecipeError.at(
-                key,
-                f"must be given where not all ranks generate: '{instance.role}' does so on {instance.layout} of "
-                f"{cluster.world_size}, and vLLM inside of the ranks' processes needs all of them; "
-                "or set rollout.engine=native",
-            )
+    else:
+        return
+    message = f"must be given where {problem}; or set rollout.engine=native"
+    raise RecipeError.at("rollout.external.python", message)
 
 
 def _check_idle_ranks(nodes: Sequence[PlannedNode], cluster: Cluster) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe
@@ -186,10 +186,9 @@ class _Rank:
     pass_tokens: int
     max_sequences: int
     is_cpu: bool
-    phases: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def memory(self) -> Memory:
-        resident: dict[str, int] = {}
+        resident, phases = dict[str, int](), dict[str, dict[str, int]]()
         loading = whole = copied = 0
         for model in self.models:
             role, weights = model.instance.role, model.size.num_parameters * FLOAT32_BYTES
@@ -201,39 +200,35 @@ class _Rank:
             if model.instance.is_trained:
                 resident[f"{role} optimizer"] = 2 * share
                 copied += 3 * share
-            self._add_phases(model)
+            for name, parts in self._phases(model):  # of several moments of a phase, the fullest is kept
+                phases[name] = max(phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
         libraries, in_flight = {"libraries": LIBRARIES_BYTES}, min(WRITE_BYTES, copied)
         written, kept = {"files being written": in_flight}, dict[str, int]()
         if copied and self.recipe.checkpoint.asynchronous:
             kept = {"checkpoint copy": copied, **written}
         if copied and self.is_cpu:
-            self.phases["checkpoint"] = {} if kept else written
+            phases["checkpoint"] = {} if kept else written
         if self.is_cpu:
             resumed = resident | libraries | {"files being read": in_flight} if copied else {}
             apart = {"loading": libraries | {"whole weights": loading}, "resume": resumed, **self._commands(libraries)}
-            return Memory(resident | kept | libraries, self.phases, apart, {})
+            return Memory(resident | kept | libraries, phases, apart, {})
         resident["driver"] = CONTEXT_BYTES
         if len(all_ranks(*(model.instance.layout for model in self.everywhere))) > 1:
             resident["communication"] = COMMUNICATION_BYTES
         host = libraries | kept | {"whole weights": loading}
-        return Memory(resident, self.phases, self._commands({}), host)
+        return Memory(resident, phases, self._commands({}), host)
 
-    def _add_phases(self, model: _Model) -> None:
+    def _phases(self, model: _Model) -> Iterator[tuple[str, dict[str, int]]]:
         instance, role = model.instance, model.instance.role
         if instance.generates:
-            self._add(f"{role} generates", self._generation(model))
+            yield f"{role} generates", self._generation(model)
         if instance.scores:
-            self._add(f"{role} scores", self._scoring(model))
+            yield f"{role} scores", self._scoring(model)
         if instance.is_trained:
-            for moment in self._training(model):
-                self._add(f"{role} trains", moment)
+            yield from ((f"{role} trains", moment) for moment in self._training(model))
         others = (x.instance for x in self.everywhere if x.instance.role == role)
         if any(other.is_trained != instance.is_trained for other in others):
-            self._add(f"weights of {role} travel", {"buckets": 4 * WEIGHT_BUCKET_BYTES})
-
-    def _add(self, name: str, parts: dict[str, int]) -> None:
-        """Add a phase, or a moment of one: the larger is kept."""
-        self.phases[name] = max(self.phases.get(name, {}), parts, key=lambda parts: sum(parts.values()))
+            yield f"weights of {role} travel", {"buckets": 4 * WEIGHT_BUCKET_BYTES}
 
     def _generation(self, model: _Model) -> dict[str, int]:
         size, num_sequences = model.size, self._num_sequences(model.shards)

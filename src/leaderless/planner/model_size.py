@@ -118,14 +118,14 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
     is_tied = is_critic or config.get("tie_word_embeddings", family in TIED_UNLESS_SAID)
     head = hidden + 1 if is_critic else 0
     embeddings = vocab * hidden * (1 if is_tied else 2) + head
-    feed_forward = sum(_feed_forward(config, layer) for layer in range(layers))
-    in_layers = layers * (attention + 2 * hidden) + feed_forward
+    feed_forward = [_feed_forward(config, layer) for layer in range(layers)]
+    in_layers = layers * (attention + 2 * hidden) + sum(weights for weights, _ in feed_forward)
     return ModelSize(
         num_parameters=in_layers + embeddings + hidden,
         num_layer_parameters=in_layers,
         num_layers=layers,
         hidden_size=hidden,
-        intermediate_size=max(_active_width(config, layer) for layer in range(layers)),
+        intermediate_size=max(width for _, width in feed_forward),
         vocab_size=vocab,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -135,28 +135,16 @@ def _decoder_size(config: dict[str, int], *, is_critic: bool) -> ModelSize:
     )
 
 
-def _num_experts(config: dict[str, int], layer: int) -> int:
-    """Experts of one layer; 0 where its feed-forward part is dense."""
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    return experts if experts and _is_mixture(config, layer) else 0
-
-
-def _feed_forward(config: dict[str, int], layer: int) -> int:
-    """Weights of one layer's feed-forward part, dense or a mixture of experts."""
-    hidden, intermediate, experts = config["hidden_size"], config["intermediate_size"], _num_experts(config, layer)
-    if not experts:
-        return 3 * hidden * intermediate + (2 * intermediate + hidden if config.get("mlp_bias") else 0)
+def _feed_forward(config: dict[str, int], layer: int) -> tuple[int, int]:
+    """Weights of a layer's feed-forward part, dense or a mixture of experts, and its width for one token."""
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    if not experts or not _is_mixture(config, layer):
+        return 3 * hidden * intermediate + (2 * intermediate + hidden if config.get("mlp_bias") else 0), intermediate
     width = config.get("moe_intermediate_size") or intermediate
     shared = config.get("shared_expert_intermediate_size") or 0
-    return experts * 3 * hidden * width + hidden * experts + 3 * hidden * shared + (hidden if shared else 0)
-
-
-def _active_width(config: dict[str, int], layer: int) -> int:
-    """Width of the feed-forward part that one token goes through."""
-    if not _num_experts(config, layer):
-        return config["intermediate_size"]
-    width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    return config.get("num_experts_per_tok", 1) * width + (config.get("shared_expert_intermediate_size") or 0)
+    weights = experts * 3 * hidden * width + hidden * experts + 3 * hidden * shared + (hidden if shared else 0)
+    return weights, config.get("num_experts_per_tok", 1) * width + shared
 
 
 def _is_mixture(config: Mapping[str, int | list[int]], layer: int) -> bool:

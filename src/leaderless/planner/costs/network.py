@@ -75,8 +75,6 @@ class Network:
 
         Links inside hosts and between them work at the same time.
         """
-        if not len(transfer.sizes):
-            return 0.0
         links, crosses = self.cluster.links, self.crosses(transfer)
         across = max(int(part.max()) for part in self.interface_bytes(transfer))
         inside = Transfer(transfer.senders[~crosses], transfer.receivers[~crosses], transfer.sizes[~crosses])
@@ -86,10 +84,7 @@ class Network:
 
     def latency_seconds(self, transfer: Transfer) -> float:
         """The part of `transfer_seconds` that does not depend on bytes."""
-        if not len(transfer.sizes):
-            return 0.0
-        ones = np.ones(len(transfer.sizes), dtype=np.int64)
-        peers = max(int(sums(ends, ones, self.num_ranks).max()) for ends in (transfer.senders, transfer.receivers))
+        peers = max(int(np.bincount(ends, minlength=1).max()) for ends in (transfer.senders, transfer.receivers))
         links = self.cluster.links
         level = links.network if self.crosses(transfer).any() else links.host
         return peers * level.latency_us * MICRO

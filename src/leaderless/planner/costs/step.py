@@ -168,6 +168,12 @@ class Walk:
         self.transitions: dict[str, Cost] = {}
         self.weights: dict[str, Cost] = {}
 
+    def hold(self, layout: Layout, sizes: Int, holders: Int) -> None:
+        """Add the rows that ranks hold from now on; all ranks of a shard hold its rows."""
+        held, ranks = sums(holders, sizes, self.network.num_ranks), np.array(layout.ranks)
+        by_shard = held[ranks].reshape(-1, layout.ranks_per_shard).sum(axis=1)
+        self.held[ranks] += np.repeat(by_shard, layout.ranks_per_shard)
+
     def together(self, ranks: Iterable[int], took: float) -> None:
         """Some ranks wait for each other, and then take the same time."""
         chosen = np.fromiter(ranks, dtype=np.int64)
@@ -218,10 +224,10 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
         match event:
             case Loaded(action, rows, seconds, holders):
                 walk.clocks[list(action.layout.ranks)] += np.repeat(seconds, action.layout.ranks_per_shard)
-                _hold(walk, action.layout, rows.held_bytes(action.columns), holders)
+                walk.hold(action.layout, rows.held_bytes(action.columns), holders)
             case Worked(node=node):
                 walk.work(event)
-                _hold(walk, node.layout, event.rows_after.held_bytes(node.writes), event.holders_after)
+                walk.hold(node.layout, event.rows_after.held_bytes(node.writes), event.holders_after)
                 if node.name in traveling and len(node.layout.ranks) > 1:
                     cost = put_cost(np.array(node.layout.ranks), network)
                     walk.together(node.layout.ranks, cost.seconds)
@@ -233,14 +239,7 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
                 # Counted for each row, a prompt that several of a rank's rows share is counted more than once.
                 sizes = routes.rows.held_bytes(action.columns) + routes.rows.prompt_bytes(action.columns)
                 first = np.array(action.target_layout.ranks)[routes.owners * action.target_layout.ranks_per_shard]
-                _hold(walk, action.target_layout, sizes, first)
+                walk.hold(action.target_layout, sizes, first)
             case Synced():
                 walk.sync(event)
     return walk.estimate(events, network.cluster.host.devices)
-
-
-def _hold(walk: Walk, layout: Layout, sizes: Int, holders: Int) -> None:
-    """Add the rows that ranks hold from now on; all ranks of a shard hold its rows."""
-    held, ranks = sums(holders, sizes, walk.network.num_ranks), np.array(layout.ranks)
-    by_shard = held[ranks].reshape(-1, layout.ranks_per_shard).sum(axis=1)
-    walk.held[ranks] += np.repeat(by_shard, layout.ranks_per_shard)
