@@ -61,7 +61,7 @@ COLUMNS: dict[str, Column] = {
 }
 
 CUSTOM_COLUMN = Column("dense", "int64", "column of a custom stage")
-"""What plans take a column to be that only a user's stage knows."""
+"""What estimates assume of a column of a custom stage."""
 DATA_COLUMNS = ("prompt_tokens", "rows")
 """Columns that the dataloader provides for every prompt."""
 DATA_RESPONSE_COLUMNS = ("tokens", "response_mask")
@@ -69,5 +69,5 @@ DATA_RESPONSE_COLUMNS = ("tokens", "response_mask")
 
 
 def column_of(name: str) -> Column:
-    """The column of a name, for estimates: log-probabilities of all roles are alike; a custom column is a number."""
+    """The column of a name, for estimates: log-probabilities of all roles are alike."""
     return COLUMNS["old_log_probs"] if name.endswith("_log_probs") else COLUMNS.get(name, CUSTOM_COLUMN)

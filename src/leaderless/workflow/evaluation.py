@@ -20,7 +20,7 @@ def evaluation_workflow(role: str) -> Workflow:
 
 
 def answer(batch: Batch, context: StageContext) -> Batch:
-    """Do what `rollout` does, even if no other node reads it, and greedily if asked to."""
+    """Sample as `rollout` does, even if no other node reads the responses, and greedily if asked to."""
     from leaderless.stages.rollout import rollout
 
     return rollout(batch, context)

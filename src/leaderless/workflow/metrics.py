@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Metric(NamedTuple):
-    """A number that a run writes into `metrics.jsonl`, and the settings without which it does not, if any."""
+    """A number that a run writes into `metrics.jsonl`: what it means, and the settings that it needs, if any."""
 
     meaning: str
     needs: str = ""
@@ -79,7 +79,7 @@ METRICS: dict[str, Metric] = {
         "`algorithm.kl.coefficient` above 0 and `algorithm.kl.place` set to `loss`",
     ),
     "<role>/value_mean": Metric("mean of the critic's values over all tokens", _CRITIC),
-    "<role>/explained_variance": Metric("share of the returns' variance that the critic foresaw", _CRITIC),
+    "<role>/explained_variance": Metric("share of the returns' variance that the critic explains", _CRITIC),
     "policy/kl_coefficient": Metric("weight of the KL penalty", "`algorithm.kl.target`"),
     "mismatch/abs_mean": Metric("mean of |rollout_log_probs - old_log_probs| over tokens"),
     "mismatch/abs_max": Metric("largest |rollout_log_probs - old_log_probs| of a token"),

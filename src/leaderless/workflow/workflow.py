@@ -75,7 +75,7 @@ class Workflow:
         return next(node for node in self.nodes if node.name == name)
 
     def order(self) -> tuple[Node, ...]:
-        """The nodes, each after those that it comes after; otherwise as written.
+        """The nodes in an order that keeps every `after`; otherwise as written.
 
         Raises:
             RecipeError: A name is empty, used twice or unknown, the nodes form a cycle, or a loop has more than one
@@ -146,7 +146,7 @@ def _refuse(problems: Iterable[Problem]) -> None:
 
 
 def _ancestors(order: Iterable[Node]) -> dict[str, frozenset[str]]:
-    """For each node the names of all before it, given the nodes in order."""
+    """For each node the names of all nodes before it, given the nodes in order."""
     before: dict[str, frozenset[str]] = {}
     for node in order:
         before[node.name] = frozenset(node.after).union(*(before[name] for name in node.after))
