@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 
+@dataclass
 class Activity:
     """Written by the main thread of a worker, and read by the thread that watches it; a beat costs next to nothing.
 
@@ -18,11 +20,11 @@ class Activity:
         moved_at: Time of the last sign of life, in seconds of the monotonic clock.
     """
 
-    def __init__(self) -> None:
-        self.step = self.place = 0
-        self.doing = "the start"
-        self.waiting_for = ""
-        self.moved_at = time.monotonic()
+    step: int = 0
+    place: int = 0
+    doing: str = "the start"
+    waiting_for: str = ""
+    moved_at: float = field(default_factory=time.monotonic)
 
     def begin(self, step: int, doing: str, place: int) -> None:
         """Continue with an entry of the chain, by its name and its position in the schedule."""

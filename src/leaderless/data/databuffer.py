@@ -141,18 +141,16 @@ class Databuffer:
         process_group: ProcessGroup,
         loads: NDArray[np.int64] | None = None,
     ) -> None:
-        held = wanted = None
-        if self.rank in action.source_layout:
-            source = tables[_key(action.row_set, action.source_layout)]
-            held = source.batch(dict.fromkeys(action.columns, action.source))
+        sources = dict.fromkeys(action.columns, action.source)
+
+        def rows_under(layout: Layout) -> Batch:
+            return tables[_key(action.row_set, layout)].batch(sources)
+
+        held = rows_under(action.source_layout) if self.rank in action.source_layout else None
+        spare = next(map(rows_under, _spare_layouts(action, self.rank)), None)
         key = _key(action.row_set, action.target_layout)
         target = tables.get(key) if self.rank in action.target_layout else None
-        if target is not None and action.target_layout.is_first_of_shard(self.rank):
-            wanted = target.ids
-        spare = None
-        for layout in _spare_layouts(action, self.rank):
-            known = tables[_key(action.row_set, layout)]
-            spare = known.batch(dict.fromkeys(action.columns, action.source))
+        wanted = target.ids if target is not None and action.target_layout.is_first_of_shard(self.rank) else None
         arrived = reshard(action, process_group, held, wanted, spare, loads)
         if arrived is None:
             return

@@ -51,17 +51,13 @@ def _unreachable() -> str:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, ssl.SSLError):  # the libraries may know other certificates
             return ""
-        _go_offline()
+        # The libraries look only at what has been downloaded before, in child processes too.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+        if "datasets" in sys.modules:  # it has copied the setting
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
         return f"; the hub {constants.ENDPOINT} does not answer ({reason}): {remedy}"
     return ""
-
-
-def _go_offline() -> None:
-    """Have the libraries look only at what has been downloaded before, in child processes too."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = True
-    if "datasets" in sys.modules:  # it has copied the setting
-        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
 
 
 class HubRows:

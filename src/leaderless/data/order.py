@@ -37,18 +37,13 @@ class RowOrder:
         """The row at a place in the sequence, from 0."""
         epoch, index = divmod(place, len(self.rows))
         if epoch != self._epoch and (self.shuffle or self._epoch < 0):
-            self._ordered = self._order(epoch)
+            count = len(self.rows)
+            order = generator(self.seed, epoch, self.dataset).permutation(count) if self.shuffle else np.arange(count)
+            if self.levels is not None:
+                order = order[np.argsort(self.levels[order], kind="stable")]
+            self._ordered = self.rows[order]
         self._epoch = epoch
         return int(self._ordered[index])
-
-    def _order(self, epoch: int) -> Int:
-        count = len(self.rows)
-        order = np.arange(count)
-        if self.shuffle:
-            order = generator(self.seed, epoch, self.dataset).permutation(count)
-        if self.levels is not None:
-            order = order[np.argsort(self.levels[order], kind="stable")]
-        return self.rows[order]
 
 
 class Interleaving:

@@ -134,10 +134,10 @@ class UnpackedSource(ConcatenatedSource):
         return self.original.version()
 
 
-def needs_unpacking(source: RowSource) -> bool:
+def _needs_unpacking(source: RowSource) -> bool:
     """Whether reading one row means reading many."""
     return isinstance(source, ParquetSource) or (
-        isinstance(source, ConcatenatedSource) and any(map(needs_unpacking, source.parts))
+        isinstance(source, ConcatenatedSource) and any(map(_needs_unpacking, source.parts))
     )
 
 
@@ -150,7 +150,7 @@ def unpack(source: RowSource, config: DatasetConfig, cache: DataCache) -> RowSou
     columns = config.wanted_columns()
     kept: Json = None if columns is None else sorted(columns)
     folder = cache.path("rows", [source.version(), kept, config.limit], "")
-    if folder is None or not needs_unpacking(source):
+    if folder is None or not _needs_unpacking(source):
         return source
     num_rows = min(len(source), config.limit or len(source))
     parts = _parts(folder)

@@ -60,7 +60,7 @@ def open_source(config: DatasetConfig, key: str, cache: DataCache | None = None)
         kinds: dict[str, type[JsonlSource | ParquetSource]] = {".jsonl": JsonlSource, ".parquet": ParquetSource}
         sources: list[RowSource] = [kinds[file.suffix](file, columns) for file in files]
         source = sources[0] if len(sources) == 1 else ConcatenatedSource(sources)
-    check_same(source, config, key, cache)
+    _check_same(source, config, key, cache)
     source.prepare(cache)
     if not len(source):
         raise RecipeError.at(f"{key}.path", f"{config.path} has no rows")
@@ -71,16 +71,12 @@ def open_stream(config: DatasetConfig, key: str, cache: DataCache | None = None)
     """Open a dataset whose rows are read in their order; errors as of `open_source`."""
     files = find_files(config, key)
     stream = HubStream(config) if files is None else FileStream(config, files)
-    check_same(stream, config, key, cache or DataCache())
+    _check_same(stream, config, key, cache or DataCache())
     return stream
 
 
-def check_same(dataset: RowSource | RowStream, config: DatasetConfig, key: str, cache: DataCache) -> None:
-    """Stop on all ranks when some have opened other rows: each row is read by whoever needs it.
-
-    Raises:
-        RuntimeError: Ranks have different datasets of this name.
-    """
+def _check_same(dataset: RowSource | RowStream, config: DatasetConfig, key: str, cache: DataCache) -> None:
+    """Stop on all ranks when some have opened other rows: each row is read by whoever needs it."""
     process_group = cache.process_group
     others = process_group.unlike_first(dataset.fingerprint(), f"the datasets of all workers for {key}")
     if others:

@@ -7,7 +7,6 @@ from dataclasses import astuple, dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from leaderless.config import Json
 from leaderless.data.batch import Batch, Column, Jagged
@@ -56,20 +55,14 @@ def schema_of(batch: Batch) -> Schema:
 
 
 def _column_schema(name: str, column: Column) -> ColumnSchema:
-    match column:
-        case Tensor():
-            return ColumnSchema(name, "dense", _dtype_name(name, column), tuple(column.shape[1:]), "")
-        case Jagged(values=values, axis=axis):
-            return ColumnSchema(name, "jagged", _dtype_name(name, values), tuple(values.shape[1:]), axis)
-        case _:
-            return ColumnSchema(name, "object", "json", (), "")
-
-
-def _dtype_name(name: str, values: Tensor) -> str:
+    if isinstance(column, tuple):
+        return ColumnSchema(name, "object", "json", (), "")
+    values, axis = (column.values, column.axis) if isinstance(column, Jagged) else (column, "")
     dtype = str(values.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise TypeError(f"column '{name}' is {dtype}, which cannot travel; use one of {', '.join(DTYPES)}")
-    return dtype
+    kind: Literal["dense", "jagged"] = "jagged" if isinstance(column, Jagged) else "dense"
+    return ColumnSchema(name, kind, dtype, tuple(values.shape[1:]), axis)
 
 
 def schema_to_json(schema: Schema) -> str:
