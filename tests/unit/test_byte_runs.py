@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leaderless.data.column_store import ByteColumn, ByteRuns, write
+from leaderless.data import column_store
+from leaderless.data.column_store import ByteColumn, ByteRuns, copy, write
 
 
 @st.composite
@@ -64,6 +65,15 @@ def test_neighbours_are_sent_from_where_they_lie() -> None:
     assert values[3] == 0  # the same memory, not a copy
     runs.read(24, 40)[:8] = 1
     assert values[5] == 5  # those do not lie together
+
+
+def test_rows_are_copied_to_other_places_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(column_store, "COPY_BYTES", 20)
+    values, target = torch.arange(12), torch.zeros(12, dtype=torch.int64)
+    lengths = np.array([3, 1, 5, 3])
+    source = ByteRuns([(ByteColumn.of(values, lengths), np.array([0, 2]))])
+    copy(source, ByteRuns([(ByteColumn.of(target, np.array([3, 4, 5])), np.array([0, 2]))]))
+    assert target.tolist() == [0, 1, 2, 0, 0, 0, 0, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.int32])

@@ -1,7 +1,4 @@
-"""Rows and their columns: what stages exchange.
-
-A batch lives in host memory. Engines move what they need to their device, one micro-batch at a time.
-"""
+"""Rows and their columns, in host memory: what stages exchange. Engines move micro-batches to their devices."""
 
 from __future__ import annotations
 

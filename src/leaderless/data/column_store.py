@@ -1,14 +1,10 @@
-"""The memory of a table's columns, on the rank that sends rows and on the rank that receives them.
-
-Rows of columns are one sequence of bytes, wherever in memory they lie: what is sent, and where it is received.
-"""
+"""The memory of columns as sequences of bytes, on the rank that sends rows and on the rank that receives them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -131,7 +127,7 @@ class _Texts:
 
 
 class HeldRows:
-    """Rows that a rank has, as bytes to send. Prompts are rows of their own; texts are made on demand."""
+    """Rows that a rank has, ascending, as bytes to send. Prompts are rows of their own; texts are made on demand."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -139,15 +135,11 @@ class HeldRows:
         self._texts: dict[str, _Texts] = {}
         self._columns: dict[str, ByteColumn] = {}
 
-    @cached_property
-    def _order(self) -> Int:
-        return np.argsort(self._ids, kind="stable")
-
     def places(self, ids: Int) -> Int:
         """[m] where rows with these ids are; -1 for those that are not here."""
         if not len(self._ids):
             return np.full(len(ids), -1, dtype=np.int64)
-        found = self._order[np.searchsorted(self._ids, ids, sorter=self._order).clip(max=len(self._ids) - 1)]
+        found = np.searchsorted(self._ids, ids).clip(max=len(self._ids) - 1)
         places: Int = np.where(self._ids[found] == ids, found, -1)
         return places
 
@@ -167,18 +159,16 @@ class HeldRows:
     def column(self, name: str) -> ByteColumn:
         """The memory of a column; of objects, of those whose lengths have been asked for."""
         if name not in self._columns:
-            self._columns[name] = self._bytes_of(name, self.batch.columns[name])
-        return self._columns[name]
-
-    def _bytes_of(self, name: str, column: Column) -> ByteColumn:
-        match column:
-            case Tensor():
-                return ByteColumn.of(column.contiguous(), np.ones(len(column), dtype=np.int64))
-            case Jagged():
-                return ByteColumn.of(column.values.contiguous(), column.lengths.numpy())
-            case _:
+            column = self.batch.columns[name]
+            if isinstance(column, tuple):
                 texts = self._texts.get(name) or _Texts(len(column))
-                return ByteColumn(np.frombuffer(texts.data, dtype=np.uint8), texts.starts, texts.sizes)
+                found = ByteColumn(np.frombuffer(texts.data, dtype=np.uint8), texts.starts, texts.sizes)
+            elif isinstance(column, Jagged):
+                found = ByteColumn.of(column.values.contiguous(), column.lengths.numpy())
+            else:
+                found = ByteColumn.of(column.contiguous(), np.ones(len(column), dtype=np.int64))
+            self._columns[name] = found
+        return self._columns[name]
 
 
 class ArrivingRows:
@@ -188,20 +178,13 @@ class ArrivingRows:
         """Allocate the columns; `lengths` of objects that are here already are 0."""
         self.schema, self.ids, self._lengths = schema, ids, lengths
         self._objects: dict[str, dict[int, Json]] = {column.name: {} for column in schema if column.kind == "object"}
-        self._values = {column.name: self._allocate(column) for column in schema}
-        self._columns = {
-            column.name: ByteColumn.of(self._values[column.name], self._sizes(column)) for column in schema
-        }
-
-    def _sizes(self, column: ColumnSchema) -> Int:
-        """[n] values of each row."""
-        if column.kind == "dense":
-            return np.ones(len(self.ids), dtype=np.int64)
-        return self._lengths[ragged_key(column)]
-
-    def _allocate(self, column: ColumnSchema) -> Tensor:
-        dtype = torch.uint8 if column.kind == "object" else DTYPES[column.dtype]
-        return torch.empty(int(self._sizes(column).sum()), *column.shape, dtype=dtype)
+        self._values: dict[str, Tensor] = {}
+        self._columns: dict[str, ByteColumn] = {}
+        for column in schema:
+            sizes = np.ones_like(ids) if column.kind == "dense" else lengths[ragged_key(column)]
+            dtype = torch.uint8 if column.kind == "object" else DTYPES[column.dtype]
+            self._values[column.name] = torch.empty(int(sizes.sum()), *column.shape, dtype=dtype)
+            self._columns[column.name] = ByteColumn.of(self._values[column.name], sizes)
 
     def column(self, name: str) -> ByteColumn:
         """The memory of a column."""
@@ -227,7 +210,7 @@ class ArrivingRows:
         if column.kind == "dense":
             return values
         if column.kind == "jagged":
-            return Jagged(values, torch.from_numpy(self._sizes(column)), column.axis)
+            return Jagged(values, torch.from_numpy(self._lengths[ragged_key(column)]), column.axis)
         store, here = self.column(column.name), self._objects[column.name]
         ends = (store.starts + store.sizes).tolist()
         return tuple(

@@ -1,7 +1,6 @@
 """The databuffer gives every node the columns that it reads.
 
-Each rank holds one table of rows for each row set and layout. Nodes on the same layout read and write the same
-tensors; for another layout the ranks concerned exchange bytes, as `reshard` does.
+Nodes on one layout share a table of rows; for another layout the ranks concerned exchange bytes, as `reshard` does.
 """
 
 from __future__ import annotations

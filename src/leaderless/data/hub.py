@@ -1,8 +1,4 @@
-"""The hub: whether it answers, and rows of its datasets through the `datasets` library.
-
-Without a connection the libraries try again and again, file by file, for a minute and more. So the hub is asked once,
-with a short time limit, and when it does not answer they look only at what has been downloaded before.
-"""
+"""The hub: whether it answers, and rows of its datasets through the `datasets` library."""
 
 from __future__ import annotations
 
@@ -30,7 +26,10 @@ PROBE_TIMEOUT_S = 5.0
 
 
 def unreachable_hub(name: str) -> str:
-    """Ask the hub whether it is there, before a model or dataset is looked for on it; nothing is asked for local paths.
+    """Ask the hub once whether it is there, with a short time limit, before anything but a local path is looked for.
+
+    The libraries would try again and again, for a minute and more; if there is no answer, they only look at what has
+    been downloaded before.
 
     Returns:
         Empty text, or why the hub cannot be used and what to do, to be added to the error when `name` is not found.

@@ -1,9 +1,4 @@
-"""Rows of JSON-lines files.
-
-The index of lines is made here and not by `pyarrow.json` or `datasets`: they give a column one type in all rows, know
-no line numbers for errors, and hold or write a copy of all rows. For 300,000 rows (183 MB) it takes 0.4 s of CPU, and
-`pyarrow.json.read_json` 1.4 s.
-"""
+"""Rows of JSON-lines files."""
 
 from __future__ import annotations
 
@@ -29,7 +24,11 @@ _WHITE_SPACE = np.frombuffer(b" \t\n\r\v\f", dtype=np.uint8)
 
 
 class JsonlSource(FileSource):
-    """Rows of a JSON-lines file: memory-mapped, each parsed when it is read."""
+    """Rows of a JSON-lines file: memory-mapped, each parsed when it is read.
+
+    `pyarrow.json` and `datasets` give a column one type in all rows, know no line numbers for errors, and hold or write
+    a copy of all rows. For 300,000 rows (183 MB) the index takes 0.4 s of CPU, `pyarrow.json.read_json` 1.4 s.
+    """
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
         super().__init__(path, columns)

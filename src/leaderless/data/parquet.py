@@ -1,8 +1,4 @@
-"""Rows of Parquet files.
-
-Reading one row of a Parquet file means decoding its row group, and in a random order that would be nearly all of the
-file in every step. So before training its rows are written as JSON lines.
-"""
+"""Rows of Parquet files, and their copies as JSON lines."""
 
 from __future__ import annotations
 
@@ -144,8 +140,9 @@ def _needs_unpacking(source: RowSource) -> bool:
 def unpack(source: RowSource, config: DatasetConfig, cache: DataCache) -> RowSource:
     """Write the rows of a source as JSON lines into the cache, unless an earlier start has done so.
 
-    Each rank reads and writes a share of whole blocks, so that no part of a file is read twice. All ranks call it
-    together. Where the cache has no folder, the source stays as it is.
+    Reading one row of a Parquet file means decoding its row group, in a random order nearly all of the file in every
+    step. Each rank reads and writes a share of whole blocks, so that no part is read twice. All ranks call it together.
+    Where the cache has no folder, the source stays as it is.
     """
     columns = config.wanted_columns()
     kept: Json = None if columns is None else sorted(columns)

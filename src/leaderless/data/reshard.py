@@ -1,10 +1,4 @@
-"""One reshard: who has which rows, who gets them, and the bytes between the two.
-
-The ranks concerned exchange the id, group and cost of every row (24 bytes a row) and compute the same
-assignment. Each then sends the rows that go elsewhere straight from its columns into those of their new owners: first
-the lengths of ragged rows, then all bytes in pieces. Ranks that hold the same rows share the sending, a prompt travels
-once to each owner of some of its samples, and peers on one host get one copy from another host.
-"""
+"""One reshard: all its ranks agree on who has and who gets which rows, then send the bytes to their new owners."""
 
 from __future__ import annotations
 
@@ -35,6 +29,11 @@ def reshard(
     loads: Int | None = None,
 ) -> Batch | None:
     """Reshard rows. All ranks of both layouts call it together.
+
+    They gather the id, group and cost of every row, 24 bytes a row, and compute the same assignment. The lengths of
+    ragged rows are sent first, then all bytes in pieces, straight from the columns of a row's holder to those of its
+    owner. Ranks that hold the same rows share the sending, a prompt is sent once to each owner of some of its samples,
+    and peers on one host get one copy from another host.
 
     Args:
         action: Columns that travel, and both layouts.

@@ -1,8 +1,4 @@
-"""Groups that a loop has chosen and no step has taken yet: collected round by round, carried over from step to step.
-
-A checkpoint holds them as one safetensors file for each shard: the rows and their prompts as bytes, the schemas of both
-as text next to them.
-"""
+"""Groups that a loop has chosen and no step has taken yet, carried over from step to step."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ ALIGNMENT = 8
 
 
 class Surplus:
-    """The groups of one shard.
+    """The groups of one shard; a checkpoint holds them as bytes in one safetensors file, with their schemas as text.
 
     Attributes:
         batch: All rows, whole groups; None until the first round has been through.

@@ -1,8 +1,4 @@
-"""The bytes of one reshard, as one rank sends, receives and passes them on.
-
-Every parcel is a sequence of bytes, column after column, whose size both sides know. It travels in pieces, one piece of
-each parcel at a time. A piece that lies together in memory is sent from there, or received there; others are copied.
-"""
+"""The bytes of one reshard, as one rank sends, receives and passes them on."""
 
 from __future__ import annotations
 
@@ -54,7 +50,12 @@ class _Link:
 
 
 class Transfer:
-    """One reshard on one rank."""
+    """One reshard on one rank.
+
+    Every parcel is a sequence of bytes, column after column, whose size both sides know. It is sent in pieces, one of
+    each parcel at a time. A piece that is contiguous in memory is sent from its place, or received there; others are
+    copied.
+    """
 
     def __init__(
         self,
