@@ -14,7 +14,7 @@ class Activity:
 
     Attributes:
         step: Step of the run.
-        place: Position of the chain's entry in the whole schedule, to tell which rank is furthest behind.
+        place: Position of the chain's entry in the whole schedule, which shows the rank that is furthest behind.
         doing: Name of that entry.
         waiting_for: What other ranks are waited for with; empty when they are not.
         moved_at: Time of the last sign of life, in seconds of the monotonic clock.

@@ -28,7 +28,7 @@ class Background:
         self._failure: BaseException | None = None
 
     def run(self, task: Callable[[], T]) -> Future[T]:
-        """Run a task later; its error is that of all tasks behind it, too."""
+        """Run a task later. If it fails, all later tasks fail with its error."""
         if self._thread.ident is None:
             self._thread.start()
         future: Future[T] = Future()
@@ -36,7 +36,7 @@ class Background:
         return future
 
     def close(self) -> None:
-        """End the thread behind the tasks that it has been given."""
+        """End the thread after the tasks that it has been given."""
         if self._thread.ident is not None:
             self._tasks.put(None)
             self._thread.join(CLOSE_S)
@@ -66,18 +66,14 @@ class ReadAhead(Generic[T]):
     """Calls a function again and again in a thread, and hands out what it returns in order."""
 
     def __init__(self, make: Callable[[], T], num_ahead: int, name: str, timeout_s: float) -> None:
-        """Take a function; where none is made ahead, each is made when it is asked for, without a thread."""
+        """Take a function; with 0 results made ahead, `next` calls it itself, without a thread."""
         self._make, self._num_ahead, self._timeout_s = make, num_ahead, timeout_s
         self._background = Background(name)
         self._coming: deque[Future[T]] = deque()
         self._is_closed = False
 
     def next(self) -> T:
-        """The next result; an error of the function is raised here, in its turn, and again at every later call.
-
-        Raises:
-            RuntimeError: It takes too long.
-        """
+        """The next result, within the time limit; an error is raised in its turn, and again at every later call."""
         assert not self._is_closed, f"{self._background.name} is closed"
         if not self._num_ahead:
             return self._make()

@@ -20,12 +20,7 @@ Arrays = Mapping[str, NDArray[np.int64] | NDArray[np.float64]]
 
 
 class DataCache:
-    """Arrays of numbers in files that are named by their origin.
-
-    Attributes:
-        process_group: All ranks that read the data; they call the methods together.
-        folder: Folder that all ranks see; None keeps nothing.
-    """
+    """Arrays of numbers in files that are named by their origin. All ranks of the group call the methods together."""
 
     def __init__(self, process_group: ProcessGroup | None = None, folder: Path | None = None) -> None:
         """Take a folder, which is made when something is kept; without a process group this process is alone."""
@@ -48,20 +43,16 @@ class DataCache:
         )
 
     def kept(self, kind: str, origin: Json, find_out: Callable[[], Arrays]) -> Arrays:
-        """Arrays that an earlier start has kept, if all ranks can read them, or what they find out now.
+        """Arrays that an earlier start has kept, if all ranks can read them, or what all find out now.
 
-        Args:
-            kind: Kind of the arrays, for the name of the file.
-            origin: All that the arrays follow from.
-            find_out: Function that all ranks call together; the first rank writes what it returns.
+        The name of the file has the kind of the arrays, and a digest of their origin: of all that they follow from.
         """
         path = self.path(kind, origin, ".npz")
         if path is None:
             return find_out()
-        arrays: Arrays | None
         try:
             with np.load(path, allow_pickle=False) as file:
-                arrays = dict(file)
+                arrays: Arrays | None = dict(file)
         except Exception:  # noqa: BLE001  (not there, or damaged, for which archives have errors of every kind)
             arrays = None
         if self.all_agree(is_true=arrays is not None):

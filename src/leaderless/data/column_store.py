@@ -74,7 +74,7 @@ class ByteRuns:
         return [self._data[owner][start:stop] for owner, start, stop in places]
 
     def read(self, begin: int, end: int) -> Bytes:
-        """The bytes from `begin` to `end`: the very memory if they lie together, or else a copy."""
+        """The bytes from `begin` to `end`: the memory itself if they are contiguous, or else a copy."""
         parts = self.parts(begin, end)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -88,7 +88,7 @@ def write(parts: Sequence[Bytes], content: Bytes) -> None:
 
 
 def copy(source: ByteRuns, target: ByteRuns) -> None:
-    """Copy a sequence of bytes into another of the same size, with little memory besides."""
+    """Copy a sequence of bytes into another of the same size, with little extra memory."""
     for begin in range(0, source.size, COPY_BYTES):
         end = min(begin + COPY_BYTES, source.size)
         write(target.parts(begin, end), source.read(begin, end))
@@ -114,16 +114,12 @@ def ragged_key(column: ColumnSchema) -> str:
 
 
 class _Texts:
-    """The texts of an object column, each made and held once, in the order in which they are asked for."""
+    """The texts of an object column, each made and held once, in the order of the requests."""
 
     def __init__(self, num_rows: int) -> None:
         self.data = bytearray()
         self.starts = np.full(num_rows, -1, dtype=np.int64)
         self.sizes = np.zeros(num_rows, dtype=np.int64)
-
-    def add(self, place: int, text: bytes) -> None:
-        self.starts[place], self.sizes[place] = len(self.data), len(text)
-        self.data.extend(text)
 
 
 class HeldRows:
@@ -153,11 +149,13 @@ class HeldRows:
         values = self.batch.objects(name)
         texts = self._texts.setdefault(name, _Texts(len(values)))
         for place in places[texts.starts[places] < 0].tolist():
-            texts.add(place, to_json(name, values[place]))
+            text = to_json(name, values[place])
+            texts.starts[place], texts.sizes[place] = len(texts.data), len(text)
+            texts.data.extend(text)
         return texts.sizes[places]
 
     def column(self, name: str) -> ByteColumn:
-        """The memory of a column; of objects, of those whose lengths have been asked for."""
+        """The memory of a column; for objects, that of the texts whose lengths have been requested."""
         if name not in self._columns:
             column = self.batch.columns[name]
             if isinstance(column, tuple):

@@ -27,7 +27,7 @@ from leaderless.data.wire import schema_from_json, what_changes
 from leaderless.planner import Action, Layout, Load, Loop, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
 
 WINDOWS_UNDER_WAY = 2
-"""Windows of an edge that travel, or wait to, while the next is made."""
+"""Windows of an edge that are being sent, or wait to be, while the next one is made."""
 
 TableKey = tuple[str, tuple[int, ...], int]
 """Row set, ranks and data-parallel size."""
@@ -68,9 +68,7 @@ class Databuffer:
     def put(self, name: str, batch: object, window: int | None = None) -> None:
         """Take what a node has put out, of one window or of all rows. Columns that no node reads are left out.
 
-        Raises:
-            ValueError: It is no `Batch`, a column that the stage declares, or that later nodes read, is missing or
-                cannot travel, or the rows are not those that the stage may put out.
+        Refused are rows that the stage may not put out, and columns that are missing or cannot be sent.
         """
         node = self.plan[name]
         if not isinstance(batch, Batch):
@@ -103,7 +101,7 @@ class Databuffer:
             self._compare(node, batch)
 
     def _compare(self, node: PlannedNode, batch: Batch) -> None:
-        """Make sure that what is about to travel has one type on all ranks of a node, and shards one set of rows."""
+        """Make sure that columns to be sent have one type on all ranks of a node, and each shard one set of rows."""
         if len(node.layout.ranks) == 1:
             return
         text = schemas_to_json(batch)
@@ -168,9 +166,9 @@ class Databuffer:
         self._loads = {action: np.zeros(action.target_layout.dp, dtype=np.int64) for action in edges}
 
     def reshard_window(self, action: Reshard, window: int, timed: AbstractContextManager[None]) -> None:
-        """Reshard columns of a window in the background, with at most one window behind it.
+        """Reshard columns of a window in the background, while at most one other window waits.
 
-        All ranks of both layouts call it, in the order of the plan. The context `timed` is entered while rows travel.
+        All ranks of both layouts call it, in the order of the plan. The context `timed` is entered while rows are sent.
         """
         under_way = self._under_way.setdefault(action, deque())
         while len(under_way) >= WINDOWS_UNDER_WAY:
@@ -230,7 +228,7 @@ class Databuffer:
     def release(self, action: Action, window: int | None = None) -> None:
         """Free the columns whose last reader on this rank, an entry of the chain, has run.
 
-        Those of a window are freed in the background, behind the reshards that may still read them.
+        Those of a window are freed in the background, after the reshards that may still read them.
         """
         if window is None:
             self._release(action, self._tables)
@@ -287,7 +285,7 @@ def _check_rows(node: PlannedNode, batch: Batch, given: Table) -> None:
 
 
 def _check_column(node: PlannedNode, name: str, batch: Batch) -> None:
-    """Check that every reader gets the same values, whether they travel to it or not."""
+    """Check that every reader gets the same values, whether they are sent to it or not."""
     place = f"{_place(node)}: column '{name}'"
     column: object = batch.columns[name] if name in batch.columns or batch.prompts is None else batch.prompts[name]
     if isinstance(column, Tensor | Jagged):

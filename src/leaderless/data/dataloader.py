@@ -54,12 +54,7 @@ class Dataloader:
         self._begin(position)
 
     def next(self) -> Batch:
-        """This shard's prompts of the next step.
-
-        Raises:
-            RecipeError: A row cannot be used.
-            RuntimeError: The data cannot be read, or are others than before.
-        """
+        """This shard's prompts of the next step."""
         batch, self.epochs = self._ahead.next()
         self._position += self.recipe.batch.prompts_per_step
         return batch
@@ -128,14 +123,7 @@ def open_training_set(
     cache: DataCache,
     progress: Progress | None = None,
 ) -> TrainingSet:
-    """Open a dataset to train on, of a section of the recipe. All ranks of the cache call it together.
-
-    Parquet is unpacked into the folder of the cache.
-
-    Raises:
-        RecipeError: It does not exist, cannot be read, or has no row that may be used.
-        RuntimeError: Ranks have different datasets of this name.
-    """
+    """Open a dataset to train on; errors as of `open_source` and `open_dataset`. All ranks of the cache call it."""
     encoder = RowEncoder(tokenizer, config, key)
     if config.streaming:
         return StreamedDataset(open_stream(config, key, cache), encoder, config, recipe.data)

@@ -50,11 +50,7 @@ class Feed(Protocol):
 
 
 class TrainingSet(Protocol):
-    """A dataset that may be trained on.
-
-    Attributes:
-        encoder: Encoder that makes tokens of rows.
-    """
+    """A dataset that may be trained on, and the encoder that makes tokens of its rows."""
 
     encoder: RowEncoder
 
@@ -62,16 +58,16 @@ class TrainingSet(Protocol):
         """Its rows in the order that follows from the seed of the run and the number of the dataset in a mixture."""
 
     def summary(self, path: str) -> str:
-        """Number of rows, for people; the path is that of the dataset, as it is to be shown."""
+        """Number of rows, as text; the path is shown as the name of the dataset."""
 
 
 @dataclass(frozen=True)
 class Dataset(TrainingSet):
-    """A source of rows, what makes tokens of them, and which of them may be used.
+    """A source of rows, with an encoder that makes tokens of them, and the rows that may be used.
 
     Attributes:
         source: All rows.
-        encoder: Encoder that makes tokens of rows.
+        encoder: The encoder.
         rows: [n] numbers of the rows that may be used, ascending.
         num_overlong: Number of rows before the last of these that may not be used.
         levels: [n] values by which a curriculum sorts rows, small ones first; None without a curriculum.
@@ -114,13 +110,7 @@ class _DatasetFeed(Feed):
 
 
 def make_batch(group_ids: Sequence[int], prompts: Sequence[Prompt], *, has_responses: bool) -> Batch:
-    """Prompts as a batch: `prompt_tokens` and `rows`, and `tokens` and `response_mask` if there are responses.
-
-    Args:
-        group_ids: Ids of the prompts, ascending.
-        prompts: Prompt for each id.
-        has_responses: Whether there are responses to imitate.
-    """
+    """Prompts as a batch: `prompt_tokens` and `rows`, and `tokens` and `response_mask` if there are responses."""
     columns: dict[str, Column] = {
         "prompt_tokens": Jagged.from_lists([p.encoded.prompt for p in prompts], torch.int64, "prompt_tokens"),
         "rows": tuple(p.row for p in prompts),
@@ -161,7 +151,7 @@ def open_dataset(
 
 @dataclass(frozen=True)
 class _Scan:
-    """Looks at every row once."""
+    """A search that reads and tokenizes every row once."""
 
     source: RowSource
     encoder: RowEncoder
@@ -174,28 +164,25 @@ class _Scan:
         num_rows = min(len(self.source), self.encoder.config.limit or len(self.source))
         wanted = num_rows if max_rows is None else max_rows
         what = f"the usable rows of {self.encoder.key}"
-        rows, levels = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+        found = torch.zeros(0, 2, dtype=torch.float64)
         num_seen, num_mine, patience = 0, 0, 1
-        while len(rows) < wanted and num_seen < num_rows:
-            window = range(num_seen, min(num_rows, num_seen + patience * (wanted - len(rows))))
+        while len(found) < wanted and num_seen < num_rows:
+            window = range(num_seen, min(num_rows, num_seen + patience * (wanted - len(found))))
             num_seen, patience = window.stop, 2 * patience
             share = self.cache.share(len(window))
-            kept, kept_levels = self._look(window[share.start : share.stop], num_mine)
+            kept = torch.tensor(self._look(window[share.start : share.stop], num_mine), dtype=torch.float64).view(-1, 2)
             num_mine += len(share)
-            process_group = self.cache.process_group
-            rows = torch.cat([rows, *process_group.gather(torch.tensor(kept, dtype=torch.int64), what)])
-            levels = torch.cat([levels, *process_group.gather(torch.tensor(kept_levels, dtype=torch.float64), what)])
-        rows, levels = rows[:wanted], levels[:wanted]
+            found = torch.cat([found, *self.cache.process_group.gather(kept, what)])
+        rows, levels = found[:wanted, 0].long().numpy(), found[:wanted, 1].numpy()
         num_used = num_seen if len(rows) < wanted else int(rows[-1]) + 1
         if not len(rows):
             raise all_overlong(f"all {num_rows} rows", self.encoder.config, self.recipe.data)
-        return {"rows": rows.numpy(), "levels": levels.numpy(), "num_overlong": np.array([num_used - len(rows)])}
+        return {"rows": rows, "levels": levels, "num_overlong": np.array([num_used - len(rows)])}
 
-    def _look(self, rows: range, num_before: int) -> tuple[list[int], list[float]]:
+    def _look(self, rows: range, num_before: int) -> list[tuple[int, float]]:
         """Those of some rows that may be used, and their levels."""
         key, curriculum = self.encoder.key, _curriculum(self.encoder.config)
-        kept: list[int] = []
-        levels: list[float] = []
+        kept: list[tuple[int, float]] = []
         batches = [rows[first : first + BATCH_ROWS] for first in range(0, len(rows), BATCH_ROWS)]
         # A fast tokenizer runs outside Python, so that the texts of the next batch are made meanwhile.
         read = partial(next, map(self._read, batches))
@@ -205,11 +192,10 @@ class _Scan:
                 encoded = self.encoder.encode_texts(texts)
                 for index, row, place, tokens in zip(batch, values, places, encoded, strict=True):
                     if fits(tokens, place, self.recipe.data, key):
-                        kept.append(index)
-                        levels.append(_level(row, curriculum, place, key) if curriculum else 0.0)
+                        kept.append((index, _level(row, curriculum, place, key) if curriculum else 0.0))
                 if self.progress is not None:
                     self.progress(num_before + batch.stop - rows.start, num_before + len(rows))
-        return kept, levels
+        return kept
 
     def _read(self, batch: range) -> tuple[list[Row], list[str], list[tuple[str, str]]]:
         """Some rows, their places, and their prompts and responses."""

@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 class Encoded:
     """A row as token ids.
 
-    The response, which is to be imitated, has the end-of-sequence token; it is empty when the dataset names none.
+    The response, to be imitated, ends with the end-of-sequence token; it is empty when the dataset names none.
     """
 
     prompt: list[int]
@@ -55,11 +55,7 @@ class RowEncoder:
     """Makes prompts, and responses to imitate, of a dataset's rows."""
 
     def __init__(self, tokenizer: Tokenizer, config: DatasetConfig, key: str) -> None:
-        """Decide how prompts are written; `key` is the recipe's section, for errors.
-
-        Raises:
-            RecipeError: The tokenizer cannot do what the section asks for.
-        """
+        """Decide how prompts are written; `key` is the recipe's section, for errors."""
         self.tokenizer, self.config, self.key = tokenizer, config, key
         if tokenizer.eos_token_id is None:
             raise RecipeError.at(
@@ -179,11 +175,7 @@ def _encode_texts(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tok
 
 
 def fits(encoded: Encoded, place: str, data: DataConfig, key: str) -> bool:
-    """Whether a row is short enough to use; its place and the recipe's section are for errors.
-
-    Raises:
-        RecipeError: The prompt is empty, or the row is overlong where that is an error.
-    """
+    """Whether a row is short enough to use; an empty prompt, or an overlong row where that is an error, is refused."""
     if not encoded.prompt:
         raise RecipeError.at(key, f"{place} has an empty prompt")
     for what, length, limit in (

@@ -29,11 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_explained(what: str) -> Iterator[None]:
-    """Add cause and remedy to an error of memory, as `too much is sampled at once: lower rollout.max_sequences`.
-
-    Raises:
-        MemoryExhausted: Memory has run out.
-    """
+    """Add cause and remedy to an error of memory, as `too much is sampled at once: lower rollout.max_sequences`."""
     try:
         yield
     except Exception as error:

@@ -12,11 +12,7 @@ SUFFIXES = (".jsonl", ".parquet", COMPRESSED)
 
 
 def find_files(config: DatasetConfig, key: str) -> list[Path] | None:
-    """The files that a file's, folder's or pattern's name stands for, by name; None when it must be on the hub.
-
-    Raises:
-        RecipeError: There are no such files.
-    """
+    """The files that the name of a file, folder or pattern stands for; None when it must be on the hub."""
     path = Path(config.path)
     is_pattern = any(character in config.path for character in "*?[") and not path.exists()
     if path.is_dir() or is_pattern:

@@ -63,11 +63,7 @@ class HubRows:
     """What readers of a dataset on the hub share."""
 
     def __init__(self, config: DatasetConfig, **options: bool) -> None:
-        """Find a dataset; the options are those of `datasets.load_dataset`.
-
-        Raises:
-            RecipeError: There is none.
-        """
+        """Find a dataset; the options are those of `datasets.load_dataset`."""
         unreachable = unreachable_hub(config.path)
         import datasets
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 GROUPS_KEPT = 8
-"""Row groups that are held: rows are asked for out of order, though not by far."""
+"""Row groups that are kept in memory: rows are read out of order, but not far from each other."""
 ROWS_AT_A_TIME = 1024
 DONE = "parts.json"
 """File that lists the parts of a folder, with their fingerprints, when all of them are complete."""

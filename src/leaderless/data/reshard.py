@@ -36,7 +36,7 @@ def reshard(
     and peers on one host get one copy from another host.
 
     Args:
-        action: Columns that travel, and both layouts.
+        action: Columns to send, and both layouts.
         process_group: The ranks of both layouts.
         held: The rows that this rank has under the source layout, in ascending order of their ids.
         wanted: Ids of the rows that this rank represents under the target layout, when an earlier reshard has decided

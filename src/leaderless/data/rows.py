@@ -132,11 +132,7 @@ class RowStream(Protocol):
 
 
 def parse_line(text: bytes, place: str, columns: Collection[str] | None) -> Row:
-    """The row in a line of JSON at some place, with some columns or all.
-
-    Raises:
-        RecipeError: It is no row.
-    """
+    """The row in a line of JSON at some place, with some columns or all; anything else is refused."""
     try:
         row = json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -149,7 +145,7 @@ def parse_line(text: bytes, place: str, columns: Collection[str] | None) -> Row:
 
 
 def plain_row(values: Mapping[str, object], place: str) -> Row:
-    """A row of values that JSON can hold, as rows travel and are recorded as JSON; dates and decimals become text.
+    """A row of values that JSON can hold, as rows are sent and recorded as JSON; dates and decimals become text.
 
     Raises:
         RecipeError: A column holds what JSON cannot.

@@ -24,9 +24,8 @@ class FileStream(RowStream):
 
     def __init__(self, config: DatasetConfig, files: Sequence[Path]) -> None:
         self.files, self._columns = files, config.wanted_columns()
-        for path in files:
-            if path.suffix == ".parquet":
-                ParquetSource(path)  # a damaged one is found at once
+        for path in (path for path in files if path.suffix == ".parquet"):
+            ParquetSource(path)  # a damaged one is found at once
 
     @override
     def rows(self) -> Iterator[tuple[str, Row]]:
@@ -48,17 +47,15 @@ def open_source(config: DatasetConfig, key: str, cache: DataCache | None = None)
     """
     cache = cache or DataCache()
     files = find_files(config, key)
-    source: RowSource
     if files is None:
-        source = HubSource(config)
+        source: RowSource = HubSource(config)
     else:
         packed = next((file for file in files if file.name.endswith(COMPRESSED)), None)
         if packed is not None:
             remedy = "unpack it" if key == "data.evaluation" else "set `streaming: true`, or unpack it"
             raise RecipeError.at(f"{key}.path", f"{packed} can only be read from its beginning: {remedy}")
-        columns = config.wanted_columns()
         kinds: dict[str, type[JsonlSource | ParquetSource]] = {".jsonl": JsonlSource, ".parquet": ParquetSource}
-        sources: list[RowSource] = [kinds[file.suffix](file, columns) for file in files]
+        sources: list[RowSource] = [kinds[file.suffix](file, config.wanted_columns()) for file in files]
         source = sources[0] if len(sources) == 1 else ConcatenatedSource(sources)
     _check_same(source, config, key, cache)
     source.prepare(cache)

@@ -30,11 +30,7 @@ class StreamedDataset(TrainingSet):
     """
 
     def __init__(self, stream: RowStream, encoder: RowEncoder, config: TrainingSetConfig, data: DataConfig) -> None:
-        """Take a stream and look at its first row.
-
-        Raises:
-            RecipeError: There is no row, or the first one lacks a column.
-        """
+        """Take a stream; there has to be a row, and the first must have the columns."""
         self.stream, self.encoder, self.config, self.data = stream, encoder, config, data
         first = next(iter(stream.rows()), None)
         if first is None:
@@ -43,11 +39,7 @@ class StreamedDataset(TrainingSet):
         encoder.encode(row, place)
 
     def usable_rows(self) -> Iterator[StreamRow]:
-        """The rows that may be used, from the first.
-
-        Raises:
-            RecipeError: A row lacks a column.
-        """
+        """The rows that may be used, from the first."""
         for place, row in islice(self.stream.rows(), self.config.limit):
             if self.data.overlong == "error":
                 yield place, row, None
@@ -116,13 +108,12 @@ class StreamFeed(Feed):
 
     def _end(self, length: int) -> None:
         """Remember how many rows there are."""
-        path = self.dataset.config.path
         if not length:
             raise all_overlong("all rows", self.dataset.config, self.dataset.data)
         if self._length not in {None, length}:
             raise RuntimeError(
-                f"{path} has {length} usable rows now, and had {self._length} in the epoch before: data must stay as "
-                "they are while a run reads them"
+                f"{self.dataset.config.path} has {length} usable rows now, and had {self._length} in the epoch before: "
+                "data must stay as they are while a run reads them"
             )
         self._length = length
 

@@ -24,11 +24,7 @@ ALIGNMENT = 8
 
 
 class Surplus:
-    """The groups of one shard; a checkpoint holds them as bytes in one safetensors file, with their schemas as text.
-
-    Attributes:
-        batch: All rows, whole groups; None until the first round has been through.
-    """
+    """The rows of one shard, whole groups; None until the first round. A checkpoint holds them as bytes and schemas."""
 
     def __init__(self, batch: Batch | None = None) -> None:
         self.batch = batch
@@ -43,14 +39,10 @@ class Surplus:
         return 0 if self.batch is None else len(torch.unique(self.batch.group_ids))
 
     def take(self, num_groups: int, process_group: ProcessGroup) -> Batch:
-        """Take out the groups with the lowest ids of all shards. All ranks of the layout call it together.
+        """Take out the groups with the lowest ids of all shards, at most `num_groups`. All ranks of the layout call it.
 
         Ids follow the order of the data, so which groups are taken depends on no layout, and those that have waited
         come first.
-
-        Args:
-            num_groups: Number of groups over all shards; all are taken when there are fewer.
-            process_group: The ranks of the layout.
         """
         assert self.batch is not None, "a step takes groups after a round, or those that it has inherited"
         mine = self.batch.group_ids
@@ -103,7 +95,7 @@ def _concat(batches: list[Batch]) -> Batch:
 
 
 def pack(batch: Batch) -> Tensor:
-    """[num_bytes] uint8: number of rows, ids and own columns of a batch, one behind the other; not its prompts."""
+    """[num_bytes] uint8: number of rows, ids and own columns of a batch, one after the other; not its prompts."""
     rows, everything = HeldRows(batch), np.arange(len(batch))
     parts = [np.array([len(batch)]), batch.ids.numpy()]
     for column in schema_of(batch):

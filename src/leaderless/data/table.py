@@ -36,11 +36,7 @@ class Table:
 
     @classmethod
     def of(cls, batch: Batch, writer: str) -> Table:
-        """The table of rows, in any order, that a node or the data made.
-
-        Raises:
-            ValueError: Two rows have the same id.
-        """
+        """The table of rows, in any order, that a node or the data made."""
         batch = sort_rows(batch, writer)
         if batch.prompts is None:
             table = cls(batch.ids, None, None)
@@ -51,11 +47,7 @@ class Table:
         return table
 
     def add(self, batch: Batch, writer: str) -> None:
-        """Take in columns that a node wrote about the rows that are here, and about their prompts.
-
-        Raises:
-            ValueError: The rows are others.
-        """
+        """Take in columns that a node wrote about the very rows that are here, and about their prompts."""
         batch = sort_rows(batch, writer)
         if not torch.equal(batch.ids, self.ids):
             raise ValueError(f"node '{writer}' must keep its {len(self.ids)} rows, but gave {len(batch)} others")
@@ -115,11 +107,7 @@ def _merge(columns: list[Column], index: Tensor) -> Column:
 
 
 def sort_rows(batch: Batch, writer: str) -> Batch:
-    """The same rows, which a node made, in ascending order of their ids.
-
-    Raises:
-        ValueError: Two rows have the same id.
-    """
+    """The rows that a node made, in ascending order of their ids, which must differ."""
     if bool((batch.ids[1:] > batch.ids[:-1]).all()):
         return batch
     batch = batch.select(torch.argsort(batch.ids))

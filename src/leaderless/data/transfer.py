@@ -24,7 +24,7 @@ PIECE_BYTES = (1 << 16, 1 << 22)
 """Least and most of that for one parcel."""
 Lengths = NDArray[np.int32]
 MAX_LENGTH = 2**31 - 1
-"""Most that fits a length as it travels."""
+"""Largest length that can be sent."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Link:
 
     @property
     def delay(self) -> int:
-        """Rounds behind the first: what is passed on has to be here."""
+        """Rounds to wait before the first piece is sent: what is passed on has to arrive first."""
         return self.leg * ROUNDS_AHEAD
 
 
@@ -107,11 +107,7 @@ class Transfer:
                     yield _Link(peer, link.holder, 1, link.parcel)
 
     def run(self) -> Batch | None:
-        """Exchange the rows, together with all ranks of both layouts.
-
-        Returns:
-            This rank's rows under the target layout, or None when it is not part of that.
-        """
+        """This rank's rows under the target layout, if it is part of that. All ranks of both layouts call it."""
         headers = self._exchange_lengths()
         kept = self._kept()
         arriving = [] if self.mine is None or kept is not None else self._allocate(self.mine, headers)
@@ -125,7 +121,7 @@ class Transfer:
         return Batch(rows.ids, rows.columns, arriving[1].batch(), index)
 
     def _kept(self) -> Batch | None:
-        """The rows that are here, when they are those that are to be here: the same tensors, not a copy."""
+        """The rows that are here, if they are the rows that this rank needs: the same tensors, not a copy."""
         if self.mine is None or self.held is None or self.incoming:
             return None
         num_prompts = len(self.held if self.held.prompts is None else self.held.prompts)
@@ -247,7 +243,7 @@ def _runs(tables: Sequence[HeldRows | ArrivingRows], rows: Sequence[Int], schema
 def _pieces(
     parcels: Sequence[tuple[_Link, ByteRuns]], number: int, size: int
 ) -> Iterator[tuple[int, ByteRuns, tuple[int, int]]]:
-    """The peer, and the part of each parcel that travels in a round."""
+    """The peer, and the part of each parcel that is sent in a round."""
     for link, runs in parcels:
         begin = (number - link.delay) * size
         if 0 <= begin < runs.size:

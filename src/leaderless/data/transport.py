@@ -29,7 +29,7 @@ from leaderless.planner import format_ranks
 ROLL_CALL_S = 1.0
 """Time that ranks that give up waiting have to report it, so that the missing ones can be named."""
 ROUNDS_AHEAD = 2
-"""Rounds of an exchange that are under way at a time: one is filled while another travels."""
+"""Rounds of an exchange that are in progress at a time: one is filled while another is sent."""
 POLL_S = 0.0002
 """Pause between two looks at whether an accelerator has finished an exchange."""
 DEADLINE_SHARE = 0.9
@@ -106,7 +106,7 @@ class ProcessGroup:
         return [part[:count] for part, count in zip(gathered.unbind(0), counts.tolist(), strict=True)]
 
     def unlike_first(self, text: str, what: str) -> tuple[int, ...]:
-        """The ranks whose text is not that of the first, the same answer on all; only digests travel."""
+        """The ranks whose text is not that of the first, the same answer on all; only digests are sent."""
         digests = torch.cat(self.gather(torch.tensor([digest(text.encode())]), what))
         return tuple(self.ranks[place] for place in (digests != digests[0]).nonzero().squeeze(1).tolist())
 
@@ -137,7 +137,7 @@ class ProcessGroup:
     def exchange_rounds(self, rounds: Iterable[Round], what: str) -> None:
         """Send bytes to some ranks and receive from some, directly, where both sides know how many.
 
-        Each peer has the matching messages in the same round. The next round is prepared while the last one travels;
+        Each peer has the matching messages in the same round. The next round is prepared while the last one is sent;
         all rounds before the last are done by then.
         """
         under_way: deque[_RoundUnderWay] = deque()
@@ -216,7 +216,7 @@ class _RoundUnderWay:
 
 
 def _incoming(message: Tensor, device: torch.device) -> Tensor:
-    """Memory on a device for a message that is to be received into host memory."""
+    """Memory on a device, to receive a message for host memory."""
     return message if device.type == "cpu" else torch.empty_like(message, device=device)
 
 
@@ -293,7 +293,7 @@ class Transport:
     def add_background_process_group(self, ranks: tuple[int, ...]) -> None:
         """Make a process group of some ranks, ascending, for a background thread. All ranks of the world call it.
 
-        Its bytes travel through host memory: on an accelerator they would compete with those of the main thread.
+        Its bytes are sent from host memory: on an accelerator they would compete with those of the main thread.
         """
         if ranks not in self._background:
             handle = dist.new_group(list(ranks), timeout=self.timeout, backend="gloo")

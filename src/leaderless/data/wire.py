@@ -76,11 +76,7 @@ def schema_from_json(text: str) -> Schema:
 
 
 def to_json(name: str, value: Json) -> bytes:
-    """A value of an object column as text; the name of the column is for the error.
-
-    Raises:
-        TypeError: JSON cannot hold the value.
-    """
+    """A value of the object column `name` as text; a value that JSON cannot hold is refused."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
