@@ -147,7 +147,7 @@ class _Model:
     shards: int
 
     def copy_bytes(self, *, is_needed: bool) -> int:
-        """A whole copy that computes. The unit that is gathered last lies in a buffer meanwhile."""
+        """A whole copy that computes, and a buffer with the unit that is gathered last."""
         return (self.size.num_parameters + self.size.num_root_parameters) * self.width * is_needed
 
     def gathered_bytes(self) -> int:

@@ -29,7 +29,7 @@ GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "gpg", "cpgd", "pass_at_k")
 
 
 def log_probs_column(role: str | None, workflow: Workflow) -> str:
-    """Name of the column for log-probabilities under a role, which tells their owner."""
+    """Name of the column for log-probabilities under a role; it says whose they are."""
     if role == "reference":
         return "ref_log_probs"
     is_trained = any(node.role == role and spec_of(node).role_use == "train" for node in workflow.nodes)

@@ -50,7 +50,7 @@ class LinksConfig(Section):
     """What carries bytes, by how far they go."""
 
     device: LinkConfig
-    """Inside a rank: rows copied from and to buffers, and brought from or to the device."""
+    """Inside a rank: rows copied from and to buffers, and from and to the device."""
     host: LinkConfig
     """Between ranks of one host, for each rank."""
     network: LinkConfig

@@ -49,14 +49,14 @@ class ModelCost:
         return 2.0 * self.size.num_parameters * (tokens - shared) + attention
 
     def scoring_seconds(self, rows: Rows, shards: Int) -> float:
-        """One forward pass over all rows, until the slowest shard is done; weights are gathered meanwhile."""
+        """One forward pass over all rows, until the slowest shard is done, while weights are gathered."""
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
         work = self._per_shard(shards, self.forward_flops(rows, shards)).max() / rate
         return max(float(work), self._num_passes(rows, shards) * self.gather_seconds())
 
     def training_seconds(self, rows: Rows, shards: Int) -> float:
-        """All updates of a step. Shards wait for each other at each of them; weights and gradients travel meanwhile."""
+        """All updates of a step. Shards wait for each other at each of them, while weights and gradients travel."""
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
         rate = device.peak_tflops * TERA * device.training_utilization / passes

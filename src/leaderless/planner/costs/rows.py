@@ -167,7 +167,7 @@ class Placement:
         return shards
 
     def run(self, node: PlannedNode) -> Int:
-        """[n] shard of each row that a node puts out: a response is where its prompt is."""
+        """[n] shard of each row of a node's output: a response is where its prompt is."""
         shards = self.shards(node.row_set, node.layout)
         if node.spec.rows == "expand":
             shards = shards[self.rows(node.row_set_after).groups]

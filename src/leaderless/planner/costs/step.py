@@ -193,7 +193,7 @@ class Walk:
         self.weights[str(event.action)] = cost
 
     def move(self, name: str, cost: Cost, held_bytes: int) -> None:
-        """Add a reshard, and the memory that its busiest process has meanwhile."""
+        """Add a reshard, and the memory of its busiest process."""
         self.transitions[name] = self.transitions[name] + cost if name in self.transitions else cost
         self.peak_bytes = max(self.peak_bytes, held_bytes + cost.process_bytes)
 
