@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
-from typing import TextIO
+from typing import Any, TextIO
 
 from .confined import execute  # relative, for the supervisor runs without the package
 
 Wire = None | bool | int | float | str | list["Wire"]
 """JSON; the first item of a list is the name of the type that it stands for."""
+_Message = Mapping[str, Any]
 
 _LARGEST_PLAIN_INT = 2**63
 _ITEMS: Mapping[type, Callable[..., Iterator[object]]] = {
@@ -80,17 +81,9 @@ def decode(wire: Wire, find: Callable[[int], object]) -> object:
 
 
 _OPERATIONS: Mapping[str, Callable[..., object]] = {
-    "call": lambda function, *arguments, **named: function(*arguments, **named),
-    "isinstance": isinstance,
-    "getattr": getattr,
-    "setattr": setattr,
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "repr": repr,
-    "str": str,
-    "bool": bool,
-    **{name: getattr(operator, name) for name in ("getitem", "setitem", "eq", "lt", "le", "gt", "ge")},
+    **{name: getattr(builtins, name) for name in ("isinstance", "getattr", "setattr", "len", "iter", "next")},
+    **{name: getattr(builtins, name) for name in ("repr", "str", "bool")},
+    **{name: getattr(operator, name) for name in ("call", "getitem", "setitem", "eq", "lt", "le", "gt", "ge")},
 }
 
 
@@ -105,45 +98,35 @@ def serve(source: str, requests: int, replies: int) -> None:
         objects.append(value)
         return len(objects) - 1
 
-    def work(request: Mapping[str, Wire]) -> Mapping[str, Wire]:
-        arguments = [decode(part, objects.__getitem__) for part in _parts(request["arguments"])]
-        named = {str(k): decode(v, objects.__getitem__) for k, v in _pairs(request["named"])}
-        value = _OPERATIONS[str(request["operation"])](*arguments, **named)
+    def work(request: _Message) -> _Message:
+        arguments = [decode(part, objects.__getitem__) for part in request["arguments"]]
+        named = {name: decode(part, objects.__getitem__) for name, part in request["named"].items()}
+        value = _OPERATIONS[request["operation"]](*arguments, **named)
         # A function may have changed its arguments, which are copies here.
         return {"value": encode(value, refer), "arguments": ["list", *(encode(item, refer) for item in arguments)]}
 
     with os.fdopen(requests, encoding="ascii") as asked, os.fdopen(replies, "w", encoding="ascii") as told:
         _send(told, _guarded(lambda: _names(execute(source, "program"), refer)))
         for line in asked:
-            request = json.loads(line)
-            _send(told, _guarded(partial(work, request)))
+            _send(told, _guarded(partial(work, json.loads(line))))
 
 
-def _parts(wire: Wire) -> Sequence[Wire]:
-    assert isinstance(wire, list)
-    return wire
-
-
-def _pairs(wire: Wire) -> Iterator[Sequence[Wire]]:
-    return (_parts(pair) for pair in _parts(wire))
-
-
-def _names(module: ModuleType, refer: Callable[[object], int]) -> Mapping[str, Wire]:
+def _names(module: ModuleType, refer: Callable[[object], int]) -> _Message:
     """The names that the program defined. Modules are only named, so that the tests import genuine ones."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    own = [(name, value) for name, value in public.items() if not isinstance(value, ModuleType)]
+    own = {name: encode(value, refer) for name, value in public.items() if not isinstance(value, ModuleType)}
     modules = [name for name, value in public.items() if isinstance(value, ModuleType) and value.__name__ == name]
-    return {"value": [[name, encode(value, refer)] for name, value in own], "modules": list(modules)}
+    return {"value": own, "modules": modules}
 
 
-def _guarded(work: Callable[[], Mapping[str, Wire]]) -> Mapping[str, Wire]:
+def _guarded(work: Callable[[], _Message]) -> _Message:
     try:
         return work()
     except BaseException as error:  # noqa: BLE001 - the boundary of the program: sent to the tests
         return {"error": [type(error).__name__, str(error)]}
 
 
-def _send(pipe: TextIO, message: Mapping[str, Wire]) -> None:
+def _send(pipe: TextIO, message: _Message) -> None:
     pipe.write(json.dumps(message) + "\n")
     pipe.flush()
 
@@ -158,20 +141,20 @@ class _Channel:
         """The names that the program defined, apart from those of built-in functions."""
         reply = self._receive()
         names: dict[str, object] = {}
-        for name in _parts(reply["modules"]):
-            if isinstance(name, str) and name in sys.stdlib_module_names:
+        for name in reply["modules"]:
+            if name in sys.stdlib_module_names:
                 names[name] = __import__(name)
-        for name, wire in _pairs(reply["value"]):
-            if not hasattr(builtins, str(name)):
-                names[str(name)] = decode(wire, self._remote)
+        for name, wire in reply["value"].items():
+            if not hasattr(builtins, name):
+                names[name] = decode(wire, self._remote)
         return names
 
     def ask(self, operation: str, *arguments: object, **named: object) -> object:
         """Have the program's process do something."""
-        request: dict[str, Wire] = {
+        request = {
             "operation": operation,
             "arguments": [encode(argument, _number_of) for argument in arguments],
-            "named": [[name, encode(value, _number_of)] for name, value in named.items()],
+            "named": {name: encode(value, _number_of) for name, value in named.items()},
         }
         _send(self._requests, request)
         reply = self._receive()
@@ -182,7 +165,7 @@ class _Channel:
     def _remote(self, number: int) -> object:
         return Remote(self, number)
 
-    def _receive(self) -> Mapping[str, Wire]:
+    def _receive(self) -> _Message:
         line = self._replies.readline()
         if not line:
             raise EOFError("the program's process has ended")
