@@ -243,6 +243,21 @@ def test_no_trick_passes_a_test(trick: str) -> None:
     assert grade(TRICKS[trick], asserts(tests)) == 0.0
 
 
+def test_no_program_replaces_the_built_in_functions_of_tests() -> None:
+    program = """
+import json
+def f(x): return 3
+def nothing(x): return 0
+dumps = json.dumps
+def false(message):
+    if "modules" in message: message["value"]["__builtins__"] = ["dict", "abs", ["object", 1]]
+    return dumps(message)
+json.dumps = false
+"""
+    assert grade(program, asserts("assert abs(f(2) - 4) < 1e-6")) == 0.0
+    assert grade(program, asserts("import math\nassert math.isclose(f(2), 4)")) == 0.0
+
+
 def test_the_honest_program_passes_what_no_trick_does() -> None:
     tests = "import math\nassert f(2) == 4\nassert abs(f(2) - 4) < 1e-6\nassert math.isclose(f(2), 4)"
     assert grade("def f(x): return 2 * x", asserts(tests)) == 1.0

@@ -138,14 +138,14 @@ class _Channel:
         self._replies, self._requests = replies, requests
 
     def names(self) -> dict[str, object]:
-        """The names that the program defined, apart from those of built-in functions."""
+        """The public names that the program defined; built-in functions stay what they are."""
         reply = self._receive()
         names: dict[str, object] = {}
         for name in reply["modules"]:
             if name in sys.stdlib_module_names:
                 names[name] = __import__(name)
         for name, wire in reply["value"].items():
-            if not hasattr(builtins, name):
+            if not name.startswith("_") and not hasattr(builtins, name):
                 names[name] = decode(wire, self._remote)
         return names
 
