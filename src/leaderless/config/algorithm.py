@@ -12,7 +12,7 @@ from leaderless.config.functions import is_function_name
 
 
 def _type_or(default: str) -> Callable[[object], object]:
-    """Function that gives the `type` of a section's settings, or the default."""
+    """A function that returns the `type` in a section's settings, or the default."""
     return lambda value: value.get("type", default) if isinstance(value, Mapping) else getattr(value, "type", None)
 
 
@@ -91,7 +91,7 @@ class ReinforceAdvantage(Section):
     discount: float = Field(default=1.0, gt=0, le=1)
     """Gamma: how much a reward counts one token earlier."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Constant added to the standard deviation of the whitening."""
+    """Constant added to the standard deviation for whitening."""
 
 
 class GaeAdvantage(Section):

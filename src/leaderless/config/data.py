@@ -16,7 +16,7 @@ from leaderless.config.base import Section, ShorthandSection
 DATASET_COLUMN = "_dataset"
 """Column added to the rows of a mixture: the name of their dataset."""
 COMPRESSED = ".jsonl.gz"
-"""Ending of files that can only be read from the beginning."""
+"""Suffix of files that can only be read from the beginning."""
 
 
 class DatasetConfig(Section):
@@ -86,7 +86,7 @@ class TrainingSetConfig(DatasetConfig):
     curriculum: CurriculumConfig | None = None
     """Order of rows by a column."""
     streaming: bool = False
-    """Read rows one after the other without an index, as for `.jsonl.gz` files and datasets too large to download."""
+    """Read rows in their order without an index, as for `.jsonl.gz` files and datasets too large to download."""
     shuffle_buffer: int = Field(default=1024, ge=2)
     """Rows of a stream that are held in memory and shuffled together if `data.shuffle` is set."""
 

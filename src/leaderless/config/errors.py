@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a recipe.
+    """A problem in a recipe.
 
     Attributes:
         key: Dotted path of the setting, as in `batch.prompts_per_step`; empty for the recipe as a whole.
-        message: Rule that was broken, and what to do about it.
-        place: `file:line` of the setting, or the override that set it; empty while unknown.
+        message: Rule that is broken, and remedy.
+        place: File and line of the setting, or the override that set it; empty while unknown.
     """
 
     key: str

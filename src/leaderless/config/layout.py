@@ -27,8 +27,7 @@ class LayoutConfig(Section):
     cp: int = Field(default=1, ge=1)
     """Context-parallel size."""
     groups: Literal["auto", "whole"] = "auto"
-    """`whole` keeps all responses to a prompt on one rank when rows are resharded from another layout; `auto` does so
-    if the node needs it."""
+    """`whole` keeps all responses to a prompt on one rank when rows are resharded, `auto` only if the node needs it."""
 
     @field_validator("ranks", mode="before")
     @classmethod
@@ -42,7 +41,7 @@ class LayoutConfig(Section):
         return value
 
     def ranks_of(self, world_size: int) -> tuple[int, ...]:
-        """The ranks in ascending order, of all ranks; a ValueError if they do not exist or make no sense."""
+        """The ranks in ascending order; a ValueError if they make no sense, or do not exist in a world of that size."""
         if self.ranks == "all":
             return tuple(range(world_size))
         if share := re.fullmatch(SHARE, self.ranks):

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a recipe, or to an error that says where and why."""
+"""Reads a recipe from a YAML file and overrides, or raises an error that says where and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RULES = {
     "missing": "must be given",
     "union_tag_not_found": "must be a section of settings",
 }
-"""Rules in terms of YAML by pydantic's kinds of errors, whose own texts are in terms of Python."""
+"""Rules by pydantic's kinds of errors, in terms of YAML; pydantic's own are in terms of Python."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,7 @@ def load_recipe(
 
 
 def load_section(path: Path, section: type[AnySection]) -> AnySection:
-    """Read and check a file that is not a recipe, by the same rules.
-
-    Args:
-        path: The YAML file.
-        section: Model of its settings.
-
-    Raises:
-        RecipeError: Something in it is wrong; all problems are named, each with its place.
-    """
+    """Read and check a YAML file that is not a recipe, with a model of its settings, by the same rules."""
     source = read_yaml(path)
     return _validate(section, source.settings, source)
 

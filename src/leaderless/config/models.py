@@ -13,7 +13,7 @@ ComputeType = Literal["float32", "bfloat16"]
 
 
 def default_compute_dtype() -> ComputeType:
-    """Choose the type in which models compute unless the recipe says it: accelerators are slow in float32."""
+    """The type in which models compute unless the recipe gives one: accelerators are slow in float32."""
     return "float32" if find_accelerator() is None else "bfloat16"
 
 

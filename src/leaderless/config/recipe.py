@@ -41,8 +41,8 @@ class Recipe(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer of every trained role whose model has none."""
     layout: Mapping[str, LayoutConfig] = {}
-    """Ranks and parallel sizes by node. A node without an entry runs where its role is trained, if that node has one;
-    else where the first node that it comes after runs; else data-parallel on all ranks."""
+    """Ranks and parallel sizes by node. A node without an entry runs where its role is trained, if the node that trains
+    it has an entry; else where the first node that it comes after runs; else data-parallel on all ranks."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()

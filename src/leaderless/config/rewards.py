@@ -20,7 +20,7 @@ class RewardOptions(ShorthandSection):
     weight: float = 1.0
     """Weight in the sample's reward, which is the weighted sum over the rewards that apply to it."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds that grading one response may take; then its process is ended and the reward counts as failed."""
+    """Seconds that grading one response may take; after that its process is ended and the reward counts as failed."""
     sources: tuple[str, ...] = ()
     """Sources of rows that the reward applies to (`data.train.source` names the column; without one, the source of a
     mixture's row is the name of its dataset); empty for all."""
@@ -68,7 +68,7 @@ class CodeOptions(RewardOptions):
     """`share` is the share of passed tests; `all` is 1 if all tests pass, else 0."""
     test_timeout_s: float = Field(default=4.0, gt=0)
     """Seconds of wall-clock time that one test may take before it fails. Tests that have not started two seconds before
-    the end of `timeout_s` fail, too."""
+    the end of `timeout_s` also fail."""
     memory_mib: int = Field(default=512, ge=64)
     """MiB of address space that each process of the program may use."""
     max_processes: int = Field(default=8, ge=0)

@@ -11,7 +11,7 @@ from leaderless.config.base import Section
 MAX_RESPONSES = 1 << 16
 """Largest number of siblings in the id of a sample."""
 FIRST_MICRO_BATCH_TOKENS = 16384
-"""What `micro_batch_tokens: auto` begins with where memory is large, unless a sample may be longer."""
+"""First bound of `micro_batch_tokens: auto` if memory is large, unless a sample may be longer."""
 
 
 class BatchConfig(Section):
@@ -24,14 +24,13 @@ class BatchConfig(Section):
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates made from one step's samples."""
     windows_per_step: int = Field(default=1, ge=1)
-    """Into how many parts each rank's prompts of a step are divided on their way through nodes on different ranks that
-    need not see all rows at once (rollout, rewards, log-probs): while one part is sampled, the one before is on its way
-    or already scored. Changes nothing where no rows change ranks between such nodes."""
+    """Number of parts in which each rank's prompts of a step pass through nodes on different ranks that need not see
+    all rows at once (rollout, rewards, log-probs): while one part is sampled, the part before it is sent or already
+    scored. It has no effect if no rows change ranks between such nodes."""
     micro_batch_tokens: int | Literal["auto"] = 16384
-    """Most tokens in one forward and backward pass of a rank, at least 1: a memory bound that changes no number. A
-    prompt counts once for all of its responses in the pass. `auto` begins with 16,384, or with the longest sample if
-    that is longer, halved until the plan's estimate fits into the memory there is, and halves it again whenever memory
-    runs out."""
+    """Largest number of tokens in one forward and backward pass of a rank, at least 1: a memory bound that changes no
+    result. A prompt counts once for all of its responses in the pass. `auto` begins with 16,384, or the longest sample
+    if that is longer, halves it until the plan's estimate fits into memory, and again whenever memory runs out."""
 
     @field_validator("micro_batch_tokens", mode="before")
     @classmethod
@@ -48,16 +47,16 @@ class BatchConfig(Section):
 
 
 class SamplingConfig(Section):
-    """The distribution that the next token is drawn from."""
+    """The distribution from which the next token is drawn."""
 
     temperature: float = Field(default=1.0, ge=0)
     """Divisor of the logits; 0 takes the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Probability that the smallest set of kept tokens reaches; 1 keeps all."""
+    """Keep the smallest set of most likely tokens that has at least this probability; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens to keep; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Probability of kept tokens, as a fraction of the most likely token's; 0 keeps all."""
+    """Least probability of kept tokens, as a fraction of the most likely token's; 0 keeps all."""
 
     @property
     def is_truncated(self) -> bool:
@@ -72,8 +71,8 @@ class ExternalConfig(Section):
     """Settings of engines other than the native one."""
 
     python: str | None = Field(default=None, min_length=1)
-    """Interpreter of an environment that has the engine. Each rank starts its own server there, on this machine, so the
-    engine's packages need not agree with this environment's. By default, vLLM runs in the ranks' own processes."""
+    """Python interpreter of an environment with the engine. Each rank starts its own server there, on its machine, so
+    the engine may need other packages than this environment has. By default, vLLM runs in the ranks' own processes."""
     memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Share of a device's memory for the engine's weights and KV cache while it generates. On a CPU, the KV cache is at
     most what `max_sequences` of the longest sequences need."""

@@ -1,4 +1,4 @@
-"""Behavior of a run: what it writes and keeps, how long it waits, and what it does about bad numbers."""
+"""Behavior of a run: what it writes and keeps, how long it waits, how it reacts to bad numbers."""
 
 from __future__ import annotations
 
@@ -36,20 +36,19 @@ class RunConfig(Section):
     timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that a collective or an exchange between ranks may take before it fails with an error that names it."""
     stall_timeout_s: float = Field(default=900.0, gt=0)
-    """Seconds without progress on any rank that count as a stall: the stacks of all ranks are saved and the workers
-    restarted; half of `timeout_s` if that is less, as other ranks do not wait longer for a rank that hangs."""
+    """Seconds without progress on any rank, after which the stacks of all ranks are saved and the workers restarted;
+    half of `timeout_s` if that is less, because other ranks do not wait longer for a rank that hangs."""
     grace_s: float = Field(default=60.0, gt=0)
     """Seconds after a signal to stop in which to finish the step and write a checkpoint; then the step is abandoned."""
     max_restarts: int = Field(default=3, ge=0)
     """Number of times that `leaderless train` restarts its workers after failures; each new checkpoint resets the
     count."""
     memory_check: Literal["refuse", "warn"] = "refuse"
-    """What happens, before anything is loaded, to a run that by the plan's estimate does not fit into the memory of a
-    rank even with passes of one sample: it is refused, or starts with a warning. One that may only just fit starts with
-    a warning in any case."""
+    """Refuse a run, or only warn, if by the plan's estimate it does not fit into the memory of a rank even with passes
+    of one sample. A run that may only just fit always starts with a warning."""
     reward_processes: int = Field(default=1, ge=0)
     """Processes next to each worker that compute rewards. With 0, the worker computes them itself, for debuggers and
-    notebooks: then time limits are not enforced, and a reward that crashes ends the worker."""
+    notebooks; then time limits are not enforced, and a reward that crashes ends the worker."""
     recorded_prompts: int = Field(default=4, ge=0)
     """Prompts per step and recording rank whose samples are kept for the report; 0 prunes the recording node."""
     tensorboard: bool = True

@@ -1,4 +1,4 @@
-"""The sections of a recipe, found by following keys through the types of its models."""
+"""Finds the sections and keys of a recipe through the types of its models."""
 
 from __future__ import annotations
 
@@ -17,15 +17,9 @@ from leaderless.config.rewards import RewardOptions, RewardsConfig
 def hints_for(
     location: Sequence[int | str], value: object, root: type[BaseModel] = Recipe
 ) -> dict[tuple[str, ...], str]:
-    """What an unknown key may have been meant to be: a sibling, a key of another section, or of another framework.
+    """Hints for an unknown key at pydantic's location: a sibling, a key of another section, or of another framework.
 
-    Args:
-        location: Location as pydantic gives it.
-        value: Value of the key; the keys of an unknown section are looked up one by one.
-        root: Model of the whole file.
-
-    Returns:
-        A hint for each key in question, by its path.
+    The keys of an unknown section are looked up one by one, so there is a hint for each of them, by its path.
     """
     path, sections = follow(location, root)
     siblings = sorted({name for section in sections for name in section.model_fields})
@@ -39,7 +33,7 @@ def hints_for(
 
 
 def _meant(path: tuple[str, ...], keys: Sequence[str], *, is_like_sibling: bool) -> str | None:
-    """The setting of the same ending, of that name in another framework, or with a similar last part."""
+    """The setting with the same ending, with that name in another framework, or with a similar last part."""
     ending = "." + ".".join(path[-2:])
     exact = next((key for key in keys if len(path) > 1 and key.endswith(ending)), None) or own_name(path)
     if exact or is_like_sibling:
@@ -59,21 +53,15 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
     """Dotted names of all settings of a section that have a fixed name, each after a prefix."""
     keys: dict[str, None] = {}
     for name, field in section.model_fields.items():
-        inner = _sections_in(field.annotation)
-        for child in inner:
-            keys |= dict.fromkeys(all_keys(child, f"{prefix}{name}."))
-        if not inner:
-            keys[f"{prefix}{name}"] = None
+        inner = [key for child in _sections_in(field.annotation) for key in all_keys(child, f"{prefix}{name}.")]
+        keys |= dict.fromkeys(inner or [f"{prefix}{name}"])
     return list(keys)
 
 
 def follow(
     location: Sequence[int | str], root: type[BaseModel] = Recipe
 ) -> tuple[tuple[str, ...], list[type[BaseModel]]]:
-    """The keys of a location that pydantic gives, without the forms that it puts between them.
-
-    The sections come with them that may contain the last key.
-    """
+    """The keys of a location, without the forms that pydantic puts between them, and the sections around the last."""
     path: list[str] = []
     annotation: object = root
     parents: list[type[BaseModel]] = []
@@ -110,8 +98,6 @@ def _sections_in(annotation: object) -> list[type[BaseModel]]:
     """The sections that an annotation such as `X | None` allows."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) is Annotated:
-        return _sections_in(get_args(annotation)[0])
-    if get_origin(annotation) in {Union, UnionType}:
+    if get_origin(annotation) in {Annotated, Union, UnionType}:
         return [section for argument in get_args(annotation) for section in _sections_in(argument)]
     return []

@@ -1,4 +1,4 @@
-"""Where each setting of a recipe was written, so that an error can point there."""
+"""Settings of a recipe, and where each of them was written."""
 
 from __future__ import annotations
 
@@ -40,14 +40,7 @@ class RecipeSource:
 
 
 def read_yaml(path: Path) -> RecipeSource:
-    """Read a YAML mapping, keeping the line of every key.
-
-    Args:
-        path: The file.
-
-    Raises:
-        RecipeError: The file is missing or unreadable, is not YAML, is not a mapping, or names a key twice.
-    """
+    """Read a YAML mapping, keeping the line of every key; a RecipeError if the file is none, or names a key twice."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -72,11 +65,7 @@ def read_yaml(path: Path) -> RecipeSource:
 
 
 def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSource:
-    """Set single values on top of a recipe.
-
-    Args:
-        source: The recipe as written.
-        overrides: `a.b=value` each; the value is YAML.
+    """Set single values on top of a recipe, each written as `a.b=value`, where the value is YAML.
 
     Raises:
         RecipeError: An override has no `=`, its value is not YAML, or its path runs through a plain value.
@@ -98,11 +87,7 @@ def apply_overrides(source: RecipeSource, overrides: Sequence[str]) -> RecipeSou
 
 
 def with_setting(source: RecipeSource, path: tuple[str, ...], value: Setting, place: str) -> RecipeSource:
-    """Set a single value, by its path and with its place, on top of a recipe.
-
-    Raises:
-        RecipeError: The path runs through a plain value.
-    """
+    """Set a single value on top of a recipe; a RecipeError if the path runs through a plain value."""
     settings = _copy(source.settings)
     section: dict[str, Setting] = settings
     for depth, part in enumerate(path[:-1], start=1):
@@ -111,7 +96,7 @@ def with_setting(source: RecipeSource, path: tuple[str, ...], value: Setting, pl
             inner = section[part] = _long_form(path[:depth], inner, place)
         section = inner
     section[path[-1]] = value
-    # What the file says below this key is gone, and so are its places.
+    # Settings of the file below this key are gone, and so are their places.
     places = {inner: line for inner, line in source.places.items() if inner[: len(path)] != path}
     return RecipeSource(settings, places | {path: place})
 
@@ -135,7 +120,7 @@ class _CircleError(ValueError):
 
 
 def _parse(text: str) -> tuple[yaml.Node | None, Setting]:
-    """A YAML text as a tree, in which keys have lines, and as plain values."""
+    """A YAML text as a tree, in which keys have lines, and as plain values; a YAMLError or ValueError if it is none."""
     loader = yaml.SafeLoader(text)
     tree = loader.get_single_node()
     if tree is None:
@@ -176,7 +161,7 @@ def _key_of(node: yaml.Node) -> str:
 
 
 def _long_form(path: tuple[str, ...], value: Setting, place: str) -> dict[str, Setting]:
-    """The mapping that a section's shorthand stands for, so that an override can reach inside it."""
+    """The mapping for which a section's shorthand stands, so that an override can reach inside it."""
     short = {"models": "path", "reward": "weight"}
     if len(path) == 2 and path[0] in short:
         return {short[path[0]]: value}
