@@ -105,7 +105,7 @@ class GaeAdvantage(Section):
     whiten: bool = True
     """Normalize advantages to mean 0 and deviation 1 over all tokens of the step."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Constant added to the standard deviation of the whitening."""
+    """Constant added to the standard deviation for whitening."""
 
 
 class DistillationAdvantage(Section):
