@@ -8,13 +8,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from typing_extensions import override
 
 from leaderless.config import Json, RecipeError
-from leaderless.data.cache import DataCache
+
+if TYPE_CHECKING:
+    from leaderless.data.cache import DataCache
 
 Row = dict[str, Json]
 

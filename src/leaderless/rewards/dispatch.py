@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from tempfile import TemporaryFile
 
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.grading import Outcome, describe, timed_out
@@ -84,8 +83,8 @@ class _Grader:
     def start(self) -> None:
         """Begin with a new process."""
         self.connection, there = Pipe()
-        with TemporaryFile() as file:
-            self._outcomes = Connection(os.dup(file.fileno()))  # the form in which a file reaches a spawned process
+        # A file in memory; as a connection, because those can be given to spawned processes.
+        self._outcomes = Connection(os.memfd_create("outcomes"))
         self._process = RewardProcess(target=serve, args=(self._config, there, self._outcomes), daemon=True)
         self._process.start()
         there.close()

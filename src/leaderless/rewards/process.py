@@ -60,8 +60,8 @@ def serve(config: RewardsConfig, worker: Connection, outcomes: Connection) -> No
         worker: Connection to the worker. It sends the name of a reward and responses to grade; it receives an empty
             message when the process has loaded the rewards, and after each chunk. Any other message says why the
             rewards cannot be loaded.
-        outcomes: A file for the outcomes of a chunk, one line of JSON each. It outlives this process, so that the
-            worker need not wake up for each outcome and yet loses none.
+        outcomes: A file in memory for the outcomes of a chunk, one line of JSON each. It outlives this process, so that
+            the worker need not wake up for each outcome and yet loses none.
     """
     _settle_in()
     timeouts_s = {name: options.timeout_s for name, options in config.options().items()}
@@ -93,8 +93,7 @@ def _settle_in() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     worker = multiprocessing.parent_process()
     if worker is not None and os.getppid() != worker.pid:
         os._exit(1)  # The worker ended before the line above could take effect.

@@ -165,13 +165,20 @@ def test_reward_processes_end_with_their_worker(tmp_path: Path) -> None:
     script.stdout.close()
 
 
-def test_importing_rewards_imports_neither_torch_nor_transformers() -> None:
+def test_importing_and_trying_rewards_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    data = {"train": {"path": str(tmp_path / "rows.jsonl"), "answer": "answer"}}
+    recipe = {"name": "a", "workflow": "grpo", "models": {}, "data": data, "reward": {"exact_match": 1}, "steps": 1}
     modules = sorted(path.stem for path in (ROOT / "src/leaderless/rewards").glob("*.py") if path.stem != "__init__")
     assert {"math", "pool", "protocol"} <= set(modules)
     imports = ", ".join(f"leaderless.rewards.{module}" for module in modules)
-    code = f"import sys, {imports}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = (
+        f"import sys, {imports}\nfrom leaderless.config import Recipe\n"
+        f"print([t.reward for t in leaderless.rewards.trial.try_rewards(Recipe.model_validate({recipe!r}), 1)])\n"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines() == ["[1.0, 0.0]", "[]"]
