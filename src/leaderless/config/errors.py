@@ -60,10 +60,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def closest(word: str, known: Sequence[str], similarity: float = 0.55) -> str | None:
-    """The known name that a misspelled one is most similar to, the first of equally similar ones.
-
-    At least the given share of letters has to agree; swapping two neighboring letters is one mistake.
-    """
+    """The first known name that is most similar to a misspelled one; two swapped neighbors are one mistake."""
     from rapidfuzz import process
     from rapidfuzz.distance import OSA
 

@@ -70,7 +70,7 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
 
     Raises:
         RecipeError: A reward or the data cannot be loaded.
-        ValueError: There are fewer responses than rows.
+        ValueError: The numbers of responses and rows do not fit.
     """
     rewards, options = make_rewards(recipe.reward, in_worker=True), recipe.reward.options()
     rows = list(_training_rows(recipe, num_rows))
@@ -95,14 +95,7 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
 
 
 def read_responses(path: Path) -> list[str]:
-    """Responses from a file.
-
-    Args:
-        path: JSON lines, each a text or an object with the key `response`; any other file has one response a line.
-
-    Raises:
-        ValueError: A line is neither.
-    """
+    """Responses from a file: JSON lines, each a text or an object with `response`, or one response per line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     if path.suffix != ".jsonl":
         return lines
