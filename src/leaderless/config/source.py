@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -134,14 +135,10 @@ def _circle(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> yaml.Node | N
     """A mapping or list that contains itself."""
     if any(node is other for other in above):
         return node
-    inner = (
-        [node.value]
-        if isinstance(node, yaml.SequenceNode)
-        else node.value
-        if isinstance(node, yaml.MappingNode)
-        else []
-    )
-    return next((found for parts in inner for part in parts if (found := _circle(part, (*above, node)))), None)
+    parts = () if isinstance(node, yaml.ScalarNode) else node.value
+    if isinstance(node, yaml.MappingNode):
+        parts = chain.from_iterable(node.value)
+    return next(filter(None, (_circle(part, (*above, node)) for part in parts)), None)
 
 
 def _keys_in(node: yaml.Node, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int, bool]]:
