@@ -35,8 +35,8 @@ COLLECTIVES = {
 }
 ALLOWED = {
     # Programs of the policy and the tests of datasets: what the sandbox is for.
-    ("rewards/sandbox/program.py", "exec"),
-    ("rewards/sandbox/program.py", "compile"),
+    ("rewards/sandbox/confined.py", "exec"),
+    ("rewards/sandbox/confined.py", "compile"),
     ("rewards/sandbox/remote.py", "exec"),
     ("rewards/sandbox/remote.py", "compile"),
     # The tests of datasets import modules of the standard library by name, inside the sandbox.
@@ -124,11 +124,15 @@ class Trap:
 
 
 def test_a_cache_of_data_that_holds_pickles_is_not_read(tmp_path: Path) -> None:
-    marker, file = tmp_path / "marker", tmp_path / "usable.npz"
-    np.savez(file, rows=np.array([Trap(marker)], dtype=object), allow_pickle=True)
-    assert DataCache(folder=tmp_path).load(file, ("rows",)) is None
+    cache, marker, copy = DataCache(folder=tmp_path), tmp_path / "marker", tmp_path / "copy.npz"
+    file = cache.path("rows", 1, ".npz")
+    assert file is not None
+    for path in (file, copy):
+        np.savez(path, rows=np.array([Trap(marker)], dtype=object), allow_pickle=True)
+    found = {"rows": np.arange(2)}
+    assert cache.kept("rows", 1, lambda: found) is found
     assert not marker.exists()
-    with np.load(file, allow_pickle=True) as content:
+    with np.load(copy, allow_pickle=True) as content:
         assert content["rows"] is not None
     assert marker.exists(), "the trap is real"
 
