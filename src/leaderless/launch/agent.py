@@ -35,7 +35,7 @@ TERMINATE_S = 30.0
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be started.
+    """Job for the workers of this machine.
 
     Attributes:
         module: Module that each worker runs, with the name of a file as its argument.

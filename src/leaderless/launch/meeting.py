@@ -1,4 +1,4 @@
-"""How the workers of several machines find each other at each start. Imports torch only when they do."""
+"""Brings several machines together at each start of a run. Imports torch only when there are several."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FINISH_S = 300.0
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many machines may train together, and where they meet.
+    """Machines that may train together, and the place where they meet.
 
     Attributes:
         smallest: Number of machines that a run needs.

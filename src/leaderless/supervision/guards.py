@@ -1,4 +1,4 @@
-"""What a run does about the reports of its guards, the same on all ranks."""
+"""Decides what a run does when its guards report something, the same on all ranks."""
 
 from __future__ import annotations
 

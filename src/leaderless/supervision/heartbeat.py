@@ -128,7 +128,7 @@ class Watchdog:
                 self._path.parent.rmdir()
 
     def status(self) -> Status:
-        """What this rank is doing."""
+        """Describe what this rank is doing."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001 - the one way to see it
         frames = [frame for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
         modules = [str(frame.f_globals.get("__name__", "")) for frame in frames]
@@ -172,7 +172,7 @@ class Watchdog:
             self._on_stall(Stall(**verdict["stall"]), is_caller)
 
     def _judge(self, call: str) -> str:
-        """Whether no rank moves, and who is to blame, as JSON; else how long to wait before the next call."""
+        """Decide which rank is to blame if none moves, else how long to wait before the next call; as JSON."""
         keys = {rank: f"{call}/{rank}" for rank in self._transport.world.ranks}
         self._have_come(list(keys.values()))
         answers = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}

@@ -1,4 +1,4 @@
-"""What the ranks of a run exchange at the end of a step: its metrics, and how it ended."""
+"""Exchanges the metrics of a step between ranks, and lets them agree on how it ended."""
 
 from __future__ import annotations
 

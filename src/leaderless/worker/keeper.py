@@ -106,7 +106,7 @@ class Keeper:
         self._writer.close()
 
     def _content(self, numbers: dict[str, float]) -> Content:
-        """What a checkpoint of now holds besides tensors."""
+        """Everything that a checkpoint written now holds besides tensors."""
         plan, progress, rank = self._parts.plan, self._progress, self._parts.transport.rank
         loop, save_surplus = plan.loop, None
         if loop is not None and rank in loop.layout and loop.layout.is_first_of_shard(rank):

@@ -1,4 +1,4 @@
-"""Which worker a process is."""
+"""The place of a process among the workers of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STORE_VARIABLE = "LEADERLESS_STORE"
 
 @dataclass(frozen=True)
 class Place:
-    """Which worker this process is.
+    """Place of this process among the workers of a run.
 
     Attributes:
         rank: Rank among all workers.
