@@ -39,7 +39,7 @@ def main() -> None:
     leaderless("train", "recipes/quickstart/sft.yaml", "--workers", workers, "--fresh")
     console.rule("[bold]3/4  the result as a Hugging Face folder")
     leaderless("export", "runs/quickstart-sft", "runs/quickstart-base")
-    console.rule("[bold]4/4  reinforcement learning: from now on the model only learns what its own answers are worth")
+    console.rule("[bold]4/4  reinforcement learning: the only signal is right or wrong")
     leaderless("train", "recipes/quickstart/grpo.yaml", "--workers", workers, "--fresh")
     first, *_, last = accuracies()
     console.rule()
