@@ -151,13 +151,13 @@ def make_trainer(path: str, group: ProcessGroup = ALONE) -> FsdpEngine:
     return FsdpEngine(load_causal_lm(config, "policy"), config, group, torch.device("cpu"), 512)
 
 
-def make_external(driver: Driver, path: str | None = None, told: list[str] | None = None) -> ExternalEngine:
+def make_external(driver: Driver, path: str | None = None, messages: list[str] | None = None) -> ExternalEngine:
     """An engine with a driver; its events are recorded."""
     config = ModelConfig(path=path or tiny_model())
     tokenizer = load_tokenizer(config, "policy")
-    probe, tell = make_probe(len(tokenizer), MAX_TOKENS), (told if told is not None else []).append
+    probe, report = make_probe(len(tokenizer), MAX_TOKENS), (messages if messages is not None else []).append
     ends = end_tokens(config, tokenizer)
-    return ExternalEngine("the engine", driver, tokenizer, ends, probe, 1e-3, torch.device("cpu"), tell)
+    return ExternalEngine("the engine", driver, tokenizer, ends, probe, 1e-3, torch.device("cpu"), report)
 
 
 def change_weights(trainer: FsdpEngine, seed: int = 0) -> None:

@@ -58,7 +58,7 @@ class Engines:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.kept: dict[tuple[str, str], tuple[ExternalEngine, ChildServer | None]] = {}
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.stack = ExitStack()
 
     def make(self, name: str, path: str, max_sequences: int) -> RolloutEngine:
@@ -74,7 +74,7 @@ class Engines:
         """An engine that does not serve yet."""
         if (name, path) not in self.kept:
             driver, server = self.driver(name, path)
-            self.kept[name, path] = make_external(driver, path, self.told), server
+            self.kept[name, path] = make_external(driver, path, self.messages), server
         return self.kept[name, path][0]
 
     def driver(self, name: str, path: str) -> tuple[Driver, ChildServer | None]:
@@ -291,7 +291,7 @@ def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str
 def test_a_server_that_dies_is_reported_and_started_again(engines: Engines, name: str) -> None:
     engines.stack.close()
     engine, trainer = engines.external(name, tiny_model()), make_trainer(tiny_model())
-    engines.told.clear()
+    engines.messages.clear()
     with engine.serving(trainer):
         number = engine.submit(requests()[0], params())
         completions = requests()[0].begin()
@@ -302,10 +302,10 @@ def test_a_server_that_dies_is_reported_and_started_again(engines: Engines, name
         os.killpg(server._process.pid, signal.SIGKILL)
         while not all(completion.finish_reason for completion in completions):
             take(engine, {number: 0}, [completions])
-    (told,) = engines.told
-    assert f"the {name} server" in told
-    assert "ended with code -9" in told
-    assert told.endswith("is started again")
+    (message,) = engines.messages
+    assert f"the {name} server" in message
+    assert "ended with code -9" in message
+    assert message.endswith("is started again")
     for completion in completions:
         expected = expected_log_probs(trainer, requests()[0], completion)
         assert completion.log_probs == pytest.approx(expected, abs=1e-4)

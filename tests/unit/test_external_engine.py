@@ -84,13 +84,13 @@ def test_weights_that_are_no_numbers_do_not_pass_the_probe() -> None:
     "failing", [("step", 3), ("submit", 2), ("wake", 1), ("load", 2), ("prompt_log_probs", 1), ("sleep", 1)]
 )
 def test_an_engine_that_fails_is_started_again_and_nothing_is_lost(failing: tuple[str, int]) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     trainer, driver = make_trainer(tiny_model()), CopyDriver(tiny_model(), [failing])
-    engine = make_external(driver, told=told)
+    engine = make_external(driver, messages=messages)
     with engine.serving(trainer):
         results = generate(engine, REQUESTS, PARAMS)
     assert driver.calls["start"] == 2
-    assert told == [f"{failing[0]} was to fail\nthe engine is started again"]
+    assert messages == [f"{failing[0]} was to fail\nthe engine is started again"]
     for request, group in zip(REQUESTS, results, strict=True):
         for completion in group:
             assert completion.finish_reason in {"stop", "length"}
@@ -103,11 +103,11 @@ def test_an_engine_that_fails_is_started_again_and_nothing_is_lost(failing: tupl
 
 
 def test_an_engine_that_fails_twice_while_it_serves_ends_the_run() -> None:
-    driver, told = CopyDriver(tiny_model(), [("step", 2), ("step", 3)]), list[str]()
-    engine = make_external(driver, told=told)
+    driver, messages = CopyDriver(tiny_model(), [("step", 2), ("step", 3)]), list[str]()
+    engine = make_external(driver, messages=messages)
     with pytest.raises(EngineError, match="step was to fail"), engine.serving(make_trainer(tiny_model())):
         generate(engine, REQUESTS, PARAMS)
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_an_engine_that_fails_in_each_step_may_be_started_again_in_each() -> None:
@@ -171,19 +171,19 @@ def test_an_error_in_between_leaves_the_engine_asleep_and_with_nothing_under_way
 def serve_with_failures(path: str) -> tuple[list[list[list[int]]], int, list[str]]:
     """On each rank a separate engine: one fails while it receives weights, the other while it generates."""
     transport = Transport(torch.device("cpu"), 60.0)
-    rank, told = transport.rank, list[str]()
+    rank, messages = transport.rank, list[str]()
     driver = CopyDriver(path, [("load", 2), ("step", 2)][rank : rank + 1])
-    engine, trainer = make_external(driver, path, told), make_trainer(path, transport.world)
+    engine, trainer = make_external(driver, path, messages), make_trainer(path, transport.world)
     mine = [Request(request.prompt, [10 * rank + i for i in request.sample_ids]) for request in REQUESTS]
     with engine.serving(trainer):
         results = generate(engine, mine, PARAMS)
-    return [[completion.tokens for completion in group] for group in results], driver.calls["start"], told
+    return [[completion.tokens for completion in group] for group in results], driver.calls["start"], messages
 
 
 def test_all_ranks_bring_weights_to_an_engine_that_has_failed(ranks: RankPool) -> None:
-    for tokens, num_starts, told in ranks.run(2, serve_with_failures, tiny_model()):
+    for tokens, num_starts, messages in ranks.run(2, serve_with_failures, tiny_model()):
         assert num_starts == 2
-        assert len(told) == 1
+        assert len(messages) == 1
         assert all(1 <= len(response) <= 6 for group in tokens for response in group)
 
 

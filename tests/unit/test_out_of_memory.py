@@ -93,14 +93,14 @@ def fail_above(model: nn.Module, num_tokens: int) -> None:
 
 
 def test_scores_are_those_of_a_bound_that_was_low_from_the_start() -> None:
-    batch, told = random_samples(LENGTHS), list[int]()
+    batch, bounds = random_samples(LENGTHS), list[int]()
     engine = engine_of(4096)
-    engine.adapt_to_memory(told.append)
+    engine.adapt_to_memory(bounds.append)
     fail_above(engine.model, 60)
     scores = engine.log_probs(batch, 1.0)
-    assert told[0] == TOTAL // 2
-    assert engine.micro_batch_tokens == told[-1] <= 60 < told[-2]
-    assert torch.equal(scores.values, engine_of(told[-1]).log_probs(batch, 1.0).values)
+    assert bounds[0] == TOTAL // 2
+    assert engine.micro_batch_tokens == bounds[-1] <= 60 < bounds[-2]
+    assert torch.equal(scores.values, engine_of(bounds[-1]).log_probs(batch, 1.0).values)
 
 
 @pytest.mark.parametrize("is_auto", [True, False])

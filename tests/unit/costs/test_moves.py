@@ -99,9 +99,9 @@ def test_owners_that_are_agreed_are_not_computed_again():
 
 def test_what_ranks_have_got_before_is_told_by_ids():
     routes, slow = between_pools(4, equal_rows(1000), "tokens"), {"coordinator__hop_bandwidth_gb_per_s": 1e-3}
-    told = (2 * 8 * 4 + 4 * 500 * 8) / 1e6
+    agreement = (2 * 8 * 4 + 4 * 500 * 8) / 1e6
     late = replace(routes, is_agreed=True)
-    assert seconds_of(late, 4, **slow) - seconds_of(routes, 4, **slow) == pytest.approx(told)
+    assert seconds_of(late, 4, **slow) - seconds_of(routes, 4, **slow) == pytest.approx(agreement)
     there = peer_cost(routes, ["tokens"], np.arange(4), network(4, **ONE_A_HOST)).interface_bytes
     spared = replace(routes, spares={2: np.flatnonzero(routes.owners == 0)})
     here = peer_cost(spared, ["tokens"], np.arange(4), network(4, **ONE_A_HOST)).interface_bytes
