@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM
 
@@ -32,7 +31,7 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
-from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.scoring import score_tokens
 from leaderless.planner.memory import Memory
 from leaderless.rollout.engine import Request, SamplingParams, generate
@@ -358,9 +357,6 @@ def training(machine: Machine) -> Result:
     preset = machine.preset
     batch = samples(preset, preset.vocabulary)
 
-    def loss(outputs: TokenOutputs, _: object) -> Tensor:
-        return outputs.log_probs.sum() / len(outputs.log_probs)
-
     with machine.model_folder() as folder, machine.trainer(folder) as trainer:
         micro_batches = trainer.micro_batches(batch)
         num_tokens = sum(len(m.tokens) for m in micro_batches)
@@ -368,12 +364,16 @@ def training(machine: Machine) -> Result:
         if machine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
+        def add_gradients() -> None:
+            for micro_batch in micro_batches:
+                trainer.forward(micro_batch, 1.0).log_probs.mean().backward()
+
         def update() -> None:
-            trainer.forward_backward(micro_batches, loss, 1.0)
+            add_gradients()
             trainer.optimizer_step()
 
         step = machine.seconds(update)
-        backward = machine.seconds(lambda: trainer.forward_backward(micro_batches, loss, 1.0))
+        backward = machine.seconds(add_gradients)
         trainer.discard_gradient()
         scoring = machine.seconds(lambda: trainer.log_probs(batch, 1.0))
         peak = torch.cuda.max_memory_allocated() if machine.device.type == "cuda" else 0

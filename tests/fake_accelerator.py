@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from tests.tiny import random_samples, tiny_model
+from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -117,9 +117,9 @@ def train(accelerator: Accelerator) -> dict[str, int]:
         batch = random_samples(LENGTHS, siblings=3)
         with varlen_attention(is_used=dtype == torch.bfloat16):
             assert engine.log_probs(batch, 0.7).values.device.type == "cpu"
-            for entropy_gradient in (False, True):
+            for entropy in ("value", "gradient"):
                 before = accelerator.num_reads
-                engine.forward_backward(engine.micro_batches(batch), loss, 0.7, entropy_gradient=entropy_gradient)
+                add_gradients(engine, batch, loss, temperature=0.7, entropy=entropy)
                 counts[f"reads in {dtype}"] = accelerator.num_reads - before
         counts["gradients"] = check_gradients(engine)
         engine.optimizer_step()
@@ -141,7 +141,7 @@ def values(accelerator: Accelerator) -> dict[str, int]:
     engine = FsdpValueEngine(model, config, ALONE, DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
     batch = random_samples(LENGTHS, siblings=3)
     assert engine.values(batch).values.device.type == "cpu"
-    engine.forward_backward(engine.micro_batches(batch), lambda outputs, _: outputs.sum())
+    add_gradients(engine, batch, lambda outputs, _: outputs.sum())
     return {"gradients": check_gradients(engine)}
 
 

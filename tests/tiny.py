@@ -6,17 +6,21 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leaderless.config import LoadedRecipe
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.tiny import write_tiny_model
 from leaderless.workflow import load_recipe
+
+if TYPE_CHECKING:
+    from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
 
 CHARACTERS = "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz<>|_ABCDEFGHIJKLMNOPQRSTUVWXYZ.,?!':$"
 
@@ -63,6 +67,14 @@ def _scatter_vectors(path: Path) -> None:
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(path)
+
+
+def add_gradients(
+    engine: FsdpEngine | FsdpValueEngine, batch: Batch, loss: Callable[..., Tensor], **options: object
+) -> None:
+    """Pass all micro-batches of a batch through a model and back, with a loss of its outputs and of the micro-batch."""
+    for micro_batch in engine.micro_batches(batch):
+        loss(engine.forward(micro_batch, **options), micro_batch).backward()
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []

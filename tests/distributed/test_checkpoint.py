@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from tests.distributed.ranks import RankPool
-from tests.tiny import random_samples, tiny_model
+from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -56,8 +56,7 @@ def train(engine: FsdpEngine, num_updates: int) -> None:
     for _ in range(num_updates):
         rows = [row for row in range(len(LENGTHS)) if row % world.size == place]
         batch = random_samples(LENGTHS, seed=engine.policy_version).select(torch.tensor(rows))
-        pieces = engine.micro_batches(batch)
-        engine.forward_backward(pieces, lambda outputs, _: -outputs.log_probs.sum() / 16, 1.0)
+        add_gradients(engine, batch, lambda outputs, _: -outputs.log_probs.sum() / 16, temperature=1.0)
         engine.optimizer_step()
 
 

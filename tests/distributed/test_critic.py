@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_training import LENGTHS, SHARES, Numbers, _whole, largest_difference
-from tests.tiny import random_samples, tiny_model
+from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -76,7 +76,7 @@ def train_critic(model: str, micro_batch_tokens: int, settings: dict[str, object
         return (weights[index] * clipped_value_loss(values, old[index], returns[index], clip=CLIP).loss).sum()
 
     for _ in range(num_updates):
-        engine.forward_backward(engine.micro_batches(batch), loss)
+        add_gradients(engine, batch, loss)
         for name, parameter in engine.named_weights():
             assert parameter.grad is not None, name
             numbers[f"gradients.{name}"] = _whole(parameter.grad)

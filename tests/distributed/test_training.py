@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
-from tests.tiny import random_samples, tiny_model
+from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -72,7 +72,7 @@ def _accumulate(engine: FsdpEngine, batch: Batch, transport: Transport) -> None:
         )
         return (weights[micro_batch.response_index] * tokens.loss).sum()
 
-    engine.forward_backward(engine.micro_batches(batch), loss, temperature=0.7)
+    add_gradients(engine, batch, loss, temperature=0.7)
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def refuse_bad_gradient(model: str) -> str:
     before = {name: value.clone() for name, value in engine.full_weights()}
     batch = random_samples(LENGTHS[:2])
     factor = float("nan") if transport.rank == 0 else 1.0
-    engine.forward_backward(engine.micro_batches(batch), lambda out, _: factor * out.log_probs.sum(), 1.0)
+    add_gradients(engine, batch, lambda out, _: factor * out.log_probs.sum(), temperature=1.0)
     try:
         engine.optimizer_step()
     except RuntimeError as error:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_training import LENGTHS
 from tests.end_to_end.cli import metrics, succeed
-from tests.tiny import random_samples, tiny_model, write_recipe
+from tests.tiny import add_gradients, random_samples, tiny_model, write_recipe
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -67,7 +67,7 @@ def train_one_update(model: str, compute_dtype: str, device_name: str) -> Number
     batch = samples.select(mine)
     scores = engine.log_probs(batch, 1.0).rows()
     numbers = {f"log_probs.{row}": values for row, values in zip(mine.tolist(), scores, strict=True)}
-    engine.forward_backward(engine.micro_batches(batch), lambda outputs, _: -outputs.log_probs.sum() / 50, 1.0)
+    add_gradients(engine, batch, lambda outputs, _: -outputs.log_probs.sum() / 50, temperature=1.0)
     for name, parameter in engine.named_weights():
         assert parameter.grad is not None
         numbers[f"gradients.{name}"] = _whole(parameter.grad)

@@ -19,7 +19,7 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import Grader, StageContext
 from leaderless.stages.critic import update_critic, values
-from leaderless.training.engine import UpdateInfo, ValueEngine, ValueLoss
+from leaderless.training.engine import UpdateInfo, ValueEngine
 from leaderless.training.micro_batches import MicroBatch, make_micro_batches
 from leaderless.workflow import resolve_workflow
 
@@ -41,17 +41,14 @@ class Table:
     def values(self, batch: Batch) -> Jagged:
         return Jagged(self.numbers.detach(), batch.dense("response_lengths"), "response_tokens")
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], value_loss: ValueLoss) -> None:
-        for micro_batch in micro_batches:
-            value_loss(self.numbers[micro_batch.response_index], micro_batch).backward()
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        return self.numbers[micro_batch.response_index]
 
-    def run_passes(
-        self,
-        batch: Batch,
-        passes: Callable[[list[MicroBatch]], None],
-        undo: Callable[[], None],  # noqa: ARG002
-    ) -> None:
-        passes(self.micro_batches(batch))
+    def run_passes(self, batch: Batch, passes: Callable[[list[MicroBatch]], Tensor]) -> Tensor:
+        return passes(self.micro_batches(batch))
+
+    def discard_gradient(self) -> None:
+        pass  # of several updates, the gradients add up
 
     def optimizer_step(self, allow: Callable[[float], bool]) -> UpdateInfo:
         assert allow(1.0)

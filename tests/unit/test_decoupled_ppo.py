@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -16,12 +16,13 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import TokenOutputs
+from leaderless.models.scoring import Entropy
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import Grader, ModelRole, StageContext
 from leaderless.stages.update import update
-from leaderless.training.engine import TokenLoss, TrainEngine, UpdateInfo
+from leaderless.training.engine import TrainEngine, UpdateInfo
 from leaderless.training.micro_batches import MicroBatch, make_micro_batches
 from leaderless.workflow import load_recipe, resolve_workflow
 
@@ -43,25 +44,15 @@ class Table:
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         return make_micro_batches(batch, 8, GROUP)
 
-    def forward_backward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        token_loss: TokenLoss,
-        *,
-        temperature: float,  # noqa: ARG002
-        entropy_gradient: bool,  # noqa: ARG002
-    ) -> None:
-        for micro_batch in micro_batches:
-            log_probs = self.log_probs[micro_batch.response_index]
-            token_loss(TokenOutputs(log_probs, torch.zeros_like(log_probs)), micro_batch).backward()
+    def forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy) -> TokenOutputs:  # noqa: ARG002
+        log_probs = self.log_probs[micro_batch.response_index]
+        return TokenOutputs(log_probs, torch.zeros_like(log_probs))
 
-    def run_passes(
-        self,
-        batch: Batch,
-        passes: Callable[[list[MicroBatch]], None],
-        undo: Callable[[], None],  # noqa: ARG002
-    ) -> None:
-        passes(self.micro_batches(batch))
+    def run_passes(self, batch: Batch, passes: Callable[[list[MicroBatch]], Tensor]) -> Tensor:
+        return passes(self.micro_batches(batch))
+
+    def discard_gradient(self) -> None:
+        self.log_probs.grad = None
 
     def optimizer_step(self, allow: Callable[[float], bool]) -> UpdateInfo:
         assert allow(1.0)

@@ -128,3 +128,14 @@ def test_ranks_that_report_other_names_fail_together_instead_of_mixing_numbers()
     assert "ranks of one pool report different metrics" in str(first)
     assert "total c" in str(first)
     assert "total b" in str(second)
+
+
+def test_what_a_replica_takes_back_is_taken_back_for_its_rank() -> None:
+    metrics = Metrics()
+    replica = metrics.of_replica()
+    replica.total("first", 1)
+    earlier = replica.copy()
+    replica.total("undone", 1)
+    replica.go_back_to(earlier)
+    replica.total("again", 1)
+    assert metrics.reduce(Alone()) == {"first": 0, "again": 0}

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 import transformers
-from tests.tiny import random_samples, tiny_model
+from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -18,11 +18,10 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.activity import Activity
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import PackedAttention
-from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.decoder import ALIGNMENT_BYTES
 from leaderless.models.support import check_supported
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.micro_batches import MicroBatch
 
 SIZES = {
     "vocab_size": 64,
@@ -154,12 +153,7 @@ def test_activations_are_recomputed_from_the_first_pass_on() -> None:
 
     for layer in layers:
         layer._gradient_checkpointing_func = counted
-    batch = random_samples([(3, 5)])
-
-    def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
-        return -outputs.log_probs.sum()
-
-    engine.forward_backward(engine.micro_batches(batch), loss, 1.0)
+    add_gradients(engine, random_samples([(3, 5)]), lambda outputs, _: -outputs.log_probs.sum(), temperature=1.0)
     assert calls == len(layers)
 
 

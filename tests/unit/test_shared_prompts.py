@@ -6,7 +6,7 @@ from inspect import signature
 
 import pytest
 import torch
-from tests.tiny import random_samples, tiny_model
+from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -254,7 +254,7 @@ def trained(batch: Batch, micro_batch_tokens: int, **settings: object) -> tuple[
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
         return (outputs.log_probs * gain[micro_batch.response_index]).sum()
 
-    engine.forward_backward(engine.micro_batches(batch), loss, TEMPERATURE)
+    add_gradients(engine, batch, loss, temperature=TEMPERATURE)
     return scores, engine
 
 
@@ -298,9 +298,7 @@ def test_values_and_their_gradients_do_not_depend_on_sharing() -> None:
         )
         gain = gain_of(batch)
         values = engine.values(batch).values
-        engine.forward_backward(
-            engine.micro_batches(batch), lambda out, m, gain=gain: (out * gain[m.response_index]).sum()
-        )
+        add_gradients(engine, batch, lambda out, m, gain=gain: (out * gain[m.response_index]).sum())
         grads = [parameter.grad for _, parameter in engine.named_weights() if parameter.grad is not None]
         results.append([values, *grads])
     assert len(results[0]) > 10

@@ -97,7 +97,8 @@ class Metrics:
 
     def go_back_to(self, earlier: Metrics) -> None:
         """Forget what has been reported since a copy was made."""
-        self._measures = {name: replace(measure) for name, measure in earlier._measures.items()}
+        self._measures.clear()  # not replaced: a replica's metrics share it
+        self._measures.update((name, replace(measure)) for name, measure in earlier._measures.items())
 
     def reduce(self, process_group: Reducer) -> dict[str, float]:
         """The numbers over all ranks of a pool, which call this together; means of nothing are left out.

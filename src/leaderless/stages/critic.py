@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from leaderless.algorithms import Moments, clipped_value_loss, repeat_per_token
 from leaderless.data.batch import Batch
 from leaderless.stages.context import StageContext
-from leaderless.stages.mini_batches import counted_samples, metric_name, take, train_mini_batches
-from leaderless.training.engine import ValueLoss
+from leaderless.stages.mini_batches import MiniBatch, counted_samples, make_update, metric_name, mini_batches, take
 from leaderless.training.micro_batches import MicroBatch
 
 
@@ -27,36 +26,25 @@ def update_critic(batch: Batch, context: StageContext) -> Batch:
     Mini-batches, and the samples that carry a gradient, are the same as for the policy.
     """
     engine, is_counted = context.critic, counted_samples(batch, context)
-
-    def make_loss(mini_batch: Batch, weights: Tensor, number: int) -> ValueLoss:  # noqa: ARG001
-        return _CriticLoss(mini_batch, weights, context)
-
     _report_fit(batch, is_counted, context)
-    train_mini_batches(batch, is_counted, context, engine, "token_mean", make_loss, engine.forward_backward)
+    for mini_batch in mini_batches(batch, is_counted, "token_mean", context):
+        make_update(engine, mini_batch, engine.forward, partial(_value_loss, context, mini_batch), context)
     return batch
 
 
-@dataclass(frozen=True)
-class _CriticLoss:
-    """The value loss of a mini-batch, one micro-batch at a time."""
-
-    batch: Batch
-    weights: Tensor
-    context: StageContext
-
-    def __call__(self, outputs: Tensor, micro_batch: MicroBatch) -> Tensor:
-        weights = take(self.weights, micro_batch, outputs)
-        is_counted = weights > 0
-        # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
-        old, returns = (
-            torch.where(is_counted, take(self.batch.jagged(name).values, micro_batch, outputs), outputs.detach())
-            for name in ("values", "returns")
-        )
-        clip = self.context.recipe.algorithm.critic.value_clip or math.inf
-        loss = clipped_value_loss(outputs, old, returns, clip=clip)
-        name = metric_name(self.context, "clip_fraction")
-        self.context.metrics.mean(name, (loss.is_clipped & is_counted).sum(), is_counted.sum())
-        return (weights * loss.loss).sum()
+def _value_loss(context: StageContext, mini_batch: MiniBatch, outputs: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """The value loss of a micro-batch."""
+    weights = take(mini_batch.weights, micro_batch, outputs)
+    is_counted = weights > 0
+    # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
+    old, returns = (
+        torch.where(is_counted, take(mini_batch.rows.jagged(name).values, micro_batch, outputs), outputs.detach())
+        for name in ("values", "returns")
+    )
+    loss = clipped_value_loss(outputs, old, returns, clip=context.recipe.algorithm.critic.value_clip or math.inf)
+    name = metric_name(context, "clip_fraction")
+    context.metrics.mean(name, (loss.is_clipped & is_counted).sum(), is_counted.sum())
+    return (weights * loss.loss).sum()
 
 
 def _report_fit(batch: Batch, is_counted: Tensor, context: StageContext) -> None:

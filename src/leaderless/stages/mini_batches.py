@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Generic
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,100 +14,102 @@ from leaderless.data.batch import Batch
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.stages.context import StageContext
 from leaderless.stages.guards import guarded_step
-from leaderless.training.engine import LossOf, Outputs, Trainable
+from leaderless.training.engine import Trainable
 from leaderless.training.micro_batches import MicroBatch, response_lengths
 
-LossOfBatch = Callable[[Batch, Tensor, int], LossOf[Outputs]]
-"""Function that makes the loss of a mini-batch from the weights of its response tokens and its number, from 1."""
+Outputs = TypeVar("Outputs", bound=TokenOutputs | Tensor)
+"""Outputs of a language model, or the [R] float32 values of a value model."""
 
 
-def train_mini_batches(
-    batch: Batch,
-    is_counted: Tensor,
-    context: StageContext,
-    engine: Trainable,
-    aggregation: Aggregation,
-    make_loss: LossOfBatch[Outputs],
-    backward: Callable[[Sequence[MicroBatch], LossOf[Outputs]], None],
-) -> None:
-    """Make `batch.updates_per_step` optimizer updates, each on its share of the prompts.
+@dataclass(frozen=True)
+class MiniBatch:
+    """This rank's part of the samples of one optimizer update.
+
+    Attributes:
+        number: Number of the update in its step, from 1.
+        rows: Samples, or rows to imitate.
+        weights: [total] float32, weight of each response token in the loss; 0 where it does not count. It contains the
+            denominators, over all ranks, so that the loss is a plain sum.
+    """
+
+    number: int
+    rows: Batch
+    weights: Tensor
+
+
+def mini_batches(
+    batch: Batch, is_counted: Tensor, aggregation: Aggregation, context: StageContext
+) -> Iterator[MiniBatch]:
+    """Divide a step's prompts between its `batch.updates_per_step` updates.
+
+    Which prompts share an update depends on their ids alone, not on ranks or on the role that is trained.
 
     Args:
         batch: Samples, or rows to imitate.
         is_counted: [n] bool; rows that do not count carry no gradient.
-        context: Context of the node.
-        engine: Engine to train.
         aggregation: Rule by which the losses of tokens become one number.
-        make_loss: Factory of each mini-batch's loss.
-        backward: Function that adds the gradient of a loss to the engine's.
+        context: Context of the node.
     """
-    num_updates = context.recipe.batch.updates_per_step
-    for number, chosen in enumerate(_mini_batches(batch, context), start=1):
-        mini_batch, counted = batch.select(chosen), is_counted[chosen]
-        lengths = response_lengths(mini_batch.jagged("response_mask"))
+    groups = torch.unique(context.gather(torch.unique(batch.group_ids)))
+    num_updates, longest = context.recipe.batch.updates_per_step, context.recipe.rollout.max_response_tokens
+    part = torch.searchsorted(groups, batch.group_ids) * num_updates // max(1, len(groups))
+    for number in range(num_updates):
+        rows, counted = batch.select(part == number), is_counted[part == number]
+        lengths = response_lengths(rows.jagged("response_mask"))
         totals = Denominators(*context.sum(Denominators.count(lengths, counted)).tolist())
-        longest = context.recipe.rollout.max_response_tokens
-        weights = token_weights(aggregation, lengths, counted, totals, norm_tokens=longest)
-        loss = _Tally(make_loss(mini_batch, weights, number), context, num_updates)
-        engine.run_passes(mini_batch, loss.passes(backward), partial(loss.undo, engine))
-        info = guarded_step(engine, context, *loss.over_all_ranks())
-        context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)
-        context.metrics.max(metric_name(context, "learning_rate"), info.learning_rate)
-        context.progress(number / num_updates)
+        yield MiniBatch(number + 1, rows, token_weights(aggregation, lengths, counted, totals, norm_tokens=longest))
+
+
+def make_update(
+    engine: Trainable,
+    mini_batch: MiniBatch,
+    forward: Callable[[MicroBatch], Outputs],
+    loss_of: Callable[[Outputs, MicroBatch], Tensor],
+    context: StageContext,
+) -> None:
+    """Make an optimizer update: add up the gradients of all micro-batches, then take the step.
+
+    Args:
+        engine: Engine to train.
+        mini_batch: Samples of the update.
+        forward: Forward pass of the engine's model.
+        loss_of: Loss of a micro-batch, given the model's outputs. The sum over micro-batches and ranks is the loss.
+        context: Context of the node.
+    """
+    num_updates, metrics = context.recipe.batch.updates_per_step, context.metrics.copy()
+
+    def add_gradients(micro_batches: Iterable[MicroBatch]) -> Tensor:
+        # Where memory ran out, this begins from scratch, with smaller micro-batches.
+        engine.discard_gradient()
+        context.metrics.go_back_to(metrics)
+        sums = torch.zeros(3)
+        for micro_batch in micro_batches:
+            outputs = forward(micro_batch)
+            loss = loss_of(outputs, micro_batch)
+            scores = outputs.log_probs if isinstance(outputs, TokenOutputs) else outputs
+            # Even a loss that depends on no output takes part in every collective of the backward pass.
+            (loss + 0.0 * scores.sum()).backward()  # type: ignore[no-untyped-call]
+            context.metrics.total(metric_name(context, "loss"), loss.detach() / num_updates)
+            sums = sums.to(loss.device) + _numbers(loss, outputs)
+        return sums
+
+    loss, entropy, count = context.sum(engine.run_passes(mini_batch.rows, add_gradients).cpu()).tolist()
+    info = guarded_step(engine, context, loss, entropy / count if count else None)
+    context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)
+    context.metrics.max(metric_name(context, "learning_rate"), info.learning_rate)
+    context.progress(mini_batch.number / num_updates)
+
+
+def _numbers(loss: Tensor, outputs: TokenOutputs | Tensor) -> Tensor:
+    """[3]: the loss, the sum of the entropies of tokens, and their number; no entropies of a critic."""
+    entropies = outputs.entropies.detach() if isinstance(outputs, TokenOutputs) else loss.new_empty(0)
+    return torch.stack([loss.detach(), entropies.sum(), loss.new_tensor(len(entropies))])
 
 
 def counted_samples(batch: Batch, context: StageContext) -> Tensor:
     """[n] bool: samples that carry a gradient, as their reward is valid and `algorithm.overlong.filter` keeps them."""
     is_valid = batch.dense("reward_valid")
     return is_valid & ~batch.dense("truncated") if context.recipe.algorithm.overlong.filter else is_valid
-
-
-class _Tally(Generic[Outputs]):
-    """The loss and the entropy of a mini-batch, summed over its micro-batches."""
-
-    def __init__(self, loss: LossOf[Outputs], context: StageContext, num_updates: int) -> None:
-        self._loss, self._context, self._num_updates = loss, context, num_updates
-        self._metrics = context.metrics.copy()
-        self._totals = torch.zeros(3)
-
-    def __call__(self, outputs: Outputs, micro_batch: MicroBatch) -> Tensor:
-        """See `LossOf`."""
-        value = self._loss(outputs, micro_batch)
-        self._context.metrics.total(metric_name(self._context, "loss"), value.detach() / self._num_updates)
-        entropies = outputs.entropies.detach() if isinstance(outputs, TokenOutputs) else value.new_empty(0)
-        counted = torch.stack([value.detach(), entropies.sum(), value.new_tensor(len(entropies))])
-        self._totals = self._totals.to(value.device) + counted
-        return value
-
-    def passes(
-        self, backward: Callable[[Sequence[MicroBatch], LossOf[Outputs]], None]
-    ) -> Callable[[Sequence[MicroBatch]], None]:
-        """Function that adds the gradient of this loss for some micro-batches."""
-        return lambda micro_batches: backward(micro_batches, self)
-
-    def undo(self, engine: Trainable) -> None:
-        """Undo passes that ran out of memory: their metrics and their gradient."""
-        self._context.metrics.go_back_to(self._metrics)
-        self._totals = torch.zeros_like(self._totals)
-        engine.discard_gradient()
-
-    def over_all_ranks(self) -> tuple[float, float | None]:
-        """The loss and the mean entropy of a token; None without one."""
-        loss, entropy, count = self._context.sum(self._totals.cpu()).tolist()
-        return loss, entropy / count if count else None
-
-
-def _mini_batches(batch: Batch, context: StageContext) -> Iterator[Tensor]:
-    """[n] bool for each update: this rank's rows of its mini-batch.
-
-    Which prompts share an update depends on their ids alone, not on ranks or on the role that is trained.
-    """
-    groups = torch.unique(context.gather(torch.unique(batch.group_ids)))
-    place = torch.searchsorted(groups, batch.group_ids)
-    num_updates = context.recipe.batch.updates_per_step
-    part = place * num_updates // max(1, len(groups))
-    for number in range(num_updates):
-        yield part == number
 
 
 def metric_name(context: StageContext, measure: str) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from leaderless.algorithms import kl_penalty, repeat_per_token
-from leaderless.config.algorithm import AlgorithmConfig
-from leaderless.data.batch import Batch
+from leaderless.data.batch import Batch, ragged_index
 from leaderless.models.causal_lm import TokenOutputs
-from leaderless.observability.metrics import Metrics
+from leaderless.models.scoring import Entropy
 from leaderless.rollout.sampling import uniform_noise
 from leaderless.stages.context import StageContext
 from leaderless.stages.kl import adapt_coefficient, coefficient_of
 from leaderless.stages.losses import LossInputs, chosen_tokens, correction_weights, needs_chosen_tokens, policy_loss
-from leaderless.stages.mini_batches import counted_samples, metric_name, take, train_mini_batches
-from leaderless.training.engine import TokenLoss
+from leaderless.stages.mini_batches import MiniBatch, counted_samples, make_update, metric_name, mini_batches, take
 from leaderless.training.micro_batches import MicroBatch
 
 
@@ -28,23 +25,18 @@ def update(batch: Batch, context: StageContext) -> Batch:
     Raises:
         RuntimeError: A sample was drawn with other weights than those about to be trained, and is not a loop's surplus.
     """
-    algorithm, engine = context.recipe.algorithm, context.role.train_engine
+    recipe, engine = context.recipe, context.role.train_engine
+    algorithm = recipe.algorithm
     _check_version(batch, context)
     _report_size(batch, context)
     if context.step <= algorithm.critic.warmup_steps:
         return batch
     is_counted = counted_samples(batch, context)
-
-    def make_loss(mini_batch: Batch, weights: Tensor, number: int) -> TokenLoss:
-        is_chosen = _choose(mini_batch, weights > 0, context, number)
-        return _PolicyGradientLoss(mini_batch, weights, is_chosen, algorithm, coefficient_of(context), context)
-
-    backward = partial(
-        engine.forward_backward,
-        temperature=context.recipe.rollout.temperature,
-        entropy_gradient=algorithm.entropy_coefficient > 0,
-    )
-    train_mini_batches(batch, is_counted, context, engine, algorithm.aggregation, make_loss, backward)
+    entropy: Entropy = "gradient" if algorithm.entropy_coefficient > 0 else "value"
+    forward = partial(engine.forward, temperature=recipe.rollout.temperature, entropy=entropy)
+    for mini_batch in mini_batches(batch, is_counted, algorithm.aggregation, context):
+        loss_of = partial(_policy_gradient_loss, context, mini_batch, _choose(mini_batch, context))
+        make_update(engine, mini_batch, forward, loss_of, context)
     if "ref_log_probs" in batch:
         sampled = batch.jagged("rollout_log_probs")
         divergence = kl_penalty(sampled.values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator)
@@ -69,112 +61,96 @@ def _check_version(batch: Batch, context: StageContext) -> None:
     context.metrics.mean("rollout/staleness", staleness.sum(), len(staleness))
 
 
-def _choose(mini_batch: Batch, is_counted: Tensor, context: StageContext, number: int) -> Tensor:
+def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
     """[total] bool: tokens that the loss treats differently, among those that count; none for most losses."""
-    config, temperature = context.recipe.algorithm.policy_loss, context.recipe.rollout.temperature
-    advantages = mini_batch.jagged("advantages")
-    if not needs_chosen_tokens(config):
-        return torch.zeros(len(advantages.values), dtype=torch.bool)
-    is_fresh = number == 1 and "old_log_probs" in mini_batch
-    scores = (
-        mini_batch.jagged("old_log_probs") if is_fresh else context.role.train_engine.log_probs(mini_batch, temperature)
-    )
-    positions = torch.cat([torch.arange(length) for length in advantages.lengths.tolist()] or [torch.empty(0).long()])
-    # Independent of the noise that sampled the tokens.
-    noise = uniform_noise(
-        context.recipe.seed + context.step * 2**32, repeat_per_token(mini_batch.ids, advantages.lengths), positions
-    )
+    recipe, rows, is_counted = context.recipe, mini_batch.rows, mini_batch.weights > 0
     is_chosen = torch.zeros_like(is_counted)
+    if not needs_chosen_tokens(recipe.algorithm.policy_loss):
+        return is_chosen
+    advantages = rows.jagged("advantages")
+    if mini_batch.number == 1 and "old_log_probs" in rows:
+        scores = rows.jagged("old_log_probs")
+    else:
+        scores = context.role.train_engine.log_probs(rows, recipe.rollout.temperature)
+    positions = ragged_index(torch.zeros_like(advantages.lengths), advantages.lengths)
+    # Independent of the noise that sampled the tokens.
+    noise = uniform_noise(recipe.seed + context.step * 2**32, repeat_per_token(rows.ids, advantages.lengths), positions)
     columns = (scores.values[is_counted], advantages.values[is_counted], noise[is_counted])
-    is_chosen[is_counted] = chosen_tokens(config, *columns, context.sum)
+    is_chosen[is_counted] = chosen_tokens(recipe.algorithm.policy_loss, *columns, context.sum)
     return is_chosen
+
+
+def _policy_gradient_loss(
+    context: StageContext, mini_batch: MiniBatch, is_chosen: Tensor, outputs: TokenOutputs, micro_batch: MicroBatch
+) -> Tensor:
+    """The policy loss of a micro-batch, with its penalties."""
+    config, metrics = context.recipe.algorithm, context.metrics
+    weights = take(mini_batch.weights, micro_batch, outputs.log_probs)
+    is_counted = weights > 0
+    # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
+    log_probs = torch.where(is_counted, outputs.log_probs, 0.0)
+    columns = {
+        name: torch.where(is_counted, take(mini_batch.rows.jagged(name).values, micro_batch, log_probs), 0.0)
+        for name in ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+        if name in mini_batch.rows
+    }
+    lengths = micro_batch.response_lengths.to(log_probs.device)
+    # Without other updates in the step, the policy before them is the policy itself.
+    old_log_probs = columns.get("old_log_probs", log_probs.detach())
+    inputs = LossInputs(
+        log_probs, old_log_probs, columns["advantages"], lengths, take(is_chosen, micro_batch, log_probs)
+    )
+    policy = policy_loss(config.policy_loss, inputs)
+    correction = correction_weights(config.correction, old_log_probs, columns["rollout_log_probs"], lengths)
+    loss = correction * policy.loss
+
+    def report(name: str, values: Tensor) -> None:
+        """Report the mean over the tokens that count."""
+        metrics.mean(name, torch.where(is_counted, values, 0).sum(), is_counted.sum())
+
+    if "ref_log_probs" in columns:
+        penalty = kl_penalty(
+            log_probs,
+            columns["ref_log_probs"],
+            config.kl.estimator,
+            unbiased_gradient=config.kl.unbiased_gradient,
+        )
+        loss = loss + coefficient_of(context) * penalty
+        report(metric_name(context, "kl"), penalty.detach())
+    if config.entropy_coefficient:
+        loss = loss - config.entropy_coefficient * torch.where(is_counted, outputs.entropies, 0.0)
+    report(metric_name(context, "clip_fraction"), policy.is_clipped)
+    report(metric_name(context, "entropy"), outputs.entropies.detach())
+    if config.correction.type != "none":
+        report("correction/weight", correction)
+        report("correction/dropped", correction == 0)
+    # Distance between the engine's log-probabilities and the trainer's before this step's updates.
+    difference = columns["rollout_log_probs"] - old_log_probs
+    report("mismatch/abs_mean", difference.abs())
+    metrics.max("mismatch/abs_max", difference.abs().max() if len(difference) else 0.0)
+    report("mismatch/kl", difference)
+    return (weights * loss).sum()
 
 
 def sft(batch: Batch, context: StageContext) -> Batch:
     """Make `batch.updates_per_step` updates on the negative log-likelihood of the given responses."""
-
-    def make_loss(mini_batch: Batch, weights: Tensor, number: int) -> TokenLoss:  # noqa: ARG001
-        return _ImitationLoss(weights, context)
-
     engine, is_counted = context.role.train_engine, torch.ones(len(batch), dtype=torch.bool)
     _report_size(batch, context)
-    backward = partial(engine.forward_backward, temperature=1.0)
-    aggregation = context.recipe.algorithm.aggregation
-    train_mini_batches(batch, is_counted, context, engine, aggregation, make_loss, backward)
+    for mini_batch in mini_batches(batch, is_counted, context.recipe.algorithm.aggregation, context):
+        loss_of = partial(_imitation_loss, context, mini_batch)
+        make_update(engine, mini_batch, partial(engine.forward, temperature=1.0), loss_of, context)
     return batch
+
+
+def _imitation_loss(
+    context: StageContext, mini_batch: MiniBatch, outputs: TokenOutputs, micro_batch: MicroBatch
+) -> Tensor:
+    """The negative log-likelihood of a micro-batch."""
+    context.metrics.mean(metric_name(context, "entropy"), outputs.entropies.sum(), len(outputs.entropies))
+    return -(take(mini_batch.weights, micro_batch, outputs.log_probs) * outputs.log_probs).sum()
 
 
 def _report_size(batch: Batch, context: StageContext) -> None:
     """Count the tokens of the step's samples."""
     count = batch.jagged("prompt_tokens").lengths.sum() + batch.jagged("tokens").lengths.sum()
     context.metrics.total("throughput/tokens", count)
-
-
-@dataclass(frozen=True)
-class _PolicyGradientLoss:
-    """The policy loss of a mini-batch with its penalties, one micro-batch at a time."""
-
-    batch: Batch
-    weights: Tensor
-    is_chosen: Tensor
-    config: AlgorithmConfig
-    kl_coefficient: float
-    context: StageContext
-
-    def __call__(self, outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
-        weights = take(self.weights, micro_batch, outputs.log_probs)
-        is_counted = weights > 0
-        # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
-        log_probs = torch.where(is_counted, outputs.log_probs, 0.0)
-        columns = {
-            name: torch.where(is_counted, take(self.batch.jagged(name).values, micro_batch, log_probs), 0.0)
-            for name in ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
-            if name in self.batch
-        }
-        lengths = micro_batch.response_lengths.to(log_probs.device)
-        # Without other updates in the step, the policy before them is the policy itself.
-        old_log_probs = columns.get("old_log_probs", log_probs.detach())
-        is_chosen = take(self.is_chosen, micro_batch, log_probs)
-        inputs = LossInputs(log_probs, old_log_probs, columns["advantages"], lengths, is_chosen)
-        policy = policy_loss(self.config.policy_loss, inputs)
-        correction = correction_weights(self.config.correction, old_log_probs, columns["rollout_log_probs"], lengths)
-        loss = correction * policy.loss
-        report = partial(_report_mean, self.context.metrics, is_counted)
-        if "ref_log_probs" in columns:
-            penalty = self._kl(log_probs, columns["ref_log_probs"])
-            loss = loss + self.kl_coefficient * penalty
-            report(metric_name(self.context, "kl"), penalty.detach())
-        if self.config.entropy_coefficient:
-            loss = loss - self.config.entropy_coefficient * torch.where(is_counted, outputs.entropies, 0.0)
-        report(metric_name(self.context, "clip_fraction"), policy.is_clipped)
-        report(metric_name(self.context, "entropy"), outputs.entropies.detach())
-        if self.config.correction.type != "none":
-            report("correction/weight", correction)
-            report("correction/dropped", correction == 0)
-        # Distance between the engine's log-probabilities and the trainer's before this step's updates.
-        difference = columns["rollout_log_probs"] - old_log_probs
-        report("mismatch/abs_mean", difference.abs())
-        self.context.metrics.max("mismatch/abs_max", difference.abs().max() if len(difference) else 0.0)
-        report("mismatch/kl", difference)
-        return (weights * loss).sum()
-
-    def _kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        config = self.config.kl
-        return kl_penalty(log_probs, ref_log_probs, config.estimator, unbiased_gradient=config.unbiased_gradient)
-
-
-def _report_mean(metrics: Metrics, is_counted: Tensor, name: str, values: Tensor) -> None:
-    """Report the mean over the tokens that count."""
-    metrics.mean(name, torch.where(is_counted, values, 0).sum(), is_counted.sum())
-
-
-@dataclass(frozen=True)
-class _ImitationLoss:
-    """The negative log-likelihood of a mini-batch, one micro-batch at a time."""
-
-    weights: Tensor
-    context: StageContext
-
-    def __call__(self, outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
-        self.context.metrics.mean(metric_name(self.context, "entropy"), outputs.entropies.sum(), len(outputs.entropies))
-        return -(take(self.weights, micro_batch, outputs.log_probs) * outputs.log_probs).sum()

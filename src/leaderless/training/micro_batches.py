@@ -9,26 +9,25 @@ import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged, ragged_index
-from leaderless.data.errors import MemoryExhausted
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.shared_prompts import Family
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples packed one behind the other, for one forward pass; siblings share the tokens of their prompt.
+    """Samples packed one after the other, for one forward pass; siblings share the tokens of their prompt.
 
-    Of a sample there are the tokens up to the one before its last sampled token, which nothing is predicted from.
+    A sample ends before its last sampled token, from which nothing is predicted.
 
     Attributes:
         tokens: [T] int64, each prompt followed by its continuations.
         positions: [T] int64, place of each token in its sample.
         families: Lengths of each prompt and its continuations.
-        select: [R] int64, the tokens at which the sampled tokens are predicted: the one before each. The last token of
-            a prompt predicts the first of all continuations.
+        select: [R] int64, index of the token before each sampled token, at which the latter is predicted. The last
+            token of a prompt predicts the first one of each continuation.
         targets: [R] int64, the sampled tokens.
-        response_index: [R] int64, where these tokens are in the batch's `response_tokens` columns.
-        response_lengths: [m] int64, how many of them each sample has.
+        response_index: [R] int64, their places in the batch's `response_tokens` columns.
+        response_lengths: [m] int64, number of sampled tokens of each sample.
     """
 
     tokens: Tensor
@@ -41,42 +40,14 @@ class MicroBatch:
 
     @classmethod
     def empty(cls) -> MicroBatch:
-        """One token that nothing is asked about: it lets a rank without samples take part in a pass."""
+        """One token and no target, with which a rank without samples takes part in a pass."""
         none = torch.empty(0, dtype=torch.int64)
         one = torch.zeros(1, dtype=torch.int64)
         return cls(one, one, [Family(1, ())], none, none, none, torch.zeros(1, dtype=torch.int64))
 
 
-class PassExhausted(MemoryExhausted):
-    """A micro-batch was too large for memory.
-
-    Attributes:
-        num_tokens: Number of tokens that it has.
-    """
-
-    def __init__(self, micro_batch: MicroBatch, rank: int, device: torch.device, reason: str) -> None:
-        """Say which.
-
-        Args:
-            micro_batch: Micro-batch that was too large.
-            rank: Rank on which it was.
-            device: Device whose memory has run out.
-            reason: Message of the allocator.
-        """
-        self.num_tokens = len(micro_batch.tokens)
-        longest = max(family.longest for family in micro_batch.families)
-        super().__init__(
-            f"rank {rank}: a micro-batch of {self.num_tokens:,} tokens in {len(micro_batch.response_lengths):,} "
-            f"samples, the longest of {longest:,}, does not fit into the memory of {device} ({reason})"
-        )
-
-
 def longest_sample(batch: Batch) -> int:
-    """Tokens that a pass takes for the longest sample, prompt and continuation; 0 without any.
-
-    Args:
-        batch: Samples with `prompt_tokens`, `tokens` and `response_mask`.
-    """
+    """Number of tokens that a pass takes for the longest sample, prompt and continuation; 0 without any."""
     samples = _Samples.of(batch)
     lengths = samples.prompts.lengths[samples.prompt_of_row] + samples.inputs
     return int(lengths.max()) if len(lengths) else 0
@@ -88,54 +59,33 @@ def make_micro_batches(
     """Cut a batch into micro-batches of bounded size, the same number on every rank.
 
     Siblings come together as far as they fit, so that their prompt is computed once. A rank with fewer micro-batches
-    than others gets empty ones, so that all take part in the same number of passes.
+    than others gets empty ones, so that all ranks of the process group take part in the same number of passes.
 
-    Args:
-        batch: Samples with `prompt_tokens`, `tokens` and `response_mask`; may have no rows.
-        max_tokens: Largest number of tokens of a micro-batch; at least the longest sample's.
-        process_group: The ranks that pass through the model together.
-        enough_tokens: Number of tokens up to which samples of several prompts are put together; None for
-            `max_tokens`.
+    A micro-batch has at most `max_tokens`, or a single sample that is longer. Samples of several prompts are put
+    together only up to `enough_tokens`.
     """
     samples = _Samples.of(batch)
-    pieces = _fill(_families(samples, max_tokens), min(max_tokens, enough_tokens or max_tokens))
-    count = int(process_group.max(torch.tensor([len(pieces)]), "the number of micro-batches"))
-    micro_batches = [_pack(samples, piece) for piece in pieces]
-    return micro_batches + [MicroBatch.empty()] * (count - len(micro_batches))
+    packs = _fill(_families(samples, max_tokens), min(max_tokens, enough_tokens or max_tokens))
+    count = int(process_group.max(torch.tensor([len(packs)]), "the number of micro-batches"))
+    return [_pack(samples, families) for families in packs] + [MicroBatch.empty()] * (count - len(packs))
 
 
 def response_lengths(mask: Jagged) -> Tensor:
-    """How many tokens of each sample the policy sampled.
-
-    Args:
-        mask: The column `response_mask`.
-
-    Returns:
-        [n] int64.
-    """
+    """[n] int64: number of tokens of each sample that the policy sampled, from the column `response_mask`."""
     total = torch.cat([torch.zeros(1, dtype=torch.int64), mask.values.long().cumsum(0)])
     return total[mask.offsets[1:]] - total[mask.offsets[:-1]]
 
 
 @dataclass(frozen=True)
 class _Samples:
-    """What a batch holds for a pass.
+    """The columns of a batch that passes need, with [n] int64 numbers for each sample."""
 
-    Attributes:
-        prompts: Prompts, each once.
-        prompt_of_row: [n] int64, the prompt of each sample.
-        continuations: Tokens of each sample after its prompt.
-        mask: True for tokens that the policy sampled.
-        inputs: [n] int64, tokens of each continuation before the last one that was sampled.
-        counts: [n] int64, sampled tokens of each.
-    """
-
-    prompts: Jagged
+    prompts: Jagged  # each once
     prompt_of_row: Tensor
     continuations: Jagged
     mask: Jagged
-    inputs: Tensor
-    counts: Tensor
+    inputs: Tensor  # tokens of the continuation before the last sampled one
+    counts: Tensor  # sampled tokens
 
     @classmethod
     def of(cls, batch: Batch) -> _Samples:
@@ -182,25 +132,25 @@ def _families(samples: _Samples, max_tokens: int) -> list[_Siblings]:
 
 def _fill(families: Sequence[_Siblings], enough_tokens: int) -> list[list[_Siblings]]:
     """What goes into each micro-batch: the largest first, each where there is still room."""
-    pieces: list[list[_Siblings]] = []
+    packs: list[list[_Siblings]] = []
     filled: list[int] = []
     for family in sorted(families, key=lambda family: -family.num_tokens):
         place = next((i for i, tokens in enumerate(filled) if tokens + family.num_tokens <= enough_tokens), None)
         if place is None:
-            pieces.append([family])
+            packs.append([family])
             filled.append(family.num_tokens)
         else:
-            pieces[place].append(family)
+            packs[place].append(family)
             filled[place] += family.num_tokens
-    return pieces
+    return packs
 
 
-def _pack(samples: _Samples, piece: Sequence[_Siblings]) -> MicroBatch:
+def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
     """One micro-batch of some rows; those of a prompt stand together."""
-    rows = torch.tensor([row for family in piece for row in family.rows])
-    sizes = torch.tensor([len(family.rows) for family in piece])
+    rows = torch.tensor([row for family in families for row in family.rows])
+    sizes = torch.tensor([len(family.rows) for family in families])
     firsts = sizes.cumsum(0) - sizes
-    family_of_row = torch.repeat_interleave(torch.arange(len(piece)), sizes)
+    family_of_row = torch.repeat_interleave(torch.arange(len(families)), sizes)
     prompts = samples.prompts.select(samples.prompt_of_row[rows[firsts]])
     continuations, sampled = samples.continuations.select(rows), samples.mask.select(rows).values
     before, after = prompts.lengths, samples.inputs[rows]

@@ -12,12 +12,7 @@ from leaderless.config.models import OptimizerConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weight decay on matrices only.
-
-    Args:
-        parameters: Parameters of one role.
-        config: Settings of the optimizer.
-    """
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weight decay on matrices only."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -33,13 +28,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 
 
 def learning_rate_at(config: OptimizerConfig, update: int, num_updates: int) -> float:
-    """The learning rate of one optimizer update.
-
-    Args:
-        config: Peak, warm-up and schedule.
-        update: Index of the update, from 0.
-        num_updates: Number of updates in the whole run; a schedule ends at the last of them.
-    """
+    """The learning rate of an optimizer update, counted from 0; a schedule ends at the last of the run's updates."""
     if update < config.warmup_updates:
         return config.learning_rate * (update + 1) / (config.warmup_updates + 1)
     if config.schedule == "constant":

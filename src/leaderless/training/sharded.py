@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -16,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
-from leaderless.data.batch import Batch
+from leaderless.data.batch import Batch, Jagged
 from leaderless.data.errors import MemoryExhausted, is_out_of_memory
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import release_memory
 from leaderless.models.decoder import Decoder
-from leaderless.training.engine import UpdateInfo
-from leaderless.training.micro_batches import MicroBatch, PassExhausted, longest_sample, make_micro_batches
+from leaderless.training.engine import Result, UpdateInfo
+from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 
 Model_co = TypeVar("Model_co", bound=Decoder, covariant=True)
@@ -49,16 +48,9 @@ class ShardedModel(Generic[Model_co]):
         optimizer: OptimizerConfig | None = None,
         num_updates: int = 0,
     ) -> None:
-        """Shard a model.
+        """Shard a model, which is whole and the same on every rank; without an optimizer it is frozen.
 
-        Args:
-            model: Whole, the same on every rank.
-            config: Settings of the model.
-            process_group: The ranks that hold it.
-            device: Device of this rank.
-            micro_batch_tokens: Most tokens of one pass.
-            optimizer: Settings of a role that is trained; None freezes it.
-            num_updates: Optimizer steps of the whole run, for the schedule.
+        A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule.
         """
         self._process_group, self.device, self.micro_batch_tokens = process_group, device, micro_batch_tokens
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
@@ -102,74 +94,76 @@ class ShardedModel(Generic[Model_co]):
             batch, self.micro_batch_tokens, self._process_group, CPU_PASS_TOKENS if is_plain_on_cpu else None
         )
 
-    def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
-        """From now on lower the bound of a pass where memory runs out.
+    @torch.no_grad()
+    def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
+        """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
+        lengths = response_lengths(batch.jagged("response_mask"))
+        values = torch.empty(int(lengths.sum()), device=self.device)
 
-        Args:
-            on_lowered: Function that takes each new bound.
-        """
+        def fill(micro_batches: Iterable[MicroBatch]) -> None:
+            for micro_batch in micro_batches:
+                values[micro_batch.response_index.to(self.device)] = score(micro_batch)
+
+        self.run_passes(batch, fill)
+        if self.units:
+            # FSDP keeps the root gathered after a forward pass, for a backward pass that does not come here.
+            self.units[-1].reshard()
+        return Jagged(values.cpu(), lengths, "response_tokens")
+
+    def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
+        """From now on lower the bound of a pass where memory runs out, and call a function with each new bound."""
         self._on_lowered = on_lowered
 
-    def run_passes(
-        self, batch: Batch, passes: Callable[[Sequence[MicroBatch]], None], undo: Callable[[], None] = lambda: None
-    ) -> None:
+    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
         """See `Trainable`.
 
-        Only a plain module on one rank can begin a pass anew. Of several ranks, one that fails within a pass would
-        leave the others in a collective, and a sharded module is left half gathered: there the lower bound has to wait
-        for the next start.
+        Only a plain module on one rank can begin anew. Of several ranks, one that fails within a pass would leave the
+        others in a collective, and a sharded module is left half gathered: there the lower bound has to wait for the
+        next start.
         """
         while True:
+            under_way: list[MicroBatch] = []
             try:
-                passes(self.micro_batches(batch))
-            except PassExhausted as error:
-                self._lower_bound(longest_sample(batch), error)
-            else:
-                return
-            # Not before here is the error gone, which holds on to the tensors of the pass that failed.
-            undo()
+                return passes(_watched(self.micro_batches(batch), under_way))
+            except Exception as error:
+                if not (under_way and is_out_of_memory(error)):
+                    raise
+                self._lower_bound(batch, under_way[0], error)
+            # Only here is the error gone, which holds on to the tensors of the pass that failed.
             gc.collect()
             release_memory(self.device)
 
-    @contextmanager
-    def one_pass(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Name the micro-batch, if memory runs out.
-
-        Args:
-            micro_batch: Micro-batch that goes through the model.
-
-        Raises:
-            PassExhausted: Memory has run out.
-        """
-        try:
-            yield
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise PassExhausted(micro_batch, self._process_group.rank, self.device, reason) from error
-
-    def _lower_bound(self, longest: int, error: PassExhausted) -> None:
-        """Halve what was too much, but not below the longest sample; raise what cannot be mended here and now."""
-        before = min(self.micro_batch_tokens, error.num_tokens)
+    def _lower_bound(self, batch: Batch, micro_batch: MicroBatch, error: Exception) -> None:
+        """Halve what was too much, but not below the longest sample; raise where the passes cannot begin anew."""
+        num_tokens, longest = len(micro_batch.tokens), longest_sample(batch)
+        before = min(self.micro_batch_tokens, num_tokens)
         after = max(before // 2, longest)
         if after >= before:
-            raise MemoryExhausted(
-                f"{error}: a pass cannot take less than one sample; lower rollout.max_response_tokens or "
-                "data.max_prompt_tokens, set models.<role>.gradient_checkpointing, or use more ranks"
-            ) from error
-        if self._on_lowered is None:
-            raise MemoryExhausted(
-                f"{error}: lower batch.micro_batch_tokens={self.micro_batch_tokens} (the longest sample has "
-                f"{longest}), or set it to auto"
-            ) from error
-        self.micro_batch_tokens = after
-        self._on_lowered(after)
-        if self._process_group.size > 1 or self.units:
-            raise MemoryExhausted(
-                f"{error}: batch.micro_batch_tokens=auto is lowered to {after} for the next start; the same command "
-                "continues with it"
-            ) from error
+            remedy = (
+                "a pass cannot take less than one sample; lower rollout.max_response_tokens or data.max_prompt_tokens, "
+                "set models.<role>.gradient_checkpointing, or use more ranks"
+            )
+        elif self._on_lowered is None:
+            remedy = (
+                f"lower batch.micro_batch_tokens={self.micro_batch_tokens} (the longest sample has {longest}), or set "
+                "it to auto"
+            )
+        else:
+            self.micro_batch_tokens = after
+            self._on_lowered(after)
+            if self._process_group.size == 1 and not self.units:
+                return
+            remedy = (
+                f"batch.micro_batch_tokens=auto is lowered to {after} for the next start; the same command continues "
+                "with it"
+            )
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MemoryExhausted(
+            f"rank {self._process_group.rank}: a micro-batch of {num_tokens:,} tokens in "
+            f"{len(micro_batch.response_lengths):,} samples, the longest of "
+            f"{max(family.longest for family in micro_batch.families):,}, does not fit into the memory of "
+            f"{self.device} ({reason}): {remedy}"
+        ) from error
 
     def discard_gradient(self) -> None:
         """See `Trainable`."""
@@ -197,11 +191,6 @@ class ShardedModel(Generic[Model_co]):
         self._optimizer.zero_grad()
         self.policy_version += 1
         return UpdateInfo(grad_norm, learning_rate)
-
-    def reshard_root(self) -> None:
-        """FSDP keeps the root gathered after a forward pass, for the backward pass that does not come here."""
-        if self.units:
-            self.units[-1].reshard()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainable`."""
@@ -235,6 +224,13 @@ class ShardedModel(Generic[Model_co]):
         if self._optimizer is not None:
             for moments in self._optimizer.state.values():
                 moments["step"].fill_(float(policy_version))
+
+
+def _watched(micro_batches: Sequence[MicroBatch], under_way: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """The micro-batches one by one; the one that is going through the model is in a list."""
+    for micro_batch in micro_batches:
+        under_way[:] = [micro_batch]
+        yield micro_batch
 
 
 def _handle(process_group: ProcessGroup) -> torch.distributed.ProcessGroup:

@@ -1,7 +1,7 @@
 """New weights from the ranks that train a role to those that serve a copy of it.
 
 Each rank sends the rows that it holds of every weight straight to the ranks that hold these rows of the copy. Every
-byte crosses once, and none passes through a third rank.
+byte is sent once, and none passes through a third rank.
 """
 
 from __future__ import annotations
@@ -52,13 +52,10 @@ def sync_weights(
     source: ShardedModel[Decoder] | None,
     target: ShardedModel[Decoder] | None,
 ) -> None:
-    """Make a serving copy equal to the trained weights. All ranks of both layouts call it together.
+    """Make a serving copy equal to the trained weights.
 
-    Args:
-        action: The role, and where it is trained and served.
-        process_group: Ranks of both layouts.
-        source: The trained instance, on ranks that have it.
-        target: The serving instance, on ranks that have it.
+    All ranks of both layouts, which are the process group, call it together: those that train the role with the trained
+    instance as source, those that serve it with the copy as target.
 
     Raises:
         RuntimeError: What arrived is not what was sent, or not of one policy version.
@@ -113,11 +110,7 @@ class _Sync:
             )
 
     def take_arrived(self, num_left: int) -> None:
-        """Write rows where they belong, of all rounds but some that are still under way.
-
-        Args:
-            num_left: Number of rounds that are under way.
-        """
+        """Write the rows of all rounds where they belong, except those of the last rounds, still under way."""
         while len(self._arriving) > num_left:
             for sender, rows, message in self._arriving.popleft():
                 self.versions.add(self._unpack(sender, rows, message))
@@ -148,19 +141,15 @@ class _Sync:
         if not rows:
             return
         self.versions.add(self._version)
-        given, taken = (
-            self._views(self._given, rows, self._sources),
-            self._views(self._taken, rows, self._targets),
-        )
-        for value, place in zip(given, taken, strict=True):
+        taken = self._views(self._taken, rows, self._targets)
+        for value, place in zip(self._views(self._given, rows, self._sources), taken, strict=True):
             place.copy_(value)
 
     def _pack(self, rows: WeightBucket) -> Tensor:
         """Rows as bytes, then the policy version and a checksum."""
         message = _buffer(rows, self._shapes)
-        for value, place in zip(
-            self._views(self._given, rows, self._sources), _parts(message, rows, self._shapes), strict=True
-        ):
+        places = _parts(message, rows, self._shapes)
+        for value, place in zip(self._views(self._given, rows, self._sources), places, strict=True):
             place.copy_(value)
         checksum = zlib.crc32(message[:-_TRAILER_BYTES].numpy().data)
         message[-_TRAILER_BYTES:] = torch.tensor([self._version, checksum], dtype=torch.int64).view(torch.uint8)
@@ -175,9 +164,8 @@ class _Sync:
                 f"rank {self._rank}: weights of role '{self._role}' from rank {sender} arrived damaged: "
                 f"the checksum of {len(payload)} bytes does not match"
             )
-        for value, place in zip(
-            _parts(message, rows, self._shapes), self._views(self._taken, rows, self._targets), strict=True
-        ):
+        places = self._views(self._taken, rows, self._targets)
+        for value, place in zip(_parts(message, rows, self._shapes), places, strict=True):
             place.copy_(value)
         return int(version)
 
