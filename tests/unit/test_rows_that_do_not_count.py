@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -17,6 +18,8 @@ from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
+from leaderless.models.causal_lm import TokenOutputs
+from leaderless.models.scoring import Entropy
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
@@ -25,6 +28,7 @@ from leaderless.stages.context import Grader, ModelRole, StageContext
 from leaderless.stages.critic import update_critic
 from leaderless.stages.update import update
 from leaderless.training.engine import TrainEngine
+from leaderless.training.micro_batches import MicroBatch
 from leaderless.workflow import resolve_workflow
 
 LENGTHS = [(2, 3), (2, 4), (2, 2), (2, 5)]
@@ -190,3 +194,17 @@ def test_remax_reports_the_divergence_of_responses_that_train():
     other = context_of("advantage", algorithm, "remax")
     remax(batch.with_columns(ref_log_probs=far), other)
     assert other.state == context.state, "the weight adapts to the responses that train"
+
+
+def test_the_guard_of_entropy_looks_at_tokens_that_train():
+    class Uncertain(Table):
+        def forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy) -> TokenOutputs:
+            outputs = super().forward(micro_batch, temperature, entropy)
+            of_failed = (micro_batch.response_index >= 3) & (micro_batch.response_index < 7)
+            return TokenOutputs(outputs.log_probs, torch.where(of_failed, 9.0, 0.25))
+
+    context = context_of("policy", {}, model=ModelRole(cast("TrainEngine", Uncertain(numbers(9))), None))
+    context = replace(context, recipe=make_recipe(guards={"entropy_limit": 1.0}))
+    update(samples(), context)
+    (event,) = context.events
+    assert (event.guard, event.value) == ("entropy_limit", 0.25)

@@ -90,7 +90,7 @@ def make_update(
             # Even a loss that depends on no output takes part in every collective of the backward pass.
             (loss + 0.0 * scores.sum()).backward()  # type: ignore[no-untyped-call]
             context.metrics.total(metric_name(context, "loss"), loss.detach() / num_updates)
-            sums = sums.to(loss.device) + _numbers(loss, outputs)
+            sums = sums.to(loss.device) + _numbers(loss, outputs, take(mini_batch.weights, micro_batch, scores) > 0)
         return sums
 
     loss, entropy, count = context.sum(engine.run_passes(mini_batch.rows, add_gradients).cpu()).tolist()
@@ -100,10 +100,12 @@ def make_update(
     context.progress(mini_batch.number / num_updates)
 
 
-def _numbers(loss: Tensor, outputs: TokenOutputs | Tensor) -> Tensor:
-    """[3]: the loss, the sum of the entropies of tokens, and their number; no entropies of a critic."""
-    entropies = outputs.entropies.detach() if isinstance(outputs, TokenOutputs) else loss.new_empty(0)
-    return torch.stack([loss.detach(), entropies.sum(), loss.new_tensor(len(entropies))])
+def _numbers(loss: Tensor, outputs: TokenOutputs | Tensor, is_counted: Tensor) -> Tensor:
+    """[3]: the loss, the sum of the entropies of the tokens that count, and their number; no entropies of a critic."""
+    if not isinstance(outputs, TokenOutputs):
+        return torch.stack([loss.detach(), torch.zeros_like(loss), torch.zeros_like(loss)])
+    entropies = torch.where(is_counted, outputs.entropies.detach(), 0.0)
+    return torch.stack([loss.detach(), entropies.sum(), is_counted.sum().to(loss.dtype)])
 
 
 def counted_samples(batch: Batch, context: StageContext) -> Tensor:
