@@ -327,6 +327,7 @@ CONDITIONS = {
     "algorithm.kl={coefficient: 0.1, place: reward}": "also `algorithm.kl.place` is `reward`",
     "algorithm.overlong.filter=true": "`algorithm.overlong.filter` is set",
     "algorithm.advantage={type: gae}": "`algorithm.advantage.type` is `gae`",
+    "algorithm.advantage={type: remax}": "`algorithm.advantage.type` is `remax`",
 }
 """Settings that make stages read or write more, in words."""
 

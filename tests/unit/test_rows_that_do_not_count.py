@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,9 +24,13 @@ from leaderless.models.scoring import Entropy
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
+from leaderless.rewards.pool import Graded
+from leaderless.rollout.engine import Completion
+from leaderless.stages import rollout
 from leaderless.stages.advantage import advantage, remax
 from leaderless.stages.context import Grader, ModelRole, StageContext
 from leaderless.stages.critic import update_critic
+from leaderless.stages.reward import reward
 from leaderless.stages.update import update
 from leaderless.training.engine import TrainEngine
 from leaderless.training.micro_batches import MicroBatch
@@ -208,3 +213,32 @@ def test_the_guard_of_entropy_looks_at_tokens_that_train():
     update(samples(), context)
     (event,) = context.events
     assert (event.guard, event.value) == ("entropy_limit", 0.25)
+
+
+def test_remax_reports_the_rewards_of_responses_that_train():
+    graded = [Graded(value, value >= 0, {"math": {"value": value}}) for value in (1.0, 0.0, -1.0, 4.0)]
+    context = replace(
+        context_of("reward", {}, "remax"),
+        tokenizer=cast("Tokenizer", SimpleNamespace(decode=lambda *_, **__: "")),
+        grade=lambda *_: graded,
+        run_directory=cast("RunDirectory", None),
+    )
+    rows = tuple({"question": "1+1=", "answer": "2"} for _ in LENGTHS)
+    batch = samples().with_columns(is_greedy=torch.arange(4) == 3, rows=rows)
+    reward(batch, context)
+    reported = context.metrics.reduce(GROUP)
+    assert (reported["reward/mean"], reported["reward/std"]) == (0.5, 0.5)
+    assert reported["reward/math"] == pytest.approx(0)
+    assert reported["reward/failed"] == 1
+    assert "is_greedy" in context.node.reads
+
+
+def test_remax_reports_the_lengths_of_responses_that_train(monkeypatch):
+    completions = [Completion([7] * length, [0.0] * length, "stop") for length in (*[2, 3] * 4, 9)]
+    completions[-1].finish_reason = "length"
+    monkeypatch.setattr(rollout, "_complete", lambda *_: completions)
+    context = context_of("rollout", {}, "remax", model=ModelRole(cast("TrainEngine", Table(numbers(9))), None))
+    made = rollout.rollout_with_greedy(random_samples([(2, 0)]), context)
+    assert made.dense("is_greedy").tolist() == [*[False] * 8, True]
+    reported = context.metrics.reduce(GROUP)
+    assert (reported["rollout/response_tokens"], reported["rollout/truncated"]) == (2.5, 0)

@@ -47,6 +47,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.stages.context import StageContext
 from leaderless.stages.kl import adapt_coefficient, coefficient_of
 from leaderless.stages.mini_batches import counted_samples
+from leaderless.stages.reward import is_sampled
 
 
 def advantage(batch: Batch, context: StageContext) -> Batch:
@@ -81,13 +82,9 @@ def remax(batch: Batch, context: StageContext) -> Batch:
 
 def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor]:
     """Rewards with the penalty for length, [n], and the KL penalty of each token, [total]; 0 for failed rows."""
-    algorithm, lengths, is_valid = (
-        context.recipe.algorithm,
-        batch.dense("response_lengths"),
-        batch.dense("reward_valid"),
-    )
-    # A greedy response is only a baseline: metrics and the adapted weight leave it out.
-    is_reported = is_valid & ~batch.dense("is_greedy") if "is_greedy" in batch else is_valid
+    algorithm, lengths = context.recipe.algorithm, batch.dense("response_lengths")
+    is_valid = batch.dense("reward_valid")
+    is_reported = is_valid & is_sampled(batch)
     rewards = torch.where(is_valid, batch.dense("rewards"), 0.0)
     if algorithm.overlong.buffer_tokens:
         longest = context.recipe.rollout.max_response_tokens

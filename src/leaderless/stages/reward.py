@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from leaderless.config import Json, Recipe
 from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch
 from leaderless.data.encode import Tokenizer
+from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import StageContext
 
@@ -25,20 +27,25 @@ def reward(batch: Batch, context: StageContext) -> Batch:
     graded = context.grade(inputs, [data.source_of(row) for row in rows])
     rewards = torch.tensor([g.value for g in graded], dtype=torch.float32)
     is_valid = torch.tensor([g.is_valid for g in graded], dtype=torch.bool)
-    _report(context, [g.details for g in graded], rewards[is_valid], len(graded))
+    _report(context, graded, rewards, is_sampled(batch))
     return batch.with_columns(
         rewards=rewards, reward_valid=is_valid, reward_details=tuple(dict(g.details) for g in graded)
     )
 
 
-def _report(
-    context: StageContext, details: Sequence[Mapping[str, Json]], rewards: torch.Tensor, num_samples: int
-) -> None:
-    context.metrics.spread("reward", rewards)
-    context.metrics.total("reward/failed", num_samples - len(rewards))
-    errors = ((name, error) for detail in details for name in detail if (error := reward_error(detail, name)))
+def is_sampled(batch: Batch) -> Tensor:
+    """[n] bool: responses that are in metrics; not the greedy ones, which are only baselines."""
+    return ~batch.dense("is_greedy") if "is_greedy" in batch else torch.ones(len(batch), dtype=torch.bool)
+
+
+def _report(context: StageContext, graded: Sequence[Graded], rewards: Tensor, is_reported: Tensor) -> None:
+    is_valid = torch.tensor([g.is_valid for g in graded], dtype=torch.bool)
+    context.metrics.spread("reward", rewards[is_valid & is_reported])
+    context.metrics.total("reward/failed", int((~is_valid).sum()))
+    errors = ((name, error) for g in graded for name in g.details if (error := reward_error(g.details, name)))
     for name, error in islice(errors, 1):
         context.run_directory.note_reward_error(context.step, context.process_group.rank, name, error)
+    details = [g.details for g, is_kept in zip(graded, is_reported.tolist(), strict=True) if is_kept]
     for name in context.recipe.reward.options():
         values = [value for detail in details if (value := reward_value(detail, name)) is not None]
         context.metrics.mean(f"reward/{name}", sum(values), len(values))

@@ -44,8 +44,10 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     seconds = time.perf_counter() - begin
     tokens = Jagged.from_lists([c.tokens for c in completions], torch.int64, "tokens")
     truncated = torch.tensor([c.is_truncated for c in completions], dtype=torch.bool)
-    context.metrics.mean("rollout/response_tokens", tokens.lengths.sum(), len(ids))
-    context.metrics.mean("rollout/truncated", truncated.sum(), len(ids))
+    # A greedy response is only a baseline, and in no metric of what the policy samples.
+    is_sampled = torch.tensor([sampling.temperature > 0 for sampling in distributions]).repeat(len(batch))
+    context.metrics.mean("rollout/response_tokens", tokens.lengths[is_sampled].sum(), int(is_sampled.sum()))
+    context.metrics.mean("rollout/truncated", truncated[is_sampled].sum(), int(is_sampled.sum()))
     # Mean speed of a rank times the number of ranks: a sum of speeds would grow with the rounds of a loop.
     context.metrics.mean("rollout/tokens_per_s", context.process_group.size * len(tokens.values), seconds)
     return Batch(

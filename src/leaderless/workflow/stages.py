@@ -61,6 +61,10 @@ def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return columns + (_filter_reads(recipe) if algorithm.advantage.type == "rejection" else [])
 
 
+def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    return ["rows", "tokens", "truncated", *(["is_greedy"] if recipe.algorithm.advantage.type == "remax" else [])]
+
+
 def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     algorithm, names = recipe.algorithm, ["group/no_signal"]
     if algorithm.overlong.buffer_tokens:
@@ -240,7 +244,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "rollout": ROLLOUT,
     "reward": StageSpec(
         "leaderless.stages.reward:reward",
-        reads=("rows", "tokens", "truncated"),
+        reads=_reward_reads,
         writes=("rewards", "reward_valid", "reward_details"),
         streams=True,
         metrics=lambda recipe, _: [f"reward/{name}" for name in ("mean", "std", "failed", *recipe.reward.options())],
