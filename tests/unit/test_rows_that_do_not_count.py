@@ -201,6 +201,20 @@ def test_remax_reports_the_divergence_of_responses_that_train():
     assert other.state == context.state, "the weight adapts to the responses that train"
 
 
+@pytest.mark.parametrize("kind", ["gae", "reinforce_pp"])
+def test_whitening_leaves_out_responses_that_are_filtered_out_of_the_loss(kind):
+    algorithm = {"advantage": {"type": kind}, "overlong": {"filter": True}}
+    values, _, _ = advantages_of(samples(truncated=(3,)), algorithm)
+    first, failed, third, filtered = values.split([3, 4, 2, 5])
+    whitened = torch.cat([first, third])
+    assert float(whitened.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(whitened.std()) == pytest.approx(1, abs=1e-6)
+    assert not torch.cat([failed, filtered]).any()
+    workflow = resolve_workflow("ppo" if kind == "gae" else "grpo")
+    recipe = make_recipe(algorithm={**workflow.algorithm, **algorithm})
+    assert "truncated" in make_plan(recipe, workflow, Cluster(1))["advantage"].reads
+
+
 def test_the_guard_of_entropy_looks_at_tokens_that_train():
     class Uncertain(Table):
         def forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy) -> TokenOutputs:

@@ -146,7 +146,10 @@ def _signal_share(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, context:
 
 
 def _token_advantages(batch: Batch, rewards: Tensor, penalties: Tensor, context: StageContext) -> dict[str, Tensor]:
-    """Advantages that differ from token to token, [total] each; failed samples get 0 and do not count in whitening."""
+    """Advantages that differ from token to token, [total] each; failed samples get 0.
+
+    Only samples that train count in whitening, as in the mean of the update, and the others get 0.
+    """
     config = context.recipe.algorithm.advantage
     lengths, is_valid = batch.dense("response_lengths"), batch.dense("reward_valid")
     is_counted = repeat_per_token(is_valid, lengths)
@@ -168,6 +171,7 @@ def _token_advantages(batch: Batch, rewards: Tensor, penalties: Tensor, context:
             rewards = groups.keep_signal(groups.centered())
         token_rewards = token_level_rewards(rewards, is_valid, penalties, lengths)
         gains, columns = reinforce_advantages(token_rewards, lengths, discount=config.discount), {}
+    is_counted = repeat_per_token(counted_samples(batch, context), lengths)
     moments = Moments.of(context.sum(Moments.count(gains, is_counted)))
     return columns | {"advantages": whiten(gains, is_counted, moments, epsilon=config.epsilon)}
 

@@ -58,7 +58,7 @@ def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
         columns += ["old_log_probs", "ref_log_probs"]
     if algorithm.advantage.type == "gae":
         columns.append("values")
-    return columns + (_filter_reads(recipe) if algorithm.advantage.type == "rejection" else [])
+    return columns + _filter_reads(recipe)
 
 
 def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
