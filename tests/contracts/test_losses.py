@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from leaderless.config.algorithm import AlgorithmConfig
-from leaderless.stages.advantage import TOKEN_ADVANTAGES, _sample_advantages
+from leaderless.config.algorithm import TOKEN_ADVANTAGES, AlgorithmConfig
+from leaderless.stages.advantage import _sample_advantages
 from leaderless.stages.losses import LossInputs, policy_loss
 
 LENGTHS = torch.tensor([4, 0, 1, 6, 3])

@@ -18,7 +18,7 @@ from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import Grader, StageContext
-from leaderless.stages.critic import update_critic, values
+from leaderless.stages.update import update_critic, values
 from leaderless.training.engine import UpdateInfo, ValueEngine
 from leaderless.training.micro_batches import MicroBatch, make_micro_batches
 from leaderless.workflow import resolve_workflow

@@ -20,7 +20,7 @@ from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import Grader, StageContext
-from leaderless.stages.guards import NORM_WINDOW, UpdateNumbers, find_breaches, guarded_step
+from leaderless.stages.guards import NORM_WINDOW, find_breaches, guarded_step
 from leaderless.supervision.guards import Guards, RollBack
 from leaderless.training.engine import Trainable, UpdateInfo
 from leaderless.worker.agreement import StepEnd, agree
@@ -53,7 +53,7 @@ NAN, INF = math.nan, math.inf
     ],
 )
 def test_a_guard_speaks_beyond_its_limit_and_not_at_it(settings, numbers, said) -> None:
-    breaches = find_breaches(GuardsConfig(**settings), UpdateNumbers(*numbers))
+    breaches = find_breaches(GuardsConfig(**settings), *numbers)
     assert [(breach.guard, breach.action) for breach in breaches] == said
 
 

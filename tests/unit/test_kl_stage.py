@@ -19,7 +19,7 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.advantage import advantage
 from leaderless.stages.context import Grader, StageContext
-from leaderless.stages.kl import STATE
+from leaderless.stages.losses import KL_STATE
 from leaderless.workflow import resolve_workflow
 
 LENGTHS = [(2, 3), (1, 4), (3, 0), (2, 2)]
@@ -75,4 +75,4 @@ def test_the_weight_of_the_penalty_adapts_from_the_first_step_without_a_warm_up(
     state: dict[str, float] = {}
     logged = [advantage_in(step, state, warmup_steps=0)["policy/kl_coefficient"] for step in (1, 2)]
     assert logged[1] > logged[0]
-    assert state[STATE] > logged[1]
+    assert state[KL_STATE] > logged[1]

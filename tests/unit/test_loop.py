@@ -23,7 +23,7 @@ from leaderless.observability.metrics import Metrics
 from leaderless.planner import Layout, Loop, Reshard, RunNode, flat
 from leaderless.planner.picture import draw_plan
 from leaderless.planner.show import print_plan
-from leaderless.stages.dynamic_sampling import dynamic_sampling
+from leaderless.stages.advantage import dynamic_sampling
 from leaderless.workflow import BUILTIN_STAGES, StageSpec, Workflow, read_workflow, resolve_workflow, write_workflow
 
 DAPO = (

@@ -29,9 +29,8 @@ from leaderless.rollout.engine import Completion
 from leaderless.stages import rollout
 from leaderless.stages.advantage import advantage, remax
 from leaderless.stages.context import Grader, ModelRole, StageContext
-from leaderless.stages.critic import update_critic
 from leaderless.stages.reward import reward
-from leaderless.stages.update import update
+from leaderless.stages.update import update, update_critic
 from leaderless.training.engine import TrainEngine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.workflow import resolve_workflow

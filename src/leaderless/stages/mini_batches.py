@@ -42,13 +42,8 @@ def mini_batches(
 ) -> Iterator[MiniBatch]:
     """Divide a step's prompts between its `batch.updates_per_step` updates.
 
-    Which prompts share an update depends on their ids alone, not on ranks or on the role that is trained.
-
-    Args:
-        batch: Samples, or rows to imitate.
-        is_counted: [n] bool; rows that do not count carry no gradient.
-        aggregation: Rule by which the losses of tokens become one number.
-        context: Context of the node.
+    Which prompts share an update depends on their ids alone, not on ranks or on the role that is trained. Rows that do
+    not count, [n] bool, carry no gradient; the aggregation turns the losses of tokens into one number.
     """
     groups = torch.unique(context.gather(torch.unique(batch.group_ids)))
     num_updates, longest = context.recipe.batch.updates_per_step, context.recipe.rollout.max_response_tokens

@@ -13,7 +13,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import StageContext
-from leaderless.stages.reward import decode_responses, reward_inputs
+from leaderless.stages.reward import inputs_of
 
 MAX_RECORDED_TOKENS = 8192
 """Tokens of a step that are kept one by one, of the first responses."""
@@ -31,13 +31,7 @@ def record(batch: Batch, context: StageContext) -> Batch:
 
 
 def describe_sample(sample: RewardInput, graded: Graded, tokens: Json) -> dict[str, Json]:
-    """What is kept of any sample.
-
-    Args:
-        sample: Prompt, response and expected answer.
-        graded: What the response is worth.
-        tokens: Tokens of the response one by one; see `TokenRecorder`.
-    """
+    """What is kept of any sample; its tokens are those of `TokenRecorder`."""
     return {
         "prompt": sample.prompt,
         "response": sample.response,
@@ -68,13 +62,9 @@ class TokenRecorder:
     ) -> Json:
         """The first tokens of a response: their texts and, by name, log-probs; `mask` where some were not sampled.
 
-        Args:
-            tokens: Token ids of all that follows the prompt.
-            log_probs: Log-probs of the sampled tokens, by name.
-            is_sampled: Mask over `tokens` that tells which of them the policy sampled; None for all.
-
-        Returns:
-            Lists of equal length, and the `total` number of tokens; None when there is no room left.
+        The tokens are all that follow the prompt, the log-probs those of the sampled ones; `is_sampled` is a mask over
+        the tokens, None where all were sampled. Returns lists of equal length and the `total` number of tokens, or None
+        when there is no room left.
         """
         count = min(len(tokens), self.room)
         if not count:
@@ -93,11 +83,7 @@ class TokenRecorder:
 
 
 def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
-    tokens = batch.jagged("tokens").to_lists()
-    texts = decode_responses(context.tokenizer, tokens, context.recipe)
-    rows = [row for row in batch.objects("rows") if isinstance(row, Mapping)]
-    configs = [context.recipe.data.train_set_of(row) for row in rows]
-    inputs = reward_inputs(configs, rows, texts, batch.dense("truncated").tolist())
+    tokens, inputs = batch.jagged("tokens").to_lists(), inputs_of(batch, context)
     masks = batch.jagged("response_mask").rows() if "response_mask" in batch else None
     log_probs = {name: batch.jagged(column).rows() for name, column in LOG_PROBS.items() if column in batch}
     recorder = TokenRecorder(context.tokenizer)

@@ -19,18 +19,22 @@ from leaderless.stages.context import StageContext
 
 def reward(batch: Batch, context: StageContext) -> Batch:
     """Grade each response by the recipe's rewards that apply to its source."""
-    rows = [row for row in batch.objects("rows") if isinstance(row, Mapping)]
-    texts = decode_responses(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe)
-    truncated = batch.dense("truncated").tolist()
-    data = context.recipe.data
-    inputs = reward_inputs([data.train_set_of(row) for row in rows], rows, texts, truncated)
-    graded = context.grade(inputs, [data.source_of(row) for row in rows])
+    inputs = inputs_of(batch, context)
+    graded = context.grade(inputs, [context.recipe.data.source_of(one.row) for one in inputs])
     rewards = torch.tensor([g.value for g in graded], dtype=torch.float32)
     is_valid = torch.tensor([g.is_valid for g in graded], dtype=torch.bool)
     _report(context, graded, rewards, is_sampled(batch))
     return batch.with_columns(
         rewards=rewards, reward_valid=is_valid, reward_details=tuple(dict(g.details) for g in graded)
     )
+
+
+def inputs_of(batch: Batch, context: StageContext) -> list[RewardInput]:
+    """The inputs of rewards for samples of training data."""
+    rows = [row for row in batch.objects("rows") if isinstance(row, Mapping)]
+    texts = decode_responses(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe)
+    configs = [context.recipe.data.train_set_of(row) for row in rows]
+    return reward_inputs(configs, rows, texts, batch.dense("truncated").tolist())
 
 
 def is_sampled(batch: Batch) -> Tensor:
@@ -52,24 +56,14 @@ def _report(context: StageContext, graded: Sequence[Graded], rewards: Tensor, is
 
 
 def reward_value(details: Mapping[str, Json], name: str) -> float | None:
-    """The value of one reward of a sample, before weighting; None if it failed or does not apply.
-
-    Args:
-        details: Outcome of each reward of the sample.
-        name: Name of the reward.
-    """
+    """The value of one reward of a sample, before weighting; None if it failed or does not apply."""
     outcome = details.get(name)
     value = outcome.get("value") if isinstance(outcome, Mapping) else None
     return float(value) if isinstance(value, int | float) else None
 
 
 def reward_error(details: Mapping[str, Json], name: str) -> str:
-    """The error of one reward of a sample; empty where it did not fail.
-
-    Args:
-        details: What the rewards found of the sample.
-        name: Name of the reward.
-    """
+    """The error of one reward of a sample; empty where it did not fail."""
     outcome = details.get(name)
     error = outcome.get("error") if isinstance(outcome, Mapping) else None
     return error if isinstance(error, str) else ""
@@ -81,14 +75,7 @@ def reward_inputs(
     texts: Sequence[str],
     truncated: Sequence[bool],
 ) -> list[RewardInput]:
-    """The inputs of rewards.
-
-    Args:
-        configs: Dataset of each row, which names its columns.
-        rows: Row of each response.
-        texts: Text of each response.
-        truncated: Whether each response was cut.
-    """
+    """The inputs of rewards for some responses, given the dataset of each, its row, its text and whether it was cut."""
     return [
         RewardInput(
             prompt=row.get(config.prompt),
@@ -102,13 +89,7 @@ def reward_inputs(
 
 
 def decode_responses(tokenizer: Tokenizer, responses: Sequence[Sequence[int]], recipe: Recipe) -> list[str]:
-    """Responses as text, without special tokens and without the stop text that ended them.
-
-    Args:
-        tokenizer: Tokenizer of the policy.
-        responses: Token ids of each response.
-        recipe: Recipe with the stop texts.
-    """
+    """Responses as text, without special tokens and without the stop text that ended them."""
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in responses]
     for stop in recipe.rollout.stop:
         texts = [text.partition(stop)[0] for text in texts]

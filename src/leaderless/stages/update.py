@@ -1,22 +1,38 @@
-"""The stages that change the weights of language models."""
+"""The stages that score tokens with language models and critics, and that change their weights."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from leaderless.algorithms import kl_penalty, repeat_per_token
+from leaderless.algorithms import Moments, clipped_value_loss, kl_penalty, repeat_per_token
 from leaderless.data.batch import Batch, ragged_index
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.rollout.sampling import uniform_noise
+from leaderless.stages import losses
 from leaderless.stages.context import StageContext
-from leaderless.stages.kl import adapt_coefficient, coefficient_of
-from leaderless.stages.losses import LossInputs, chosen_tokens, correction_weights, needs_chosen_tokens, policy_loss
 from leaderless.stages.mini_batches import MiniBatch, counted_samples, make_update, metric_name, mini_batches, take
 from leaderless.training.micro_batches import MicroBatch
+
+
+def log_probs(batch: Batch, context: StageContext) -> Batch:
+    """Add the log-probabilities of the sampled tokens under the node's role, at the temperature of sampling.
+
+    The column is `old_log_probs` for a role that is trained, `ref_log_probs` for the reference, and `<role>_log_probs`
+    for any other.
+    """
+    scores = context.role.train_engine.log_probs(batch, context.recipe.rollout.temperature)
+    (column,) = context.node.writes
+    return batch.with_columns({column: scores})
+
+
+def values(batch: Batch, context: StageContext) -> Batch:
+    """Add the critic's value before each sampled token."""
+    return batch.with_columns(values=context.critic.values(batch))
 
 
 def update(batch: Batch, context: StageContext) -> Batch:
@@ -41,7 +57,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
         sampled = batch.jagged("rollout_log_probs")
         divergence = kl_penalty(sampled.values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator)
         divergence = divergence[repeat_per_token(is_counted, sampled.lengths)]
-        adapt_coefficient(context, divergence.sum(), len(divergence), int(is_counted.sum()))
+        losses.adapt_kl_coefficient(context, divergence.sum(), len(divergence), int(is_counted.sum()))
     return batch
 
 
@@ -65,7 +81,7 @@ def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
     """[total] bool: tokens that the loss treats differently, among those that count; none for most losses."""
     recipe, rows, is_counted = context.recipe, mini_batch.rows, mini_batch.weights > 0
     is_chosen = torch.zeros_like(is_counted)
-    if not needs_chosen_tokens(recipe.algorithm.policy_loss):
+    if not losses.needs_chosen_tokens(recipe.algorithm.policy_loss):
         return is_chosen
     advantages = rows.jagged("advantages")
     if mini_batch.number == 1 and "old_log_probs" in rows:
@@ -76,7 +92,7 @@ def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
     # Independent of the noise that sampled the tokens.
     noise = uniform_noise(recipe.seed + context.step * 2**32, repeat_per_token(rows.ids, advantages.lengths), positions)
     columns = (scores.values[is_counted], advantages.values[is_counted], noise[is_counted])
-    is_chosen[is_counted] = chosen_tokens(recipe.algorithm.policy_loss, *columns, context.sum)
+    is_chosen[is_counted] = losses.chosen_tokens(recipe.algorithm.policy_loss, *columns, context.sum)
     return is_chosen
 
 
@@ -88,20 +104,18 @@ def _policy_gradient_loss(
     weights = take(mini_batch.weights, micro_batch, outputs.log_probs)
     is_counted = weights > 0
     # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
-    log_probs = torch.where(is_counted, outputs.log_probs, 0.0)
+    new = torch.where(is_counted, outputs.log_probs, 0.0)
     columns = {
-        name: torch.where(is_counted, take(mini_batch.rows.jagged(name).values, micro_batch, log_probs), 0.0)
+        name: torch.where(is_counted, take(mini_batch.rows.jagged(name).values, micro_batch, new), 0.0)
         for name in ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
         if name in mini_batch.rows
     }
-    lengths = micro_batch.response_lengths.to(log_probs.device)
+    lengths = micro_batch.response_lengths.to(new.device)
     # Without other updates in the step, the policy before them is the policy itself.
-    old_log_probs = columns.get("old_log_probs", log_probs.detach())
-    inputs = LossInputs(
-        log_probs, old_log_probs, columns["advantages"], lengths, take(is_chosen, micro_batch, log_probs)
-    )
-    policy = policy_loss(config.policy_loss, inputs)
-    correction = correction_weights(config.correction, old_log_probs, columns["rollout_log_probs"], lengths)
+    old = columns.get("old_log_probs", new.detach())
+    inputs = losses.LossInputs(new, old, columns["advantages"], lengths, take(is_chosen, micro_batch, new))
+    policy = losses.policy_loss(config.policy_loss, inputs)
+    correction = losses.correction_weights(config.correction, old, columns["rollout_log_probs"], lengths)
     loss = correction * policy.loss
 
     def report(name: str, values: Tensor) -> None:
@@ -109,13 +123,9 @@ def _policy_gradient_loss(
         metrics.mean(name, torch.where(is_counted, values, 0).sum(), is_counted.sum())
 
     if "ref_log_probs" in columns:
-        penalty = kl_penalty(
-            log_probs,
-            columns["ref_log_probs"],
-            config.kl.estimator,
-            unbiased_gradient=config.kl.unbiased_gradient,
-        )
-        loss = loss + coefficient_of(context) * penalty
+        kl, reference = config.kl, columns["ref_log_probs"]
+        penalty = kl_penalty(new, reference, kl.estimator, unbiased_gradient=kl.unbiased_gradient)
+        loss = loss + losses.kl_coefficient(context) * penalty
         report(metric_name(context, "kl"), penalty.detach())
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * torch.where(is_counted, outputs.entropies, 0.0)
@@ -125,7 +135,7 @@ def _policy_gradient_loss(
         report("correction/weight", correction)
         report("correction/dropped", correction == 0)
     # Distance between the engine's log-probabilities and the trainer's before this step's updates.
-    difference = columns["rollout_log_probs"] - old_log_probs
+    difference = columns["rollout_log_probs"] - old
     report("mismatch/abs_mean", difference.abs())
     metrics.max("mismatch/abs_max", difference.abs().max() if len(difference) else 0.0)
     report("mismatch/kl", difference)
@@ -148,6 +158,44 @@ def _imitation_loss(
     """The negative log-likelihood of a micro-batch."""
     context.metrics.mean(metric_name(context, "entropy"), outputs.entropies.sum(), len(outputs.entropies))
     return -(take(mini_batch.weights, micro_batch, outputs.log_probs) * outputs.log_probs).sum()
+
+
+def update_critic(batch: Batch, context: StageContext) -> Batch:
+    """Make `batch.updates_per_step` updates on the clipped squared error, averaged over tokens.
+
+    Mini-batches, and the samples that carry a gradient, are the same as for the policy.
+    """
+    engine, is_counted = context.critic, counted_samples(batch, context)
+    _report_fit(batch, is_counted, context)
+    for mini_batch in mini_batches(batch, is_counted, "token_mean", context):
+        make_update(engine, mini_batch, engine.forward, partial(_value_loss, context, mini_batch), context)
+    return batch
+
+
+def _value_loss(context: StageContext, mini_batch: MiniBatch, outputs: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """The value loss of a micro-batch."""
+    weights = take(mini_batch.weights, micro_batch, outputs)
+    is_counted = weights > 0
+    # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
+    old, returns = (
+        torch.where(is_counted, take(mini_batch.rows.jagged(name).values, micro_batch, outputs), outputs.detach())
+        for name in ("values", "returns")
+    )
+    loss = clipped_value_loss(outputs, old, returns, clip=context.recipe.algorithm.critic.value_clip or math.inf)
+    name = metric_name(context, "clip_fraction")
+    context.metrics.mean(name, (loss.is_clipped & is_counted).sum(), is_counted.sum())
+    return (weights * loss.loss).sum()
+
+
+def _report_fit(batch: Batch, is_counted: Tensor, context: StageContext) -> None:
+    """Report how good the critic was before the updates: 1 - Var(returns - values) / Var(returns), over all ranks."""
+    expected, returns = batch.jagged("values"), batch.jagged("returns").values
+    counts = repeat_per_token(is_counted, expected.lengths)
+    context.metrics.mean(metric_name(context, "value_mean"), expected.values[counts].sum(), counts.sum())
+    left = Moments.of(context.sum(Moments.count(returns - expected.values, counts)))
+    whole = Moments.of(context.sum(Moments.count(returns, counts)))
+    if whole.std > 0:
+        context.metrics.max(metric_name(context, "explained_variance"), 1 - (left.std / whole.std) ** 2)
 
 
 def _report_size(batch: Batch, context: StageContext) -> None:

@@ -252,7 +252,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         summary="compute the reward of each response",
     ),
     "log_probs": StageSpec(
-        "leaderless.stages.log_probs:log_probs",
+        "leaderless.stages.update:log_probs",
         reads=SEQUENCE,
         writes=lambda _, node, workflow: [log_probs_column(node.role, workflow)],
         role_use="score",
@@ -286,7 +286,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         summary="advantages over the greedy response, which is then dropped",
     ),
     "dynamic_sampling": StageSpec(
-        "leaderless.stages.dynamic_sampling:dynamic_sampling",
+        "leaderless.stages.advantage:dynamic_sampling",
         reads=("rewards", "reward_valid"),
         rows="filter",
         needs_whole_groups=True,
@@ -305,7 +305,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         summary="keep some samples for the report",
     ),
     "values": StageSpec(
-        "leaderless.stages.critic:values",
+        "leaderless.stages.update:values",
         reads=SEQUENCE,
         writes=("values",),
         role_use="score",
@@ -326,7 +326,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         summary="policy-gradient updates",
     ),
     "update_critic": StageSpec(
-        "leaderless.stages.critic:update_critic",
+        "leaderless.stages.update:update_critic",
         reads=lambda recipe, _: [*SEQUENCE, "values", "returns", "reward_valid", *_filter_reads(recipe)],
         role_use="train",
         is_critic=True,
