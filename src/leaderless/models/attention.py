@@ -76,29 +76,19 @@ AttentionInterface.register(ATTENTION_NAME, _attention_function)
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Sequences of similar length that are computed together, padded to the longest.
-
-    Attributes:
-        count: Number of sequences.
-        longest: Length to which they are padded.
-        tokens: [count * longest] int64, tokens of the pass; padding repeats the last token of a sequence.
-        padding: [p] int64, places of the padding in `tokens`.
-    """
+    """Sequences of similar length that are computed together, padded to the longest."""
 
     count: int
     longest: int
     tokens: Tensor
+    """[count * longest] int64, tokens of the pass; padding repeats the last token of a sequence."""
     padding: Tensor
+    """[p] int64, places of the padding in `tokens`."""
 
     def take(self, values: Tensor, padding: float | None = None) -> Tensor:
-        """Lay out queries, keys or values for one call.
+        """Lay out [T, heads, ...] queries, keys or values for one call, as [count, heads, longest, ...].
 
-        Args:
-            values: [T, heads, ...].
-            padding: Value of the padding; the value of the last token if None.
-
-        Returns:
-            [count, heads, longest, ...].
+        Padding has the value of the sequence's last token unless another is given.
         """
         taken = values.index_select(0, self.tokens)
         if padding is not None:
@@ -110,7 +100,7 @@ class LengthBuckets:
     """The sequences of a pass, sorted into buckets."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Plan calls for sequences of some lengths, at least 1, which lie one after the other."""
+        """Plan calls for sequences that lie one after the other, of lengths of at least 1."""
         sequences = torch.split(torch.arange(sum(lengths)), list(lengths))
         order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
         grouped: list[list[Tensor]] = []
@@ -152,35 +142,25 @@ class PackedAttention:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Plan calls for sequences of some lengths, at least 1."""
+        """Plan calls for sequences of some lengths; see `LengthBuckets`."""
         self.longest = max(lengths)
         self._buckets = LengthBuckets(lengths, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:  # noqa: ARG002
         """See `Attention`."""
-        outputs: list[Tensor] = []
-        for bucket in self._buckets:
-            q, k, v = (bucket.take(values) for values in (query, key, value))
-            outputs.append(attend_padded(q, k, v, None, scale))
-        return self._buckets.join(outputs)
+        parts = ([bucket.take(values) for values in (query, key, value)] for bucket in self._buckets)
+        return self._buckets.join([attend_padded(q, k, v, None, scale) for q, k, v in parts])
 
 
 def attend_padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention with heads in front, by a kernel that does not hold all scores at once.
 
-    Args:
-        query: [n, query_heads, queries, head_dim].
-        key: [n, kv_heads, keys, head_dim].
-        value: [n, kv_heads, keys, head_dim].
-        mask: [queries, keys] bool, which keys each query attends to; causal if None.
-        scale: Factor of the dot products.
-
-    Returns:
-        [n, query_heads, queries, head_dim].
+    Queries are [n, query_heads, queries, head_dim], keys and values [n, kv_heads, keys, head_dim]. The mask, [queries,
+    keys] bool, says which keys each query attends to; without one it is causal.
     """
     is_grouped = query.shape[1] != key.shape[1]
-    # Of an accelerator's fused kernels only flash attention knows groups of heads, and it takes neither float32 nor a
-    # mask. Without a fused kernel all scores would be held, up to the backward pass.
+    # Of an accelerator's fused kernels only flash attention supports groups of heads, and it takes neither float32 nor
+    # a mask. Without a fused kernel all scores would be held until the backward pass.
     if is_grouped and query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
         is_grouped = False

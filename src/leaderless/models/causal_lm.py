@@ -21,8 +21,8 @@ class TokenOutputs:
 
     Attributes:
         log_probs: [R] float32, with gradient.
-        entropies: [R] float32, entropies of the distributions the tokens were drawn from, with gradient on request; [0]
-            without a request.
+        entropies: [R] float32, entropies of the distributions from which the tokens were drawn, with gradient on
+            request; [0] if they were not requested.
     """
 
     log_probs: Tensor
@@ -42,19 +42,9 @@ class CausalLM(Decoder):
         temperature: float = 1.0,
         entropy: Entropy = "value",
     ) -> Tensor | TokenOutputs:
-        """Compute logits at selected tokens, or log-probabilities of the tokens that follow them.
+        """Compute logits [R, vocabulary] float32 at selected tokens, or scores of the targets, [R] int64, that follow.
 
-        Args:
-            tokens: [T] int64, sequences one after the other.
-            positions: [T] int64, place of each token in its sequence.
-            attention: Attention of the pass.
-            select: [R] int64, indices of the selected tokens.
-            targets: [R] int64, the token that follows each of them.
-            temperature: Divisor of the logits.
-            entropy: Whether entropies are computed too, and with a gradient.
-
-        Returns:
-            `TokenOutputs` if there are targets, else [R, vocabulary] float32 logits.
+        The first arguments are those of `Decoder.hidden_states`; the temperature divides the logits.
         """
         hidden = self.hidden_states(tokens, positions, attention, select)
         head = cast("nn.Linear", self.model.get_output_embeddings())
@@ -64,14 +54,5 @@ class CausalLM(Decoder):
 
 
 def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
-    """Load a model's weights in float32 into host memory.
-
-    Args:
-        config: Model to load.
-        role: Role of the model, for errors.
-
-    Raises:
-        RecipeError: The model cannot be found or read, weights are missing, or its attention or logits need something
-            that this package does not support.
-    """
+    """Load a language model; see `load_decoder`."""
     return CausalLM(load_decoder(AutoModelForCausalLM, config, role))

@@ -28,16 +28,7 @@ def attend_on_cpu(
 ) -> Tensor:
     """Compute causal attention within sequences, and attention of some tokens to a prompt too.
 
-    Args:
-        query: [T, query_heads, head_dim].
-        key: [T, kv_heads, head_dim].
-        value: [T, kv_heads, head_dim].
-        buckets: The sequences; every token is in one of them.
-        crossings: Tokens that attend to other tokens too, and those other tokens.
-        scale: Factor of the dot products.
-
-    Returns:
-        [T, query_heads, head_dim].
+    Queries are [T, query_heads, head_dim], keys and values [T, kv_heads, head_dim]. Every token is in a bucket.
     """
     output: Tensor = _Attention.apply(query, key, value, buckets, crossings, scale)  # type: ignore[no-untyped-call]
     return output

@@ -29,16 +29,10 @@ class Decoder(nn.Module):
         self.model = model
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
-        """Compute hidden states of selected tokens.
+        """Compute hidden states [R, hidden_size] of selected tokens, in the type in which the layers compute.
 
-        Args:
-            tokens: [T] int64, sequences one after the other.
-            positions: [T] int64, place of each token in its sequence.
-            attention: Attention of the pass.
-            select: [R] int64, indices of the selected tokens.
-
-        Returns:
-            [R, hidden_size], in the type in which the layers compute.
+        Tokens are [T] int64, sequences one after the other, positions [T] int64 their places in the sequence, and
+        `select` [R] int64 the indices of the selected ones.
         """
         output = self.model.base_model(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
@@ -56,11 +50,8 @@ def load_decoder(
 ) -> PreTrainedModel:
     """Load a model's weights in float32 into host memory.
 
-    Args:
-        auto_class: Class of `transformers`, which determines the head.
-        config: Model to load.
-        role: Role of the model, for errors.
-        scalar_head: Weights of a head with one output, by name. Missing ones are set to 0.
+    The class of `transformers` determines the head. Missing weights of a scalar head, given by name, are set to 0. The
+    role of the model is for errors.
 
     Raises:
         RecipeError: The model cannot be found or read, weights are missing, or its attention or logits need something
@@ -95,10 +86,7 @@ def load_decoder(
         if name in missing:
             nn.init.zeros_(parameter)
     check_supported(model, key)
-    _align(model)
-    _remove_dropout(model)
-    if config.gradient_checkpointing:
-        _enable_gradient_checkpointing(model)
+    _prepare(model, gradient_checkpointing=config.gradient_checkpointing)
     return model
 
 
@@ -124,21 +112,16 @@ def _files_read_by_weight() -> Iterator[None]:
         modeling_utils.safe_open = mapped
 
 
-def _align(model: PreTrainedModel) -> None:
-    """Put weights where torch would: kernels may add up in another order at addresses that depend on the heap."""
+def _prepare(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+    """Make a model compute the same in every process, and in training, sampling and scoring."""
     for tensor in (*model.parameters(), *model.buffers()):
+        # Kernels may add up in another order at addresses that depend on the heap: put weights where torch would.
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             tensor.data = tensor.data.clone()
-
-
-def _remove_dropout(model: PreTrainedModel) -> None:
-    """Remove dropout, so that the policy is the same in training, sampling and scoring."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-
-
-def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Use the name that the installed version of `transformers` has for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    if gradient_checkpointing:
+        # The name of the method depends on the version of `transformers`.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})

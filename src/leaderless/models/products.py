@@ -23,15 +23,7 @@ def linear_for_few(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
     BLAS libraries give each thread some rows of such a product. With few rows a thread has little to do besides reading
     the whole matrix. As a batch of products with blocks of the matrix, each thread gets blocks instead, and the product
-    is up to three times as fast on a CPU.
-
-    Args:
-        rows: [n, inputs].
-        weight: [outputs, inputs].
-        bias: [outputs].
-
-    Returns:
-        [n, outputs].
+    is up to three times as fast on a CPU. Rows are [n, inputs], the weight is [outputs, inputs], the bias [outputs].
     """
     outputs, inputs = weight.shape
     whole = outputs - outputs % BLOCK

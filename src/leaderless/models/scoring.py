@@ -25,21 +25,13 @@ CPU_CHUNK_ELEMENTS = 1 << 21
 
 
 class _Settings(NamedTuple):
-    """How tokens are scored.
-
-    Attributes:
-        temperature: Divisor of the logits.
-        entropy: See `Entropy`.
-        is_training: Whether a backward pass may follow.
-        rows: Tokens of one chunk.
-        num_kept: Chunks that are kept for the backward pass.
-    """
+    """How tokens are scored."""
 
     temperature: float
     entropy: Entropy
-    is_training: bool
-    rows: int
-    num_kept: int
+    is_training: bool  # whether a backward pass may follow
+    rows: int  # tokens of one chunk
+    num_kept: int  # chunks that are kept for the backward pass
 
     def chunks(self, count: int) -> Iterator[slice]:
         """Give the tokens of each chunk."""
@@ -50,17 +42,10 @@ class _Settings(NamedTuple):
 def score_tokens(
     hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float, entropy: Entropy
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of tokens, and entropies of the distributions they were drawn from.
+    """Compute [R] log-probabilities of tokens, and [R] entropies of the distributions they were drawn from.
 
-    Args:
-        hidden: [R, hidden_size], states at which the tokens are predicted.
-        head: Layer from states to logits.
-        targets: [R] int64, the tokens.
-        temperature: Divisor of the logits.
-        entropy: Whether entropies are computed, and with a gradient.
-
-    Returns:
-        [R] log-probabilities and [R] entropies, of at least float32. Without entropies the latter is [0].
+    The tokens, targets [R] int64, are predicted at the hidden states [R, hidden_size]. Results are at least float32;
+    without entropies the latter are [0].
     """
     vocabulary = head.weight.shape[0]
     # Where weights are converted to float32 for each chunk, large chunks are the faster ones.

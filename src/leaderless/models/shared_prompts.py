@@ -19,14 +19,10 @@ from leaderless.models.cpu_attention import attend_on_cpu
 
 @dataclass(frozen=True)
 class Family:
-    """Numbers of tokens of a prompt and of its continuations.
+    """Numbers of tokens, at least 1, of a prompt and of its continuations, of which there may be none.
 
     The tokens lie one after the other: the prompt, then each continuation. A continuation attends to the prompt and to
     itself, never to its siblings.
-
-    Attributes:
-        prompt: Tokens of the prompt, at least 1.
-        continuations: Tokens of each continuation, at least 1; there may be no continuation.
     """
 
     prompt: int

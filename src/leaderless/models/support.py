@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,23 +17,11 @@ _TOLERANCE = 1e-2
 """Largest error of a logit, in standard deviations of all logits; rounding stays far below it."""
 
 
-class _TextConfig(Protocol):
-    layer_types: list[str] | None
-    rope_parameters: dict[str, object] | None
-
-
 def check_supported(model: PreTrainedModel, key: str) -> None:
-    """Refuse a model that needs something this package does not support.
+    """Refuse a model, in float32 and with this package's attention, that needs something not supported.
 
     Known obstacles are looked up in its settings. Then the model is tried on two short sequences: packed into one pass,
     with this package's attention, it has to give the logits of each sequence alone with its own attention.
-
-    Args:
-        model: Model in float32, with this package's attention.
-        key: Setting that names the model, for errors.
-
-    Raises:
-        RecipeError: The model is not supported.
     """
     _check_settings(model, key)
     was_training = model.training
@@ -55,10 +42,10 @@ def _check_settings(model: PreTrainedModel, key: str) -> None:
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in {None, 1}:
             raise RecipeError.at(key, f"models with {name} are not supported")
-    kinds = set(getattr(cast("_TextConfig", config), "layer_types", None) or ()) - {"full_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         raise RecipeError.at(key, f"layers of type {sorted(kinds)[0]} are not supported, only full_attention")
-    rope = getattr(cast("_TextConfig", config), "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in {"dynamic", "longrope"}:
         raise RecipeError.at(
             key,

@@ -11,11 +11,7 @@ from leaderless.data.hub import unreachable_hub
 
 
 def load_tokenizer(config: ModelConfig, role: str) -> Tokenizer:
-    """Load the tokenizer of a model.
-
-    Args:
-        config: Model of the tokenizer.
-        role: Role of the model, for errors.
+    """Load the tokenizer of a model; its role is for errors.
 
     Raises:
         RecipeError: There is no tokenizer.

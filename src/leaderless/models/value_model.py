@@ -34,12 +34,10 @@ class ValueModel(Decoder):
 
 
 def load_value_model(config: ModelConfig, role: str) -> ValueModel:
-    """Load a value model's weights in float32 into host memory.
+    """Load a value model; see `load_decoder`.
 
-    Args:
-        config: Language model, which gets a head of zeros, so that every value is 0 at first; or a token or sequence
-            classifier with one output, such as an exported critic or a reward model.
-        role: Role of the model, for errors.
+    A language model gets a head of zeros, so that every value is 0 at first; a token or sequence classifier with one
+    output, such as an exported critic or a reward model, keeps its head.
 
     Raises:
         RecipeError: As for a language model; or its head has several outputs, or `transformers` has no classifier of
