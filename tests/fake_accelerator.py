@@ -26,9 +26,9 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import TokenOutputs, load_causal_lm
+from leaderless.models.decoder import load_value_model
 from leaderless.models.products import _can_write_float32
 from leaderless.models.shared_prompts import VarlenAttention
-from leaderless.models.value_model import load_value_model
 from leaderless.rollout import kv_cache, native
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine

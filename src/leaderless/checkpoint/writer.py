@@ -31,8 +31,7 @@ from leaderless.config.run import CheckpointConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
-from leaderless.models.decoder import Decoder
-from leaderless.models.value_model import ValueModel
+from leaderless.models.decoder import Decoder, ValueModel
 from leaderless.observability.run_directory import list_checkpoints, step_of, write_atomically
 from leaderless.training.sharded import ShardedModel
 

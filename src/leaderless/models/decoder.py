@@ -1,13 +1,14 @@
-"""Decoders of `transformers` for packed sequences, with any head."""
+"""Decoders of `transformers` for packed sequences, with any head, and value models, which have a scalar one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel, modeling_utils
+from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedModel, modeling_utils
 from transformers.utils import logging as transformers_logging
 
 from leaderless.config import RecipeError
@@ -18,6 +19,8 @@ from leaderless.models.support import check_supported
 
 ALIGNMENT_BYTES = 64
 """Addresses of tensors that torch allocates on the CPU are multiples of it."""
+SCALAR_HEAD = ("score.weight", "score.bias")
+"""What `transformers` calls the head of a token or sequence classifier."""
 
 
 class Decoder(nn.Module):
@@ -45,13 +48,30 @@ class Decoder(nn.Module):
         return []
 
 
+class ValueModel(Decoder):
+    """A token classifier of `transformers` with one output: it predicts the reward that is still to come."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
+        """Compute values [R] float32 of the states that end with selected tokens; see `Decoder.hidden_states`."""
+        hidden = self.hidden_states(tokens, positions, attention, select)
+        values: Tensor = self._head(hidden.float())
+        return values.squeeze(1).clone()  # FSDP hooks onto what is returned, and a view could lose the hook
+
+    @property
+    def _head(self) -> nn.Module:
+        return cast("nn.Module", self.model.score)
+
+    def float32_modules(self) -> list[nn.Module]:
+        """See `Decoder`. In bfloat16, 1 and 1.003 are the same value."""
+        return [self._head]
+
+
 def load_decoder(
-    auto_class: type[AutoModel], config: ModelConfig, role: str, *, scalar_head: Collection[str] = ()
+    auto_class: type[AutoModel], config: ModelConfig, role: str, *, has_scalar_head: bool = False
 ) -> PreTrainedModel:
     """Load a model's weights in float32 into host memory.
 
-    The class of `transformers` determines the head. Missing weights of a scalar head, given by name, are set to 0. The
-    role of the model is for errors.
+    The class of `transformers` determines the head, of which a scalar one may be missing: it is set to 0.
 
     Raises:
         RecipeError: The model cannot be found or read, weights are missing, or its attention or logits need something
@@ -60,7 +80,7 @@ def load_decoder(
     key = f"models.{role}"
     unreachable = unreachable_hub(config.path)
     try:
-        with _quiet_transformers(), _files_read_by_weight():
+        with _loading():
             model, info = auto_class.from_pretrained(
                 config.path,
                 revision=config.revision,
@@ -69,7 +89,7 @@ def load_decoder(
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                **({"num_labels": 1} if scalar_head else {}),
+                **({"num_labels": 1} if has_scalar_head else {}),
             )
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
@@ -79,7 +99,7 @@ def load_decoder(
         sizes = f"its {name} is {tuple(saved)}, but its config.json asks for {tuple(expected)}"
         raise RecipeError.at(key, f"'{config.path}' has weights of another size than it says: {sizes}")
     missing = set(map(str, info["missing_keys"]))
-    lacking = sorted(missing - {*scalar_head})
+    lacking = sorted(missing - {*SCALAR_HEAD} if has_scalar_head else missing)
     if lacking:
         raise RecipeError.at(key, f"'{config.path}' lacks {len(lacking)} of its weights, as {lacking[0]}")
     for name, parameter in model.named_parameters():
@@ -90,26 +110,35 @@ def load_decoder(
     return model
 
 
+def load_value_model(config: ModelConfig, role: str) -> ValueModel:
+    """Load a value model; see `load_decoder`.
+
+    A language model gets a head of zeros, so that every value is 0 at first; a token or sequence classifier with one
+    output, such as an exported critic or a reward model, keeps its head.
+
+    Raises:
+        RecipeError: As for a language model; or its head has several outputs, or `transformers` has no classifier of
+            its family.
+    """
+    model = load_decoder(AutoModelForTokenClassification, config, role, has_scalar_head=True)
+    model.config.architectures = [type(model).__name__]
+    return ValueModel(model)
+
+
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence `transformers`: this package reports problems with weights itself, in one line."""
-    before = transformers_logging.get_verbosity()
+def _loading() -> Iterator[None]:
+    """Silence `transformers`, as this package reports problems with weights itself, in one line.
+
+    Also have it read weights one by one: a mapped file would stay in memory next to the converted model.
+    """
+    verbosity, mapped = transformers_logging.get_verbosity(), modeling_utils.safe_open
     transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
-
-
-@contextmanager
-def _files_read_by_weight() -> Iterator[None]:
-    """Have `transformers` read weights one by one; a mapped file would stay in memory next to the converted model."""
-    mapped = modeling_utils.safe_open
     modeling_utils.safe_open = lambda *args, **options: mapped(*args, **{**options, "backend": "pread"})
     try:
         yield
     finally:
         modeling_utils.safe_open = mapped
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _prepare(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:

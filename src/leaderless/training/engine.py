@@ -74,7 +74,7 @@ class Trainable(Protocol):
                 change; without it they do.
 
         Raises:
-            RuntimeError: The gradient is not finite and `allow` was not given; weights are unchanged.
+            RuntimeError: The gradient is not finite, and `allow` did not refuse it; weights are unchanged.
         """
 
     def discard_gradient(self) -> None:

@@ -12,9 +12,9 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.device import trim_host_memory
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs
+from leaderless.models.decoder import ValueModel
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
-from leaderless.models.value_model import ValueModel
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.sharded import Model_co, ShardedModel
 

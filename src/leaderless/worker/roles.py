@@ -12,8 +12,7 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
-from leaderless.models.decoder import Decoder
-from leaderless.models.value_model import ValueModel, load_value_model
+from leaderless.models.decoder import Decoder, ValueModel, load_value_model
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
 from leaderless.rollout.make import Surroundings, make_engine
