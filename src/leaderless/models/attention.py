@@ -100,7 +100,7 @@ class LengthBuckets:
     """The sequences of a pass, sorted into buckets."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Plan calls for sequences that lie one after the other, of lengths of at least 1."""
+        """Plan calls for consecutive sequences, with lengths of at least 1."""
         sequences = torch.split(torch.arange(sum(lengths)), list(lengths))
         order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
         grouped: list[list[Tensor]] = []
@@ -135,10 +135,10 @@ class LengthBuckets:
 
 
 class PackedAttention:
-    """Causal attention within each of several sequences that lie one after the other.
+    """Causal attention within each of several consecutive sequences.
 
-    Sequences of similar length are padded to a common one, for the attention only, and computed together. Padding lies
-    behind the real tokens, which never attend to it.
+    Sequences of similar length are padded to a common length, for the attention only, and computed together. Padding
+    comes after the real tokens, which never attend to it.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:

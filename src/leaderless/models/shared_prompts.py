@@ -21,7 +21,7 @@ from leaderless.models.cpu_attention import attend_on_cpu
 class Family:
     """Numbers of tokens, at least 1, of a prompt and of its continuations, of which there may be none.
 
-    The tokens lie one after the other: the prompt, then each continuation. A continuation attends to the prompt and to
+    The tokens are consecutive: the prompt, then each continuation. A continuation attends to the prompt and to
     itself, never to its siblings.
     """
 
@@ -40,7 +40,7 @@ class Family:
 
 
 def attention_over(families: Sequence[Family], device: torch.device, compute_dtype: torch.dtype) -> Attention:
-    """Choose the fastest attention for a pass over families that lie one after the other."""
+    """Choose the fastest attention for a pass over consecutive families."""
     if device.type == "cpu":
         return CpuAttention(families)
     if device.type == "cuda" and compute_dtype in {torch.bfloat16, torch.float16}:
@@ -76,7 +76,7 @@ class CpuAttention:
     """Attention of tokens to their own blocks, and of continuations to their prompts, joined into one result."""
 
     def __init__(self, families: Sequence[Family]) -> None:
-        """Plan the calls for families that lie one after the other."""
+        """Plan the calls for consecutive families."""
         self.longest = max(family.longest for family in families)
         self._buckets = LengthBuckets([len(block.own) for block in _blocks(families)], torch.device("cpu"))
         self._crossings: list[tuple[slice, slice]] = []
@@ -144,14 +144,14 @@ class VarlenAttention:
     """FlashAttention over blocks of any length; the keys of a prompt are copied before those of each continuation."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        """Plan the call for families that lie one after the other."""
+        """Plan the call for consecutive families."""
         self.longest = max(family.longest for family in families)
         blocks = list(_blocks(families))
         lengths = torch.tensor([[0, 0], *([len(block.own), len(block.before) + len(block.own)] for block in blocks)])
         self._query_ends, self._key_ends = lengths.cumsum(0).int().t().contiguous().to(device)
         self._longest_query, self._longest_key = lengths.amax(0).tolist()
         self._copies = _Copies(blocks, device) if any(block.before for block in blocks) else None
-        # torch 2.11 takes groups of heads without being told, and does not know the argument.
+        # torch 2.11 supports groups of heads without this argument, which it does not have.
         self._attend = (
             partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
         )
@@ -178,7 +178,7 @@ class ExpandedAttention:
     """Attention of continuations that each have a copy of their prompt."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        """Plan the calls for families that lie one after the other."""
+        """Plan the calls for consecutive families."""
         blocks = list(_blocks(families))
         self._copies = _Copies(blocks, device)
         self._packed = PackedAttention([len(block.before) + len(block.own) for block in blocks], device)

@@ -1,4 +1,4 @@
-"""The context of a stage: everything that it is given besides its rows."""
+"""The context of a stage: everything that it receives except its rows."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def make_update(
     num_updates, metrics = context.recipe.batch.updates_per_step, context.metrics.copy()
 
     def add_gradients(micro_batches: Iterable[MicroBatch]) -> Tensor:
-        # Where memory ran out, this begins from scratch, with smaller micro-batches.
+        # Where memory ran out, this starts again from scratch, with smaller micro-batches.
         engine.discard_gradient()
         context.metrics.go_back_to(metrics)
         sums = torch.zeros(3)

@@ -16,9 +16,9 @@ from leaderless.stages.context import StageContext
 from leaderless.stages.reward import inputs_of
 
 MAX_RECORDED_TOKENS = 8192
-"""Tokens of a step that are kept one by one, of the first responses."""
+"""Number of tokens of a step, from its first responses, that are recorded one by one."""
 LOG_PROBS = {"rollout": "rollout_log_probs", "old": "old_log_probs"}
-"""Log-probs that are kept, under short names, and their columns."""
+"""Recorded log-probs: short name and column."""
 
 
 def record(batch: Batch, context: StageContext) -> Batch:

@@ -46,7 +46,7 @@ class Trainable(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Number of optimizer steps behind the weights."""
+        """Number of optimizer steps that led to the weights."""
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Cut a batch for this engine's memory bound; the same number of micro-batches on every rank."""

@@ -75,5 +75,5 @@ def _inputs(engine: ShardedModel[Model_co], micro_batch: MicroBatch) -> tuple[Te
 
 
 def _at_least_one(indices: Tensor) -> Tensor:
-    """Indices, or that of the first token where there are none: a model is always asked about some token."""
+    """Indices, or that of the first token if there are none: a model always scores at least one token."""
     return indices if len(indices) else torch.zeros(1, dtype=torch.int64)

@@ -89,7 +89,7 @@ class _Samples:
 
     @classmethod
     def of(cls, batch: Batch) -> _Samples:
-        """Rows that bring prompts of their own share none."""
+        """Take the columns of a batch; rows with prompts of their own share none."""
         prompts, prompt_of_row = batch.prompts, batch.prompt_index
         if prompts is None or prompt_of_row is None or "prompt_tokens" in batch.columns:
             prompts, prompt_of_row = batch, torch.arange(len(batch))
@@ -154,7 +154,7 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
     prompts = samples.prompts.select(samples.prompt_of_row[rows[firsts]])
     continuations, sampled = samples.continuations.select(rows), samples.mask.select(rows).values
     before, after = prompts.lengths, samples.inputs[rows]
-    # A continuation begins behind all prompts so far, its own included, and all continuations so far.
+    # A continuation starts after all prompts so far, including its own, and all continuations so far.
     starts = before.cumsum(0)[family_of_row] + after.cumsum(0) - after
     prompt_index = ragged_index(starts[firsts] - before, before)
     index = ragged_index(starts, after)

@@ -55,7 +55,7 @@ class ShardedModel(Generic[Model_co]):
         self._process_group, self.device, self.micro_batch_tokens = process_group, device, micro_batch_tokens
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
         self._on_lowered: Callable[[int], None] | None = None
-        # Activations are recomputed in training mode only; there is no dropout that would tell the modes apart.
+        # Activations are recomputed in training mode only. Without dropout the modes do not differ otherwise.
         self.model = model.train(optimizer is not None)
         self.policy_version = 0
         self._optimizer_config, self._num_updates = optimizer, num_updates
@@ -117,9 +117,9 @@ class ShardedModel(Generic[Model_co]):
     def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
         """See `Trainable`.
 
-        Only a plain module on one rank can begin anew. Of several ranks, one that fails within a pass would leave the
+        Only a plain module on one rank can start again. Of several ranks, one that fails within a pass would leave the
         others in a collective, and a sharded module is left half gathered: there the lower bound has to wait for the
-        next start.
+        next start of the run.
         """
         while True:
             under_way: list[MicroBatch] = []
@@ -129,12 +129,12 @@ class ShardedModel(Generic[Model_co]):
                 if not (under_way and is_out_of_memory(error)):
                     raise
                 self._lower_bound(batch, under_way[0], error)
-            # Only here is the error gone, which holds on to the tensors of the pass that failed.
+            # Only here is the error gone, which kept the tensors of the failed pass alive.
             gc.collect()
             release_memory(self.device)
 
     def _lower_bound(self, batch: Batch, micro_batch: MicroBatch, error: Exception) -> None:
-        """Halve what was too much, but not below the longest sample; raise where the passes cannot begin anew."""
+        """Halve what was too much, but not below the longest sample; raise where the passes cannot start again."""
         num_tokens, longest = len(micro_batch.tokens), longest_sample(batch)
         before = min(self.micro_batch_tokens, num_tokens)
         after = max(before // 2, longest)
