@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 from typing_extensions import override
 
 from leaderless.config import Json, RecipeError
@@ -78,21 +79,21 @@ class ConcatenatedSource(RowSource):
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self.parts = sources
-        self._starts = np.zeros(1, dtype=np.int64)
+        self._starts = [0]
 
     @override
     def prepare(self, cache: DataCache) -> None:
         for source in self.parts:
             source.prepare(cache)
-        self._starts = np.concatenate([[0], np.cumsum([len(source) for source in self.parts], dtype=np.int64)])
+        self._starts = list(accumulate(map(len, self.parts), initial=0))
 
     @override
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def _find(self, index: int) -> tuple[RowSource, int]:
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self.parts[part], index - int(self._starts[part])
+        part = bisect_right(self._starts, index) - 1
+        return self.parts[part], index - self._starts[part]
 
     @override
     def row(self, index: int) -> Row:
@@ -101,7 +102,7 @@ class ConcatenatedSource(RowSource):
 
     @override
     def read(self, first: int, last: int) -> Iterator[Row]:
-        for source, start, end in zip(self.parts, self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True):
+        for source, (start, end) in zip(self.parts, pairwise(self._starts), strict=True):
             if first < end and start < last:
                 yield from source.read(max(first, start) - start, min(last, end) - start)
 
