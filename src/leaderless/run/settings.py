@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from leaderless.config import LoadedRecipe, Recipe, RecipeError
 from leaderless.config.run import RunConfig
 from leaderless.config.source import RecipeSource, Setting, apply_overrides, path_of, read_yaml, with_setting
+from leaderless.data.rows import plain_row
 from leaderless.observability.run_directory import write_atomically
 from leaderless.workflow import Workflow, builtin_workflows, load_recipe, write_workflow
 
@@ -158,8 +159,6 @@ def _rows_of(value: Setting) -> Iterable[Mapping[str, object]] | None:
 
 
 def _lines(rows: Iterable[Mapping[str, object]], key: str) -> Iterator[str]:
-    from leaderless.data.rows import plain_row  # imports torch, which commands that start nothing do not need
-
     for number, row in enumerate(rows):
         yield json.dumps(plain_row(row, f"{key}[{number}]"), ensure_ascii=False) + "\n"
 
