@@ -335,6 +335,15 @@ def test_a_key_written_twice_is_refused_in_any_section(tmp_path):
     ]
 
 
+def test_a_section_may_take_over_another_and_set_some_keys_itself(tmp_path):
+    models = "{policy: &policy {path: some/model, revision: a}, reference: {<<: *policy, revision: b}}"
+    path = write_recipe(tmp_path, ("{policy: some/model}", models))
+    reference = load_recipe(path).recipe.models["reference"]
+    assert (reference.path, reference.revision) == ("some/model", "b")
+    more = "rollout:\n  <<: {top_kk: 1}\n  max_sequences: 4"
+    assert problem_of(write_recipe(tmp_path, more=more)).place == f"{path}:8"
+
+
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [

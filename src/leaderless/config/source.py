@@ -14,6 +14,8 @@ from leaderless.config.errors import Problem, RecipeError
 
 Setting = object
 """A value as YAML gives it: text, number, boolean, null, list or mapping."""
+_Key = tuple[tuple[str, ...], int, bool]
+"""Path and line of a key, and whether it is the first one of that name in its section."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def read_yaml(path: Path) -> RecipeSource:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError([Problem("", f"cannot be read: {error}", str(path))]) from error
     try:
-        tree, settings = _parse(text)
+        keys, settings = _parse(text)
     except _CircleError as error:
         raise RecipeError([Problem("", str(error), f"{path}:{error.line}")]) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
@@ -55,9 +57,8 @@ def read_yaml(path: Path) -> RecipeSource:
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         raise RecipeError([Problem("", f"is not valid YAML: {reason}", place)]) from error
-    if not isinstance(settings, dict) or tree is None:
+    if not isinstance(settings, dict):
         raise RecipeError([Problem("", "must be a mapping of sections, as `name: my-run`", f"{path}:1")])
-    keys = list(_keys_in(tree))
     if twice := [(key, line) for key, line, is_first in keys if not is_first]:
         raise RecipeError(
             [Problem(".".join(key), "is written twice; keep one", f"{path}:{line}") for key, line in twice]
@@ -120,15 +121,16 @@ class _CircleError(ValueError):
         self.line = line
 
 
-def _parse(text: str) -> tuple[yaml.Node | None, Setting]:
-    """A YAML text as a tree, in which keys have lines, and as plain values; a YAMLError or ValueError if it is none."""
+def _parse(text: str) -> tuple[list[_Key], Setting]:
+    """The keys of a YAML text, and its plain values; a YAMLError or ValueError if it is none."""
     loader = yaml.SafeLoader(text)
     tree = loader.get_single_node()
     if tree is None:
-        return None, None
+        return [], None
     if circle := _circle(tree):
         raise _CircleError(circle.start_mark.line + 1)
-    return tree, loader.construct_document(tree)
+    keys = list(_keys_in(tree))  # now, because the next line copies what `<<` names into the tree
+    return keys, loader.construct_document(tree)
 
 
 def _circle(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> yaml.Node | None:
@@ -141,10 +143,12 @@ def _circle(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> yaml.Node | N
     return next(filter(None, (_circle(part, (*above, node)) for part in parts)), None)
 
 
-def _keys_in(node: yaml.Node, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int, bool]]:
-    """Path and line of every key below a node, and whether it is the first one of that name in its section."""
+def _keys_in(node: yaml.Node, prefix: tuple[str, ...] = ()) -> Iterator[_Key]:
+    """Every key below a node, except those that `<<` takes over from another section."""
     seen: set[str] = set()
     for key_node, value_node in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
         key = _key_of(key_node)
         yield (*prefix, key), key_node.start_mark.line + 1, key not in seen
         seen.add(key)
