@@ -107,9 +107,8 @@ class _Grader:
 
     def stop(self) -> str:
         """End the process, whatever it is doing; how it ended: its exit code, or the name of a signal."""
-        self._process.join(
-            _NOTICE_S if self._is_closed else 0.0
-        )  # one that is about to end has an exit code of its own
+        # A process that has closed its connection is about to end, with an exit code of its own.
+        self._process.join(_NOTICE_S if self._is_closed else 0.0)
         self._process.kill()
         self._process.join(_END_TIMEOUT_S)
         self.connection.close()

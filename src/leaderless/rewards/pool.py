@@ -79,6 +79,7 @@ class RewardPool:
             sources: Source of the row of each response; None where the recipe names no such column.
 
         Raises:
+            ValueError: The numbers of samples and sources differ.
             RuntimeError: The pool is closed, or its processes cannot load the rewards or do not stay alive.
         """
         self._check_open()
