@@ -82,7 +82,10 @@ def newest_good(folder: Path, world: ProcessGroup, say: Callable[[str], None]) -
 
 
 def find_damage(path: Path, world: ProcessGroup) -> str:
-    """Describe the damage of a checkpoint, if any. All ranks call it together, and each reads some of the files."""
+    """Describe the damage of a checkpoint in the same words on all ranks; an empty text if there is none.
+
+    All ranks call it together, and each reads some of the files.
+    """
     place, damage = world.ranks.index(world.rank), ""
     try:
         manifest = Manifest.read(path)

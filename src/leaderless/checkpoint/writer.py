@@ -100,7 +100,7 @@ class CheckpointWriter:
         return is_late or (every_steps > 0 and step % every_steps == 0)
 
     def begin(self, content: Content, *, from_copy: bool = True) -> None:
-        """Begin to write the state, after an earlier checkpoint is done.
+        """Begin to write the state, after waiting for an earlier checkpoint. Take its error before: it is lost.
 
         Args:
             content: Everything but the tensors.

@@ -94,10 +94,10 @@ class Watchdog:
         stacks: Path,
         on_stall: Callable[[Stall, bool], None],
     ) -> None:
-        """Nothing is watched yet. The main thread, whose activity it is, makes this object.
+        """Nothing is watched yet. The main thread makes this object, and the activity is its own.
 
-        When all have stalled, each rank that has answered writes its stacks to the file `stacks`, and calls `on_stall`
-        in its watching thread with whether this rank reports for all. The call need not return.
+        When no rank has moved for `timeout_s`, each one that answers writes its stacks to the file `stacks`, and calls
+        `on_stall` in its watching thread with whether this rank reports for all. The call need not return.
         """
         self._activity, self._transport, self._timeout_s = activity, transport, timeout_s
         self._path, self._on_stall = stacks, on_stall
