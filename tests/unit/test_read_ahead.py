@@ -52,7 +52,8 @@ def test_nothing_is_made_ahead_without_being_asked_for() -> None:
     assert next(numbers) == 3
 
 
-def test_an_error_comes_in_its_turn_and_stays() -> None:
+@pytest.mark.parametrize("num_ahead", [0, 4])
+def test_an_error_comes_in_its_turn_and_stays(num_ahead: int) -> None:
     numbers = count()
 
     def make() -> int:
@@ -61,13 +62,23 @@ def test_an_error_comes_in_its_turn_and_stays() -> None:
             raise RecipeError.at("data", "row 2 is bad")
         return number
 
-    ahead = ReadAhead(make, 4, "test", 10)
+    ahead = ReadAhead(make, num_ahead, "test", 10)
     assert [ahead.next(), ahead.next()] == [0, 1]
     for _ in range(2):
         with pytest.raises(RecipeError, match="row 2 is bad"):
             ahead.next()
     ahead.close()
     assert next(numbers) == 3, "nothing is made behind an error"
+
+
+def test_a_time_limit_of_the_function_itself_is_not_taken_for_that_of_the_wait() -> None:
+    def make() -> int:
+        raise TimeoutError("the hub does not answer")
+
+    ahead = ReadAhead(make, 1, "test", 10)
+    with pytest.raises(TimeoutError, match="the hub does not answer"):
+        ahead.next()
+    ahead.close()
 
 
 def test_no_wait_is_without_end() -> None:
@@ -127,7 +138,8 @@ def test_a_bad_row_is_named_when_its_step_is_asked_for(tmp_path: Path, prefetch_
     data: dict[str, object] = {"prefetch_steps": prefetch_steps, "shuffle": False, "streaming": True}
     (loader,) = shards_of(recipe_of(path, data | {"overlong": "error"}, batch={"prompts_per_step": 1}), 1)
     assert [prompt for _, prompt in take([loader], 2)] == ["a", "b"]
-    with pytest.raises(RecipeError, match=r"a.jsonl:3: column 'prompt' holds int"):
-        loader.next()
+    for _ in range(2):
+        with pytest.raises(RecipeError, match=r"a.jsonl:3: column 'prompt' holds int"):
+            loader.next()
     assert loader.position == 2
     loader.close()

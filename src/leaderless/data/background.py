@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -34,6 +34,12 @@ class Background:
         future: Future[T] = Future()
         self._tasks.put((task, future))
         return future
+
+    def run_here(self, task: Callable[[], T]) -> T:
+        """Run a task at once, without the thread. If it fails, all later tasks fail with its error."""
+        future: Future[T] = Future()
+        self._has_run((task, future))
+        return future.result()
 
     def close(self) -> None:
         """End the thread after the tasks that it has been given."""
@@ -76,18 +82,15 @@ class ReadAhead(Generic[T]):
         """The next result, within the time limit; an error is raised in its turn, and again at every later call."""
         assert not self._is_closed, f"{self._background.name} is closed"
         if not self._num_ahead:
-            return self._make()
+            return self._background.run_here(self._make)
         while len(self._coming) <= self._num_ahead:
             self._coming.append(self._background.run(self._make))
-        try:
-            made = self._coming[0].result(self._timeout_s)
-        except TimeoutError as error:
-            if self._coming[0].done():
-                raise
+        if not wait([self._coming[0]], self._timeout_s).done:
             raise RuntimeError(
                 f"{self._background.name} has waited {self._timeout_s:g} s for data: see whether the disk or the hub "
                 "answers; where a long stream is read up to where the run was, raise run.timeout_s"
-            ) from error
+            )
+        made = self._coming[0].result()
         self._coming.popleft()
         return made
 
