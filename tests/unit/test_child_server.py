@@ -72,6 +72,16 @@ def test_calls_are_answered_and_bear_the_token(server: ChildServer) -> None:
         server.call("/echo", {})
 
 
+def test_asking_whether_a_server_is_ready_leaves_no_error_in_its_log(tmp_path: Path) -> None:
+    program = PROGRAM.replace(
+        "body = self", 'body = b"x" * 100_000 if self.path == "/health" else self'
+    )  # more than is read together with the headers
+    server = start(tmp_path, program)
+    time.sleep(0.2)
+    server.close()
+    assert server._log.read_text().strip() == "the server begins"
+
+
 def test_a_server_may_close_connections_between_calls(server: ChildServer) -> None:
     for number in range(2):
         assert server.call("/echo", number) == number

@@ -94,7 +94,9 @@ class ChildServer:
     def _is_ready(self) -> bool:
         with closing(self._connect()) as connection, suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/health", headers=self._headers)
-            return connection.getresponse().status == http.client.OK
+            response = connection.getresponse()
+            response.read()  # to close the connection earlier would be an error in the server's log
+            return response.status == http.client.OK
         return False
 
     def call(self, path: str, body: Json) -> Json:
