@@ -53,7 +53,7 @@ def test_a_run_of_an_earlier_version_continues_with_the_same_numbers(
         Run("recipe.yaml").train()
     assert str(refused.value).startswith("runs/tiny/config.yaml:")
     assert "optimizer.warmup_steps: unknown key (did you mean 'optimizer.warmup_updates'?)" in str(refused.value)
-    assert "the run was begun with another version: correct this file, or pass --fresh" in str(refused.value)
+    assert "if the run was begun with another version, correct this file, or pass --fresh" in str(refused.value)
     with pytest.raises(RecipeError, match="export it, and serve the exported folder"):
         find_model("runs/tiny/checkpoints/step-000002", "policy", print)
     config = Path("runs/tiny/config.yaml")

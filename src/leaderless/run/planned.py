@@ -160,7 +160,7 @@ class Planned:
         try:
             begun_with = load_recipe(self.directory.config).recipe
         except RecipeError as error:
-            remedy = "; the run was begun with another version: correct this file, or pass --fresh to set the run aside"
+            remedy = "; if the run was begun with another version, correct this file, or pass --fresh to set it aside"
             raise error.noted(remedy) from error
         before, now = (
             {".".join(path): value for path, value in leaves_of(recipe.model_dump(mode="json")) if value != {}}

@@ -109,7 +109,8 @@ def _of_checkpoint(path: Path, role: str) -> Source:
     try:
         recipe = load_recipe(path / "recipe.yaml").recipe
     except RecipeError as error:
-        raise error.noted("; the checkpoint is of another version: export it, and serve the exported folder") from error
+        remedy = "; if the checkpoint is of another version, export it, and serve the exported folder"
+        raise error.noted(remedy) from error
     state, config = read_role_state(path, role), recipe.model_of(role)
     if state is None or config is None:
         roles = [folder.name for folder in path.iterdir() if folder.is_dir()]
