@@ -126,7 +126,7 @@ def test_a_value_that_json_cannot_hold_is_refused_with_its_column() -> None:
 
 
 def test_a_tensor_type_that_cannot_travel_is_refused_with_its_column() -> None:
-    with pytest.raises(TypeError, match="column 'x' is complex64, which cannot travel; use one of bool, uint8"):
+    with pytest.raises(TypeError, match="column 'x' is complex64, which cannot be sent; use one of bool, uint8"):
         schema_of(Batch(torch.tensor([1]), {"x": torch.zeros(1, dtype=torch.complex64)}))
 
 

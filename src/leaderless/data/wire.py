@@ -60,7 +60,7 @@ def _column_schema(name: str, column: Column) -> ColumnSchema:
     values, axis = (column.values, column.axis) if isinstance(column, Jagged) else (column, "")
     dtype = str(values.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise TypeError(f"column '{name}' is {dtype}, which cannot travel; use one of {', '.join(DTYPES)}")
+        raise TypeError(f"column '{name}' is {dtype}, which cannot be sent; use one of {', '.join(DTYPES)}")
     kind: Literal["dense", "jagged"] = "jagged" if isinstance(column, Jagged) else "dense"
     return ColumnSchema(name, kind, dtype, tuple(values.shape[1:]), axis)
 

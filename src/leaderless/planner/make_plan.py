@@ -19,7 +19,7 @@ from leaderless.workflow.columns import column_of
 
 
 def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
-    """Decide what every rank does, and what travels between ranks.
+    """Decide what every rank does, and what is sent between ranks.
 
     Args:
         recipe: What the user set.

@@ -1,4 +1,4 @@
-"""The plan: what every rank does, in order, and what travels between ranks."""
+"""The plan: what every rank does, in order, and what is sent between ranks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ UNKNOWN_MEMORY = (
 
 
 def print_plan(plan: Plan, console: Console, lowered: Mapping[str, int] | None = None) -> None:
-    """Print what runs where, what travels, and what it takes."""
+    """Print what runs where, what is sent, and what it takes."""
     title = Text.assemble((plan.recipe_name, "bold"), f"  workflow {plan.workflow}, {_count(plan.world_size, 'rank')}")
     _print(console, title.append(f", plan {plan.hash()[:12]}", "dim"))
     _section(console, "Batch", _batch(plan, lowered or {}))

@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A rule for every run: the metric that shows whether it holds (None for all), and the values that this takes."""
+    """A rule for every run, the metric that shows whether it holds (None for all), and how many values that takes."""
 
     rule: str
     metric: str | None

@@ -56,7 +56,7 @@ class ModelCost:
         return max(float(work), self._num_passes(rows, shards) * self.gather_seconds())
 
     def training_seconds(self, rows: Rows, shards: Int) -> float:
-        """All updates of a step. Shards wait for each other at each of them, while weights and gradients travel."""
+        """All updates of a step. Shards wait for each other at each of them, while weights and gradients are sent."""
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
         rate = device.peak_tflops * TERA * device.training_utilization / passes

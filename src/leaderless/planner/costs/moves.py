@@ -15,7 +15,7 @@ from leaderless.planner.costs.rows import LENGTH_BYTES, Int, Routes
 from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
 
 TYPES_BYTES = 24
-"""What ranks of a node compare before rows travel: digests of types and ids, and the number of rows."""
+"""What ranks of a node compare before rows are sent: digests of types and ids, and the number of rows."""
 FACT_BYTES = 24
 """Id, group and cost of a row, which all ranks gather."""
 ID_BYTES = 8
@@ -53,7 +53,7 @@ class Parcels:
     """The messages of one change of layout, and what it leaves on each rank.
 
     Attributes:
-        lengths: Lengths of ragged rows, which travel first: straight from their senders, then passed on by peers.
+        lengths: Lengths of ragged rows, which are sent first: straight from their senders, then passed on by peers.
         values: Bytes of columns, passed on or not.
         largest_bytes: Values of the largest parcel.
         kept: [num_ranks] bytes of values that each rank has already and copies.
@@ -146,12 +146,12 @@ def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Netwo
 
 
 def put_cost(ranks: Int, network: Network) -> Cost:
-    """Cost of comparing, on all ranks of a node, what is about to travel."""
+    """Cost of comparing, on all ranks of a node, what is about to be sent."""
     return _gathers([TYPES_BYTES], ranks, network)
 
 
 def _streaming_seconds(parcels: Parcels, piece: int, network: Network) -> float:
-    """Rows that stay are copied first; then buffers are filled and emptied while the round before travels."""
+    """Rows that stay are copied first; then buffers are filled and emptied while the round before is sent."""
     link, values, count = network.cluster.links.device, parcels.values, network.num_ranks
     kept = seconds(int(parcels.kept.max()), link.bandwidth_gb_per_s)
     most = int((values.sent(count) + values.received(count)).max())

@@ -19,9 +19,9 @@ from leaderless.workflow.columns import Axis, column_of
 Int = NDArray[np.int64]
 
 ID_BYTES = 8
-"""Id of a row, or of its prompt, in memory. Ids do not travel: all ranks know them."""
+"""Id of a row, or of its prompt, in memory. Ids are not sent: all ranks know them."""
 LENGTH_BYTES = 4
-"""A length as it travels: one for all columns of an axis, and one for each object's text."""
+"""A length as it is sent: one for all columns of an axis, and one for each object's text."""
 HELD_LENGTH_BYTES = 8
 """A length in memory."""
 
@@ -53,7 +53,7 @@ class Rows:
         return self.prompt_tokens * is_repeated(shards * (int(self.groups[-1]) + 1) + self.groups)
 
     def costs(self, columns: Iterable[str], shards: Int) -> Int:
-        """[n] cost of each row in the databuffer's assignment: that of the tokens that travel."""
+        """[n] cost of each row in the databuffer's assignment: that of the tokens that are sent."""
         chosen, nothing = frozenset(columns), np.zeros(len(self), dtype=np.int64)
         responses = self.response_tokens if "tokens" in chosen else nothing
         if "prompt_tokens" not in chosen:
@@ -61,7 +61,7 @@ class Rows:
         return np.maximum(sequence_cost(self.prompt_tokens + responses, self.shared_tokens(shards)), 1)
 
     def row_bytes(self, columns: Iterable[str]) -> Int:
-        """[n] bytes of the values of rows without those of their prompts, in memory and as they travel."""
+        """[n] bytes of the values of rows without those of their prompts, in memory and as they are sent."""
         return self._bytes(columns, are_of_prompts=False)
 
     def prompt_bytes(self, columns: Iterable[str]) -> Int:
@@ -76,7 +76,7 @@ class Rows:
         return sizes
 
     def num_lengths(self, columns: Iterable[str]) -> tuple[int, int]:
-        """Lengths that travel with a row, and with a prompt that rows point to."""
+        """Lengths that are sent with a row, and with a prompt that rows point to."""
         ragged: tuple[set[str], set[str]] = (set(), set())
         for name in columns:
             column = column_of(name)
