@@ -82,7 +82,7 @@ class GuardsConfig(Section):
     grad_norm_action: GuardAction = "skip"
     """Action if the norm is above one of these limits."""
     entropy_limit: float | None = Field(default=None, gt=0)
-    """Smallest mean entropy of the policy over the tokens of an update, in nats; null for no limit."""
+    """Smallest mean entropy of the policy over the tokens that an update trains on, in nats; null for no limit."""
     entropy_action: GuardAction = "warn"
     """Action if the entropy is below the limit."""
     reward_failures_limit: float | None = Field(default=0.5, ge=0, lt=1)
