@@ -125,6 +125,20 @@ def test_what_stands_in_a_failed_row_changes_neither_gradient_nor_metrics(case, 
     assert not expected[0][of_failed].any()
 
 
+def constant_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, lengths: Tensor) -> Tensor:
+    """A loss that depends on no probability."""
+    return advantages
+
+
+def test_a_loss_that_depends_on_no_output_still_has_a_backward_pass() -> None:
+    # Other ranks may have a loss that does, and their backward pass is collective.
+    algorithm = {"policy_loss": {"type": "function", "function": f"{__name__}:constant_loss"}}
+    batch = samples()
+    batch = batch.only(name for name in batch.names() if name != "ref_log_probs")
+    gradient, _ = trained(batch, algorithm, numbers(9))
+    assert not gradient.any()
+
+
 def advantages_of(batch: Batch, algorithm: Mapping[str, Any]) -> tuple[Tensor, dict[str, float], float]:
     workflow = "ppo" if algorithm["advantage"]["type"] == "gae" else "grpo"
     context = context_of("advantage", algorithm, workflow)

@@ -37,7 +37,8 @@ class Trainable(Protocol):
     """One instance of a role's model on the ranks of a layout. All of them call every method together.
 
     A batch has the columns `prompt_tokens`, `tokens` and `response_mask`. Gradients add up over passes and ranks: the
-    denominators are in the losses, so that no engine divides by anything.
+    denominators are in the losses, so that no engine divides by anything. Backward passes are collective too: every
+    rank needs a loss that depends on the outputs, even if a micro-batch has no targets there.
     """
 
     @property
@@ -52,7 +53,7 @@ class Trainable(Protocol):
         """Cut a batch for this engine's memory bound; the same number of micro-batches on every rank."""
 
     def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
-        """Go through the micro-batches of a batch; where memory runs out, once more with smaller ones if possible.
+        """Go through the micro-batches of a batch; where memory runs out, again with smaller ones if possible.
 
         Args:
             batch: Samples to cut.
