@@ -102,6 +102,8 @@ def pass_at_k_advantages(is_correct: Tensor, is_valid: Tensor, group_ids: Tensor
 
     Source: Pass@k Training, arXiv 2508.10751, analytical derivation. A group has no signal if it has fewer than k
     rewards, or if every set of k holds a correct response.
+
+    `is_correct` is [n] bool; `k` is at least 1.
     """
     groups = Groups.of(is_correct.double(), is_valid, group_ids)
     wrong = groups.count - groups.sum(groups.values)

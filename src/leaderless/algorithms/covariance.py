@@ -2,7 +2,8 @@
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617.
 Covariances are taken with respect to the means over the mini-batch on all ranks, so that they depend on neither
-micro-batches nor ranks. Arguments are those of `policy_loss`, with `is_chosen` and `is_in_range` [total] bool.
+micro-batches nor ranks. Arguments are those of the losses in `policy_loss.py`; `is_chosen` and `is_in_range` are
+[total] bool.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def threshold_of_top(values: Tensor, count: int, reduce_sum: Callable[[Tensor], 
 
     Values that differ by less than highest / 2^46 count as equal, and equal values either all reach the threshold or
     none does. It is found by counting values above 64 thresholds at a time: ranks exchange counts, not values.
-    `highest` bounds the magnitude of every value on every rank; all ranks call `reduce_sum` equally often.
+    Values are [total] and finite, and `highest` bounds their magnitude on every rank; all ranks call `reduce_sum`
+    equally often.
     """
     low, high = -highest, highest * (1 + 1e-9) + 1e-30
     for _ in range(_ROUNDS):

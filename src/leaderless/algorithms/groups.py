@@ -76,7 +76,7 @@ def count_groups(rewards: Tensor, is_valid: Tensor, group_ids: Tensor) -> Tensor
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate, from n >= k responses, of the chance that at least one of k responses is correct.
 
-    Source: Chen et al., arXiv 2107.03374, equation 1: 1 - C(n - c, k) / C(n, k).
+    Source: Chen et al., arXiv 2107.03374, equation 1: 1 - C(n - c, k) / C(n, k), with c the number of correct ones.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"k={k}: must be between 1 and the {num_samples} responses there are")

@@ -15,7 +15,7 @@ KlEstimator = Literal["k1", "k2", "k3", "absolute"]
 def kl_penalty(
     log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator, *, unbiased_gradient: bool = False
 ) -> Tensor:
-    """The KL divergence of the current policy from the reference, estimated at each sampled token, [total].
+    """The KL divergence of the current policy from the reference, estimated at each sampled token.
 
     With x = log p - log p_ref, for tokens sampled from p:
 
@@ -29,6 +29,8 @@ def kl_penalty(
 
     Source: Schulman, "Approximating KL divergence", 2020; gradients: Tang and Munos, arXiv 2506.09477. One deviation:
     for k3, x is at least -20, without gradient below, so that nothing overflows.
+
+    Log-probabilities are [total]; so is the result, at least float32.
     """
     difference = log_ratio_of(log_probs, ref_log_probs)
     match estimator:

@@ -3,6 +3,7 @@
 Tensors hold only the tokens that the policy sampled. What tools or an environment wrote between two turns is left out,
 so each token is followed by the next one that the policy chose. Values of tokens are [total], those of samples [n];
 `lengths`, [n] int64, are response tokens and sum to `total`; `is_valid`, [n] bool, is false where the reward failed.
+Results are at least float32.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) ->
     Formula: 0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens.
 
     Source: DAPO, arXiv 2503.14476, equation 13 (soft overlong punishment).
+
+    `max_tokens` is the longest length allowed; `buffer_tokens` is at least 1.
     """
     excess = lengths - (max_tokens - buffer_tokens)
     return -(excess.float() / buffer_tokens).clamp(0, 1)

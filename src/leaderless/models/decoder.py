@@ -71,7 +71,7 @@ def load_decoder(
 ) -> PreTrainedModel:
     """Load a model's weights in float32 into host memory.
 
-    The class of `transformers` determines the head, of which a scalar one may be missing: it is set to 0.
+    The class of `transformers` determines the head. A scalar head that the weights lack is set to 0.
 
     Raises:
         RecipeError: The model cannot be found or read, weights are missing, or its attention or logits need something

@@ -18,10 +18,11 @@ _TOLERANCE = 1e-2
 
 
 def check_supported(model: PreTrainedModel, key: str) -> None:
-    """Refuse a model, in float32 and with this package's attention, that needs something not supported.
+    """Refuse a model that needs something this package does not support.
 
-    Known obstacles are looked up in its settings. Then the model is tried on two short sequences: packed into one pass,
-    with this package's attention, it has to give the logits of each sequence alone with its own attention.
+    It is in float32 and has this package's attention; the key of its setting is for errors. Known obstacles are looked
+    up in its settings. Then the model is tried on two short sequences: packed into one pass, with this package's
+    attention, it has to give the logits of each sequence alone with its own attention.
     """
     _check_settings(model, key)
     was_training = model.training

@@ -110,7 +110,7 @@ class _Sync:
             )
 
     def take_arrived(self, num_left: int) -> None:
-        """Write the rows of all rounds where they belong, except those of the last rounds, still under way."""
+        """Write the rows of all rounds where they belong, except the last `num_left`, which are still under way."""
         while len(self._arriving) > num_left:
             for sender, rows, message in self._arriving.popleft():
                 self.versions.add(self._unpack(sender, rows, message))
