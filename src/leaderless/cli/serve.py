@@ -74,7 +74,8 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
 def _check(token: str | None) -> None:
     """Refuse what is wrong before anything is loaded."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise RecipeError.at("", "`leaderless serve` needs more packages: pip install 'leaderless[serve]'")
+        remedy = "from a copy of the project, pip install --editable '.[serve]'"
+        raise RecipeError.at("", f"`leaderless serve` needs more packages: {remedy}")
     if Place.is_given() and Place.from_environment().world_size > 1:
         raise RecipeError.at("", "`leaderless serve` is one process: start it without torchrun")
     if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):

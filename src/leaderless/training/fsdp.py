@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
-from leaderless.device import trim_host_memory
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, TokenOutputs
 from leaderless.models.decoder import ValueModel
@@ -45,8 +44,7 @@ class FsdpEngine(ShardedModel[CausalLM]):
             for unit in self.units:
                 unit.set_reshard_after_forward(unit is not self.units[-1], recurse=False)
                 unit.reshard()
-            if self.units and self.device.type == "cpu":
-                trim_host_memory()
+            self.trim_memory()
 
 
 class FsdpValueEngine(ShardedModel[ValueModel]):

@@ -18,7 +18,7 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.errors import MemoryExhausted, is_out_of_memory
 from leaderless.data.transport import ProcessGroup
-from leaderless.device import release_memory
+from leaderless.device import release_memory, trim_host_memory
 from leaderless.models.decoder import Decoder
 from leaderless.training.engine import Result, UpdateInfo
 from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
@@ -108,6 +108,7 @@ class ShardedModel(Generic[Model_co]):
         if self.units:
             # FSDP keeps the root gathered after a forward pass, for a backward pass that does not come here.
             self.units[-1].reshard()
+            self.trim_memory()
         return Jagged(values.cpu(), lengths, "response_tokens")
 
     def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
@@ -189,8 +190,14 @@ class ShardedModel(Generic[Model_co]):
             parameters["lr"] = learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self.trim_memory()
         self.policy_version += 1
         return UpdateInfo(grad_norm, learning_rate)
+
+    def trim_memory(self) -> None:
+        """Return what gathered units have freed on the host, which would lie next to all that follows."""
+        if self.units and self.device.type == "cpu":
+            trim_host_memory()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainable`."""
