@@ -127,6 +127,9 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     # Rewards are graded in separate processes, where nothing is watched; other tests show the effect of these settings.
     elsewhere = {("ExactMatchOptions", "ignore_case"), ("FormatOptions", "pattern")}
     elsewhere |= {("CodeOptions", name) for name in CodeOptions.model_fields}
+    elsewhere |= {(options, "timeout_s") for options in ("ExactMatchOptions", "FormatOptions", "MathOptions")}
+    # These are read when a guard has found something; see test_guards.py.
+    elsewhere |= {("GuardsConfig", name) for name in ("non_finite_loss", "non_finite_gradient", "max_roll_backs")}
     # Engines in other processes are not part of these runs; tests/unit/test_make_engine.py tries each setting.
     elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py
@@ -142,6 +145,6 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
 
 
 def test_settings_that_only_reward_processes_read_are_read_there() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "src/leaderless/rewards").glob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "src/leaderless/rewards").rglob("*.py")]
     names = {node.attr for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
-    assert {"ignore_case", "pattern", *CodeOptions.model_fields} <= names
+    assert {"ignore_case", "pattern", *CodeOptions.model_fields} - RewardOptions.model_fields.keys() <= names
