@@ -288,13 +288,15 @@ class _Rank:
             "gradient of the head": head * (not model.instance.is_critic),
             "gradients": gradients if num_passes > 1 else 0,
         }
-        # A unit's whole gradient as it was computed, and in float32 on its way to the ranks that hold its parts.
+        # A unit's whole gradient as it was computed, and in float32 on its way to the ranks that hold its parts; gloo
+        # sums in a copy of its own.
         largest_unit = max(2 * size.num_parameters_per_layer, size.num_root_parameters)
+        sent = FLOAT32_BYTES * (2 if self.is_cpu and model.shards > 1 else 1)
         yield {
             "gathered weights": size.num_root_parameters * width if gathered else 0,
             "activations": tokens * model.layer_values() * width,
             "gradients": gradients,
-            "gradients being summed": largest_unit * (width + FLOAT32_BYTES) if gathered else embedding * FLOAT32_BYTES,
+            "gradients being summed": largest_unit * (width + sent) if gathered else embedding * FLOAT32_BYTES,
         }
 
     def _pass(self, model: _Model, prompts: int) -> tuple[int, int]:
