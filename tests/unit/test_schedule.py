@@ -167,7 +167,7 @@ sys.path[:0] = {path!r}
 from tests.unit.recipes import plan_of
 layout = {{"rollout": {{"ranks": "0-1"}}, "policy": {{"ranks": "2-3"}}}}
 print(plan_of("grpo", 4, algorithm={{"kl": {{"coefficient": 0.1}}}}, layout=layout).hash())
-import leaderless.config, leaderless.workflow, leaderless.planner.show
+import leaderless.algorithms, leaderless.config, leaderless.workflow, leaderless.planner.show
 print(sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
 import leaderless.planner.picture
 print(sorted({{"torch", "transformers"}} & set(sys.modules)))

@@ -12,10 +12,13 @@ the responses of a group, so has every response of a group with fewer than two r
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from leaderless.algorithms.groups import Groups
+from leaderless.algorithms.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def grpo_advantages(

@@ -11,12 +11,13 @@ response tokens of each sample; bounds are inclusive and at least 0.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
+from leaderless.algorithms.lazy import torch
 from leaderless.algorithms.segments import log_ratio_of, ratio_of, repeat_per_token, segment_mean, segment_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 

@@ -9,12 +9,14 @@ micro-batches nor ranks. Arguments are those of the losses in `policy_loss.py`; 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from leaderless.algorithms.lazy import torch
 from leaderless.algorithms.policy_loss import PolicyLoss, clipped_policy_loss
 from leaderless.algorithms.segments import log_ratio_of, ratio_of, widen
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _THRESHOLDS = 64
 _ROUNDS = 8

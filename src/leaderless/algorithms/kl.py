@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from leaderless.algorithms.segments import MAX_LOG_RATIO, log_ratio_of, widen, with_gradient_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KlEstimator = Literal["k1", "k2", "k3", "absolute"]
 

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from leaderless.algorithms.lazy import torch
 from leaderless.algorithms.segments import (
     log_ratio_of,
     ratio_of,
@@ -32,6 +31,9 @@ from leaderless.algorithms.segments import (
     widen,
     with_gradient_of,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ Results are at least float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from leaderless.algorithms.lazy import torch
 from leaderless.algorithms.segments import add_to_last, decayed_sum, repeat_per_token, widen
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:

@@ -6,8 +6,12 @@ values are summed, and sums returned, in float32: in bfloat16, 256 + 1 is 256.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from leaderless.algorithms.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Bound of log-ratios before they are exponentiated, far outside any clipping range."""
