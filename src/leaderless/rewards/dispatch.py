@@ -115,21 +115,22 @@ class _Grader:
         code = self._process.exitcode or 0
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
-    def replace(self) -> tuple[str, list[Outcome]]:
-        """Begin again with a new process; how the old one ended, and what it leaves of its chunk.
+    def replace(self) -> tuple[str, list[Outcome], bool]:
+        """Begin again with a new process; how the old one ended, its outcomes, and whether it was grading a response.
 
         Raises:
             RuntimeError: Several in a row ended before they could grade a response.
         """
         self._num_failed_starts = 0 if self.is_ready else self._num_failed_starts + 1
-        how, outcomes = self.stop(), self.outcomes()
+        how = self.stop()
+        outcomes, is_grading = self.outcomes()
         if self._num_failed_starts > _MAX_FAILED_STARTS:
             raise RuntimeError(
                 f"reward processes ended {self._num_failed_starts} times before they could grade a response; "
                 "their output above says why, or set run.reward_processes=0 to see it happen in the worker"
             )
         self.start()
-        return how, outcomes
+        return how, outcomes, is_grading
 
     def send(self, chunk: Chunk, samples: Sequence[RewardInput], timeout_s: float) -> None:
         """Have a chunk graded, each response within the time limit."""
@@ -152,11 +153,11 @@ class _Grader:
         self.is_ready = True
         return True
 
-    def outcomes(self) -> list[Outcome]:
-        """Outcomes of the first responses of the chunk, as far as they were graded."""
+    def outcomes(self) -> tuple[list[Outcome], bool]:
+        """Outcomes of the first responses of the chunk, as far as they were graded; whether the next one had begun."""
         file = self._outcomes.fileno()
-        lines = os.pread(file, os.fstat(file).st_size, 0).split(b"\n")[:-1]  # without one that was not finished
-        return [Outcome(*values) for values in json.loads(b"[" + b",".join(lines) + b"]")]
+        *lines, unfinished = os.pread(file, os.fstat(file).st_size, 0).split(b"\n")
+        return [Outcome(*values) for values in json.loads(b"[" + b",".join(lines) + b"]")], bool(unfinished)
 
 
 class Dispatcher:
@@ -227,15 +228,18 @@ class Dispatcher:
                 f"reward processes gave no sign of life for {START_TIMEOUT_S:g} s; "
                 "a module that a reward imports may hang, or a process may have been stopped from outside"
             )
-        how, outcomes = grader.replace()
+        how, outcomes, is_grading = grader.replace()
         if chunk is None:
             return
         job.add(chunk, *outcomes)
-        if chunk.indices and not has_ended:
+        # Between two responses, the next one is not to blame: the late one has finished after all, or an earlier one
+        # has ended the process. But if nothing at all was done, it is the first one, else this might never end.
+        has_culprit = bool(chunk.indices) and (is_grading or not outcomes)
+        if has_culprit and not has_ended:
             job.add(chunk, timed_out(self._timeouts_s[chunk.reward]))
-        elif chunk.indices and chunk.is_suspect:
+        elif has_culprit and chunk.is_suspect:
             job.add(chunk, Outcome(error=f"RuntimeError: ended its process ({how})"))
-        elif chunk.indices:
+        elif has_culprit:
             # An earlier response may have caused that; in a new process, only this one can.
             grader.suspect = Chunk(chunk.reward, deque([chunk.indices.popleft()]), is_suspect=True)
         job.again(chunk)
@@ -264,7 +268,7 @@ class Dispatcher:
         ready = wait([grader.connection for grader in self._graders], timeout_s)
         for grader in self._graders:
             if grader.connection in ready and grader.receive() and grader.chunk is not None:
-                job.add(grader.chunk, *grader.outcomes())
+                job.add(grader.chunk, *grader.outcomes()[0])
                 job.again(grader.chunk)
                 grader.chunk = None
         if ready:

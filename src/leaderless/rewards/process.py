@@ -60,8 +60,9 @@ def serve(config: RewardsConfig, worker: Connection, outcomes: Connection) -> No
         worker: Connection to the worker. It sends the name of a reward and responses to grade; it receives an empty
             message when the process has loaded the rewards, and after each chunk. Any other message says why the
             rewards cannot be loaded.
-        outcomes: A file in memory for the outcomes of a chunk, one line of JSON each. It outlives this process, so that
-            the worker need not wake up for each outcome and yet loses none.
+        outcomes: A file in memory for the outcomes of a chunk, one line of JSON each. A line begins with a space as
+            soon as its response is being graded. The file outlives this process, so that the worker need not wake up
+            for each outcome, loses none, and knows what the process was doing when it ended.
     """
     _settle_in()
     timeouts_s = {name: options.timeout_s for name, options in config.options().items()}
@@ -78,6 +79,7 @@ def serve(config: RewardsConfig, worker: Connection, outcomes: Connection) -> No
             name, samples = chunk
             end = time.monotonic() + SHARE_S
             for sample in samples:
+                os.write(outcomes.fileno(), b" ")
                 outcome = grade(rewards[name], sample, timeouts_s[name])
                 if os.getpid() != pid:
                     os._exit(1)  # A copy of this process that a reward has made must not answer.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
+from leaderless.rewards.grading import Outcome
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.process import RewardProcess
 from leaderless.rewards.protocol import RewardInput
@@ -47,6 +53,30 @@ def error_of(graded: Graded, name: str) -> str:
 
 def reward_pids() -> set[int]:
     return {child.pid for child in multiprocessing.active_children() if isinstance(child, RewardProcess)}
+
+
+def serve_and_leave(
+    is_grading: bool, is_hanging: bool, config: RewardsConfig, worker: Connection, outcomes: Connection
+) -> None:
+    """Serve as a reward process that hangs or ends at the response "second", or just before it unless it comes first.
+
+    The answer of a response is the file to which the size of its chunk is added.
+    """
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            worker.send_bytes(b"")
+            _, samples = worker.recv()
+            with Path(samples[0].answer).open("a") as sizes:
+                sizes.write(f"{len(samples)} ")
+            for index, sample in enumerate(samples):
+                is_culprit = sample.response == "second" and (is_grading or index > 0)
+                if is_grading or not is_culprit:
+                    os.write(outcomes.fileno(), b" ")
+                if is_culprit and is_hanging:
+                    time.sleep(600.0)
+                if is_culprit:
+                    os._exit(3)
+                os.write(outcomes.fileno(), json.dumps(Outcome(1.0)).encode() + b"\n")
 
 
 EVERYTHING = {

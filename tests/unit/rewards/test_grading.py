@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +20,7 @@ from tests.unit.rewards.calls import (
     make_sample,
     own,
     reward_pids,
+    serve_and_leave,
 )
 
 from leaderless.config import Json, RecipeError
@@ -198,6 +200,34 @@ def test_neighbors_of_responses_that_take_their_process_with_them_are_graded_onc
     gradings = [len((tmp_path / str(i)).read_text().splitlines()) for i in range(40)]
     # A response that ends its process is tried again in a new one, because an earlier response may be the cause.
     assert gradings == [2 if i in bad and response == "exit" else 1 for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("is_hanging", "is_grading", "error", "chunk_sizes"),
+    [
+        (False, True, "RuntimeError: ended its process (exit code 3)", "3 1 1 "),
+        (False, False, "", "3 2 "),
+        (True, True, "TimeoutError: took longer than 0.1 s", "3 1 "),
+        (True, False, "", "3 2 "),
+    ],
+)
+def test_a_process_that_is_replaced_between_two_responses_blames_neither(
+    is_hanging: bool,
+    is_grading: bool,
+    error: str,
+    chunk_sizes: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "serve", partial(serve_and_leave, is_grading, is_hanging))
+    monkeypatch.setattr(dispatch, "_CHUNKS_PER_PROCESS", 1)
+    sizes = tmp_path / "sizes"
+    with RewardPool(make_config({"exact_match": {"timeout_s": 0.1}}), 1) as mine:
+        samples = [make_sample(response, str(sizes)) for response in ("first", "second", "third")]
+        first, second, third = mine.grade(samples, [None] * 3)
+    assert first.value == third.value == 1.0
+    assert (error_of(second, "exact_match") if error else second.value) == (error or 1.0)
+    assert sizes.read_text() == chunk_sizes
 
 
 def test_a_copy_of_the_process_that_a_reward_makes_does_not_answer(rewards: RewardPool) -> None:
