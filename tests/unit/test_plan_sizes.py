@@ -253,6 +253,24 @@ def test_loading_takes_the_whole_weights_on_every_rank(model):
     assert estimate.totals["loading"] == memory.LIBRARIES_BYTES + COUNT * 4
 
 
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "on_cpu", "on_accelerator"),
+    [(2, "float32", 4 + 8, 4 + 4), (2, "bfloat16", 2 + 8, 2 + 4), (1, "bfloat16", 2 + 4, 2 + 4)],
+)
+def test_gloo_sums_gradients_in_a_copy_of_its_own(tmp_path, world_size, dtype, on_cpu, on_accelerator):
+    wide = write_model(tmp_path / "wide", intermediate_size=2048)
+    few_tokens = {
+        "batch": {**MANY, "micro_batch_tokens": 8},
+        "data": {"train": {"path": "a"}, "max_prompt_tokens": 4},
+        "rollout": {"max_response_tokens": 4},
+    }
+    models = {"policy": {"path": wide, "compute_dtype": dtype}}
+    estimate = estimate_of("grpo", world_size, wide, models=models, **few_tokens)
+    moments = [kind.phases["policy trains"] for kind in (estimate.cpu, estimate.accelerator)]
+    two_layers = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 2 * 16 + 3 * 64 * 2048 + 2 * 64)
+    assert [moment["gradients being summed"] / two_layers for moment in moments] == [on_cpu, on_accelerator]
+
+
 def test_several_accelerators_need_buffers_to_communicate(model):
     assert "communication" not in memory_of("grpo", 1, model).resident
     assert memory_of("grpo", 2, model).resident["communication"] == memory.COMMUNICATION_BYTES
