@@ -29,7 +29,7 @@ from leaderless.workflow.stages import BUILTIN_STAGES
 OWN = ("tests.end_to_end.own_code:bonus_for_even_sums", "tests.end_to_end.failing:fail")
 WORKFLOWS: dict[str, dict[str, object]] = {
     "grpo": {"algorithm.kl.coefficient": 0.1, "batch.updates_per_step": 2},
-    "dapo": {"algorithm.loop.max_rounds": 8},
+    "dapo": {"algorithm.repeat.max_rounds": 8},
     "ppo": {"models.critic": tiny_model()},
     "remax": {},
     "sft": {"data.train.response": "answer", "data.max_response_tokens": 4, "reward": {}},

@@ -77,7 +77,7 @@ def test_a_wrong_cluster_file_is_placed(ranks: RankPool, folder: Path) -> None:
         (["--world-size=3"], "recipe.yaml:7: layout.rollout.ranks: share '0%-50%': 50% of 3 ranks is no whole number"),
         (["--world-size=512"], "fewer than the 256 data-parallel ranks of node 'rollout'"),
         (["models.policy=/no/model", "--world-size=8"], "models.policy: the size of '/no/model' is not known"),
-        (["workflow=dapo", "layout={}", "--world-size=8"], "'dapo' has a loop"),
+        (["workflow=dapo", "layout={}", "--world-size=8"], "'dapo' repeats nodes"),
         (["batch.prompt_per_step=8", "--world-size=8"], "did you mean 'prompts_per_step'?"),
     ],
 )

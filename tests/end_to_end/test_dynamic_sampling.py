@@ -1,4 +1,4 @@
-"""A loop trains on the same groups on any ranks, and uses every prompt exactly once."""
+"""Repeated nodes train on the same groups on any ranks, and use every prompt exactly once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from leaderless.data.batch import SIBLING_BITS, Batch
 from leaderless.observability.console import Display
 from leaderless.observability.metrics import Metrics
-from leaderless.planner import Cluster, Loop, make_plan
+from leaderless.planner import Cluster, Repeat, make_plan
 from leaderless.stages.context import StageContext
 from leaderless.stages.update import _check_version
 from leaderless.worker.place import Place
@@ -117,8 +117,8 @@ def train(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int],
 
         end_round = worker.chain.buffer.end_round
 
-        def checked_round(loop: Loop) -> None:
-            end_round(loop)
+        def checked_round(repeat: Repeat) -> None:
+            end_round(repeat)
             assert held_bytes(worker.chain.buffer) == 0, "a round leaves nothing behind but what was chosen"
 
         worker.chain.buffer.end_round = checked_round
@@ -237,7 +237,7 @@ def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) 
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "4 ranks": (4, {}),
     "rollout on 0-1, update on 2-3": (4, {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}}),
-    "the loop without the first rank": (3, {"rollout": {"ranks": "1-2"}, "policy": {"ranks": "0"}}),
+    "repeated nodes without the first rank": (3, {"rollout": {"ranks": "1-2"}, "policy": {"ranks": "0"}}),
     "every node elsewhere": (
         4,
         {
@@ -341,8 +341,8 @@ def test_a_rank_that_has_nothing_stays_with_the_others(run) -> None:
 
 def test_the_last_round_leaves_fewer_groups_and_they_are_trained(run) -> None:
     layout = {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2"}}
-    single = run(1, "single", 2, rare, algorithm__loop__max_rounds=3)
-    several = run(3, "several", 2, rare, algorithm__loop__max_rounds=3, layout=layout)
+    single = run(1, "single", 2, rare, algorithm__repeat__max_rounds=3)
+    several = run(3, "several", 2, rare, algorithm__repeat__max_rounds=3, layout=layout)
     check_accounting(several, rare)
     assert [step.numbers["sampling/rounds"] for step in single] == [3, 3]
     assert [groups_of(step) for step in single] == [[3, 11], [19, 27, 35]]
@@ -353,12 +353,12 @@ def test_the_last_round_leaves_fewer_groups_and_they_are_trained(run) -> None:
 
 
 def test_too_few_groups_stop_a_run_that_asks_for_it(run) -> None:
-    for message in run(2, "stopped", 2, rare, refusal, algorithm__loop={"max_rounds": 3, "on_exhausted": "stop"}):
+    for message in run(2, "stopped", 2, rare, refusal, algorithm__repeat={"max_rounds": 3, "on_exhausted": "stop"}):
         assert re.search(r"has chosen 2 of the 6 groups .*max_rounds=3 rounds", message)
 
 
 def test_a_step_without_any_group_stops_the_run(run) -> None:
-    for message in run(2, "silent", 1, silent, refusal, algorithm__loop__max_rounds=2):
+    for message in run(2, "silent", 1, silent, refusal, algorithm__repeat__max_rounds=2):
         assert "has chosen 0 of the 6 groups" in message
 
 
@@ -369,7 +369,7 @@ def test_failed_rewards_are_no_signal(run) -> None:
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [(5, False), (4, False), (3, False), (2, True), (6, True)])
-def test_samples_may_be_as_old_as_the_loop_allows_and_no_older(version: int, is_refused: bool) -> None:
+def test_samples_may_be_as_old_as_surplus_may_be_and_no_older(version: int, is_refused: bool) -> None:
     batch = random_samples([(2, 3)]).with_columns(policy_versions=torch.tensor([version]))
     context = SimpleNamespace(
         role=SimpleNamespace(train_engine=SimpleNamespace(policy_version=5)),

@@ -117,7 +117,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
             str(grpo),
             "name=dapo",
             "workflow=dapo",
-            "algorithm.loop.max_rounds=1",
+            "algorithm.repeat.max_rounds=1",
             "layout={}",
             "evaluation.every_steps=0",
         ],

@@ -35,7 +35,7 @@ FEATURES: dict[str, dict[str, object]] = {
         "reward": {},
         "optimizer.learning_rate": 3e-3,
     },
-    "dynamic sampling": {"workflow": "dapo", "algorithm.loop": {"max_rounds": 4}},
+    "dynamic sampling": {"workflow": "dapo", "algorithm.repeat": {"max_rounds": 4}},
     "critic": {
         "workflow": "ppo",
         "algorithm.kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"},

@@ -212,18 +212,18 @@ def test_a_run_stops_where_it_may_not_or_cannot_go_back(start, folder) -> None:
     assert "there is no checkpoint to go back to: set checkpoint.every_steps" in result.error
 
 
-def test_a_loop_passes_over_what_it_had_left_over(start, folder) -> None:
+def test_repeated_nodes_pass_over_what_they_had_left_over(start, folder) -> None:
     changes = {"checkpoint": {"every_steps": 1, "keep": 9}, "algorithm.overlong.buffer_tokens": 0}
     guards = {"non_finite_gradient": "roll_back"}
     # The second step takes the surplus of the first, and goes wrong with it.
     (plain,) = start("plain", NONE_BAD, base="dapo", steps=3, **changes)
     first, last = min(plain.asked[1]), max(plain.asked[1])
-    (result,) = start("loop", f"{first}-{last}", base="dapo", steps=3, guards=guards, **changes)
+    (result,) = start("repeat", f"{first}-{last}", base="dapo", steps=3, guards=guards, **changes)
     assert result.steps == [1, 2, 2, 3]
     assert result.asked[:2] == plain.asked[:2]
     assert min(result.asked[2]) == last + 1
     assert [versions["policy"] for versions in result.versions] == [1, 1, 2, 3]
-    assert [event[2] for event in events(folder("loop"))] == ["skip", "roll_back"]
+    assert [event[2] for event in events(folder("repeat"))] == ["skip", "roll_back"]
 
 
 def test_a_guard_of_the_critic_leaves_the_policy_alone(start, folder) -> None:

@@ -57,7 +57,7 @@ def test_a_metric_that_does_not_exist_is_refused_with_those_that_do():
         ("policy/kl", {}, "`algorithm.kl.coefficient` above 0"),
         ("reward/kl", {"algorithm": {"kl": {"coefficient": 0.1}}}, "`algorithm.kl.place` set to `reward`"),
         ("critic/explained_variance", {}, "a workflow with a critic"),
-        ("sampling/kept", {}, "a workflow with a loop"),
+        ("sampling/kept", {}, "a workflow that repeats nodes"),
     ],
 )
 def test_a_metric_that_the_recipe_never_reports_is_refused_with_what_it_needs(metric, sections, needs):

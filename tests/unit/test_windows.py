@@ -106,10 +106,10 @@ def test_plans_with_other_windows_do_not_start_together() -> None:
     assert plan_of(APART, 2).hash() != plan_of(APART, 3).hash()
 
 
-def test_a_loop_refuses_windows() -> None:
+def test_repeated_nodes_refuse_windows() -> None:
     recipe = Recipe.model_validate(
         {
-            "name": "loop",
+            "name": "repeat",
             "workflow": "dapo",
             "models": {"policy": "none"},
             "steps": 1,
@@ -118,5 +118,5 @@ def test_a_loop_refuses_windows() -> None:
             "reward": {"math": 1.0},
         }
     )
-    with pytest.raises(RecipeError, match=r"batch.windows_per_step.* is 2, but the workflow 'dapo' has a loop"):
+    with pytest.raises(RecipeError, match=r"batch.windows_per_step.* is 2, but the workflow 'dapo' repeats nodes"):
         make_plan(recipe, resolve_workflow("dapo"), Cluster(2))

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-000120` with `state.json` and, for each trained role, sharded safetensors of weights and
 optimizer in the form of `torch.distributed.checkpoint`, next to the model's `config.json` and tokenizer. It also holds
-the state of nodes, the surplus of a loop, the resolved recipe and the plan, but no random state: each step draws from
-the recipe's seed. `manifest.json` lists all files with their checksums.
+the state of nodes, the surplus of repeated nodes, the resolved recipe and the plan, but no random state: each step
+draws from the recipe's seed. `manifest.json` lists all files with their checksums.
 """
 
 from __future__ import annotations

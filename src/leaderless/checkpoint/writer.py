@@ -53,7 +53,7 @@ class Content:
         state: Progress of the run.
         metrics: Metrics of the step.
         nodes: States of the nodes whose first rank this is.
-        save_surplus: Function that writes this rank's share of a loop's surplus into a folder, if there is any. A
+        save_surplus: Function that writes this rank's share of the surplus into a folder, if there is any. A
             thread calls it later, so it must hold on to the surplus of now.
     """
 

@@ -309,8 +309,8 @@ class OverlongConfig(Section):
     """Give truncated responses no gradient, in the policy and in a critic."""
 
 
-class LoopConfig(Section):
-    """How a workflow with a loop fills its steps: with rounds of new prompts, until enough groups have a signal."""
+class RepeatConfig(Section):
+    """How repeated nodes fill a step: with rounds of new prompts, until enough groups have a signal."""
 
     max_rounds: int = Field(default=8, ge=1)
     """Largest number of rounds in a step, of `batch.prompts_per_step` prompts each."""
@@ -348,8 +348,8 @@ class AlgorithmConfig(Section):
     """Correction for samples that do not come from exactly the policy that is trained."""
     overlong: OverlongConfig = OverlongConfig()
     """Treatment of responses that are too long."""
-    loop: LoopConfig = LoopConfig()
-    """Rounds that fill a step, in a workflow with a loop."""
+    repeat: RepeatConfig = RepeatConfig()
+    """Rounds that fill a step, in a workflow that repeats nodes."""
     critic: CriticConfig = CriticConfig()
     """Training of the critic, in a workflow with one."""
 

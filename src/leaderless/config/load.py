@@ -45,7 +45,7 @@ class LoadedRecipe:
 
     def _place_of(self, key: str) -> str:
         # Nodes are not in the recipe, but it names the workflow that they are in.
-        return self.source.place_of("workflow" if key.partition(".")[0] in {"nodes", "loop"} else key)
+        return self.source.place_of("workflow" if key.partition(".")[0] in {"nodes", "repeat"} else key)
 
 
 def load_recipe(

@@ -24,7 +24,7 @@ from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
 from leaderless.data.transport import ProcessGroup, Transport, digest
 from leaderless.data.wire import schema_from_json, what_changes
-from leaderless.planner import Action, Layout, Load, Loop, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
+from leaderless.planner import Action, Layout, Load, Plan, PlannedNode, Repeat, Reshard, RunNode, Windowed, flat
 
 WINDOWS_UNDER_WAY = 2
 """Windows of an edge that are being sent, or wait to be, while the next one is made."""
@@ -37,7 +37,7 @@ class Databuffer:
     """What one rank holds of a step's rows.
 
     Attributes:
-        surplus: Groups that a loop has chosen for a later step, where its last node runs.
+        surplus: Groups that repeated nodes have chosen for a later step, where the last of them runs.
     """
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
@@ -212,18 +212,18 @@ class Databuffer:
     def _tables_of(self, window: int | None) -> dict[TableKey, Table]:
         return self._tables if window is None else self._windows[window]
 
-    def end_round(self, loop: Loop) -> None:
-        """Keep the groups that a round of a loop has chosen, and forget the rest of the round."""
-        if self.rank in loop.layout:
-            chosen = self._tables.pop(_key(loop.last, loop.layout))
-            self.surplus.add(chosen.batch(dict.fromkeys(self._readers.get(loop.last, ()), loop.last)))
-        row_sets = {"data", *loop.nodes}
+    def end_round(self, repeat: Repeat) -> None:
+        """Keep the groups that a round of repeated nodes has chosen, and forget the rest of the round."""
+        if self.rank in repeat.layout:
+            chosen = self._tables.pop(_key(repeat.last, repeat.layout))
+            self.surplus.add(chosen.batch(dict.fromkeys(self._readers.get(repeat.last, ()), repeat.last)))
+        row_sets = {"data", *repeat.nodes}
         self._tables = {key: table for key, table in self._tables.items() if key[0] not in row_sets}
 
-    def leave(self, loop: Loop) -> None:
-        """Give the step the groups that it is to have. All ranks of the loop's last node call it together."""
-        taken = self.surplus.take(loop.num_groups, self.transport.process_group(loop.layout.ranks))
-        self._tables[_key(loop.last, loop.layout)] = Table.of(taken, loop.last)
+    def leave(self, repeat: Repeat) -> None:
+        """Give the step the groups that it is to have. All ranks of the last node call it together."""
+        taken = self.surplus.take(repeat.num_groups, self.transport.process_group(repeat.layout.ranks))
+        self._tables[_key(repeat.last, repeat.layout)] = Table.of(taken, repeat.last)
 
     def release(self, action: Action, window: int | None = None) -> None:
         """Free the columns whose last reader on this rank, an entry of the chain, has run.
@@ -241,7 +241,7 @@ class Databuffer:
                 tables[key].drop([column])
 
     def clear(self) -> None:
-        """Forget the step, but not the surplus of a loop."""
+        """Forget the step, but not the surplus of repeated nodes."""
         self._tables.clear()
 
 

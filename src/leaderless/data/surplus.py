@@ -1,4 +1,4 @@
-"""Groups that a loop has chosen and no step has taken yet, carried over from step to step."""
+"""Groups that repeated nodes have chosen and no step has taken yet, carried over from step to step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Surplus:
         """
         assert self.batch is not None, "a step takes groups after a round, or those that it has inherited"
         mine = self.batch.group_ids
-        known = torch.unique(torch.cat(process_group.gather(torch.unique(mine), "the groups that a loop has chosen")))
+        known = torch.unique(torch.cat(process_group.gather(torch.unique(mine), "the groups that were chosen")))
         is_taken = torch.isin(mine, known[:num_groups])
         taken, self.batch = self.batch.select(is_taken), self.batch.select(~is_taken)
         return taken

@@ -8,9 +8,9 @@ from leaderless.planner.memory import format_bytes as format_bytes
 from leaderless.planner.plan import Action as Action
 from leaderless.planner.plan import Edge as Edge
 from leaderless.planner.plan import Load as Load
-from leaderless.planner.plan import Loop as Loop
 from leaderless.planner.plan import Plan as Plan
 from leaderless.planner.plan import PlannedNode as PlannedNode
+from leaderless.planner.plan import Repeat as Repeat
 from leaderless.planner.plan import Reshard as Reshard
 from leaderless.planner.plan import RoleInstance as RoleInstance
 from leaderless.planner.plan import RunNode as RunNode

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from leaderless.config import Problem, Recipe, RecipeError, nearest
-from leaderless.config.algorithm import LoopConfig
+from leaderless.config.algorithm import RepeatConfig
 from leaderless.workflow import COLUMNS, DATA_COLUMNS, DATA_RESPONSE_COLUMNS, Node, Workflow, spec_of
 from leaderless.workflow.metrics import check_best_metric
 
@@ -43,14 +43,14 @@ class Flow:
 
         Raises:
             RecipeError: A contract is broken: unknown stage, column that no node before writes, writers or row changes
-                without an order, settings that a stage refuses, a best metric that nothing reports, a loop whose groups
-                cannot be counted.
+                without an order, settings that a stage refuses, a best metric that nothing reports, repeated nodes
+                whose groups cannot be counted.
         """
         nodes = workflow.order()
         self.recipe, self.workflow, self._before = recipe, workflow, workflow.ancestors()
         self.specs = {node.name: spec_of(node) for node in nodes}
         self._check_settings(nodes)
-        self._check_loop()
+        self._check_repeated()
         self.writes = {node.name: self.specs[node.name].writes_of(recipe, node, workflow) for node in nodes}
         self._writers = self._ordered_writers()
         self.row_set = {node.name: self._row_set_of(node, nodes) for node in nodes}
@@ -58,9 +58,9 @@ class Flow:
         self._needed: set[str] = set()
         self.order = tuple(node for node in reversed(nodes) if self._visit(node))[::-1]
         self.pruned = tuple(node.name for node in nodes if node not in self.order)
-        if workflow.loop and workflow.loop[-1] in self.pruned:
+        if workflow.repeated and workflow.repeated[-1] in self.pruned:
             raise RecipeError.at(
-                "loop", f"no node that runs comes after '{workflow.loop[-1]}', so it would fill no step"
+                "repeat", f"no node that runs comes after '{workflow.repeated[-1]}', so it would fill no step"
             )
         if not self.order:
             raise RecipeError.at(
@@ -85,32 +85,34 @@ class Flow:
             if spec.role_use != "none" and node.role is None:
                 raise RecipeError.at(f"nodes.{node.name}.role", f"stage '{node.run}' needs a role, as role: policy")
 
-    def _check_loop(self) -> None:
-        """A loop outputs whole groups, chosen by its last node and all sampled with the same weights."""
+    def _check_repeated(self) -> None:
+        """Repeated nodes output whole groups, chosen by the last of them and all sampled with the same weights."""
         recipe, workflow = self.recipe, self.workflow
-        if not workflow.loop:
-            if recipe.algorithm.loop != LoopConfig():
-                raise RecipeError.at("algorithm.loop", f"does nothing: the workflow '{workflow.name}' has no loop")
+        if not workflow.repeated:
+            if recipe.algorithm.repeat != RepeatConfig():
+                raise RecipeError.at(
+                    "algorithm.repeat", f"does nothing: the workflow '{workflow.name}' repeats no nodes"
+                )
             return
         if recipe.batch.windows_per_step > 1:
             raise RecipeError.at(
                 "batch.windows_per_step",
-                f"is {recipe.batch.windows_per_step}, but the workflow '{workflow.name}' has a loop, whose rounds "
-                "divide a step already: leave it at 1",
+                f"is {recipe.batch.windows_per_step}, but the workflow '{workflow.name}' repeats nodes, and their "
+                "rounds divide a step already: leave it at 1",
             )
-        last = workflow[workflow.loop[-1]]
+        last = workflow[workflow.repeated[-1]]
         if self.specs[last.name].rows != "filter" or not self.specs[last.name].needs_whole_groups:
             raise RecipeError.at(
                 f"nodes.{last.name}.run",
-                f"stage '{last.run}' ends a loop, so it must keep some of its groups and drop the others "
+                f"stage '{last.run}' ends what is repeated, so it must keep some of its groups and drop the others "
                 "(rows: filter, with whole groups), as dynamic_sampling does",
             )
-        for name in workflow.loop:
+        for name in workflow.repeated:
             if self.specs[name].role_use == "train":
                 raise RecipeError.at(
-                    "loop",
+                    "repeat",
                     f"node '{name}' trains a role, and the samples of all rounds must come from the same weights: put "
-                    f"it after '{last.name}', outside the loop",
+                    f"it after '{last.name}', outside of `repeat`",
                 )
 
     def _precedes(self, first: str, second: str) -> bool:
@@ -162,7 +164,7 @@ class Flow:
         row_set = self.row_set[node.name]
         self._needed.add(row_set)
         self.sources.setdefault(node.name, {})
-        is_carried = bool(self.workflow.loop) and node.name not in self.workflow.loop
+        is_carried = bool(self.workflow.repeated) and node.name not in self.workflow.repeated
         for column in (*spec.reads_of(self.recipe, node), *(spec.reads_if_carried if is_carried else ())):
             self._trace(node.name, column, row_set)
         return True

@@ -32,6 +32,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     flow = Flow(recipe, workflow)
     _check_roles(recipe, workflow)
     layouts = make_layouts(recipe, workflow, cluster)
+    repeated = workflow.repeated
     nodes = tuple(
         PlannedNode(
             node=node,
@@ -41,8 +42,8 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             writes=flow.writes[node.name],
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
-            # A loop keeps fewer surplus groups than a step takes and takes them first: none waits longer than a step.
-            max_staleness=recipe.batch.updates_per_step if workflow.loop and node.name not in workflow.loop else 0,
+            # Fewer surplus groups are left than a step takes, and it takes them first: none waits longer than a step.
+            max_staleness=recipe.batch.updates_per_step if repeated and node.name not in repeated else 0,
         )
         for node in flow.order
     )
@@ -63,7 +64,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         nodes=nodes,
         pruned=flow.pruned,
         edges=_edges(recipe, nodes),
-        schedule=make_schedule(recipe, nodes, instances, workflow.loop),
+        schedule=make_schedule(recipe, nodes, instances, repeated),
         instances=instances,
         engine=engine,
         batch=batch,

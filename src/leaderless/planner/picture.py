@@ -15,7 +15,7 @@ from leaderless.planner.flow import DATA
 from leaderless.planner.layering import Link, Point, place
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import format_bytes
-from leaderless.planner.plan import Loop, Plan, PlannedNode, SyncWeights
+from leaderless.planner.plan import Plan, PlannedNode, Repeat, SyncWeights
 
 Kind = Literal["local", "reshard", "weights", "order"]
 
@@ -39,7 +39,7 @@ LEGEND: dict[Kind, str] = {
     "order": "order only: no column is read",
 }
 FRAME = 12.0
-"""Room between a loop's boxes and the frame around them."""
+"""Room between the boxes of repeated nodes and the frame around them."""
 
 Values = dict[str, object]
 """What the template gets of one element."""
@@ -113,14 +113,14 @@ class _Picture:
 
     def _frame(self) -> Values | None:
         """A frame around the nodes that are repeated; as all others come after them, it holds no other box."""
-        loop = self.plan.loop
-        if loop is None:
+        repeat = self.plan.repeat
+        if repeat is None:
             return None
-        boxes = [(*self.placement.centers[name], self.widths[name] / 2 + FRAME) for name in loop.nodes]
+        boxes = [(*self.placement.centers[name], self.widths[name] / 2 + FRAME) for name in repeat.nodes]
         left, right = min(x - half for x, _, half in boxes), max(x + half for x, _, half in boxes)
         half = BOX_HEIGHT / 2 + FRAME
         top, bottom = min(y for _, y, _ in boxes) - half, max(y for _, y, _ in boxes) + half
-        return {"text": _loop_text(loop), "x": left, "y": top, "width": right - left, "height": bottom - top}
+        return {"text": _repeat_text(repeat), "x": left, "y": top, "width": right - left, "height": bottom - top}
 
     def _links(self) -> Iterator[Values]:
         for line, route in zip(self.lines, self.placement.routes, strict=True):
@@ -162,8 +162,8 @@ class _Picture:
     def _legend(self, top: float) -> tuple[list[Values], float, float]:
         """The meaning of lines and colors, as far as they occur, with its width and its lower end."""
         texts: dict[str, str] = {kind: text for kind, text in LEGEND.items() if any(x.kind == kind for x in self.lines)}
-        if self.plan.loop is not None:
-            texts["loop"] = _loop_text(self.plan.loop)
+        if self.plan.repeat is not None:
+            texts["repeat"] = _repeat_text(self.plan.repeat)
         items: list[Values] = []
         for kind, text in texts.items():
             items.append({"kind": kind, "text": text, "y": top})
@@ -230,10 +230,10 @@ def _node_tooltip(node: PlannedNode) -> str:
     return "\n".join([what, run, str(node.layout), f"reads {reads or 'nothing'}", f"writes {writes or 'nothing'}"])
 
 
-def _loop_text(loop: Loop) -> str:
+def _repeat_text(repeat: Repeat) -> str:
     return (
-        f"repeated until {_count(loop.num_groups, 'group')} have come out of {loop.last}, "
-        f"at most {_count(loop.max_rounds, 'time')} a step; others wait for the next"
+        f"repeated until {_count(repeat.num_groups, 'group')} have come out of {repeat.last}, "
+        f"at most {_count(repeat.max_rounds, 'time')} a step; others wait for the next"
     )
 
 

@@ -130,7 +130,7 @@ class SyncWeights:
 
 
 @dataclass(frozen=True)
-class Loop:
+class Repeat:
     """Chain entry: run other entries, round after round, until the last node has chosen `num_groups` groups.
 
     Groups are counted on the layout of the last node. Surplus groups of an earlier step are counted before the first
@@ -150,7 +150,7 @@ class Loop:
         return self.nodes[-1]
 
     def __str__(self) -> str:
-        return f"loop({' -> '.join(map(str, self.body))})"
+        return f"repeat({' -> '.join(map(str, self.body))})"
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,14 @@ class Windowed:
         return f"windows({' -> '.join(map(str, self.body))})"
 
 
-Action = Load | RunNode | Reshard | SyncWeights | Loop | Windowed
+Action = Load | RunNode | Reshard | SyncWeights | Repeat | Windowed
 
 
 def flat(actions: Sequence[Action]) -> Iterator[Action]:
-    """Chain entries, each loop and window entry followed by those inside it."""
+    """Chain entries, each repetition and window entry followed by those inside it."""
     for action in actions:
         yield action
-        if isinstance(action, Loop | Windowed):
+        if isinstance(action, Repeat | Windowed):
             yield from flat(action.body)
 
 
@@ -207,7 +207,7 @@ class RoleInstance:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes that follow from the recipe's `batch` section. A loop loads the prompts of a step in each round.
+    """Sizes that follow from the recipe's `batch` section. Repeated nodes load the prompts of a step in each round.
 
     Attributes:
         prompts_per_step: Prompts (rows, for supervised fine-tuning) of a step, over all ranks.
@@ -278,9 +278,9 @@ class Plan:
                 return action.ranks
 
     @property
-    def loop(self) -> Loop | None:
+    def repeat(self) -> Repeat | None:
         """The entry that repeats others, if there is one."""
-        return next((action for action in self.schedule if isinstance(action, Loop)), None)
+        return next((action for action in self.schedule if isinstance(action, Repeat)), None)
 
     @property
     def windowed(self) -> Windowed | None:
@@ -292,13 +292,13 @@ class Plan:
         return self._part_of(rank, self.schedule)
 
     def _part_of(self, rank: int, actions: Sequence[Action]) -> tuple[Action, ...]:
-        """The entries that a rank takes part in, inside loops and windows too."""
+        """The entries that a rank takes part in, inside repetitions and windows too."""
         part: list[Action] = []
         for action in actions:
             if rank not in self.ranks_of(action):
                 continue
             match action:
-                case Loop():
+                case Repeat():
                     part.append(replace(action, body=self._part_of(rank, action.body)))
                 case Windowed():
                     kept = [place for place, inner in enumerate(action.body) if rank in self.ranks_of(inner)]
@@ -319,11 +319,11 @@ class Plan:
 
     def to_json(self) -> dict[str, object]:
         """The plan as JSON-able values, ranks as ranges."""
-        loop = self.loop and {
-            "nodes": list(self.loop.nodes),
-            "ranks": format_ranks(self.loop.ranks),
-            "groups": self.loop.num_groups,
-            "max_rounds": self.loop.max_rounds,
+        repeat = self.repeat and {
+            "nodes": list(self.repeat.nodes),
+            "ranks": format_ranks(self.repeat.ranks),
+            "groups": self.repeat.num_groups,
+            "max_rounds": self.repeat.max_rounds,
         }
         return {
             "recipe": self.recipe_name,
@@ -342,7 +342,7 @@ class Plan:
                 }
                 for node in self.nodes
             ],
-            "loop": loop,
+            "repeat": repeat,
             "windows": 1 if self.windowed is None else self.windowed.num_windows,
             "pruned": list(self.pruned),
             "edges": [asdict(edge) for edge in self.edges],
@@ -361,7 +361,7 @@ class Plan:
             case Reshard():
                 facts += [str(action.source_layout), str(action.target_layout), action.row_set, action.columns]
                 facts += [action.keep_groups, action.is_late, str(action.spare_layout)]
-            case Loop():
+            case Repeat():
                 facts += [str(action.layout), action.num_groups, action.max_rounds]
             case Windowed():
                 facts += [action.delays, action.num_windows]

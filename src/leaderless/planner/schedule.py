@@ -11,8 +11,8 @@ from leaderless.planner.layout import Layout, all_ranks
 from leaderless.planner.plan import (
     Action,
     Load,
-    Loop,
     PlannedNode,
+    Repeat,
     Reshard,
     RoleInstance,
     RunNode,
@@ -22,19 +22,19 @@ from leaderless.planner.plan import (
 
 
 def make_schedule(
-    recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], loop: Sequence[str] = ()
+    recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], repeated: Sequence[str] = ()
 ) -> tuple[Action, ...]:
     """All chain entries in one order. Every rank keeps it, so no two ranks wait for each other.
 
-    The nodes are in order; those named by `loop` are the first of them.
+    The nodes are in order; those named by `repeated` are the first of them.
     """
     schedule: list[Action] = list(_loads(nodes))
     for node in nodes:
         schedule.append(RunNode(node.name))
-        if loop and node.name == loop[-1]:
-            schedule = [_loop(recipe, nodes, schedule)]
+        if repeated and node.name == repeated[-1]:
+            schedule = [_repeat(recipe, nodes, schedule)]
         schedule.extend(_reshards(recipe, nodes, node))
-    if not loop:
+    if not repeated:
         schedule = _in_windows(nodes, schedule, recipe.batch.windows_per_step)
     schedule = _with_history(nodes, schedule, [])
     for trained in instances:
@@ -93,16 +93,16 @@ def is_expanded(nodes: Sequence[PlannedNode], row_set: str) -> bool:
     return any(maker.spec.rows == "expand" for maker in makers(nodes, row_set))
 
 
-def _loop(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) -> Loop:
-    """A loop of some entries. Reshards of its last node's output follow the loop."""
+def _repeat(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) -> Repeat:
+    """A repetition of some entries. Reshards of its last node's output follow it."""
     names = [action.node for action in body if isinstance(action, RunNode)]
     layouts = [node.layout for node in nodes if node.name in names]
-    return Loop(
+    return Repeat(
         nodes=tuple(names),
         layout=layouts[-1],
         ranks=all_ranks(*layouts),
         num_groups=recipe.batch.prompts_per_step,
-        max_rounds=recipe.algorithm.loop.max_rounds,
+        max_rounds=recipe.algorithm.repeat.max_rounds,
         body=tuple(body),
     )
 
@@ -148,7 +148,7 @@ def _with_history(nodes: Sequence[PlannedNode], schedule: Sequence[Action], befo
         match action:
             case Reshard():
                 entry = _after(action, nodes, before)
-            case Loop() | Windowed():
+            case Repeat() | Windowed():
                 entry = replace(action, body=tuple(_with_history(nodes, action.body, before)))
         before.append(entry)
         entries.append(entry)

@@ -16,7 +16,7 @@ from leaderless.config.rollout import EngineName
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import COMMANDS, MemoryEstimate, format_bytes
-from leaderless.planner.plan import Action, Loop, Plan, PlannedNode, Reshard, RoleInstance, SyncWeights, Windowed
+from leaderless.planner.plan import Action, Plan, PlannedNode, Repeat, Reshard, RoleInstance, SyncWeights, Windowed
 
 if TYPE_CHECKING:
     from leaderless.planner.costs.step import Estimate
@@ -36,8 +36,8 @@ def print_plan(plan: Plan, console: Console, lowered: Mapping[str, int] | None =
     if plan.pruned:
         reason = "nobody reads what it writes with these settings"
         _section(console, "Nodes that do not run", _table("", "", rows=[(name, reason) for name in plan.pruned]))
-    if plan.loop:
-        _section(console, "Loop", _loop(plan.loop))
+    if plan.repeat:
+        _section(console, "Repeated nodes", _repeat(plan.repeat))
     _section(console, "Columns between nodes", _edges(plan))
     _section(console, "What each rank does in a step", _chains(plan))
     _section(console, "Models", _instances(plan))
@@ -140,14 +140,14 @@ def _columns(node: PlannedNode) -> Text:
     return Text("\n").join(lines or [Text("reads and writes none", "dim")])
 
 
-def _loop(loop: Loop) -> Table:
+def _repeat(repeat: Repeat) -> Table:
     rows = [
-        ("repeats", ", ".join(loop.nodes)),
-        ("until", f"{_count(loop.num_groups, 'group')} have come out of {loop.last}"),
-        ("at most", f"{_count(loop.max_rounds, 'round')} of {_count(loop.num_groups, 'prompt')} a step"),
+        ("repeats", ", ".join(repeat.nodes)),
+        ("until", f"{_count(repeat.num_groups, 'group')} have come out of {repeat.last}"),
+        ("at most", f"{_count(repeat.max_rounds, 'round')} of {_count(repeat.num_groups, 'prompt')} a step"),
     ]
-    if loop.num_groups > 1:
-        rows.append(("left over", f"at most {_count(loop.num_groups - 1, 'group')}, for the next step"))
+    if repeat.num_groups > 1:
+        rows.append(("left over", f"at most {_count(repeat.num_groups - 1, 'group')}, for the next step"))
     return _table("", "", rows=rows)
 
 
@@ -177,8 +177,8 @@ def _chain(actions: Iterable[Action]) -> Text:
 
 
 def _action(action: Action) -> Text:
-    if isinstance(action, Loop | Windowed):
-        name = "loop" if isinstance(action, Loop) else f"{action.num_windows} windows"
+    if isinstance(action, Repeat | Windowed):
+        name = "repeat" if isinstance(action, Repeat) else f"{action.num_windows} windows"
         return Text.assemble(f"{name}(", _chain(action.body), ")")
     style = "yellow" if isinstance(action, Reshard) else "magenta" if isinstance(action, SyncWeights) else ""
     return Text(str(action), style)

@@ -29,7 +29,7 @@ FREE_KEYS = (
     "data.prefetch_steps",
     "rollout.max_sequences",
     "guards.",
-    "algorithm.loop.",
+    "algorithm.repeat.",
 )
 """Settings that may differ when a run continues: they change no number, only how long and where it runs, and what
 happens when numbers go bad."""

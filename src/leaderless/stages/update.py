@@ -39,7 +39,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
     """Make `batch.updates_per_step` updates on the policy loss, with the recipe's penalties and corrections.
 
     Raises:
-        RuntimeError: A sample was drawn with other weights than those about to be trained, and is not a loop's surplus.
+        RuntimeError: A sample was drawn with other weights than those about to be trained, and is no surplus.
     """
     recipe, engine = context.recipe, context.role.train_engine
     algorithm = recipe.algorithm
@@ -62,7 +62,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
 
 
 def _check_version(batch: Batch, context: StageContext) -> None:
-    """Samples must come from the weights about to be trained, or be as old as a loop's surplus may be."""
+    """Samples must come from the weights about to be trained, or be as old as surplus may be."""
     version, limit = context.role.train_engine.policy_version, context.node.max_staleness
     staleness = version - batch.dense("policy_versions")
     wrong = (staleness < 0) | (staleness > limit)

@@ -15,7 +15,7 @@ from leaderless.data.dataloader import Dataloader
 from leaderless.observability.console import FAILED
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Action, Load, Loop, Plan, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.planner import Action, Load, Plan, Repeat, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.stages.context import StageContext
 from leaderless.worker.agreement import StepMetrics
 from leaderless.worker.parts import Parts, Progress
@@ -66,7 +66,7 @@ class Chain:
         for action in flat(self._entries):
             if isinstance(action, Windowed):
                 self.metrics.of(action.ranks).max("time/waiting", spent.get(WAITING, 0.0))
-            elif not isinstance(action, Loop):
+            elif not isinstance(action, Repeat):
                 ranks = self._parts.plan.ranks_of(action)
                 self.metrics.of(ranks).max(f"time/{action}", spent.get(str(action), 0.0))
             if isinstance(action, Load):
@@ -75,7 +75,7 @@ class Chain:
 
     def _walk(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Loop):
+            if isinstance(action, Repeat):
                 self._repeat(action)
             elif isinstance(action, Windowed):
                 self._walk_windows(action)
@@ -117,39 +117,39 @@ class Chain:
         with self._span(WAITING), self._placed(str(windowed)):
             self.buffer.close_windows()
 
-    def _repeat(self, loop: Loop) -> None:
-        """Repeat the entries of a loop until its ranks together have the groups that the step wants."""
+    def _repeat(self, repeat: Repeat) -> None:
+        """Repeat entries until their ranks together have the groups that the step wants."""
         num_rounds = 0
-        while (num_groups := self._count_groups(loop)) < loop.num_groups and num_rounds < loop.max_rounds:
-            self._walk(loop.body)
-            self.buffer.end_round(loop)
+        while (num_groups := self._count_groups(repeat)) < repeat.num_groups and num_rounds < repeat.max_rounds:
+            self._walk(repeat.body)
+            self.buffer.end_round(repeat)
             num_rounds += 1
-        self._check_filled(loop, num_groups)
-        metrics = self.metrics.of(loop.ranks)
+        self._check_filled(repeat, num_groups)
+        metrics = self.metrics.of(repeat.ranks)
         metrics.max("sampling/rounds", num_rounds)
-        metrics.max("sampling/carried", max(0, num_groups - loop.num_groups))
-        metrics.max("sampling/missing", max(0, loop.num_groups - num_groups))
-        if self._rank in loop.layout:
-            self.buffer.leave(loop)
+        metrics.max("sampling/carried", max(0, num_groups - repeat.num_groups))
+        metrics.max("sampling/missing", max(0, repeat.num_groups - num_groups))
+        if self._rank in repeat.layout:
+            self.buffer.leave(repeat)
 
-    def _count_groups(self, loop: Loop) -> int:
+    def _count_groups(self, repeat: Repeat) -> int:
         """Number of groups that the last node has chosen so far, with those of an earlier step."""
-        is_first = self._rank in loop.layout and loop.layout.is_first_of_shard(self._rank)
+        is_first = self._rank in repeat.layout and repeat.layout.is_first_of_shard(self._rank)
         own = torch.tensor([self.buffer.surplus.num_groups if is_first else 0])
-        with self._span("loop"):
-            process_group = self._parts.transport.process_group(loop.ranks)
-            return int(process_group.sum(own, f"the groups of '{loop.last}'"))
+        with self._span("repeat"):
+            process_group = self._parts.transport.process_group(repeat.ranks)
+            return int(process_group.sum(own, f"the groups of '{repeat.last}'"))
 
-    def _check_filled(self, loop: Loop, num_groups: int) -> None:
+    def _check_filled(self, repeat: Repeat, num_groups: int) -> None:
         """Refuse a step without any group, or with too few if the recipe does not allow it."""
-        config = self._parts.recipe.algorithm.loop
-        if num_groups >= loop.num_groups or (num_groups and config.on_exhausted == "train"):
+        config = self._parts.recipe.algorithm.repeat
+        if num_groups >= repeat.num_groups or (num_groups and config.on_exhausted == "train"):
             return
         raise RuntimeError(
-            f"node '{loop.last}' has chosen {num_groups} of the {loop.num_groups} groups that a step wants, after "
-            f"algorithm.loop.max_rounds={config.max_rounds} rounds: the prompts are all too easy or all too hard for "
+            f"node '{repeat.last}' has chosen {num_groups} of the {repeat.num_groups} groups that a step wants, after "
+            f"algorithm.repeat.max_rounds={config.max_rounds} rounds: the prompts are all too easy or all too hard for "
             "the policy, or their rewards fail; take other data, more responses_per_prompt or more rounds"
-            + (", or set algorithm.loop.on_exhausted=train" if num_groups else "")
+            + (", or set algorithm.repeat.on_exhausted=train" if num_groups else "")
         )
 
     def _context(self, name: str) -> StageContext:

@@ -65,10 +65,10 @@ class Keeper:
         progress.data_position = roll_back.data_position if roll_back else state.data_position
         for loader in self._chain.loaders.values():
             loader.position = progress.data_position
-        loop = parts.plan.loop
-        if loop is not None and rank in loop.layout:
+        repeat = parts.plan.repeat
+        if repeat is not None and rank in repeat.layout:
             # The steps that went wrong have used the surplus in the checkpoint, so it is left out as well.
-            shard = loop.layout.shard_of(rank), loop.layout.dp
+            shard = repeat.layout.shard_of(rank), repeat.layout.dp
             self._chain.buffer.surplus = Surplus() if roll_back else Surplus.load(checkpoint, *shard)
         parts.display.say(f"continuing from step {state.step} ([bold]{escape(str(checkpoint))}[/])")
 
@@ -108,11 +108,11 @@ class Keeper:
     def _content(self, numbers: dict[str, float]) -> Content:
         """Everything that a checkpoint written now holds besides tensors."""
         plan, progress, rank = self._parts.plan, self._progress, self._parts.transport.rank
-        loop, save_surplus = plan.loop, None
-        if loop is not None and rank in loop.layout and loop.layout.is_first_of_shard(rank):
+        repeat, save_surplus = plan.repeat, None
+        if repeat is not None and rank in repeat.layout and repeat.layout.is_first_of_shard(rank):
             # Batches are never changed in place: this one stays what it is while it is written.
-            surplus, shard = Surplus(self._chain.buffer.surplus.batch), loop.layout.shard_of(rank)
-            save_surplus = partial(surplus.save, shard=shard, num_shards=loop.layout.dp)
+            surplus, shard = Surplus(self._chain.buffer.surplus.batch), repeat.layout.shard_of(rank)
+            save_surplus = partial(surplus.save, shard=shard, num_shards=repeat.layout.dp)
         return Content(
             RunState(progress.step, progress.data_position, progress.seconds),
             metrics=numbers,

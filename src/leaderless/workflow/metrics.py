@@ -21,7 +21,7 @@ class Metric(NamedTuple):
     needs: str = ""
 
 
-_LOOP = "a workflow with a loop, such as `dapo`"
+_ROUNDS = "a workflow that repeats nodes, such as `dapo`"
 _CRITIC = "a workflow with a critic, such as `ppo`"
 _EVALUATION = "`evaluation.every_steps` above 0"
 
@@ -62,13 +62,15 @@ METRICS: dict[str, Metric] = {
         "divergence of the student from the teacher, in nats per token",
         "`algorithm.advantage.type` set to `distillation`",
     ),
-    "sampling/kept": Metric("groups that dynamic sampling kept", _LOOP),
-    "sampling/dropped_all_right": Metric("groups that it dropped because all rewards were equal and above 0", _LOOP),
-    "sampling/dropped_all_wrong": Metric("groups that it dropped because all rewards were equal and at most 0", _LOOP),
-    "sampling/dropped_failed": Metric("groups that it dropped because fewer than two rewards were computed", _LOOP),
-    "sampling/rounds": Metric("rounds of new prompts that filled the step", _LOOP),
-    "sampling/carried": Metric("surplus: groups that wait for the next step", _LOOP),
-    "sampling/missing": Metric("groups that the last round did not find", _LOOP),
+    "sampling/kept": Metric("groups that dynamic sampling kept", _ROUNDS),
+    "sampling/dropped_all_right": Metric("groups that it dropped because all rewards were equal and above 0", _ROUNDS),
+    "sampling/dropped_all_wrong": Metric(
+        "groups that it dropped because all rewards were equal and at most 0", _ROUNDS
+    ),
+    "sampling/dropped_failed": Metric("groups that it dropped because fewer than two rewards were computed", _ROUNDS),
+    "sampling/rounds": Metric("rounds of new prompts that filled the step", _ROUNDS),
+    "sampling/carried": Metric("surplus: groups that wait for the next step", _ROUNDS),
+    "sampling/missing": Metric("groups that the last round did not find", _ROUNDS),
     "<role>/loss": Metric("loss that the optimizer lowers, the mean over the updates of the step"),
     "<role>/grad_norm": Metric("largest global L2 norm of a gradient before clipping"),
     "<role>/learning_rate": Metric("largest learning rate of the step's updates"),
@@ -126,7 +128,7 @@ def metrics_of(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> lis
         names += spec.metrics_of(recipe, node)
         if "reward_valid" in spec.writes_of(recipe, node, workflow):
             names.append("reward/failed_share")
-    if workflow.loop:
+    if workflow.repeated:
         names += ["sampling/rounds", "sampling/carried", "sampling/missing"]
     return [*dict.fromkeys([*names, *_evaluation_metrics(recipe)])]
 

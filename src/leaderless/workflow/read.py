@@ -48,7 +48,7 @@ def read_workflow(path: Path) -> Workflow:
     """Read a workflow from YAML.
 
     The file has `name` and `nodes`; each node has `run` and may have `role` and `after`. There may be `algorithm`,
-    `loop` (a list of nodes) and `base`: another workflow, whose nodes, loop and settings are inherited where the file
+    `repeat` (a list of nodes) and `base`: another workflow, whose nodes and settings are inherited where the file
     has none.
 
     Raises:
@@ -75,9 +75,9 @@ def _workflow_of(settings: Mapping[str, Setting], base: Workflow) -> Workflow:
     assert isinstance(nodes, Mapping)
     assert isinstance(algorithm, Mapping)
     kept = tuple(node for node in base.nodes if node.name not in nodes)
-    loop = settings.get("loop", base.loop)
-    assert isinstance(loop, Sequence)
-    workflow = Workflow(name, kept, merge_settings(base.algorithm, algorithm), tuple(map(str, loop)))
+    repeated = settings.get("repeat", base.repeated)
+    assert isinstance(repeated, Sequence)
+    workflow = Workflow(name, kept, merge_settings(base.algorithm, algorithm), tuple(map(str, repeated)))
     for node_name, node in nodes.items():
         workflow = workflow.node(str(node_name), run=node["run"], role=node.get("role"), after=node.get("after") or ())
     return workflow
@@ -93,13 +93,13 @@ def write_workflow(workflow: Workflow) -> str:
         if node.after:
             nodes[node.name]["after"] = list(node.after)
     algorithm = {"algorithm": dict(workflow.algorithm)} if workflow.algorithm else {}
-    loop = {"loop": list(workflow.loop)} if workflow.loop else {}
-    return yaml.safe_dump({"name": workflow.name, **loop, **algorithm, "nodes": nodes}, sort_keys=False)
+    repeat = {"repeat": list(workflow.repeated)} if workflow.repeated else {}
+    return yaml.safe_dump({"name": workflow.name, **repeat, **algorithm, "nodes": nodes}, sort_keys=False)
 
 
 def _shape_problems(source: RecipeSource) -> Iterator[Problem]:
     known = {"name": (str, "a name"), "base": (str, "a workflow"), "algorithm": (dict, "settings of the algorithm")}
-    known |= {"loop": (list, "a list of nodes"), "nodes": (dict, "the nodes by name")}
+    known |= {"repeat": (list, "a list of nodes"), "nodes": (dict, "the nodes by name")}
     required = {"name"} if "base" in source.settings else {"name", "nodes"}
     names = [str(key) for key in source.settings]
     yield from (Problem(name, f"unknown key{nearest(name, known)}") for name in names if name not in known)

@@ -1,4 +1,4 @@
-"""The graph of nodes to compute, some of them perhaps in a loop, without hardware."""
+"""The graph of nodes to compute, some of them perhaps repeated, without hardware."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Workflow:
         name: Name of the workflow.
         nodes: Nodes of the workflow.
         algorithm: Settings for the recipe's section `algorithm`, which hold where the recipe has none.
-        loop: Nodes that are repeated within a step until enough groups come out of the last one, as configured in the
-            recipe's `algorithm.loop`; the first begins with the data. Surplus groups wait for the next step.
+        repeated: Nodes that are repeated within a step until enough groups come out of the last one, as configured in
+            the recipe's `algorithm.repeat`; the first begins with the data. Surplus groups wait for the next step.
     """
 
     name: str
     nodes: tuple[Node, ...] = ()
     algorithm: Mapping[str, Setting] = field(default_factory=dict)
-    loop: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
     def node(self, name: str, *, run: str, role: str | None = None, after: str | Sequence[str] = ()) -> Workflow:
         """This workflow with one more node.
@@ -64,12 +64,12 @@ class Workflow:
         return replace(self, nodes=(*self.nodes, Node(name, run, role, after)))
 
     def repeat(self, *names: str) -> Workflow:
-        """This workflow with some nodes in a loop.
+        """This workflow with some nodes repeated.
 
         Args:
-            *names: Nodes of the loop, from the one that begins with the data to the one whose groups are counted.
+            *names: Nodes to repeat, from the one that begins with the data to the one whose groups are counted.
         """
-        return replace(self, loop=names)
+        return replace(self, repeated=names)
 
     def __getitem__(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
@@ -78,8 +78,8 @@ class Workflow:
         """The nodes in an order that keeps every `after`; otherwise as written.
 
         Raises:
-            RecipeError: A name is empty, used twice or unknown, the nodes form a cycle, or a loop has more than one
-                entry or exit.
+            RecipeError: A name is empty, used twice or unknown, the nodes form a cycle, or repeated nodes have more
+                than one entry or exit.
         """
         _refuse(self._name_problems())
         sorter = TopologicalSorter({node.name: node.after for node in self.nodes})
@@ -92,29 +92,29 @@ class Workflow:
         while len(done) < len(self.nodes):
             ready = next(node for node in self.nodes if node.name not in done and done.keys() >= {*node.after})
             done[ready.name] = ready
-        _refuse(self._loop_problems(_ancestors(done.values())))
+        _refuse(self._repeat_problems(_ancestors(done.values())))
         return tuple(done.values())
 
     def ancestors(self) -> dict[str, frozenset[str]]:
         """For each node the names of all nodes that come before it."""
         return _ancestors(self.order())
 
-    def _loop_problems(self, before: Mapping[str, frozenset[str]]) -> Iterator[Problem]:
-        """A loop begins with the data and ends in one node, which everything outside comes after."""
-        if not self.loop:
+    def _repeat_problems(self, before: Mapping[str, frozenset[str]]) -> Iterator[Problem]:
+        """Repeated nodes begin with the data and end in one node, which everything else comes after."""
+        if not self.repeated:
             return
-        first, last = self.loop[0], self.loop[-1]
+        first, last = self.repeated[0], self.repeated[-1]
         if self[first].after:
-            yield Problem("loop", f"its first node '{first}' must begin with the data: take out its `after`")
-        for name in self.loop[:-1]:
+            yield Problem("repeat", f"its first node '{first}' must begin with the data: take out its `after`")
+        for name in self.repeated[:-1]:
             if name not in before[last]:
-                yield Problem("loop", f"its last node is '{last}', so node '{name}' must come before that")
+                yield Problem("repeat", f"its last node is '{last}', so node '{name}' must come before that")
         for node in self.nodes:
-            if node.name not in self.loop and last not in before[node.name]:
+            if node.name not in self.repeated and last not in before[node.name]:
                 yield Problem(
                     f"nodes.{node.name}.after",
-                    f"node '{node.name}' is not in the loop ({', '.join(self.loop)}), so it must come after the loop's "
-                    f"last node: add '{last}', or put the node into the loop",
+                    f"node '{node.name}' is not repeated as ({', '.join(self.repeated)}) are, so it must come "
+                    f"after the last of those: add '{last}', or put the node into `repeat`",
                 )
 
     def _name_problems(self) -> Iterator[Problem]:
@@ -133,11 +133,11 @@ class Workflow:
             for name in node.after:
                 if name not in names:
                     yield Problem(f"nodes.{node.name}.after", f"no node is called '{name}'{nearest(name, names)}")
-        for name in dict.fromkeys(self.loop):
+        for name in dict.fromkeys(self.repeated):
             if name not in names:
-                yield Problem("loop", f"no node is called '{name}'{nearest(name, names)}")
-            elif self.loop.count(name) > 1:
-                yield Problem("loop", f"node '{name}' is named twice")
+                yield Problem("repeat", f"no node is called '{name}'{nearest(name, names)}")
+            elif self.repeated.count(name) > 1:
+                yield Problem("repeat", f"node '{name}' is named twice")
 
 
 def _refuse(problems: Iterable[Problem]) -> None:

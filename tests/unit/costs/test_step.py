@@ -191,9 +191,9 @@ def test_every_constant_changes_something(tmp_path, key):
     assert step_of(recipe, 4, ComparedCluster.model_validate(settings)) != before
 
 
-def test_a_loop_cannot_be_simulated(tmp_path):
+def test_repeated_nodes_cannot_be_simulated(tmp_path):
     recipe = pools_recipe(tmp_path, workflow="dapo", layout={}, algorithm={})
-    with pytest.raises(RecipeError, match="'dapo' has a loop, and how often it goes round depends on rewards"):
+    with pytest.raises(RecipeError, match="'dapo' repeats nodes, and how often depends on rewards"):
         step_of(recipe, 2, cluster())
 
 

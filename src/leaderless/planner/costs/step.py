@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.planner import Layout, Load, Loop, Plan, PlannedNode, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.planner import Layout, Load, Plan, PlannedNode, Repeat, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
 from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, weights_cost
@@ -67,7 +67,7 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
     """What happens in one step, in the order of the plan.
 
     Raises:
-        RecipeError: The workflow has a loop, or the size of a model is not known.
+        RecipeError: The workflow repeats nodes, or the size of a model is not known.
     """
     models, placement, events = _model_costs(plan, recipe, network), Placement(plan, workload), list[Event]()
     for action in flat(plan.schedule):
@@ -85,10 +85,10 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
                 events.append(Synced(action, num_parameters))
             case Windowed():  # overlap is not modeled: its entries follow each other
                 continue
-            case Loop():
+            case Repeat():
                 raise RecipeError.at(
                     "workflow",
-                    f"'{plan.workflow}' has a loop, and how often it goes round depends on rewards, which a "
+                    f"'{plan.workflow}' repeats nodes, and how often depends on rewards, which a "
                     "simulation does not know: simulate a workflow without one, as grpo",
                 )
     return tuple(events)

@@ -1,4 +1,4 @@
-"""Loops in workflows and plans, and their surplus groups."""
+"""Repeated nodes in workflows and plans, and their surplus groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.surplus import Surplus
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.metrics import Metrics
-from leaderless.planner import Layout, Loop, Reshard, RunNode, flat
+from leaderless.planner import Layout, Repeat, Reshard, RunNode, flat
 from leaderless.planner.picture import draw_plan
 from leaderless.planner.show import print_plan
 from leaderless.stages.advantage import dynamic_sampling
@@ -58,34 +58,44 @@ def moved(name: str, after: str) -> Workflow:
 # Syntax
 
 
-def test_yaml_and_builder_give_equal_loops(tmp_path):
+def test_yaml_and_builder_give_equal_repetitions(tmp_path):
     assert resolve_workflow("dapo") == DAPO
     path = tmp_path / "w.yaml"
     path.write_text(write_workflow(DAPO))
     assert read_workflow(path) == DAPO
 
 
-def test_a_workflow_takes_over_the_loop_of_its_base_or_has_its_own(tmp_path):
+def test_a_workflow_takes_over_the_repeated_nodes_of_its_base_or_has_its_own(tmp_path):
     path = tmp_path / "w.yaml"
     path.write_text("name: w\nbase: dapo\n")
-    assert read_workflow(path).loop == DAPO.loop
-    path.write_text("name: w\nbase: dapo\nloop: []\n")
-    assert read_workflow(path).loop == ()
+    assert read_workflow(path).repeated == DAPO.repeated
+    path.write_text("name: w\nbase: dapo\nrepeat: []\n")
+    assert read_workflow(path).repeated == ()
 
 
 @pytest.mark.parametrize(
     ("text", "line", "key", "message"),
     [
-        ("loop: keep\n", 3, "loop", "must be given: a list of nodes"),
-        ("loop: [rollout, reward, kep]\n", 3, "loop", "no node is called 'kep' (did you mean 'keep'?)"),
-        ("loop: [rollout, reward, reward, keep]\n", 3, "loop", "node 'reward' is named twice"),
-        ("loop: [reward, keep]\n", 3, "loop", "its first node 'reward' must begin with the data"),
-        ("loop: [rollout, keep]\n", None, "nodes.reward.after", "node 'reward' is not in the loop (rollout, keep)"),
-        ("loop: [rollout, keep, reward]\n", 3, "loop", "its last node is 'reward', so node 'keep' must come before"),
+        ("repeat: keep\n", 3, "repeat", "must be given: a list of nodes"),
+        ("repeat: [rollout, reward, kep]\n", 3, "repeat", "no node is called 'kep' (did you mean 'keep'?)"),
+        ("repeat: [rollout, reward, reward, keep]\n", 3, "repeat", "node 'reward' is named twice"),
+        ("repeat: [reward, keep]\n", 3, "repeat", "its first node 'reward' must begin with the data"),
+        (
+            "repeat: [rollout, keep]\n",
+            None,
+            "nodes.reward.after",
+            "node 'reward' is not repeated as (rollout, keep) are",
+        ),
+        (
+            "repeat: [rollout, keep, reward]\n",
+            3,
+            "repeat",
+            "is 'reward', so node 'keep' must come before",
+        ),
         ("nodes:\n  old: {run: log_probs, role: policy, after: rollout}\n", 4, "nodes.old.after", "add 'keep', or put"),
     ],
 )
-def test_a_loop_with_another_way_in_or_out_is_refused_with_its_line(tmp_path, text, line, key, message):
+def test_repeated_nodes_with_another_way_in_or_out_are_refused_with_its_line(tmp_path, text, line, key, message):
     path = tmp_path / "w.yaml"
     path.write_text("name: w\nbase: dapo\n" + text)
     with pytest.raises(RecipeError) as caught:
@@ -101,35 +111,38 @@ def test_a_loop_with_another_way_in_or_out_is_refused_with_its_line(tmp_path, te
 @pytest.mark.parametrize(
     ("stage", "rows", "whole"), [("reward", "same", True), ("cut", "filter", False), ("join", "regroup", True)]
 )
-def test_a_loop_must_end_in_a_filter_of_whole_groups(monkeypatch, stage, rows, whole):
+def test_repeated_nodes_must_end_in_a_filter_of_whole_groups(monkeypatch, stage, rows, whole):
     monkeypatch.setitem(
         BUILTIN_STAGES, stage, StageSpec("x:y", ("rewards",), ("rewards",), rows=rows, needs_whole_groups=whole)
     )
     nodes = tuple(replace(node, run=stage) if node.name == "keep" else node for node in DAPO.nodes)
     problem = refused(replace(DAPO, nodes=nodes))
     assert problem.key == "nodes.keep.run"
-    assert f"stage '{stage}' ends a loop, so it must keep some of its groups and drop the others" in problem.message
+    assert (
+        f"stage '{stage}' ends what is repeated, so it must keep some of its groups and drop the others"
+        in problem.message
+    )
 
 
-def test_no_role_is_trained_within_a_loop():
+def test_no_role_is_trained_within_repeated_nodes():
     everything = [node.name for node in DAPO.nodes if node.name not in {"keep", "samples"}]
     workflow = DAPO.node("end", run="dynamic_sampling", after=["policy", "samples"])
     workflow = workflow.repeat(everything[0], "keep", *everything[1:], "samples", "end")
     problem = refused(workflow)
-    assert problem.key == "loop"
+    assert problem.key == "repeat"
     assert "node 'policy' trains a role, and the samples of all rounds must come from the same weights" in (
         problem.message
     )
 
 
-def test_a_loop_that_fills_no_step_is_refused():
-    nodes = tuple(node for node in DAPO.nodes if node.name in DAPO.loop)
+def test_repeated_nodes_that_fill_no_step_are_refused():
+    nodes = tuple(node for node in DAPO.nodes if node.name in DAPO.repeated)
     assert "no node that runs comes after 'keep'" in refused(replace(DAPO, nodes=nodes)).message
 
 
-def test_settings_of_a_loop_without_a_loop_are_refused():
-    problem = refused(resolve_workflow("grpo"), algorithm={"loop": {"max_rounds": 3}})
-    assert (problem.key, problem.message) == ("algorithm.loop", "does nothing: the workflow 'grpo' has no loop")
+def test_settings_of_repetition_where_nothing_is_repeated_are_refused():
+    problem = refused(resolve_workflow("grpo"), algorithm={"repeat": {"max_rounds": 3}})
+    assert (problem.key, problem.message) == ("algorithm.repeat", "does nothing: the workflow 'grpo' repeats no nodes")
 
 
 def test_a_response_alone_has_no_signal():
@@ -149,77 +162,77 @@ def test_carried_samples_need_the_log_probs_of_the_weights_that_are_trained():
 # The plan
 
 
-def test_the_schedule_repeats_what_is_in_the_loop():
-    plan = plan_of("dapo", batch={"prompts_per_step": 12}, algorithm={"loop": {"max_rounds": 3}})
+def test_the_schedule_has_repeated_nodes_in_one_entry():
+    plan = plan_of("dapo", batch={"prompts_per_step": 12}, algorithm={"repeat": {"max_rounds": 3}})
     assert [str(action) for action in plan.schedule] == [
-        "loop(load -> rollout -> reward -> keep)",
+        "repeat(load -> rollout -> reward -> keep)",
         "old",
         "advantage",
         "samples",
         "policy",
     ]
-    loop = plan.loop
-    assert loop is not None
-    assert (loop.nodes, loop.num_groups, loop.max_rounds, loop.last) == (DAPO.loop, 12, 3, "keep")
-    assert plan_of("grpo").loop is None
+    repeat = plan.repeat
+    assert repeat is not None
+    assert (repeat.nodes, repeat.num_groups, repeat.max_rounds, repeat.last) == (DAPO.repeated, 12, 3, "keep")
+    assert plan_of("grpo").repeat is None
 
 
-def test_each_rank_repeats_its_part_and_what_leaves_the_loop_travels_once():
+def test_each_rank_repeats_its_part_and_what_leaves_the_rounds_travels_once():
     plan = plan_of("dapo", 4, **POOLS)
     chains = {rank: [str(action) for action in plan.chain(rank)] for rank in range(4)}
-    assert chains[0][0] == "loop(load -> rollout -> reshard(rollout->2))"
-    assert chains[2][:2] == ["loop(reshard(rollout->2) -> reward -> keep)", "reshard(keep->3)"]
-    assert not any("loop" in action for action in chains[3]), "a rank outside the loop waits for no round"
-    assert plan.loop.ranks == (0, 1, 2)
-    assert plan.loop.layout.ranks == (2,)
-    inside = {action.node for action in flat(plan.loop.body) if isinstance(action, RunNode)}
-    assert inside == set(DAPO.loop)
-    assert all(action.source in DAPO.loop[:-1] for action in plan.loop.body if isinstance(action, Reshard))
+    assert chains[0][0] == "repeat(load -> rollout -> reshard(rollout->2))"
+    assert chains[2][:2] == ["repeat(reshard(rollout->2) -> reward -> keep)", "reshard(keep->3)"]
+    assert not any("repeat" in action for action in chains[3]), "a rank without repeated nodes waits for no round"
+    assert plan.repeat.ranks == (0, 1, 2)
+    assert plan.repeat.layout.ranks == (2,)
+    inside = {action.node for action in flat(plan.repeat.body) if isinstance(action, RunNode)}
+    assert inside == set(DAPO.repeated)
+    assert all(action.source in DAPO.repeated[:-1] for action in plan.repeat.body if isinstance(action, Reshard))
     assert plan.chains()[(2,)] == plan.chain(2)
 
 
-def test_rows_behind_a_loop_may_be_one_step_old():
+def test_rows_behind_repeated_nodes_may_be_one_step_old():
     plan = plan_of("dapo", batch={"updates_per_step": 3})
     staleness = {node.name: node.max_staleness for node in plan.nodes}
-    assert staleness == dict.fromkeys(DAPO.loop, 0) | dict.fromkeys(("old", "advantage", "samples", "policy"), 3)
+    assert staleness == dict.fromkeys(DAPO.repeated, 0) | dict.fromkeys(("old", "advantage", "samples", "policy"), 3)
     assert {node.max_staleness for node in plan_of("grpo").nodes} == {0}
 
 
-def test_ranks_must_agree_on_the_loop():
+def test_ranks_must_agree_on_what_is_repeated():
     plan = plan_of("dapo")
-    (loop,) = [action for action in plan.schedule if isinstance(action, Loop)]
+    (repeat,) = [action for action in plan.schedule if isinstance(action, Repeat)]
     others = [
-        replace(loop, max_rounds=loop.max_rounds + 1),
-        replace(loop, num_groups=loop.num_groups + 1),
-        replace(loop, body=loop.body[1:]),
+        replace(repeat, max_rounds=repeat.max_rounds + 1),
+        replace(repeat, num_groups=repeat.num_groups + 1),
+        replace(repeat, body=repeat.body[1:]),
     ]
-    schedules = [*((other, *plan.schedule[1:]) for other in others), (*loop.body, *plan.schedule[1:])]
+    schedules = [*((other, *plan.schedule[1:]) for other in others), (*repeat.body, *plan.schedule[1:])]
     hashes = {replace(plan, schedule=schedule).hash() for schedule in schedules}
     older = replace(plan, nodes=tuple(replace(node, max_staleness=9) for node in plan.nodes))
     assert len({plan.hash(), older.hash(), *hashes}) == 6
 
 
-def test_a_reader_sees_the_loop():
+def test_a_reader_sees_what_is_repeated():
     plan = plan_of("dapo", 4, **POOLS)
     read = json.loads(json.dumps(plan.to_json()))
-    assert read["loop"] == {"nodes": list(DAPO.loop), "ranks": "0-2", "groups": 128, "max_rounds": 8}
+    assert read["repeat"] == {"nodes": list(DAPO.repeated), "ranks": "0-2", "groups": 128, "max_rounds": 8}
     assert read["chains"]["2"][0] == str(plan.chain(2)[0])
-    assert json.loads(json.dumps(plan_of("grpo").to_json()))["loop"] is None
+    assert json.loads(json.dumps(plan_of("grpo").to_json()))["repeat"] is None
     file = io.StringIO()
     print_plan(plan, Console(file=file, width=120))
     text = " ".join(file.getvalue().split())
     assert "until 128 groups have come out of keep" in text
     assert "at most 8 rounds of 128 prompts a step" in text
     assert "left over at most 127 groups, for the next step" in text
-    assert "loop(load -> rollout -> reshard(rollout->2)) -> weights" in text
+    assert "repeat(load -> rollout -> reshard(rollout->2)) -> weights" in text
 
 
 @pytest.mark.parametrize("sections", [{}, {"algorithm": {"kl": {"coefficient": 0.1}}}, POOLS])
-def test_the_frame_in_the_picture_is_around_the_loop_and_nothing_else(sections):
+def test_the_frame_in_the_picture_is_around_repeated_nodes_and_nothing_else(sections):
     world_size = 4 if "layout" in sections else 1
     svg = ET.fromstring(draw_plan(plan_of("dapo", world_size, **sections)))
     parts = [part for part in svg.iter() if "class" in part.attrib]
-    frames = [part for part in parts if part.get("class") == "loop"]
+    frames = [part for part in parts if part.get("class") == "repeat"]
     assert [frame.find("{*}title") is not None for frame in frames] == [True, False], "the frame, and the legend"
 
     def edges(part):
@@ -234,7 +247,7 @@ def test_the_frame_in_the_picture_is_around_the_loop_and_nothing_else(sections):
         x1, y1, x2, y2 = edges(box)
         is_inside = frame[0] < x1 and frame[1] < y1 and x2 < frame[2] and y2 < frame[3]
         is_outside = x2 < frame[0] or x1 > frame[2] or y2 < frame[1] or y1 > frame[3]
-        assert is_inside == (box.find("{*}text").text in DAPO.loop)
+        assert is_inside == (box.find("{*}text").text in DAPO.repeated)
         assert is_inside != is_outside
 
 
@@ -346,4 +359,4 @@ def test_settings_of_the_workflow_hold_unless_the_recipe_has_its_own(tmp_path):
     algorithm = load_recipe(path).recipe.algorithm
     assert (algorithm.policy_loss.clip_low, algorithm.policy_loss.clip_high) == (0.2, 0.28)
     assert (algorithm.aggregation, algorithm.uses_reference) == ("token_mean", False)
-    assert load_recipe(path, ["algorithm.loop.max_rounds=2"]).recipe.algorithm.loop.max_rounds == 2
+    assert load_recipe(path, ["algorithm.repeat.max_rounds=2"]).recipe.algorithm.repeat.max_rounds == 2
