@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,8 +19,8 @@ from leaderless.data.databuffer import Databuffer
 from leaderless.data.transport import Transport
 from leaderless.data.wire import DTYPES
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
+from leaderless.planner.loops import make_loops
 from leaderless.planner.plan import BatchSizes
-from leaderless.planner.schedule import make_schedule
 from leaderless.workflow import Node, StageSpec
 
 PROMPT_COLUMNS = ("prompt_tokens", "rows", "image")
@@ -143,6 +143,7 @@ def plan_of(case: Case) -> Plan:
             "batch": {"windows_per_step": case.num_windows},
         }
     )
+    (loop,), channels = make_loops(recipe, nodes, ())
     return Plan(
         recipe_name="walk",
         workflow="walk",
@@ -150,7 +151,8 @@ def plan_of(case: Case) -> Plan:
         nodes=tuple(nodes),
         pruned=(),
         edges=(),
-        schedule=make_schedule(recipe, nodes, ()),
+        loops=(replace(loop, ranks=tuple(range(case.world_size))),),  # some ranks may have nothing to do
+        channels=channels,
         instances=(),
         engine="native",
         batch=BatchSizes(1, 1, 1, 1, 1, 1, 1, adapts_to_memory=False),

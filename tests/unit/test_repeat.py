@@ -198,6 +198,17 @@ def test_rows_behind_repeated_nodes_may_be_one_step_old():
     assert {node.max_staleness for node in plan_of("grpo").nodes} == {0}
 
 
+def test_surplus_is_a_channel_from_a_loop_to_itself():
+    (channel,) = plan_of("dapo", batch={"updates_per_step": 3}).channels
+    assert (channel.name, channel.kind, channel.source, channel.target) == (
+        "rollout->rollout",
+        "rows",
+        *["rollout"] * 2,
+    )
+    assert (channel.capacity, channel.max_staleness, channel.transfers) == (1, 3, ())
+    assert plan_of("grpo").channels == ()
+
+
 def test_ranks_must_agree_on_what_is_repeated():
     plan = plan_of("dapo")
     (repeat,) = [action for action in plan.schedule if isinstance(action, Repeat)]
@@ -207,7 +218,7 @@ def test_ranks_must_agree_on_what_is_repeated():
         replace(repeat, body=repeat.body[1:]),
     ]
     schedules = [*((other, *plan.schedule[1:]) for other in others), (*repeat.body, *plan.schedule[1:])]
-    hashes = {replace(plan, schedule=schedule).hash() for schedule in schedules}
+    hashes = {replace(plan, loops=(replace(plan.loops[0], schedule=schedule),)).hash() for schedule in schedules}
     older = replace(plan, nodes=tuple(replace(node, max_staleness=9) for node in plan.nodes))
     assert len({plan.hash(), older.hash(), *hashes}) == 6
 

@@ -54,6 +54,18 @@ def test_the_schedule_of_one_pool_is_its_nodes_in_order():
     assert plan.schedule[0] == Load(Layout((0,), 1), ("prompt_tokens", "rows"))
 
 
+@pytest.mark.parametrize(("world_size", "sections"), [(1, {}), (4, TWO_POOLS)])
+def test_a_plan_without_channels_is_one_loop_of_all_nodes_and_ranks(world_size, sections):
+    plan = plan_of("grpo", world_size, **sections)
+    (loop,) = plan.loops
+    assert (loop.name, loop.nodes) == ("rollout", tuple(node.name for node in plan.nodes))
+    assert (loop.ranks, loop.schedule, loop.lag) == (tuple(range(world_size)), plan.schedule, 0)
+    assert {plan.loop_of(rank).name for rank in range(world_size)} == {"rollout"}
+    read = json.loads(json.dumps(plan.to_json()))
+    assert [read_loop["name"] for read_loop in read["loops"]] == ["rollout"]
+    assert read["channels"] == []
+
+
 def test_disjoint_pools_exchange_columns_and_weights():
     plan = plan_of("grpo", 4, **TWO_POOLS)
     first, second = Layout((0, 1), 2), Layout((2, 3), 2)

@@ -10,10 +10,11 @@ from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import EngineName
 from leaderless.planner.flow import DATA, Flow
 from leaderless.planner.layout import Cluster, Layout, make_layouts
+from leaderless.planner.loops import make_loops
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import BatchSizes, Edge, Plan, PlannedNode, RoleInstance
-from leaderless.planner.schedule import is_expanded, keeps_groups, make_schedule
+from leaderless.planner.schedule import is_expanded, keeps_groups
 from leaderless.workflow import Node, Workflow, spec_of
 from leaderless.workflow.columns import column_of
 
@@ -42,7 +43,6 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             writes=flow.writes[node.name],
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
-            # Fewer surplus groups are left than a step takes, and it takes them first: none waits longer than a step.
             max_staleness=recipe.batch.updates_per_step if repeated and node.name not in repeated else 0,
         )
         for node in flow.order
@@ -56,6 +56,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_engine(recipe, engine, instances, cluster)
     sizes = _model_sizes(recipe, instances)
     batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
+    loops, channels = make_loops(recipe, nodes, instances, repeated)
     bounds = batch.micro_batch_tokens, recipe.rollout.max_sequences
     return Plan(
         recipe_name=recipe.name,
@@ -64,7 +65,8 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         nodes=nodes,
         pruned=flow.pruned,
         edges=_edges(recipe, nodes),
-        schedule=make_schedule(recipe, nodes, instances, repeated),
+        loops=loops,
+        channels=channels,
         instances=instances,
         engine=engine,
         batch=batch,

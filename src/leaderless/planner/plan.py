@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from leaderless.config.rollout import EngineName
+from leaderless.planner.entries import (
+    Action,
+    Load,
+    Pull,
+    Push,
+    Repeat,
+    Reshard,
+    RunNode,
+    SyncWeights,
+    Windowed,
+    flat,
+)
 from leaderless.planner.layout import Layout, all_ranks, format_ranks
 from leaderless.planner.memory import MemoryEstimate
 from leaderless.planner.model_size import ModelSize
@@ -61,130 +73,66 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Load:
-    """Chain entry: take this rank's prompts from the dataloader."""
+class Loop:
+    """Nodes that go through iterations together, with a counter of their own.
 
-    layout: Layout
-    columns: tuple[str, ...]
+    Nodes that no channel separates are in one loop, so a plan without channels is one loop and its iterations are the
+    steps of the run.
 
-    def __str__(self) -> str:
-        return "load"
-
-
-@dataclass(frozen=True)
-class RunNode:
-    """Chain entry: run a node."""
-
-    node: str
-
-    def __str__(self) -> str:
-        return self.node
-
-
-@dataclass(frozen=True)
-class Reshard:
-    """Chain entry: send columns of one node, the source, to another layout, where nodes read them.
-
-    Where groups are kept, samples of one prompt go to one shard. A late entry sends more columns of rows that the
-    target layout has already. A spare layout has the same columns from an earlier entry, so that its ranks keep theirs.
+    Attributes:
+        name: Name of its first node.
+        nodes: Its nodes, in order.
+        ranks: Ranks that its entries run on, ascending; those of two loops are disjoint.
+        schedule: All chain entries of an iteration in the order of every rank; a rank executes those it takes part in.
+        lag: Iterations that it is ahead of the loop that trains the role it generates with; 0 if it is the same loop.
     """
 
-    source: str
-    row_set: str
-    columns: tuple[str, ...]
-    source_layout: Layout
-    target_layout: Layout
-    keep_groups: bool
-    is_late: bool = False
-    spare_layout: Layout | None = None
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks that take part, ascending."""
-        return all_ranks(self.source_layout, self.target_layout)
-
-    @property
-    def name(self) -> str:
-        """Name in errors and traces."""
-        return f"{self.source}->{format_ranks(self.target_layout.ranks)}"
-
-    def __str__(self) -> str:
-        return f"reshard({self.name})"
-
-
-@dataclass(frozen=True)
-class SyncWeights:
-    """Chain entry: send a role's new weights from the ranks that train it to those that use a copy of it."""
-
-    role: str
-    source_layout: Layout
-    target_layout: Layout
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks that take part, ascending."""
-        return all_ranks(self.source_layout, self.target_layout)
-
-    def __str__(self) -> str:
-        return f"weights({self.role}->{format_ranks(self.target_layout.ranks)})"
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """Chain entry: run other entries, round after round, until the last node has chosen `num_groups` groups.
-
-    Groups are counted on the layout of the last node. Surplus groups of an earlier step are counted before the first
-    round. Those with the lowest ids are used; the surplus waits for the next step.
-    """
-
+    name: str
     nodes: tuple[str, ...]
-    layout: Layout
     ranks: tuple[int, ...]
-    num_groups: int
-    max_rounds: int
-    body: tuple[Action, ...]
-
-    @property
-    def last(self) -> str:
-        """Node whose groups are counted."""
-        return self.nodes[-1]
-
-    def __str__(self) -> str:
-        return f"repeat({' -> '.join(map(str, self.body))})"
+    schedule: tuple[Action, ...]
+    lag: int = 0
 
 
 @dataclass(frozen=True)
-class Windowed:
-    """Chain entry: run other entries window by window, a window being a part of each rank's prompts in order.
+class Channel:
+    """What joins two loops, or two iterations of one loop: rows or weights, some iterations of them in flight.
 
-    Each entry is as many windows behind the first as its delay says. Reshards run in the background.
+    Attributes:
+        name: `rollout->policy` for rows, after the two loops; `policy=>rollout` for weights, after the role and the
+            first node that uses the copy.
+        kind: What it carries.
+        source: Loop that pushes.
+        target: Loop that pulls. Surplus groups are rows that a loop keeps for its own next iteration.
+        capacity: Most iterations in flight: pushed, and not pulled yet.
+        max_staleness: Most optimizer steps between the weights that sampled a row and those that are trained with it.
+        reshards: What is sent of one iteration, in order, if it carries rows to other ranks.
+        sync: What is sent of one iteration if it carries weights.
     """
 
-    body: tuple[Action, ...]
-    delays: tuple[int, ...]
-    num_windows: int
-    ranks: tuple[int, ...]
+    name: str
+    kind: Literal["rows", "weights"]
+    source: str
+    target: str
+    capacity: int
+    max_staleness: int
+    reshards: tuple[Reshard, ...] = ()
+    sync: SyncWeights | None = None
 
-    def turns(self) -> Iterator[tuple[Action, int]]:
-        """Entries and the window that each works on, in the order that every rank keeps."""
-        for turn in range(self.num_windows + max(self.delays, default=0)):
-            for action, delay in zip(self.body, self.delays, strict=True):
-                if 0 <= turn - delay < self.num_windows:
-                    yield action, turn - delay
+    @property
+    def transfers(self) -> tuple[Reshard | SyncWeights, ...]:
+        """What is sent of one iteration, in order."""
+        return self.reshards if self.sync is None else (self.sync,)
 
-    def __str__(self) -> str:
-        return f"windows({' -> '.join(map(str, self.body))})"
+    @property
+    def source_ranks(self) -> tuple[int, ...]:
+        """The ranks that push, ascending."""
+        return all_ranks(*(transfer.source_layout for transfer in self.transfers))
 
-
-Action = Load | RunNode | Reshard | SyncWeights | Repeat | Windowed
-
-
-def flat(actions: Sequence[Action]) -> Iterator[Action]:
-    """Chain entries, each repetition and window entry followed by those inside it."""
-    for action in actions:
-        yield action
-        if isinstance(action, Repeat | Windowed):
-            yield from flat(action.body)
+    @property
+    def target_ranks(self) -> tuple[int, ...]:
+        """The ranks that pull, ascending."""
+        return all_ranks(*(transfer.target_layout for transfer in self.transfers))
 
 
 @dataclass(frozen=True)
@@ -241,7 +189,8 @@ class Plan:
         nodes: The nodes that run, in order.
         pruned: Nodes that do not run, because no node reads what they write.
         edges: The columns between nodes.
-        schedule: All chain entries in the order of every rank; a rank executes those it takes part in.
+        loops: Loops that the nodes form, in the order of their first nodes.
+        channels: What joins loops.
         instances: The models and where they are.
         engine: Engine that generates.
         batch: Derived batch sizes.
@@ -256,7 +205,8 @@ class Plan:
     nodes: tuple[PlannedNode, ...]
     pruned: tuple[str, ...]
     edges: tuple[Edge, ...]
-    schedule: tuple[Action, ...]
+    loops: tuple[Loop, ...]
+    channels: tuple[Channel, ...]
     instances: tuple[RoleInstance, ...]
     engine: EngineName
     batch: BatchSizes
@@ -274,8 +224,25 @@ class Plan:
                 return self[node].layout.ranks
             case Load(layout, _):
                 return layout.ranks
+            case Push(channel):
+                return self.channel(channel).source_ranks
+            case Pull(channel):
+                return self.channel(channel).target_ranks
             case _:
                 return action.ranks
+
+    def channel(self, name: str) -> Channel:
+        """The channel of a name."""
+        return next(channel for channel in self.channels if channel.name == name)
+
+    def loop_of(self, rank: int) -> Loop:
+        """The loop that a rank walks."""
+        return next(loop for loop in self.loops if rank in loop.ranks)
+
+    @property
+    def schedule(self) -> tuple[Action, ...]:
+        """The chain entries of all loops, those of one loop after those of another."""
+        return tuple(action for loop in self.loops for action in loop.schedule)
 
     @property
     def repeat(self) -> Repeat | None:
@@ -288,8 +255,8 @@ class Plan:
         return next((action for action in self.schedule if isinstance(action, Windowed)), None)
 
     def chain(self, rank: int) -> tuple[Action, ...]:
-        """What one rank does in each step, in order."""
-        return self._part_of(rank, self.schedule)
+        """What one rank does in each iteration of its loop, in order."""
+        return self._part_of(rank, self.loop_of(rank).schedule)
 
     def _part_of(self, rank: int, actions: Sequence[Action]) -> tuple[Action, ...]:
         """The entries that a rank takes part in, inside repetitions and windows too."""
@@ -342,6 +309,22 @@ class Plan:
                 }
                 for node in self.nodes
             ],
+            "loops": [
+                {"name": loop.name, "nodes": list(loop.nodes), "ranks": format_ranks(loop.ranks), "lag": loop.lag}
+                for loop in self.loops
+            ],
+            "channels": [
+                {
+                    "name": channel.name,
+                    "kind": channel.kind,
+                    "source": channel.source,
+                    "target": channel.target,
+                    "capacity": channel.capacity,
+                    "max_staleness": channel.max_staleness,
+                    "sends": [str(transfer) for transfer in channel.transfers],
+                }
+                for channel in self.channels
+            ],
             "repeat": repeat,
             "windows": 1 if self.windowed is None else self.windowed.num_windows,
             "pruned": list(self.pruned),
@@ -377,6 +360,18 @@ class Plan:
                 [n.name, n.node.run, n.node.role, str(n.layout), dict(n.reads), n.writes, n.max_staleness]
                 for n in self.nodes
             ],
-            [self._facts_of(action) for action in flat(self.schedule)],
+            [
+                [
+                    loop.name,
+                    format_ranks(loop.ranks),
+                    loop.lag,
+                    [self._facts_of(action) for action in flat(loop.schedule)],
+                ]
+                for loop in self.loops
+            ],
+            [
+                [c.name, c.source, c.target, c.capacity, c.max_staleness, [self._facts_of(t) for t in c.transfers]]
+                for c in self.channels
+            ],
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -6,19 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from leaderless.config import Recipe
+from leaderless.planner.entries import Action, Load, Repeat, Reshard, RunNode, SyncWeights, Windowed
 from leaderless.planner.flow import DATA
 from leaderless.planner.layout import Layout, all_ranks
-from leaderless.planner.plan import (
-    Action,
-    Load,
-    PlannedNode,
-    Repeat,
-    Reshard,
-    RoleInstance,
-    RunNode,
-    SyncWeights,
-    Windowed,
-)
+from leaderless.planner.plan import PlannedNode, RoleInstance
 
 
 def make_schedule(

@@ -14,9 +14,10 @@ from rich.text import Text
 from leaderless.config import Json
 from leaderless.config.rollout import EngineName
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
+from leaderless.planner.entries import Action, Repeat, Reshard, SyncWeights, Windowed
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import COMMANDS, MemoryEstimate, format_bytes
-from leaderless.planner.plan import Action, Plan, PlannedNode, Repeat, Reshard, RoleInstance, SyncWeights, Windowed
+from leaderless.planner.plan import Plan, PlannedNode, RoleInstance
 
 if TYPE_CHECKING:
     from leaderless.planner.costs.step import Estimate
