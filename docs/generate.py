@@ -27,6 +27,7 @@ from leaderless.cli.main import app
 from leaderless.config import Recipe
 from leaderless.config.base import ShorthandSection
 from leaderless.config.rewards import RewardOptions
+from leaderless.config.roles import RoleConfig
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.picture import draw_plan
@@ -153,7 +154,9 @@ def cluster_page() -> str:
 
 
 def _section(section: type[BaseModel], key: str, description: str) -> Iterator[str]:
-    heading = key.replace("<name>", {"models": "<role>", "layout": "<node>"}.get(key.partition(".")[0], "<name>"))
+    heading = key.replace(
+        "<name>", {"models": "<role>", "roles": "<role>", "layout": "<node>"}.get(key.partition(".")[0], "<name>")
+    )
     yield f"## `{heading}`" if "." not in heading or "<" in heading else f"### `{heading}`"
     yield cell(description, keep_lines=True)
     if issubclass(section, ShorthandSection):
@@ -181,9 +184,9 @@ def _section(section: type[BaseModel], key: str, description: str) -> Iterator[s
                 yield cell(field.description or "", keep_lines=True)
                 if own:
                     yield _settings_table(own, f"{heading}.{name}.")
-            elif inner.__name__ == "OptimizerConfig":
+            elif section is RoleConfig:
                 yield f"### `{heading}.{name}`"
-                yield f"{cell(field.description or '')} It has the settings of [`optimizer`](#optimizer)."
+                yield f"{cell(field.description or '')} It has the settings of [`{name}`](#{name})."
             else:
                 yield from _section(inner, f"{heading}.{name}", field.description or "")
 

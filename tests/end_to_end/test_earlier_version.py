@@ -54,12 +54,14 @@ def test_a_run_of_an_earlier_version_continues_with_the_same_numbers(
     assert str(refused.value).startswith("runs/tiny/config.yaml:")
     assert "optimizer.warmup_steps: unknown key (did you mean 'optimizer.warmup_updates'?)" in str(refused.value)
     assert "algorithm.loop.max_rounds: unknown key (did you mean 'algorithm.repeat.max_rounds'?)" in str(refused.value)
+    assert "models.policy.optimizer: unknown key: a role has its own optimizer" in str(refused.value)
     assert "if the run was begun with another version, correct this file, or pass --fresh" in str(refused.value)
     with pytest.raises(RecipeError, match="export it, and serve the exported folder"):
         find_model("runs/tiny/checkpoints/step-000002", "policy", print)
     config = Path("runs/tiny/config.yaml")
     for old, new in (("warmup_steps", "warmup_updates"), ("loop", "repeat")):
         config.write_text(config.read_text().replace(f"\n  {old}:", f"\n  {new}:"))
+    config.write_text(config.read_text().replace("\n    optimizer: null", ""))
     Run("recipe.yaml").train()
     lines = {line["step"]: line for line in metrics(Path("runs/tiny"))}
     assert sorted(lines) == [1, 2, 3, 4], "the first two are of the earlier version"

@@ -91,7 +91,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     )
     rows = [json.loads(line) for line in write_additions(tmp_path / "rows.jsonl", 4).read_text().splitlines()]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"level": 1}) + "\n" for row in rows))
-    own_optimizer = "models.policy.optimizer={learning_rate: 0.5}"
+    own_optimizer = "roles.policy.optimizer={learning_rate: 0.5}"
     columns = {"prompt": "question", "answer": "answer", "template": "plain"}
     stream = held_out | columns | {"streaming": True}
     mixture = {

@@ -71,17 +71,6 @@ def test_the_reference_and_the_critic_are_the_policy_unless_they_are_named(role)
     assert recipe.model_of(role).path == "r"
 
 
-def test_a_role_has_the_optimizer_of_the_recipe_unless_it_has_its_own():
-    own = {"path": "c", "optimizer": {"learning_rate": 1e-4}}
-    recipe = make_recipe(models={"policy": "p", "critic": own}, optimizer={"learning_rate": 1e-5})
-    assert recipe.optimizer_of("policy").learning_rate == 1e-5
-    assert recipe.optimizer_of("critic").learning_rate == 1e-4
-    assert recipe.optimizer_of("nobody").learning_rate == 1e-5
-    policy = {"path": "p", "optimizer": {"learning_rate": 1e-3}}
-    recipe = make_recipe(models={"policy": policy}, optimizer={"learning_rate": 1e-5})
-    assert recipe.optimizer_of("critic").learning_rate == 1e-5, "the policy's own is not the critic's"
-
-
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [("all", (0, 1, 2, 3)), ("2", (2,)), ("0-2", (0, 1, 2)), ("3,0-1", (0, 1, 3)), ("3-3", (3,)), ("50%-100%", (2, 3))],
@@ -135,7 +124,7 @@ def test_an_unknown_key_is_placed_and_the_nearest_is_named(tmp_path):
         ("rollout: {n: 8}", "rollout.n", "did you mean 'batch.responses_per_prompt'?"),
         ("num_generations: 8", "num_generations", "did you mean 'batch.responses_per_prompt'?"),
         ("actor: {lr: 1.0e-6}", "actor.lr", "did you mean 'optimizer.learning_rate'?"),
-        ("critic: {optim: {lr: 1}}", "critic.optim.lr", "did you mean 'models.critic.optimizer.learning_rate'?"),
+        ("critic: {optim: {lr: 1}}", "critic.optim.lr", "did you mean 'roles.critic.optimizer.learning_rate'?"),
         ("kl_coef: 0.1", "kl_coef", "did you mean 'algorithm.kl.coefficient'?"),
         ("max_completion_length: 9", "max_completion_length", "did you mean 'rollout.max_response_tokens'?"),
         ("wholly: {unknown: 1}", "wholly", "unknown key"),
@@ -174,7 +163,7 @@ def test_the_page_on_recipes_shows_what_is_said_of_other_frameworks_names(tmp_pa
 def test_other_frameworks_names_lead_to_settings_that_exist():
     names = {key: key for key in all_keys()} | {key.partition(".")[0]: key for key in all_keys()}
     for key in _NAMES:
-        fixed = re.sub(r"^models\.\w+\.optimizer\.", "optimizer.", key)
+        fixed = re.sub(r"^roles\.\w+\.", "", key)
         section, _, rest = fixed.partition(".")
         if section in {"models", "layout"}:
             model = ModelConfig if section == "models" else LayoutConfig
@@ -480,7 +469,7 @@ def sections(**fields):
 optimizers = sections(learning_rate=positive, beta1=fractions, schedule=st.sampled_from(["linear", "cosine"]))
 models = st.fixed_dictionaries(
     {"path": texts},
-    optional={"revision": texts, "gradient_checkpointing": st.booleans(), "optimizer": st.none() | optimizers},
+    optional={"revision": texts, "gradient_checkpointing": st.booleans()},
 )
 rewards = st.floats(-10, 10) | sections(
     weight=st.floats(-10, 10), timeout_s=positive, sources=st.lists(texts, max_size=3)
@@ -508,6 +497,7 @@ recipes = st.fixed_dictionaries(
         "batch": sections(prompts_per_step=counts, micro_batch_tokens=counts),
         "rollout": sections(temperature=st.floats(0, 10), stop=st.lists(texts, max_size=3)),
         "optimizer": optimizers,
+        "roles": st.dictionaries(words, sections(optimizer=optimizers, rollout=st.none()), max_size=2),
         "layout": st.dictionaries(words, layouts, max_size=3),
         "run": sections(directory=texts, timeout_s=positive, tensorboard=st.booleans()),
     },

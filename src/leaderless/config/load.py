@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from leaderless.config.base import Section
 from leaderless.config.errors import Problem, RecipeError, nearest
 from leaderless.config.recipe import Recipe
 from leaderless.config.shape import follow, hints_for
-from leaderless.config.source import RecipeSource, Setting, apply_overrides, read_yaml
+from leaderless.config.source import RecipeSource, Setting, apply_overrides, merge_settings, read_yaml
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -84,18 +84,14 @@ def _validate(section: type[AnySection], settings: Mapping[str, Setting], source
         return section.model_validate(settings)
     except ValidationError as error:
         problems = [problem for details in error.errors() for problem in _problems(details, source, section)]
-        raise RecipeError(problems) from error
+        raise RecipeError([problem for problem in problems if not _is_inherited(problem, problems)]) from error
 
 
-def merge_settings(defaults: Mapping[str, Setting], settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Settings on top of defaults. A section of another `type` than the default's inherits nothing from it."""
-    merged = {**defaults, **settings}
-    for key, default in defaults.items():
-        value = settings.get(key)
-        if isinstance(default, Mapping) and isinstance(value, Mapping):
-            is_other = "type" in value and value["type"] != default.get("type")
-            merged[key] = value if is_other else merge_settings(default, value)
-    return merged
+def _is_inherited(problem: Problem, problems: Sequence[Problem]) -> bool:
+    """Whether a problem of a role's settings is one of the general settings that they are written on top of."""
+    section, _, rest = problem.key.partition(".")
+    general = replace(problem, key=rest.partition(".")[2])
+    return section == "roles" and general in problems
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -133,8 +129,9 @@ def _problems(details: ErrorDetails, source: RecipeSource, root: type[Section]) 
         path, key, message = (*path, "type"), f"{key}.type={wrong!r}", f"unknown type{nearest(wrong, known)}"
     elif kind == "value_error" and (not path or isinstance(value, Mapping)):
         mentioned = message.split("=")[0].split(" ")[0]
+        role = path[:2] if path[:1] == ("roles",) else ()
         if "." in mentioned:
-            path, key = tuple(mentioned.split(".")), ""
+            path, key = (*role, *mentioned.split(".")), ".".join(role)
     elif kind != "missing" and isinstance(value, str | int | float | bool | None):
         key = f"{key}={value!r}"
     return [Problem(key, message, source.place_of(path))]

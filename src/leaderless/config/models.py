@@ -1,4 +1,4 @@
-"""The models of roles, and their optimizers."""
+"""The models of roles, and the optimizer."""
 
 from __future__ import annotations
 
@@ -56,5 +56,3 @@ class ModelConfig(ShorthandSection):
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave it off unless you have read that code."""
-    optimizer: OptimizerConfig | None = None
-    """Optimizer of this role; by default the recipe's `optimizer`."""

@@ -28,7 +28,7 @@ _NAMES: Mapping[str, str] = {
     "rollout.max_sequences": "max_num_seqs",
     "layout.rollout.tp": "tensor_model_parallel_size vllm_tensor_parallel_size",
     "optimizer.learning_rate": "lr actor_learning_rate",
-    "models.critic.optimizer.learning_rate": "critic.optim.lr critic.lr critic_learning_rate",
+    "roles.critic.optimizer.learning_rate": "critic.optim.lr critic.lr critic_learning_rate",
     "optimizer.weight_decay": "l2",
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",

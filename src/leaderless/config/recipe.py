@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,8 +12,10 @@ from leaderless.config.data import DataConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rewards import RewardsConfig
+from leaderless.config.roles import SHARED_SETTINGS, RoleConfig, RoleSection, as_settings
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
 from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
+from leaderless.config.source import merge_settings
 
 DERIVED_ROLES = ("reference", "critic")
 """Roles that start from the policy's model if the recipe gives them none."""
@@ -39,7 +41,9 @@ class Recipe(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage, loss, penalty, averaging."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Optimizer of every trained role whose model has none."""
+    """Optimizer of every trained role."""
+    roles: Mapping[str, RoleConfig] = {}
+    """Settings that a role has for itself, such as `roles.critic.optimizer`."""
     layout: Mapping[str, LayoutConfig] = {}
     """Ranks and parallel sizes by node. A node without an entry runs where its role is trained, if the node that trains
     it has an entry; else where the first node that it comes after runs; else data-parallel on all ranks."""
@@ -63,6 +67,31 @@ class Recipe(Section):
             raise ValueError("must name a workflow")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_roles(cls, value: object) -> object:
+        """Settings of a role are written on top of the general ones."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("roles"), Mapping):
+            return value
+        roles: dict[str, object] = {}
+        for role, given in value["roles"].items():
+            sections = as_settings(given)
+            merged = {
+                name: merge_settings(as_settings(value.get(name)), inner) if isinstance(inner, Mapping) else inner
+                for name, inner in sections.items()
+            }
+            roles[role] = merged if isinstance(given, Mapping | RoleConfig) else given
+        return {**value, "roles": roles}
+
+    @model_validator(mode="after")
+    def _roles_share_what_is_not_theirs(self) -> Recipe:
+        for role, config in self.roles.items():
+            for section, name in SHARED_SETTINGS:
+                own = getattr(config, section)
+                if own is not None and getattr(own, name) != getattr(getattr(self, section), name):
+                    raise ValueError(f"roles.{role}.{section}.{name} must be that of all roles: set {section}.{name}")
+        return self
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
         if self.evaluation.every_steps and self.data.evaluation is None:
@@ -84,7 +113,37 @@ class Recipe(Section):
         """The model of a role of the workflow, or None if the recipe names none."""
         return self.models.get(role) or (self.models.get("policy") if role in DERIVED_ROLES else None)
 
-    def optimizer_of(self, role: str) -> OptimizerConfig:
-        """The optimizer settings of a trained role."""
-        model = self.models.get(role)
-        return (model.optimizer if model else None) or self.optimizer
+    def sections_of(self, role: str | None, agents: Sequence[str] = ()) -> Mapping[RoleSection, str]:
+        """The sections that are not the general ones for a node, each with the role that it is written for.
+
+        Args:
+            role: Role of the node.
+            agents: Roles that sampled the rows of the node. Samples were generated with the `rollout` of their agent,
+                of several the one with the longest responses; the `algorithm` of a single agent holds where the node's
+                role has none.
+        """
+        by_length = sorted(agents, key=lambda agent: -self.as_seen_by(agent).rollout.max_response_tokens)
+        owners: dict[RoleSection, Sequence[str | None]] = {
+            "algorithm": [role, *(agents if len(agents) == 1 else ())],
+            "rollout": by_length[:1] or [role],
+            "optimizer": [role],
+        }
+        found = {
+            section: [role for role in known if role and role in self.roles and getattr(self.roles[role], section)]
+            for section, known in owners.items()
+        }
+        return {section: known[0] for section, known in found.items() if known}
+
+    def as_seen_by(self, role: str | None, agents: Sequence[str] = ()) -> Recipe:
+        """The recipe with the settings that hold for a node in place of the general ones; see `sections_of`."""
+        sections = self.sections_of(role, agents) if self.roles else {}
+        if not sections:
+            return self
+        return self.model_copy(
+            update={section: getattr(self.roles[owner], section) for section, owner in sections.items()}
+        )
+
+    def longest_response(self, agents: Iterable[str]) -> int:
+        """Most tokens of a response that one of some roles samples; without any, of one in general."""
+        lengths = (self.as_seen_by(agent).rollout.max_response_tokens for agent in agents)
+        return max(lengths, default=self.rollout.max_response_tokens)

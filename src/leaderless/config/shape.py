@@ -22,6 +22,8 @@ def hints_for(
     The keys of an unknown section are looked up one by one, so there is a hint for each of them, by its path.
     """
     path, sections = follow(location, root)
+    if root is Recipe and path[:1] == ("models",) and path[2:] == ("optimizer",):
+        return {path: f": a role has its own optimizer as 'roles.{path[1]}.optimizer'"}
     siblings = sorted({name for section in sections for name in section.model_fields})
     hint, has_sibling = nearest(path[-1], siblings), closest(path[-1], siblings) is not None
     if has_sibling and (isinstance(value, Mapping) or root is not Recipe):

@@ -33,10 +33,13 @@ class RecipeSource:
     def place_of(self, key: str | Sequence[str]) -> str:
         """Where a setting, by its dotted path or its parts, was written, or the first one in it.
 
-        If there is none, the place is that of the nearest section around it.
+        If there is none, the place is that of the nearest section around it; for a setting of a role, that of the
+        general setting if there is one.
         """
         path = tuple(key.split(".")) if isinstance(key, str) else tuple(key)
         inside = next((place for other, place in self.places.items() if path and other[: len(path)] == path), "")
+        if not inside and path[:1] == ("roles",) and path[2:] in self.places:
+            path = path[2:]
         while path and path not in self.places:
             path = path[:-1]
         return inside or self.places.get(path, "")
@@ -101,6 +104,17 @@ def with_setting(source: RecipeSource, path: tuple[str, ...], value: Setting, pl
     # Settings of the file below this key are gone, and so are their places.
     places = {inner: line for inner, line in source.places.items() if inner[: len(path)] != path}
     return RecipeSource(settings, places | {path: place})
+
+
+def merge_settings(defaults: Mapping[str, Setting], settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Settings on top of defaults. A section of another `type` than the default's inherits nothing from it."""
+    merged = {**defaults, **settings}
+    for key, default in defaults.items():
+        value = settings.get(key)
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            is_other = "type" in value and value["type"] != default.get("type")
+            merged[key] = value if is_other else merge_settings(default, value)
+    return merged
 
 
 def path_of(key: str) -> tuple[str, ...]:

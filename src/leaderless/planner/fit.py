@@ -34,19 +34,19 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit
     With `batch.micro_batch_tokens: auto`, the bound of a pass is halved until the estimate fits. A plan with a model of
     unknown size is taken to fit. `available` are the bytes that each rank may use.
     """
-    tokens, sequences = plan.batch.micro_batch_tokens, recipe.rollout.max_sequences
+    tokens = plan.batch.micro_batch_tokens
     longest = longest_sequence(recipe, plan.instances)
 
-    def memory(pass_tokens: int, sequences: int) -> Memory:
+    def memory(pass_tokens: int, sequences: int | None = None) -> Memory:
         estimate = estimate_memory(recipe, plan.instances, plan.sizes, plan.engine, pass_tokens, sequences)
         assert estimate is not None, "checked before"
         return estimate.cpu if is_cpu else estimate.accelerator
 
     if plan.memory is None:
         return Fit(tokens)
-    while plan.batch.adapts_to_memory and tokens > longest and memory(tokens, sequences).peak > MARGIN * available:
+    while plan.batch.adapts_to_memory and tokens > longest and memory(tokens).peak > MARGIN * available:
         tokens = max(tokens // 2, longest)
-    least, expected = memory(longest, 1), memory(tokens, sequences)
+    least, expected = memory(longest, 1), memory(tokens)
     if least.peak > available:
         return Fit(tokens, _shortage(recipe, plan, least, None, available), is_hopeless=True)
     if expected.peak > MARGIN * available:
@@ -71,8 +71,11 @@ def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) ->
     remedies: list[str] = []
     phase = max(memory.phases, key=memory.totals.__getitem__)
     if tokens is not None:
+        role = phase.removesuffix(" generates")
+        sampling = recipe.as_seen_by(role).rollout
+        place = f"roles.{role}." if "rollout" in recipe.sections_of(role) else ""
         remedies.append(
-            f"lower rollout.max_sequences={recipe.rollout.max_sequences}"
+            f"lower {place}rollout.max_sequences={sampling.max_sequences}"
             if phase.endswith(" generates")
             else f"lower batch.micro_batch_tokens={tokens}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from leaderless.config import Problem, Recipe, RecipeError, nearest
@@ -33,6 +34,8 @@ class Flow:
         order: The nodes that run, in order.
         pruned: Nodes that do not run because no node reads what they write.
         specs: Contract of each node.
+        agents: Roles that sampled the rows of each node.
+        settings: Recipe with the settings that hold for each node.
         writes: Columns that each node writes.
         row_set: Row set that each node works on.
         sources: Node that each column of a node comes from, carried columns included, by node and column.
@@ -49,9 +52,15 @@ class Flow:
         nodes = workflow.order()
         self.recipe, self.workflow, self._before = recipe, workflow, workflow.ancestors()
         self.specs = {node.name: spec_of(node) for node in nodes}
+        self.agents = {node.name: self._agents_of(node, nodes) for node in nodes}
+        self.settings = {
+            node.name: self.specs[node.name].settings_of(recipe, node, self.agents[node.name]) for node in nodes
+        }
         self._check_settings(nodes)
         self._check_repeated()
-        self.writes = {node.name: self.specs[node.name].writes_of(recipe, node, workflow) for node in nodes}
+        self.writes = {
+            node.name: self.specs[node.name].writes_of(self.settings[node.name], node, workflow) for node in nodes
+        }
         self._writers = self._ordered_writers()
         self.row_set = {node.name: self._row_set_of(node, nodes) for node in nodes}
         self.sources: dict[str, dict[str, str]] = {}
@@ -70,7 +79,7 @@ class Flow:
         for node in self.order:
             self._trace_written(node)
             self._check_old_log_probs(node)
-        check_best_metric(recipe, self.order, workflow)
+        check_best_metric(recipe, self.order, workflow, self.agents)
         self.sources = {name: dict(sorted(sources.items())) for name, sources in self.sources.items()}
 
     def row_set_after(self, name: str) -> str:
@@ -81,9 +90,28 @@ class Flow:
         for node in nodes:
             spec = self.specs[node.name]
             if spec.check is not None:
-                spec.check(self.recipe, node)
+                try:
+                    spec.check(self.settings[node.name], node)
+                except RecipeError as error:
+                    raise self._for_role(error, node) from error
             if spec.role_use != "none" and node.role is None:
                 raise RecipeError.at(f"nodes.{node.name}.role", f"stage '{node.run}' needs a role, as role: policy")
+
+    def _for_role(self, error: RecipeError, node: Node) -> RecipeError:
+        """The error of a check, with the keys of settings that the role of a node has for itself."""
+        owners = {str(s): role for s, role in self.recipe.sections_of(node.role, self.agents[node.name]).items()}
+        return RecipeError(
+            [
+                replace(problem, key=f"roles.{owners[section]}.{problem.key}") if section in owners else problem
+                for problem in error.problems
+                for section in [problem.key.partition(".")[0]]
+            ]
+        )
+
+    def _agents_of(self, node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:
+        """The roles that sampled the rows of a node."""
+        sampling = [other for other in nodes if other.name in self._before[node.name]]
+        return tuple(other.role for other in sampling if other.role and self.specs[other.name].rows == "expand")
 
     def _check_repeated(self) -> None:
         """Repeated nodes output whole groups, chosen by the last of them and all sampled with the same weights."""
@@ -159,13 +187,13 @@ class Flow:
     def _visit(self, node: Node) -> bool:
         """Trace what a node reads, if the node is needed at all."""
         spec = self.specs[node.name]
-        if node.name not in self._needed and not spec.is_effective(self.recipe):
+        if node.name not in self._needed and not spec.is_effective(self.settings[node.name]):
             return False
         row_set = self.row_set[node.name]
         self._needed.add(row_set)
         self.sources.setdefault(node.name, {})
         is_carried = bool(self.workflow.repeated) and node.name not in self.workflow.repeated
-        for column in (*spec.reads_of(self.recipe, node), *(spec.reads_if_carried if is_carried else ())):
+        for column in (*spec.reads_of(self.settings[node.name], node), *(spec.reads_if_carried if is_carried else ())):
             self._trace(node.name, column, row_set)
         return True
 

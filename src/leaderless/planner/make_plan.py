@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
@@ -17,6 +18,8 @@ from leaderless.planner.plan import BatchSizes, Edge, Plan, PlannedNode, RoleIns
 from leaderless.planner.schedule import is_expanded, keeps_groups
 from leaderless.workflow import Node, Workflow, spec_of
 from leaderless.workflow.columns import column_of
+
+_CRITIC_FIELDS = tuple(CriticConfig.model_fields.items())
 
 
 def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
@@ -44,12 +47,14 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
             max_staleness=recipe.batch.updates_per_step if repeated and node.name not in repeated else 0,
+            agents=flow.agents[node.name],
         )
         for node in flow.order
     )
     _check_idle_ranks(nodes, cluster)
     _check_layouts(recipe, nodes)
     instances = _role_instances(recipe, nodes)
+    _check_role_settings(recipe, workflow, instances)
     _check_critic(recipe, workflow, instances)
     _check_evaluation(recipe, workflow, instances)
     engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine
@@ -57,7 +62,6 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     sizes = _model_sizes(recipe, instances)
     batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
     loops, channels = make_loops(recipe, nodes, instances, repeated)
-    bounds = batch.micro_batch_tokens, recipe.rollout.max_sequences
     return Plan(
         recipe_name=recipe.name,
         workflow=workflow.name,
@@ -71,7 +75,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         engine=engine,
         batch=batch,
         sizes=sizes,
-        memory=estimate_memory(recipe, instances, sizes, engine, *bounds),
+        memory=estimate_memory(recipe, instances, sizes, engine, batch.micro_batch_tokens),
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
     )
 
@@ -160,13 +164,35 @@ def _check_critic(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleIn
     trained = [instance for instance in instances if instance.is_trained]
     if not trained or any(instance.is_critic for instance in trained):
         return
-    for name, field in CriticConfig.model_fields.items():
-        value = getattr(recipe.algorithm.critic, name)
+    own = {f"roles.{role}.": config.algorithm for role, config in recipe.roles.items() if config.algorithm}
+    for (place, algorithm), (name, field) in product(({"": recipe.algorithm} | own).items(), _CRITIC_FIELDS):
+        value = getattr(algorithm.critic, name)
         if value != field.default:
             raise RecipeError.at(
-                f"algorithm.critic.{name}",
+                f"{place}algorithm.critic.{name}",
                 f"is {value}, but no node of the workflow '{workflow.name}' trains a critic: leave it out, or use a "
                 "workflow that has one, as ppo",
+            )
+
+
+def _check_role_settings(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:
+    """Refuse settings of roles that nothing would read."""
+    known = {instance.role: [x for x in instances if x.role == instance.role] for instance in instances}
+    for role, config in recipe.roles.items():
+        mine = known.get(role)
+        if mine is None:
+            hint = nearest(role, known)
+            raise RecipeError.at(
+                f"roles.{role}", f"no node that runs in the workflow '{workflow.name}' has this role{hint}"
+            )
+        is_trained, samples = any(x.is_trained for x in mine), any(x.generates for x in mine)
+        if config.optimizer and not is_trained:
+            raise RecipeError.at(f"roles.{role}.optimizer", f"does nothing: no node trains role '{role}'")
+        if config.rollout and not samples and not recipe.evaluation.every_steps:
+            raise RecipeError.at(f"roles.{role}.rollout", f"does nothing: no node samples with role '{role}'")
+        if config.algorithm and not is_trained and not samples:
+            raise RecipeError.at(
+                f"roles.{role}.algorithm", f"does nothing: no node samples with role '{role}' or trains it"
             )
 
 
@@ -204,7 +230,7 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
             generates=any(x.spec.role_use == "generate" for x in peers),
             scores=any(x.spec.role_use in {"score", "none"} for x in peers),
             is_critic=any(x.spec.is_critic for x in nodes if x.node.role == role),
-            num_updates=sum(x.spec.num_updates(recipe) for x in peers if x.spec.role_use == "train"),
+            num_updates=sum(x.spec.num_updates(x.settings_of(recipe)) for x in peers if x.spec.role_use == "train"),
         )
         for (role, layout), peers in users.items()
     )
@@ -232,8 +258,8 @@ def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str,
 
 def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
     """Tokens of the longest sample: a generated one, or one of the dataset."""
-    is_generated = any(instance.generates for instance in instances)
-    response = recipe.rollout.max_response_tokens if is_generated else recipe.data.max_response_tokens
+    agents = [instance.role for instance in instances if instance.generates]
+    response = recipe.longest_response(agents) if agents else recipe.data.max_response_tokens
     return recipe.data.max_prompt_tokens + response
 
 
@@ -245,17 +271,17 @@ def _edges(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[Edge, ...]:
         for source in sorted(set(node.reads.values())):
             columns = tuple(column for column, provider in node.reads.items() if provider == source)
             is_local = source == DATA or layouts[source].holds_rows_like(node.layout)
-            size = sum(_max_bytes(recipe, column, is_sampled=is_sampled) for column in columns)
+            size = sum(_max_bytes(recipe, column, node.agents, is_sampled=is_sampled) for column in columns)
             edges.append(Edge(source, node.name, columns, "local" if is_local else "reshard", size))
     return tuple(edges)
 
 
-def _max_bytes(recipe: Recipe, name: str, *, is_sampled: bool) -> int:
+def _max_bytes(recipe: Recipe, name: str, agents: Sequence[str], *, is_sampled: bool) -> int:
     """Bytes of a column over all ranks, every sequence as long as it may be."""
     column, data, batch = column_of(name), recipe.data, recipe.batch
-    response = recipe.rollout.max_response_tokens if is_sampled else data.max_response_tokens
+    response = recipe.longest_response(agents) if is_sampled else data.max_response_tokens
     longest = {None: 1, "prompt_tokens": data.max_prompt_tokens}.get(column.axis, response)
-    siblings = batch.responses_per_prompt if is_sampled and not column.is_prompt else 1
+    siblings = batch.responses_per_prompt * max(1, len(agents)) if is_sampled and not column.is_prompt else 1
     return batch.prompts_per_step * siblings * longest * column.item_bytes
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
-from leaderless.config.rollout import EngineName
+from leaderless.config.rollout import EngineName, RolloutConfig
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.model_size import ModelSize
 
@@ -106,7 +106,7 @@ def estimate_memory(
     sizes: Mapping[str, ModelSize | None],
     engine: EngineName,
     pass_tokens: int,
-    max_sequences: int,
+    max_sequences: int | None = None,
 ) -> MemoryEstimate | None:
     """Estimate the bytes on the rank that holds most; None when the size of a model that is used is not known.
 
@@ -114,14 +114,15 @@ def estimate_memory(
     (FSDP). A rank that generates holds a full copy of the weights for that phase, and its KV cache, both in the model's
     `compute_dtype`; engines in other processes have a copy of their own in any case. An asynchronous checkpoint is
     written from a copy, in host memory, that is kept for the next one. A pass has at most `pass_tokens`; at most
-    `max_sequences` are decoded at the same time.
+    `max_sequences` are decoded at the same time, by default what the recipe allows each role.
     """
     models: list[_Model] = []
     for instance in instances:
         size, config = sizes.get(instance.role), recipe.model_of(instance.role)
         if size is None or config is None:
             return None
-        models.append(_Model(instance, size, config, number_bytes(config), instance.layout.dp))
+        sampling = recipe.as_seen_by(instance.role).rollout
+        models.append(_Model(instance, size, config, number_bytes(config), instance.layout.dp, sampling))
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -138,13 +139,14 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Model:
-    """A model with the bytes of a number as it computes, and the ranks that share its weights."""
+    """A model with the bytes of a number as it computes, the ranks that share its weights, and how it generates."""
 
     instance: RoleInstance
     size: ModelSize
     config: ModelConfig
     width: int
     shards: int
+    sampling: RolloutConfig
 
     def copy_bytes(self, *, is_needed: bool) -> int:
         """A whole copy that computes, and a buffer with the unit that is gathered last."""
@@ -184,7 +186,7 @@ class _Rank:
     everywhere: Sequence[_Model]
     engine: EngineName
     pass_tokens: int
-    max_sequences: int
+    max_sequences: int | None
     is_cpu: bool
 
     def memory(self) -> Memory:
@@ -231,35 +233,39 @@ class _Rank:
             yield f"weights of {role} travel", {"buckets": 4 * WEIGHT_BUCKET_BYTES}
 
     def _generation(self, model: _Model) -> dict[str, int]:
-        size, num_sequences = model.size, self._num_sequences(model.shards)
+        size, num_sequences = model.size, self._num_sequences(model)
         if self.engine != "native":
-            cache = num_sequences * self._longest() * size.kv_values_per_token * model.width
+            cache = num_sequences * self._longest(model) * size.kv_values_per_token * model.width
             return {"engine's weights": size.num_parameters * model.width, "kv cache": cache}
         copy = model.copy_bytes(is_needed=model.shards > 1 or model.width != FLOAT32_BYTES)
         return {"unsharded weights": copy, **self._decoding(model, num_sequences)}
 
     def _decoding(self, model: _Model, num_sequences: int) -> dict[str, int]:
         """Keys and values are in slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too."""
-        siblings, sampling = self.recipe.batch.responses_per_prompt, self.recipe.rollout
+        siblings, sampling = self.recipe.batch.responses_per_prompt, model.sampling
         own, num_prompts = sampling.max_response_tokens, -(-num_sequences // siblings)
         slots = num_prompts * _slot(self.recipe.data.max_prompt_tokens)
         if siblings == 1:
-            own, slots = self._longest(), 0
+            own, slots = self._longest(model), 0
         largest = _slot(own)
         slots += num_sequences * (largest + (largest // 2 if largest > SMALLEST_SLOT else 0))
         per_logit = TRUNCATED_LOGIT_BYTES if sampling.is_truncated else LOGIT_BYTES
         logits = (num_sequences * per_logit + num_prompts * FLOAT32_BYTES) * model.size.vocab_size
         return {"kv cache": slots * model.size.kv_values_per_token * model.width, "logits": logits}
 
-    def _longest(self) -> int:
-        return self.recipe.data.max_prompt_tokens + self.recipe.rollout.max_response_tokens
+    def _longest(self, model: _Model) -> int:
+        return self.recipe.data.max_prompt_tokens + model.sampling.max_response_tokens
 
-    def _num_sequences(self, shards: int) -> int:
+    def _bound(self, model: _Model) -> int:
+        """Most sequences that a rank may decode at the same time."""
+        return model.sampling.max_sequences if self.max_sequences is None else self.max_sequences
+
+    def _num_sequences(self, model: _Model) -> int:
         """Sequences that a rank decodes at the same time."""
         if self.recipe.evaluation.every_steps:
-            return self.max_sequences  # held-out prompts are not counted before they are read
-        samples = -(-self.recipe.batch.prompts_per_step // shards) * self.recipe.batch.responses_per_prompt
-        return min(self.max_sequences, samples)
+            return self._bound(model)  # held-out prompts are not counted before they are read
+        samples = -(-self.recipe.batch.prompts_per_step // model.shards) * self.recipe.batch.responses_per_prompt
+        return min(self._bound(model), samples)
 
     def _scoring(self, model: _Model) -> dict[str, int]:
         """A pass without gradient holds a layer's own values, and those of one chunk of logits."""
@@ -302,9 +308,9 @@ class _Rank:
     def _pass(self, model: _Model, prompts: int) -> tuple[int, int]:
         """Most tokens of one pass over some prompts' samples, and the number of passes."""
         shards, data = model.shards, self.recipe.data
-        is_generated = any(x.instance.generates for x in self.everywhere)
-        response = self.recipe.rollout.max_response_tokens if is_generated else data.max_response_tokens
-        siblings = self.recipe.batch.responses_per_prompt if is_generated else 1
+        agents = dict.fromkeys(x.instance.role for x in self.everywhere if x.instance.generates)
+        response = self.recipe.longest_response(agents) if agents else data.max_response_tokens
+        siblings = self.recipe.batch.responses_per_prompt if agents else 1
         own_prompts, own_samples = -(-prompts // shards), -(-prompts * siblings // shards)
         # The last token of a response is predicted, and predicts nothing.
         held = own_prompts * data.max_prompt_tokens + own_samples * (response - 1)
@@ -325,7 +331,7 @@ class _Rank:
             model.size.num_parameters * FLOAT32_BYTES,
             model.copy_bytes(is_needed=model.width != FLOAT32_BYTES),
         )
-        serve = {"weights": weights, "unsharded weights": copy, **self._decoding(model, self.max_sequences)}
+        serve = {"weights": weights, "unsharded weights": copy, **self._decoding(model, self._bound(model))}
         # An export is written tensor by tensor, straight from the weights.
         exported = {"export": {**libraries, "weights": weights}} if self.is_cpu else {}
         return exported | {"serve": {**libraries, **serve}}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from leaderless.config import Recipe
 from leaderless.config.rollout import EngineName
 from leaderless.planner.entries import (
     Action,
@@ -40,6 +41,7 @@ class PlannedNode:
         row_set: Rows that it works on.
         row_set_after: Rows of its output.
         max_staleness: Most optimizer steps between the weights that sampled its rows and those of its role.
+        agents: Roles that sampled its rows.
     """
 
     node: Node
@@ -50,6 +52,11 @@ class PlannedNode:
     row_set: str
     row_set_after: str
     max_staleness: int = 0
+    agents: tuple[str, ...] = ()
+
+    def settings_of(self, recipe: Recipe) -> Recipe:
+        """The recipe with the settings that hold for the node."""
+        return self.spec.settings_of(recipe, self.node, self.agents)
 
     @property
     def name(self) -> str:

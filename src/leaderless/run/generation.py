@@ -29,6 +29,7 @@ def answer(
     config = recipe.model_of(role)
     if config is None:
         raise RecipeError.at("models", f"has no model for the role '{role}'")
+    recipe = recipe.as_seen_by(role)
     sampling = recipe.evaluation
     if temperature is not None:
         sampling = sampling.model_copy(update={"temperature": temperature})

@@ -210,8 +210,8 @@ def plan_evaluation(loaded: LoadedRecipe, role: str, num_workers: int) -> Planne
             raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")
         batch = recipe.batch.model_copy(update={"prompts_per_step": max(recipe.batch.prompts_per_step, num_workers)})
         checkpoint = recipe.checkpoint.model_copy(update={"best_metric": None})
-        update = {"models": {role: model}, "layout": {}, "batch": batch, "checkpoint": checkpoint}
-        recipe = recipe.model_copy(update=update)
+        update = {"models": {role: model}, "layout": {}, "batch": batch, "checkpoint": checkpoint, "roles": {}}
+        recipe = recipe.as_seen_by(role).model_copy(update=update)
         return _plan(LoadedRecipe(recipe, loaded.source), evaluation_workflow(role), num_workers)
 
 

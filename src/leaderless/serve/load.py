@@ -117,7 +117,7 @@ def _of_checkpoint(path: Path, role: str) -> Source:
         raise RecipeError.at("--role", f"checkpoint {path} has no role '{role}'{nearest(role, roles)}")
     if state.is_value_model:
         raise RecipeError.at("--role", f"'{role}' is a value model, which writes no text")
-    return Source(recipe.name, role, config, recipe.rollout, path)
+    return Source(recipe.name, role, config, recipe.as_seen_by(role).rollout, path)
 
 
 def _newest_good(run: Path, say: Callable[[str], None]) -> Path:

@@ -156,7 +156,7 @@ class Chain:
         parts, node = self._parts, self._parts.plan[name]
         metrics = self.metrics.of(node.layout.ranks)
         return StageContext(
-            recipe=parts.recipe,
+            recipe=node.settings_of(parts.recipe),
             node=node,
             step=self._progress.step,
             process_group=parts.transport.process_group(node.layout.ranks),

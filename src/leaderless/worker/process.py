@@ -160,7 +160,8 @@ class _Builder:
             return None
         model = self.roles.of(self.instance.role, self.instance.layout)
         assert isinstance(model, ModelRole), "checked by the planner"
-        return Evaluator(self.recipe, dataset, model, self.instance.layout, self.tokenizer, grade)
+        settings = self.recipe.as_seen_by(self.instance.role)
+        return Evaluator(settings, dataset, model, self.instance.layout, self.tokenizer, grade)
 
     def _say_source(self, verb: str, path: str, *, on_hub: bool) -> None:
         self.display.say(f"{verb} [bold]{escape(path)}[/]{' from the hub' if on_hub else ''}")

@@ -67,7 +67,8 @@ class Roles:
             engine.adapt_to_memory(partial(lower_limit, directory, role))
 
     def _add(self, instance: RoleInstance) -> None:
-        recipe, role, ranks = self._recipe, instance.role, instance.layout.ranks
+        role, ranks = instance.role, instance.layout.ranks
+        recipe = self._recipe.as_seen_by(role)
         config = recipe.model_of(role)
         assert config is not None
         load = load_value_model if instance.is_critic else load_causal_lm
@@ -75,7 +76,7 @@ class Roles:
         check_vocabulary(model, self._tokenizer, role)
         process_group, micro_batch_tokens = self._transport.process_group(ranks), self._plan.batch.micro_batch_tokens
         where = config, process_group, self._around.device, micro_batch_tokens
-        optimizer = recipe.optimizer_of(role) if instance.is_trained else None
+        optimizer = recipe.optimizer if instance.is_trained else None
         if isinstance(model, ValueModel):
             critic = FsdpValueEngine(model, *where, optimizer=optimizer, num_updates=instance.num_updates)
             self.engines[role, ranks] = self._models[role, ranks] = critic

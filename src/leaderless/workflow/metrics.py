@@ -118,22 +118,27 @@ def known_metric(name: str) -> Metric | None:
     return next((metric for metric, pattern in patterns.items() if re.fullmatch(pattern, name)), None)
 
 
-def metrics_of(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> list[str]:
-    """Names of the metrics that a run reports, given the nodes that run."""
+def metrics_of(
+    recipe: Recipe, nodes: Sequence[Node], workflow: Workflow, agents: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Names of the metrics that a run reports, given the nodes that run and the roles that sampled the rows of each."""
     names = ["time/step", "data/epoch", *(f"time/{node.name}" for node in nodes)]
     if isinstance(recipe.data.train, Mapping):
         names += [f"data/epoch/{name}" for name in recipe.data.train]
     for node in nodes:
         spec = spec_of(node)
-        names += spec.metrics_of(recipe, node)
-        if "reward_valid" in spec.writes_of(recipe, node, workflow):
+        settings = spec.settings_of(recipe, node, agents.get(node.name, ()))
+        names += spec.metrics_of(settings, node)
+        if "reward_valid" in spec.writes_of(settings, node, workflow):
             names.append("reward/failed_share")
     if workflow.repeated:
         names += ["sampling/rounds", "sampling/carried", "sampling/missing"]
     return [*dict.fromkeys([*names, *_evaluation_metrics(recipe)])]
 
 
-def check_best_metric(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> None:
+def check_best_metric(
+    recipe: Recipe, nodes: Sequence[Node], workflow: Workflow, agents: Mapping[str, Sequence[str]]
+) -> None:
     """Refuse a `checkpoint.best_metric` by which the best checkpoint could be lost.
 
     Raises:
@@ -143,7 +148,7 @@ def check_best_metric(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow)
     name = recipe.checkpoint.best_metric
     if name is None:
         return
-    reported, known = metrics_of(recipe, nodes, workflow), known_metric(name)
+    reported, known = metrics_of(recipe, nodes, workflow, agents), known_metric(name)
     if name in reported:
         _check_evaluated_steps(recipe, name)
         return

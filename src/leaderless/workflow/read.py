@@ -11,8 +11,7 @@ import yaml
 from leaderless.config import LoadedRecipe, Problem, RecipeError, nearest
 from leaderless.config import load as config_load
 from leaderless.config.functions import is_function_name, load_function
-from leaderless.config.load import merge_settings
-from leaderless.config.source import RecipeSource, Setting, read_yaml
+from leaderless.config.source import RecipeSource, Setting, merge_settings, read_yaml
 from leaderless.workflow.workflow import Workflow
 
 

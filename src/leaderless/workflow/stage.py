@@ -64,6 +64,16 @@ class StageSpec:
     check: Callable[[Recipe, Node], None] | None = None
     summary: str = ""
 
+    def settings_of(self, recipe: Recipe, node: Node, agents: Sequence[str]) -> Recipe:
+        """The recipe with the settings that hold for a node of this stage.
+
+        Args:
+            recipe: The recipe.
+            node: The node.
+            agents: Roles that sampled its rows.
+        """
+        return recipe.as_seen_by(node.role, [node.role] if self.rows == "expand" and node.role else agents)
+
     def reads_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
         """Columns that a node of this stage reads under a recipe."""
         return tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)

@@ -122,7 +122,9 @@ def _model_costs(plan: Plan, recipe: Recipe, network: Network) -> Models:
                 f"the size of '{model.path}' is not known, because its config.json is not on this machine or is of no "
                 "known family: name a folder that holds one",
             )
-        costs[instance.role, instance.layout.ranks] = ModelCost(size, model, instance.layout, network, recipe)
+        costs[instance.role, instance.layout.ranks] = ModelCost(
+            size, model, instance.layout, network, recipe.as_seen_by(instance.role)
+        )
     return costs
 
 

@@ -1,0 +1,39 @@
+"""Settings that one role has for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel
+
+from leaderless.config.algorithm import AlgorithmConfig
+from leaderless.config.base import Section
+from leaderless.config.models import OptimizerConfig
+from leaderless.config.rollout import RolloutConfig
+
+RoleSection = Literal["algorithm", "rollout", "optimizer"]
+"""A section of the recipe that a role may have for itself."""
+
+
+class RoleConfig(Section):
+    """Settings of one role, on top of the recipe's sections of the same names."""
+
+    algorithm: AlgorithmConfig | None = None
+    """Advantage, loss and penalties of this role, and of nodes without settings of their own that work on its samples;
+    what is not given is as in `algorithm`."""
+    rollout: RolloutConfig | None = None
+    """Generation of this role's samples; what is not given is as in `rollout`. The engine is the same for all roles."""
+    optimizer: OptimizerConfig | None = None
+    """Optimizer of this role; what is not given is as in `optimizer`."""
+
+
+SHARED_SETTINGS = (("algorithm", "repeat"), ("rollout", "engine"), ("rollout", "external"))
+"""Settings within these sections that hold for the whole workflow, and so for no role alone."""
+
+
+def as_settings(section: object) -> Mapping[str, object]:
+    """A section as it was given, as a mapping; empty for none."""
+    if isinstance(section, BaseModel):
+        return section.model_dump(exclude_unset=True)
+    return section if isinstance(section, Mapping) else {}

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import pytest
+import yaml
+from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model, write_recipe
+
+from leaderless.config import RecipeError, dump_recipe, load_recipe
+from leaderless.config.algorithm import GspoLoss
+from leaderless.config.source import RecipeSource
+
+
+def problem_of(path, overrides=()):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_a_role_has_the_optimizer_of_the_recipe_unless_it_has_its_own():
+    roles = {"critic": {"optimizer": {"learning_rate": 1e-4}}}
+    recipe = make_recipe(optimizer={"learning_rate": 1e-5, "beta2": 0.5}, roles=roles)
+    assert recipe.as_seen_by("policy") is recipe.as_seen_by(None)
+    assert recipe.as_seen_by("policy").optimizer.learning_rate == 1e-5
+    own = recipe.as_seen_by("critic").optimizer
+    assert (own.learning_rate, own.beta2) == (1e-4, 0.5), "what the role does not give is as in general"
+
+
+def test_a_role_s_settings_are_merged_below_those_of_the_workflow():
+    def defaults(_: str) -> dict[str, object]:
+        return {"algorithm": {"policy_loss": {"clip_high": 0.28}, "kl": {"coefficient": 0.1}}}
+
+    general = {"algorithm": {"kl": {"coefficient": 0.2}}}
+    roles = {
+        "solver": {"algorithm": {"kl": {"estimator": "k1"}}},
+        "judge": {"algorithm": {"policy_loss": {"type": "gspo"}}},
+    }
+    settings = make_recipe().model_dump(mode="json", exclude_unset=True) | general | {"roles": roles}
+    recipe = load_recipe(RecipeSource(settings, {}), defaults_of=defaults).recipe
+    solver, judge = recipe.as_seen_by("solver").algorithm, recipe.as_seen_by("judge").algorithm
+    assert (solver.kl.coefficient, solver.kl.estimator, solver.policy_loss.clip_high) == (0.2, "k1", 0.28)
+    assert (judge.kl.coefficient, judge.policy_loss) == (0.2, GspoLoss()), "another type inherits nothing"
+    assert load_recipe(RecipeSource(yaml.safe_load(dump_recipe(recipe)), {})).recipe == recipe
+
+
+def test_rows_are_read_with_the_settings_of_the_role_that_sampled_them():
+    roles = {
+        "solver": {"algorithm": {"entropy_coefficient": 0.5}, "rollout": {"temperature": 0.5}},
+        "judge": {"rollout": {"max_response_tokens": 900}},
+        "critic": {"algorithm": {"critic": {"value_clip": 9.0}}, "rollout": {"temperature": 0.1}},
+    }
+    recipe = make_recipe(roles=roles)
+    reference, critic = recipe.as_seen_by("reference", ["solver"]), recipe.as_seen_by("critic", ["solver"])
+    assert (reference.algorithm.entropy_coefficient, reference.rollout.temperature) == (0.5, 0.5)
+    assert (critic.algorithm.critic.value_clip, critic.rollout.temperature) == (9.0, 0.5)
+    both = recipe.as_seen_by(None, ["solver", "judge"])
+    assert (both.algorithm, both.rollout.max_response_tokens) == (recipe.algorithm, 900)
+    assert recipe.longest_response(["solver", "judge"]) == 900
+    assert recipe.longest_response([]) == recipe.rollout.max_response_tokens
+
+
+def test_errors_of_a_role_s_settings_name_the_line_that_was_written(tmp_path):
+    own = "algorithm:\n  kl: {{coefficient: -1}}\nroles:\n  solver:\n    algorithm:\n      {}\n"
+    path = write_recipe(tmp_path, more=own.format("entropy_coefficient: -2"))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    first = path.read_text().splitlines().index("algorithm:") + 1
+    assert [(p.key, p.place) for p in caught.value.problems] == [
+        ("algorithm.kl.coefficient=-1", f"{path}:{first + 1}"),
+        ("roles.solver.algorithm.entropy_coefficient=-2", f"{path}:{first + 5}"),
+    ]
+    path = write_recipe(tmp_path, more=own.format("kl: {target: 1.0}").replace("-1", "0"))
+    problem = problem_of(path)
+    assert problem.key == "roles.solver", problem
+    assert problem.message.startswith("algorithm.kl.target needs kl.coefficient > 0"), problem
+    assert problem.place == f"{path}:{first + 5}"
+    path = write_recipe(tmp_path, more="roles: {solver: {algorithm: {zzz: 1}}}\n")
+    problem = problem_of(path)
+    assert problem.key == "roles.solver.algorithm.zzz"
+
+
+@pytest.mark.parametrize(
+    ("own", "general"),
+    [
+        ("algorithm: {repeat: {max_rounds: 3}}", "algorithm.repeat"),
+        ("rollout: {engine: vllm}", "rollout.engine"),
+        ("rollout: {external: {graphs: false}}", "rollout.external"),
+    ],
+)
+def test_settings_of_all_roles_are_not_one_s_own(tmp_path, own, general):
+    problem = problem_of(write_recipe(tmp_path, more=f"roles: {{solver: {{{own}}}}}\n"))
+    assert problem.message == f"roles.solver.{general} must be that of all roles: set {general}"
+
+
+def test_the_optimizer_of_a_model_is_said_to_be_the_role_s(tmp_path):
+    problem = problem_of(write_recipe(tmp_path), ["models.policy.optimizer={learning_rate: 1.0}"])
+    assert problem.key == "models.policy.optimizer"
+    assert problem.message == "unknown key: a role has its own optimizer as 'roles.policy.optimizer'"
+
+
+def refusal(workflow="grpo", **sections):
+    with pytest.raises(RecipeError) as caught:
+        plan_of(workflow, **sections)
+    return only_problem(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("roles", "key", "rule"),
+    [
+        ({"plicy": {"optimizer": {"beta1": 0.5}}}, "roles.plicy", "has this role (did you mean 'policy'?)"),
+        ({"reference": {"optimizer": {"beta1": 0.5}}}, "roles.reference.optimizer", "no node trains role 'reference'"),
+        ({"reference": {"rollout": {"top_k": 5}}}, "roles.reference.rollout", "no node samples with role 'reference'"),
+        ({"reference": {"algorithm": {"aggregation": "token_mean"}}}, "roles.reference.algorithm", "does nothing"),
+        ({"policy": {"rollout": {"temperature": 0}}}, "roles.policy.rollout.temperature", "must be above 0"),
+        ({"policy": {"rollout": {"top_k": 5}}}, "roles.policy.rollout.top_k", "cannot be combined with a ratio loss"),
+        ({"policy": {"algorithm": {"critic": {"value_clip": 1}}}}, "roles.policy.algorithm.critic.value_clip", "is 1"),
+    ],
+)
+def test_settings_of_a_role_that_do_nothing_or_cannot_work_are_refused(roles, key, rule):
+    problem = refusal(roles=roles, algorithm={"kl": {"coefficient": 0.1}})
+    assert problem.key == key
+    assert rule in problem.message
+
+
+def test_the_settings_of_a_role_decide_what_its_nodes_read(tmp_path):
+    settings = {"algorithm": {"kl": {"coefficient": 0.1}, "overlong": {"filter": True}}}
+    plan = plan_of("grpo", roles={"policy": settings})
+    assert plan["policy"].reads.keys() >= {"ref_log_probs", "truncated"}
+    assert "truncated" in plan["advantage"].reads, "the advantage is of the policy's samples"
+    assert "reference" not in [node.name for node in plan_of("grpo").nodes]
+
+
+def test_memory_counts_the_longest_response_of_a_role(tmp_path):
+    models = {"policy": write_model(tmp_path / "model")}
+    short, long = (
+        plan_of("grpo", models=models, roles={"policy": {"rollout": {"max_response_tokens": tokens}}})
+        for tokens in (64, 2048)
+    )
+    assert (
+        short.memory.cpu.phases["policy generates"]["kv cache"] * 8
+        < (long.memory.cpu.phases["policy generates"]["kv cache"])
+    )
+    edges = {edge.target: edge.max_bytes for edge in short.edges if edge.source == "rollout"}
+    more = {edge.target: edge.max_bytes for edge in long.edges if edge.source == "rollout"}
+    assert edges["reward"] < more["reward"]
+
+
+def test_warm_up_steps_of_a_role_count_in_its_updates(tmp_path):
+    roles = {"policy": {"algorithm": {"critic": {"warmup_steps": 2}}}}
+    plan = plan_of("ppo", roles=roles, algorithm={"advantage": {"type": "gae"}})
+    assert {instance.role: instance.num_updates for instance in plan.instances if instance.is_trained} == {
+        "policy": 1,
+        "critic": 3,
+    }
