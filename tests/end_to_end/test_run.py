@@ -103,6 +103,7 @@ def test_a_program_has_its_generators_back(tmp_path: Path, monkeypatch: pytest.M
     run.generate(["1+1="], temperature=1.0)
     assert generators() == before
     random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
     torch.manual_seed(5)
     assert Run(recipe, **rewards, name="other").train()["reward/mean"] == rewards_drawn, "a step has its own seed"
 

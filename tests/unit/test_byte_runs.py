@@ -69,11 +69,13 @@ def test_neighbours_are_sent_from_where_they_lie() -> None:
 
 def test_rows_are_copied_to_other_places_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(column_store, "COPY_BYTES", 20)
-    values, target = torch.arange(12), torch.zeros(12, dtype=torch.int64)
+    every_byte = 0x0101010101010101
+    values, target = torch.arange(1, 13) * every_byte, torch.zeros(12, dtype=torch.int64)
     lengths = np.array([3, 1, 5, 3])
     source = ByteRuns([(ByteColumn.of(values, lengths), np.array([0, 2]))])
     copy(source, ByteRuns([(ByteColumn.of(target, np.array([3, 4, 5])), np.array([0, 2]))]))
-    assert target.tolist() == [0, 1, 2, 0, 0, 0, 0, 4, 5, 6, 7, 8]
+    assert (target // every_byte).tolist() == [1, 2, 3, 0, 0, 0, 0, 5, 6, 7, 8, 9]
+    assert not (target % every_byte).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.int32])

@@ -15,6 +15,7 @@ from tests.unit.test_critic_stage import Table as Critic
 from tests.unit.test_decoupled_ppo import Table
 from torch import Tensor
 
+from leaderless.algorithms import adapted_coefficient
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
@@ -29,6 +30,7 @@ from leaderless.rollout.engine import Completion
 from leaderless.stages import rollout
 from leaderless.stages.advantage import advantage, remax
 from leaderless.stages.context import Grader, ModelRole, StageContext
+from leaderless.stages.losses import KL_STATE
 from leaderless.stages.reward import reward
 from leaderless.stages.update import update, update_critic
 from leaderless.training.engine import TrainEngine
@@ -200,13 +202,18 @@ def test_the_critic_reads_which_responses_are_filtered():
 
 
 def test_remax_reports_the_divergence_of_responses_that_train():
-    algorithm = {"kl": IN_REWARD | {"horizon": 10.0}}
+    algorithm = {"kl": IN_REWARD | {"horizon": 10.0}, "overlong": {"buffer_tokens": 3}}
     is_greedy = torch.tensor([False, False, False, True])
     batch = samples().with_columns(is_greedy=is_greedy, reward_valid=torch.ones(4, dtype=torch.bool))
     context = context_of("advantage", algorithm, "remax")
     remax(batch, context)
-    divergence = numbers(2) - numbers(3)
-    assert context.metrics.reduce(GROUP)["reward/kl"] == pytest.approx(float(divergence[:9].mean()))
+    divergence = float((numbers(2) - numbers(3))[:9].mean())
+    reported = context.metrics.reduce(GROUP)
+    assert reported["reward/kl"] == pytest.approx(divergence)
+    # Of 5 tokens at most, the last 3 are penalized: responses of 3, 4 and 2 tokens.
+    assert reported["reward/overlong_penalty"] == pytest.approx((-1 / 3 - 2 / 3 + 0) / 3)
+    adapted = adapted_coefficient(0.3, divergence, target=0.1, horizon=10.0, num_samples=3)
+    assert context.state[KL_STATE] == pytest.approx(adapted)
     lengths = batch.dense("response_lengths")
     far = Jagged(numbers(3) - 100.0 * is_greedy.repeat_interleave(lengths), lengths, "response_tokens")
     other = context_of("advantage", algorithm, "remax")
@@ -240,6 +247,9 @@ def test_the_guard_of_entropy_looks_at_tokens_that_train():
     update(samples(), context)
     (event,) = context.events
     assert (event.guard, event.value) == ("entropy_limit", 0.25)
+    context.events.clear()
+    update(samples().with_columns(reward_valid=torch.zeros(4, dtype=torch.bool)), context)
+    assert not context.events, "no token says anything about the entropy"
 
 
 def test_remax_reports_the_rewards_of_responses_that_train():

@@ -149,7 +149,8 @@ def test_picture_keeps_what_draws_and_drops_what_acts():
 
 
 @pytest.mark.parametrize(
-    "text", ["<svg>", "<svg/><svg/>", "<p>text</p>", "no markup", '<!DOCTYPE s [<!ENTITY e "&e;">]><svg>&e;</svg>']
+    "text",
+    ["<svg>", "<svg/><svg/>", "<p>text</p>", "<g/>", "no markup", '<!DOCTYPE s [<!ENTITY e "&e;">]><svg>&e;</svg>'],
 )
 def test_a_picture_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="holds no complete <svg>"):
