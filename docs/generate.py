@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from leaderless.algorithms.registry import CUSTOM
 from leaderless.cli.main import app
 from leaderless.config import Recipe
 from leaderless.config.base import ShorthandSection
@@ -208,7 +209,13 @@ def _typed_sections(sections: Sequence[type[BaseModel]], heading: str, field: Fi
     rows: list[tuple[str, ...]] = []
     for section in sections:
         kind = section.model_fields["type"].default
-        rows.append((f"**`{kind}`**", "", "", cell(inspect.cleandoc(section.__doc__ or ""))))
+        if kind is PydanticUndefined:
+            text = (
+                "A custom class with settings of its own; see [A custom class](../algorithms/index.md#a-custom-class)."
+            )
+            rows.append((f"**`{CUSTOM}`**", "", "", text))
+            continue
+        rows.append((f"**`{kind}`**", "", "", cell(inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0])))
         for name, inner in section.model_fields.items():
             if name != "type":
                 rows.append((f"`{heading}.{name}`", _type_name(inner), _default(inner), cell(inner.description or "")))

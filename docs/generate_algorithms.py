@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 
 from generate_markup import cell, sections_of, table_of
 
+from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.catalogue import entries
 from leaderless.config.algorithm import AlgorithmConfig, KlConfig, refusals
 
@@ -56,12 +57,12 @@ def formulas_page() -> str:
         [
             "# Formulas and sources",
             (
-                "Every function of `leaderless.algorithms`, as described by its docstring; `python -m "
+                "Every algorithm and every function that they share, as described by its docstring; `python -m "
                 "leaderless.algorithms` prints the same. `A` is the advantage of a token, `ratio` the ratio of its "
                 "probability under the current policy to its probability before the step's updates, and `sg` stops the "
                 "gradient. [Algorithms](../algorithms/index.md) describes how to combine them."
             ),
-            table_of(("kind", "function", "formula", "source and deviations"), rows),
+            table_of(("kind", "name", "formula", "source and deviations"), rows),
         ]
     )
 
@@ -120,11 +121,11 @@ def combinations() -> str:
 
 
 def _trials() -> Iterator[Trial]:
-    parts = {name: sections_of(AlgorithmConfig.model_fields[name].annotation) for name in ("advantage", "policy_loss")}
+    losses = sections_of(AlgorithmConfig.model_fields["policy_loss"].annotation)
     aggregations = get_args(AlgorithmConfig.model_fields["aggregation"].annotation)
     for advantage, loss, aggregation, (penalty, kl), estimator in product(
-        parts["advantage"],
-        parts["policy_loss"],
+        ADVANTAGES.values(),
+        losses,
         aggregations,
         PENALTIES.items(),
         get_args(KlConfig.model_fields["estimator"].annotation),

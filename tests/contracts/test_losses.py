@@ -1,8 +1,7 @@
-"""The contract of every policy loss and advantage, built-in or a user's `package.module:function`."""
+"""The contract of every policy loss, built-in or a user's `package.module:function`."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -10,17 +9,12 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from leaderless.config.algorithm import TOKEN_ADVANTAGES, AlgorithmConfig
-from leaderless.stages.advantage import _sample_advantages
+from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.stages.losses import LossInputs, policy_loss
 
 LENGTHS = torch.tensor([4, 0, 1, 6, 3])
-REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 1.0, 0.0, 3.0])
-IS_VALID = torch.tensor([True, True, True, False, True, True, True, True])
-GROUPS = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
 OWN = "tests.end_to_end.own_algorithm"
-FUNCTIONS = {"policy_loss": f"{OWN}:own_loss", "advantage": f"{OWN}:own_advantages"}
-SETTINGS = {"rejection": {"correct_at": 1.0}, "pass_at_k": {"k": 2, "correct_at": 1.0}}
+FUNCTIONS = {"policy_loss": f"{OWN}:own_loss"}
 
 
 def sections(field: str) -> dict[str, BaseModel]:
@@ -30,17 +24,12 @@ def sections(field: str) -> dict[str, BaseModel]:
     found = {}
     for kind in kinds:
         name = kind.model_fields["type"].default
-        own = {"function": FUNCTIONS[field]} if name == "function" else SETTINGS.get(name, {})
+        own = {"function": FUNCTIONS[field]} if name == "function" else {}
         found[name] = kind(**own)
     return found
 
 
 LOSSES = sections("policy_loss")
-ADVANTAGES = {
-    name: section
-    for name, section in sections("advantage").items()
-    if name not in {*TOKEN_ADVANTAGES, "remax", "rejection"}  # they need more than rewards
-}
 
 
 def tokens(dtype: torch.dtype = torch.float64) -> LossInputs:
@@ -97,31 +86,3 @@ def test_better_tokens_become_likelier(name: str) -> None:
     _, gradient = loss_and_gradient(name, same)
     assert (gradient <= 0).all()
     assert (gradient < 0).any()
-
-
-def advantages_of(name: str, rewards: Tensor, is_valid: Tensor, groups: Tensor) -> Tensor:
-    lengths = torch.full_like(groups, 3)
-    columns = {"reward_valid": is_valid, "response_lengths": lengths}
-    batch = SimpleNamespace(group_ids=groups, dense=columns.__getitem__)
-    context = SimpleNamespace(
-        recipe=SimpleNamespace(
-            algorithm=AlgorithmConfig(advantage=ADVANTAGES[name]), batch=SimpleNamespace(updates_per_step=1)
-        ),
-        sum=lambda values: values,
-        node=SimpleNamespace(name="advantage"),
-    )
-    return _sample_advantages(rewards, batch, context)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_an_advantage_depends_on_no_order_and_a_failed_reward_has_none(name: str) -> None:
-    result = advantages_of(name, REWARDS, IS_VALID, GROUPS)
-    assert result.shape == REWARDS.shape
-    assert result.isfinite().all()
-    assert result.any(), "there is something to learn"
-    assert not result[~IS_VALID].any()
-    order = torch.tensor([7, 2, 0, 5, 1, 3, 6, 4])
-    other = advantages_of(name, REWARDS[order], IS_VALID[order], GROUPS[order])
-    torch.testing.assert_close(other, result[order])
-    worthless = torch.where(IS_VALID, REWARDS, -99.0)
-    torch.testing.assert_close(advantages_of(name, worthless, IS_VALID, GROUPS), result)

@@ -13,6 +13,7 @@ from tests.end_to_end.cli import ROOT
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.tiny import tiny_model, write_recipe
 
+from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.planner.flow import Flow
 from leaderless.workflow import load_recipe, resolve_workflow
@@ -45,8 +46,8 @@ CASES: dict[str, dict[str, object]] = {
     "adaptive kl": {"algorithm.kl": {"coefficient": 0.5, "unbiased_gradient": True, "target": 0.01, "horizon": 100.0}},
     "token mean with entropy": {"algorithm.aggregation": "token_mean", "algorithm.entropy_coefficient": 0.1},
     "masked correction": {"algorithm.correction": {"type": "mask", "level": "geometric", "lowest": 0.999999}},
-    "own functions": {
-        "algorithm.advantage": {"type": "function", "function": "tests.end_to_end.own_algorithm:own_advantages"},
+    "custom": {
+        "algorithm.advantage": {"type": "tests.end_to_end.own_algorithm:OwnAdvantage", "baseline": 1.5},
         "algorithm.policy_loss": {"type": "function", "function": "tests.end_to_end.own_algorithm:own_loss"},
     },
     "overlong": {"algorithm.overlong": {"buffer_tokens": 4, "filter": True}},
@@ -123,10 +124,9 @@ def test_every_type_of_advantage_and_loss_is_tried() -> None:
         "rejection",
         "gae",  # tested with the critic
     }
-    for field in ("advantage", "policy_loss"):
-        union = get_args(AlgorithmConfig.model_fields[field].annotation)
-        known = {get_args(member)[0].model_fields["type"].default for member in union}
-        assert known <= tried | workflows
+    union = get_args(AlgorithmConfig.model_fields["policy_loss"].annotation)
+    losses = {get_args(member)[0].model_fields["type"].default for member in union}
+    assert {*ADVANTAGES, *losses} <= tried | workflows
 
 
 def named_types(settings: dict[str, object]) -> list[object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from examples.own_algorithm.functions import against_the_best, squared_ratio_loss
+from examples.own_algorithm.algorithms import AgainstTheBest, squared_ratio_loss
 from examples.own_data.convert import convert
 from examples.own_reward.rewards import digits_right, is_short
 from examples.own_workflow.workflow import informative
@@ -17,6 +17,8 @@ from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_additions
 
 from leaderless import RewardInput
+from leaderless.algorithms import AdvantageInputs
+from leaderless.algorithms.advantage import compute
 from leaderless.config import load_recipe
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
@@ -98,11 +100,24 @@ def test_own_workflow_trains_on_groups_with_a_signal_only(ranks: RankPool, tmp_p
     assert second["policy/kl"] > 0
 
 
-def test_own_algorithm_trains_with_its_functions(ranks: RankPool, tmp_path: Path) -> None:
-    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 5.0, 2.0]), torch.tensor([7, 7, 7, 7, 8])
-    valid = torch.tensor([True, True, True, False, True])
-    advantages = against_the_best(rewards, valid, torch.ones(5).long(), groups)
-    assert advantages.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
+def test_own_algorithm_trains_with_its_classes(ranks: RankPool, tmp_path: Path) -> None:
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0]), torch.tensor([7, 7, 7, 7, 8])
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        final_rewards=rewards,
+        penalties=torch.zeros(5),
+        is_valid=torch.tensor([True, True, True, False, True]),
+        is_trained=torch.ones(5, dtype=torch.bool),
+        lengths=torch.ones(5, dtype=torch.int64),
+        group_ids=groups,
+        episode_ids=torch.arange(5),
+        columns={"truncated": torch.zeros(5, dtype=torch.bool)},
+        sum_over_ranks=lambda values: values,
+        step=1,
+    )
+    output = compute(AgainstTheBest(type="examples.own_algorithm.algorithms:AgainstTheBest"), inputs)
+    assert output.advantages.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
+    assert output.metrics["best/distance"].tolist() == [0, 1, 1, 0, 0]
     log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
     squared_ratio_loss(log_probs, log_probs.detach(), torch.tensor([2.0, -1.0]), torch.tensor([2])).sum().backward()
     assert log_probs.grad is not None

@@ -12,6 +12,7 @@ from tests.tiny import tiny_model, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leaderless import RewardInput, Run, Workflow
+from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
 from leaderless.workflow import resolve_workflow
@@ -71,10 +72,9 @@ def test_functions_are_named_by_their_module(tmp_path: Path, monkeypatch: pytest
     name = f"{__name__}:is_right"
     assert list(run.recipe.reward.options()) == [name]
     assert run.recipe.run.reward_processes == 1
-    advantage = {"type": "function", "function": against_the_mean}
-    assert make_run(tmp_path, algorithm={"advantage": advantage}).recipe.algorithm.advantage.function == (
-        f"{__name__}:against_the_mean"
-    )
+    advantage = make_run(tmp_path, algorithm={"advantage": {"type": AgainstTheMean}}).recipe.algorithm.advantage
+    assert isinstance(advantage, AgainstTheMean)
+    assert advantage.type == f"{__name__}:AgainstTheMean"
     for function in (lambda _: 1.0, lambda: resolve_workflow("grpo")):
         with pytest.raises(RecipeError, match="must be a function defined with `def` at the top level"):
             make_run(tmp_path, reward={function: 1.0})
@@ -92,8 +92,9 @@ def test_functions_are_named_by_their_module(tmp_path: Path, monkeypatch: pytest
         Run(write_recipe(tmp_path, tiny_model()), reward={in_notebook: 1.0}, **{"run.reward_processes": 1}).train()
 
 
-def against_the_mean(rewards: object, valid: object, lengths: object, groups: object) -> object:
-    return rewards
+class AgainstTheMean(Advantage):
+    def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
+        return AdvantageOutput(inputs.rewards)
 
 
 def test_a_workflow_may_be_an_object(tmp_path: Path) -> None:

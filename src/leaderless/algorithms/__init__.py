@@ -1,15 +1,9 @@
 """The mathematics: pure functions of packed tensors. Nothing here knows of ranks, models or recipes."""
 
-from leaderless.algorithms.advantages import count_groups_without_signal as count_groups_without_signal
-from leaderless.algorithms.advantages import cpgd_advantages as cpgd_advantages
-from leaderless.algorithms.advantages import distillation_advantages as distillation_advantages
-from leaderless.algorithms.advantages import gpg_advantages as gpg_advantages
-from leaderless.algorithms.advantages import grpo_advantages as grpo_advantages
-from leaderless.algorithms.advantages import opo_advantages as opo_advantages
-from leaderless.algorithms.advantages import pass_at_k_advantages as pass_at_k_advantages
-from leaderless.algorithms.advantages import rejection_advantages as rejection_advantages
-from leaderless.algorithms.advantages import remax_advantages as remax_advantages
-from leaderless.algorithms.advantages import rloo_advantages as rloo_advantages
+from leaderless.algorithms.advantage import Advantage as Advantage
+from leaderless.algorithms.advantage import AdvantageInputs as AdvantageInputs
+from leaderless.algorithms.advantage import AdvantageOutput as AdvantageOutput
+from leaderless.algorithms.advantage import count_groups_without_signal as count_groups_without_signal
 from leaderless.algorithms.aggregation import Aggregation as Aggregation
 from leaderless.algorithms.aggregation import Denominators as Denominators
 from leaderless.algorithms.aggregation import token_weights as token_weights
@@ -40,9 +34,7 @@ from leaderless.algorithms.policy_loss import gspo_loss as gspo_loss
 from leaderless.algorithms.policy_loss import reinforce_loss as reinforce_loss
 from leaderless.algorithms.policy_loss import sapo_loss as sapo_loss
 from leaderless.algorithms.returns import Moments as Moments
-from leaderless.algorithms.returns import gae_advantages as gae_advantages
 from leaderless.algorithms.returns import overlong_penalty as overlong_penalty
-from leaderless.algorithms.returns import reinforce_advantages as reinforce_advantages
 from leaderless.algorithms.returns import token_level_rewards as token_level_rewards
 from leaderless.algorithms.returns import whiten as whiten
 from leaderless.algorithms.segments import add_to_last as add_to_last

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from leaderless.algorithms import (
-    advantages,
     aggregation,
     correction,
     covariance,
@@ -20,25 +19,14 @@ from leaderless.algorithms import (
     policy_loss,
     returns,
 )
+from leaderless.algorithms.advantages import ADVANTAGES
+from leaderless.algorithms.algorithm import Algorithm
 
 Function = Callable[..., object]
 
 FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
     "reward": (returns.token_level_rewards, returns.overlong_penalty),
-    "advantage": (
-        advantages.grpo_advantages,
-        advantages.rloo_advantages,
-        advantages.opo_advantages,
-        advantages.gpg_advantages,
-        advantages.cpgd_advantages,
-        advantages.pass_at_k_advantages,
-        advantages.remax_advantages,
-        advantages.distillation_advantages,
-        advantages.rejection_advantages,
-        returns.gae_advantages,
-        returns.reinforce_advantages,
-        returns.whiten,
-    ),
+    "whitening": (returns.whiten,),
     "policy loss": (
         policy_loss.reinforce_loss,
         policy_loss.clipped_policy_loss,
@@ -62,7 +50,9 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
         correction.is_within,
     ),
 }
-"""By kind; a function that offers several variants lists them in its docstring."""
+"""Functions that several algorithms share, by kind; one that offers several variants lists them in its docstring."""
+CLASSES: Mapping[str, Mapping[str, type[Algorithm]]] = {"advantage": ADVANTAGES}
+"""Algorithms that a setting's `type` selects, by kind."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class Entry:
 
     Attributes:
         kind: Kind of algorithm, such as `advantage`.
-        name: Name of the function, or of the variant that one of its arguments selects.
+        name: Name of the type, of the function, or of the variant that one of its arguments selects.
         formula: Formula in one line.
         source: Paper and equation.
     """
@@ -88,6 +78,10 @@ def entries() -> Iterator[Entry]:
     Raises:
         ValueError: A docstring lacks its formula or its source.
     """
+    for kind, classes in CLASSES.items():
+        for name, found in classes.items():
+            paragraphs = _paragraphs_of(found)
+            yield Entry(kind, name, _paragraph(name, paragraphs, "Formula"), _paragraph(name, paragraphs, "Source"))
     for kind, functions in FUNCTIONS.items():
         for function in functions:
             yield from _entries_of(kind, function)
@@ -108,7 +102,7 @@ def show(console: Console) -> None:
 
 def _entries_of(kind: str, function: Function) -> Iterator[Entry]:
     """A function, or each of its variants: lines as "- `name`: formula; source"."""
-    name, paragraphs = function.__name__, (inspect.getdoc(function) or "").split("\n\n")
+    name, paragraphs = function.__name__, _paragraphs_of(function)
     variants = [paragraph for paragraph in paragraphs if paragraph.startswith("- `")]
     if not variants:
         yield Entry(kind, name, _paragraph(name, paragraphs, "Formula"), _paragraph(name, paragraphs, "Source"))
@@ -118,6 +112,10 @@ def _entries_of(kind: str, function: Function) -> Iterator[Entry]:
         if variant is None:
             raise ValueError(f"the docstring of {name} has '- {line.strip()}': must be '- `name`: formula; source'")
         yield Entry(kind, f"{name}: {variant[1]}", variant[2], variant[3].rstrip("."))
+
+
+def _paragraphs_of(documented: object) -> list[str]:
+    return (inspect.getdoc(documented) or "").split("\n\n")
 
 
 def _paragraph(name: str, paragraphs: list[str], label: str) -> str:

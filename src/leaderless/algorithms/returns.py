@@ -1,4 +1,4 @@
-"""Shaped rewards, advantages of single tokens, and whitening over all ranks.
+"""Shaped rewards, and whitening over all ranks.
 
 Tensors hold only the tokens that the policy sampled. What tools or an environment wrote between two turns is left out,
 so each token is followed by the next one that the policy chose. Values of tokens are [total], those of samples [n];
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import add_to_last, decayed_sum, repeat_per_token, widen
+from leaderless.algorithms.segments import add_to_last, repeat_per_token
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,36 +42,6 @@ def token_level_rewards(rewards: Tensor, is_valid: Tensor, penalties: Tensor, le
     """
     token_rewards = add_to_last(-penalties, rewards, lengths)
     return torch.where(repeat_per_token(is_valid, lengths), token_rewards, 0.0)
-
-
-def gae_advantages(
-    token_rewards: Tensor, values: Tensor, lengths: Tensor, *, discount: float, decay: float
-) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation, and the returns A_t + V_t, which are the targets of the critic.
-
-    Formula: A_t = d_t + discount decay A_{t+1}, with d_t = r_t + discount V_{t+1} - V_t.
-
-    Source: Schulman et al., arXiv 1506.02438, equations 11 and 16. The state after the last token has value 0.
-
-    V_t is the critic's value before token t; gamma (`discount`) and lambda (`decay`) are between 0 and 1.
-    """
-    token_rewards, values = widen(token_rewards), widen(values)
-    following = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
-    has_tokens = lengths > 0
-    following[lengths.cumsum(0)[has_tokens] - 1] = 0.0
-    surprises = token_rewards + discount * following - values
-    advantages = decayed_sum(surprises, lengths, discount * decay)
-    return advantages, advantages + values
-
-
-def reinforce_advantages(token_rewards: Tensor, lengths: Tensor, *, discount: float) -> Tensor:
-    """Returns to go, which REINFORCE++ whitens over all tokens of all ranks.
-
-    Formula: A_t = r_t + discount A_{t+1}.
-
-    Source: REINFORCE++, arXiv 2501.03262, whose discount is 1; see `whiten`.
-    """
-    return decayed_sum(token_rewards, lengths, discount)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from leaderless.algorithms.advantage import Advantage
+from leaderless.algorithms.advantages import ADVANTAGES
+from leaderless.algorithms.advantages.grpo import GrpoAdvantage
+from leaderless.algorithms.registry import union_of
 from leaderless.config.base import Section
 from leaderless.config.functions import is_function_name
+
+if TYPE_CHECKING:
+    AnyAdvantage = Advantage
+else:
+    AnyAdvantage = union_of(ADVANTAGES, Advantage, default="grpo")
 
 
 def _type_or(default: str) -> Callable[[object], object]:
@@ -28,121 +37,6 @@ class FunctionSection(Section):
         if not is_function_name(value):
             raise ValueError("must look like package.module:function")
         return value
-
-
-class GrpoAdvantage(Section):
-    """Rewards relative to their group: (r - mean) / std."""
-
-    type: Literal["grpo"] = "grpo"
-    normalize_by_std: bool = True
-    """Divide by the group's standard deviation, as in GRPO; Dr. GRPO does not."""
-    epsilon: float = Field(default=1e-6, gt=0)
-    """Constant added to that standard deviation."""
-
-
-class RlooAdvantage(Section):
-    """Rewards minus the mean of the group's other rewards."""
-
-    type: Literal["rloo"] = "rloo"
-
-
-class OpoAdvantage(Section):
-    """Rewards minus the group's length-weighted mean."""
-
-    type: Literal["opo"] = "opo"
-
-
-class GpgAdvantage(Section):
-    """Rewards minus their group's mean, scaled up to make up for groups without a signal."""
-
-    type: Literal["gpg"] = "gpg"
-
-
-class CpgdAdvantage(Section):
-    """Rewards minus their group's mean, scaled up to make up for groups without a signal, to a limit."""
-
-    type: Literal["cpgd"] = "cpgd"
-    max_weight: float = Field(default=3.0, ge=1)
-    """Largest weight."""
-
-
-class PassAtKAdvantage(Section):
-    """Contribution of a response to the best of k."""
-
-    type: Literal["pass_at_k"] = "pass_at_k"
-    k: int = Field(default=4, ge=1)
-    """Number of responses of which the best counts; at most `batch.responses_per_prompt`."""
-    correct_at: float = 1.0
-    """Reward from which a response counts as correct."""
-
-
-class RemaxAdvantage(Section):
-    """Rewards minus the reward of the greedy response."""
-
-    type: Literal["remax"] = "remax"
-
-
-class ReinforceAdvantage(Section):
-    """REINFORCE++: returns to go, whitened over all tokens of the step."""
-
-    type: Literal["reinforce_pp"] = "reinforce_pp"
-    group_baseline: bool = False
-    """Subtract the group's mean reward first: REINFORCE++-baseline."""
-    discount: float = Field(default=1.0, gt=0, le=1)
-    """Gamma: how much a reward counts one token earlier."""
-    epsilon: float = Field(default=1e-8, gt=0)
-    """Constant added to the standard deviation for whitening."""
-
-
-class GaeAdvantage(Section):
-    """Generalized advantage estimation, with a critic."""
-
-    type: Literal["gae"] = "gae"
-    discount: float = Field(default=1.0, gt=0, le=1)
-    """Gamma: how much a reward counts one token earlier."""
-    decay: float = Field(default=1.0, ge=0, le=1)
-    """Lambda: 1 relies on rewards alone, 0 on the critic's next value."""
-    whiten: bool = True
-    """Normalize advantages to mean 0 and deviation 1 over all tokens of the step."""
-    epsilon: float = Field(default=1e-8, gt=0)
-    """Constant added to the standard deviation for whitening."""
-
-
-class DistillationAdvantage(Section):
-    """How much more likely each token is under the teacher, `models.reference`."""
-
-    type: Literal["distillation"] = "distillation"
-
-
-class RejectionAdvantage(Section):
-    """1 for correct responses, 0 for all others."""
-
-    type: Literal["rejection"] = "rejection"
-    correct_at: float = 1.0
-    """Reward from which a response counts as correct."""
-
-
-class FunctionAdvantage(FunctionSection):
-    """A custom function of (rewards, reward_valid, response_lengths, group_ids) that returns [n] advantages."""
-
-    type: Literal["function"] = "function"
-
-
-Advantage = Annotated[
-    Annotated[GrpoAdvantage, Tag("grpo")]
-    | Annotated[RlooAdvantage, Tag("rloo")]
-    | Annotated[OpoAdvantage, Tag("opo")]
-    | Annotated[GpgAdvantage, Tag("gpg")]
-    | Annotated[CpgdAdvantage, Tag("cpgd")]
-    | Annotated[PassAtKAdvantage, Tag("pass_at_k")]
-    | Annotated[RemaxAdvantage, Tag("remax")]
-    | Annotated[ReinforceAdvantage, Tag("reinforce_pp")]
-    | Annotated[GaeAdvantage, Tag("gae")]
-    | Annotated[DistillationAdvantage, Tag("distillation")]
-    | Annotated[RejectionAdvantage, Tag("rejection")]
-    | Annotated[FunctionAdvantage, Tag("function")],
-    Discriminator(_type_or("grpo")),
-]
 
 
 class PpoLoss(Section):
@@ -331,7 +225,7 @@ class CriticConfig(Section):
 class AlgorithmConfig(Section):
     """Advantage, loss, penalties, correction, and how tokens are averaged."""
 
-    advantage: Advantage = GrpoAdvantage()
+    advantage: AnyAdvantage = GrpoAdvantage()
     """Advantage computed from rewards."""
     policy_loss: PolicyLossConfig = PpoLoss()
     """Loss of the policy."""
@@ -367,8 +261,6 @@ class AlgorithmConfig(Section):
 
 SEQUENCE_LOSSES = ("gspo", "gmpo")
 """Losses that judge a response as a whole."""
-TOKEN_ADVANTAGES = ("gae", "reinforce_pp", "distillation")
-"""Advantages that differ from token to token."""
 
 
 def refusals(algorithm: AlgorithmConfig) -> list[str]:
@@ -380,23 +272,12 @@ def refusals(algorithm: AlgorithmConfig) -> list[str]:
             f"algorithm.aggregation={algorithm.aggregation} does not go with policy_loss.type={loss}, which is defined "
             "as a mean over responses: use sequence_mean_token_mean"
         )
-    if loss == "gmpo" and advantage in TOKEN_ADVANTAGES:
+    if loss == "gmpo" and algorithm.advantage.is_per_token:
         found.append(
             f"algorithm.policy_loss.type=gmpo needs one advantage for all tokens of a response, and "
             f"advantage.type={advantage} gives each token its own: use ppo, or another advantage"
         )
-    looks = "looks at no reward" if advantage == "distillation" else "asks whether a response is correct"
-    is_shaped = advantage not in {"pass_at_k", "rejection", "distillation"}
-    if kl.place == "reward" and not is_shaped:
-        goes = "does nothing" if advantage == "distillation" else "does not go"
-        found.append(
-            f"algorithm.kl.place=reward {goes} with advantage.type={advantage}, which {looks}: use kl.place=loss"
-        )
-    if algorithm.overlong.buffer_tokens and not is_shaped:
-        found.append(
-            f"algorithm.overlong.buffer_tokens does not go with advantage.type={advantage}, which {looks}: leave it "
-            "out, or use overlong.filter"
-        )
+    found += algorithm.advantage.refusals(algorithm)
     if kl.place == "reward" and kl.unbiased_gradient:
         found.append("algorithm.kl.unbiased_gradient does nothing with kl.place=reward, as rewards have no gradient")
     if kl.target is not None and kl.coefficient == 0:

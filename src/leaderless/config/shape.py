@@ -8,7 +8,10 @@ from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import BaseModel, Tag
 
+from leaderless.algorithms.registry import CUSTOM
+from leaderless.config.base import Section
 from leaderless.config.errors import closest, nearest
+from leaderless.config.functions import is_function_name, load_class
 from leaderless.config.other_names import own_name
 from leaderless.config.recipe import Recipe
 from leaderless.config.rewards import RewardOptions, RewardsConfig
@@ -71,6 +74,9 @@ def follow(
         forms = _forms(annotation)
         if part in forms:
             annotation = forms[part]
+            continue
+        if CUSTOM in forms and is_function_name(part):
+            annotation = load_class(part, ".".join(path), Section)
             continue
         path.append(part)
         parents = _sections_in(annotation)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from leaderless import algorithms
-from leaderless.algorithms import Groups, Moments, repeat_per_token
-from leaderless.config import algorithm as settings
-from leaderless.config.functions import load_function
-from leaderless.data.batch import Batch, Jagged
+from leaderless.algorithms import AdvantageInputs, Groups, repeat_per_token
+from leaderless.algorithms.advantage import compute
+from leaderless.config import Json
+from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.stages.context import StageContext
 from leaderless.stages.losses import adapt_kl_coefficient, kl_coefficient
 from leaderless.stages.mini_batches import counted_samples
@@ -17,32 +17,13 @@ from leaderless.stages.reward import is_sampled
 
 
 def advantage(batch: Batch, context: StageContext) -> Batch:
-    """Compute the recipe's advantage of every sampled token, and the returns for a critic."""
-    lengths = batch.dense("response_lengths")
-    rewards, penalties = _shaped_rewards(batch, context)
-    if context.recipe.algorithm.advantage.type in settings.TOKEN_ADVANTAGES:
-        columns = _token_advantages(batch, rewards, penalties, context)
-    else:
-        totals = rewards - algorithms.segment_sum(penalties, lengths)
-        advantages = _sample_advantages(totals, batch, context)
-        columns = {"advantages": repeat_per_token(advantages, lengths)}
-    _report(context, columns["advantages"], batch)
-    return batch.with_columns({name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()})
+    """Compute the recipe's advantage of every sampled token, and what else it writes, such as returns for a critic."""
+    return _reported(_with_advantages(batch, context), context)
 
 
 def remax(batch: Batch, context: StageContext) -> Batch:
-    """Subtract the reward of the greedy response to the same prompt from the others', then drop the greedy response."""
-    is_greedy, is_valid = batch.dense("is_greedy"), batch.dense("reward_valid")
-    rewards, penalties = _shaped_rewards(batch, context)
-    totals = rewards - algorithms.segment_sum(penalties, batch.dense("response_lengths"))
-    order = torch.argsort(batch.group_ids[is_greedy])
-    place = order[torch.searchsorted(batch.group_ids[is_greedy][order], batch.group_ids)]
-    advantages = algorithms.remax_advantages(totals, is_valid, totals[is_greedy][place], is_valid[is_greedy][place])
-    kept = batch.select(~is_greedy)
-    lengths = kept.dense("response_lengths")
-    values = repeat_per_token(advantages[~is_greedy], lengths)
-    _report(context, values, kept)
-    return kept.with_columns(advantages=Jagged(values, lengths, "response_tokens"))
+    """Compute an advantage over the greedy response to the same prompt, then drop the greedy response."""
+    return _reported(_with_advantages(batch, context).select(~batch.dense("is_greedy")), context)
 
 
 def dynamic_sampling(batch: Batch, context: StageContext) -> Batch:
@@ -88,81 +69,44 @@ def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor
     return rewards, coefficient * divergence
 
 
-def _sample_advantages(rewards: Tensor, batch: Batch, context: StageContext) -> Tensor:
-    """[n]: one advantage for all tokens of a response."""
-    config, group_ids = context.recipe.algorithm.advantage, batch.group_ids
-    is_valid, lengths = batch.dense("reward_valid"), batch.dense("response_lengths")
-    match config:
-        case settings.GrpoAdvantage(normalize_by_std=normalize, epsilon=epsilon):
-            return algorithms.grpo_advantages(rewards, is_valid, group_ids, normalize_by_std=normalize, epsilon=epsilon)
-        case settings.RlooAdvantage():
-            return algorithms.rloo_advantages(rewards, is_valid, group_ids)
-        case settings.OpoAdvantage():
-            return algorithms.opo_advantages(rewards, is_valid, lengths, group_ids)
-        case settings.GpgAdvantage():
-            share = _signal_share(rewards, is_valid, group_ids, context)
-            return algorithms.gpg_advantages(rewards, is_valid, group_ids, signal_share=share)
-        case settings.CpgdAdvantage(max_weight=max_weight):
-            share = _signal_share(rewards, is_valid, group_ids, context)
-            return algorithms.cpgd_advantages(rewards, is_valid, group_ids, signal_share=share, max_weight=max_weight)
-        case settings.PassAtKAdvantage(k=k, correct_at=correct_at):
-            return algorithms.pass_at_k_advantages(rewards >= correct_at, is_valid, group_ids, k=k)
-        case settings.RejectionAdvantage(correct_at=correct_at):
-            # The same tokens count here as in the mean of the update.
-            is_correct, counted = rewards >= correct_at, lengths * counted_samples(batch, context)
-            tokens = context.sum(torch.stack([(counted * is_correct).sum(), counted.sum()]).double())
-            share = float(tokens[0] / tokens[1].clamp(min=1))
-            return algorithms.rejection_advantages(is_correct, is_valid, correct_share=share)
-        case settings.FunctionAdvantage(function=name):
-            function = load_function(name, "algorithm.advantage.function", num_arguments=4)
-            result = function(rewards, is_valid, lengths, group_ids)
-            if not isinstance(result, Tensor) or result.shape != rewards.shape:
-                raise ValueError(
-                    f"algorithm.advantage.function={name} must return one advantage for each of the {len(rewards)} "
-                    "samples, as a tensor"
-                )
-            return torch.where(is_valid, result.float(), 0.0)
-    raise AssertionError(f"node '{context.node.name}' cannot compute {config.type}")
+def _with_advantages(batch: Batch, context: StageContext) -> Batch:
+    config, lengths, is_valid = (
+        context.recipe.algorithm.advantage,
+        batch.dense("response_lengths"),
+        batch.dense("reward_valid"),
+    )
+    rewards, penalties = _shaped_rewards(batch, context)
+    inputs = AdvantageInputs(
+        rewards=rewards - algorithms.segment_sum(penalties, lengths),
+        final_rewards=rewards,
+        penalties=penalties,
+        is_valid=is_valid,
+        is_trained=counted_samples(batch, context),
+        lengths=lengths,
+        group_ids=batch.group_ids,
+        episode_ids=batch.ids,
+        columns={name: _plain(batch[name]) for name in config.reads},
+        sum_over_ranks=context.sum,
+        step=context.step,
+    )
+    output = compute(config, inputs)
+    is_counted = repeat_per_token(is_valid, lengths) if config.is_per_token else is_valid
+    for name, values in output.metrics.items():
+        context.metrics.mean(name, values[is_counted].sum(), is_counted.sum())
+    advantages = output.advantages if config.is_per_token else repeat_per_token(output.advantages, lengths)
+    columns = {**output.columns, "advantages": advantages}
+    return batch.with_columns({name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()})
 
 
-def _signal_share(rewards: Tensor, is_valid: Tensor, group_ids: Tensor, context: StageContext) -> float:
-    with_signal, count = context.sum(algorithms.count_groups(rewards, is_valid, group_ids)).tolist()
-    return float(with_signal / max(count, 1.0))
+def _plain(column: Column) -> Tensor | tuple[Tensor, ...] | tuple[Json, ...]:
+    """A column as an advantage gets it."""
+    if not isinstance(column, Jagged):
+        return column
+    return column.values if column.axis == "response_tokens" else column.rows()
 
 
-def _token_advantages(batch: Batch, rewards: Tensor, penalties: Tensor, context: StageContext) -> dict[str, Tensor]:
-    """Advantages that differ from token to token, [total] each; failed samples get 0.
-
-    Only samples that train count in whitening, as in the mean of the update, and the others get 0.
-    """
-    config = context.recipe.algorithm.advantage
-    lengths, is_valid = batch.dense("response_lengths"), batch.dense("reward_valid")
-    is_counted = repeat_per_token(is_valid, lengths)
-    if isinstance(config, settings.DistillationAdvantage):
-        student, teacher = batch.jagged("old_log_probs").values, batch.jagged("ref_log_probs").values
-        gains = algorithms.distillation_advantages(student, teacher)
-        context.metrics.mean("distillation/divergence", -gains[is_counted].sum(), is_counted.sum())
-        return {"advantages": torch.where(is_counted, gains, 0.0)}
-    if isinstance(config, settings.GaeAdvantage):
-        token_rewards = algorithms.token_level_rewards(rewards, is_valid, penalties, lengths)
-        values, options = batch.jagged("values").values, {"discount": config.discount, "decay": config.decay}
-        gains, returns = algorithms.gae_advantages(token_rewards, values, lengths, **options)
-        columns = {"returns": returns}
-        if not config.whiten:
-            return columns | {"advantages": torch.where(is_counted, gains, 0.0)}
-    else:
-        assert isinstance(config, settings.ReinforceAdvantage)
-        if config.group_baseline:
-            groups = Groups.of(rewards, is_valid, batch.group_ids)
-            rewards = groups.keep_signal(groups.centered())
-        token_rewards = algorithms.token_level_rewards(rewards, is_valid, penalties, lengths)
-        gains, columns = algorithms.reinforce_advantages(token_rewards, lengths, discount=config.discount), {}
-    is_counted = repeat_per_token(counted_samples(batch, context), lengths)
-    moments = Moments.of(context.sum(Moments.count(gains, is_counted)))
-    return columns | {"advantages": algorithms.whiten(gains, is_counted, moments, epsilon=config.epsilon)}
-
-
-def _report(context: StageContext, advantages: Tensor, batch: Batch) -> None:
-    size = algorithms.segment_sum(advantages.abs(), batch.dense("response_lengths"))
+def _reported(batch: Batch, context: StageContext) -> Batch:
+    size = algorithms.segment_sum(batch.jagged("advantages").values.abs(), batch.dense("response_lengths"))
     silent, groups = algorithms.count_groups_without_signal(size, batch.group_ids)
     context.metrics.mean("group/no_signal", silent, groups)
+    return batch

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.config import RecipeError, nearest
 from leaderless.workflow.stages import spec_of
 
@@ -58,10 +59,11 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens_per_s": Metric("sampled tokens per second of rollout, over all ranks"),
     "rollout/staleness": Metric("mean number of optimizer updates between sampling a response and training on it"),
     "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
-    "distillation/divergence": Metric(
-        "divergence of the student from the teacher, in nats per token",
-        "`algorithm.advantage.type` set to `distillation`",
-    ),
+    **{
+        name: Metric(meaning, f"`algorithm.advantage.type` set to `{kind}`")
+        for kind, advantage in ADVANTAGES.items()
+        for name, meaning in advantage.metrics.items()
+    },
     "sampling/kept": Metric("groups that dynamic sampling kept", _ROUNDS),
     "sampling/dropped_all_right": Metric("groups that it dropped because all rewards were equal and above 0", _ROUNDS),
     "sampling/dropped_all_wrong": Metric(

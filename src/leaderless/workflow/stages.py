@@ -24,9 +24,6 @@ OWNERS_OF_LOG_PROBS = {
 }
 """Owners of the log-probability columns that are not named after a role."""
 
-GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "gpg", "cpgd", "pass_at_k")
-"""Advantages that compare the responses of a group."""
-
 
 def log_probs_column(role: str | None, workflow: Workflow) -> str:
     """Name of the column for log-probabilities under a role; it says whose they are."""
@@ -50,19 +47,23 @@ def _filter_reads(recipe: Recipe) -> list[str]:
     return ["truncated"] if recipe.algorithm.overlong.filter else []
 
 
-def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rewards", "reward_valid", "response_lengths"]
     algorithm = recipe.algorithm
-    is_shaped = algorithm.uses_reference and algorithm.kl.place == "reward"
-    if is_shaped or algorithm.advantage.type == "distillation":
+    if algorithm.uses_reference and algorithm.kl.place == "reward":
         columns += ["old_log_probs", "ref_log_probs"]
-    if algorithm.advantage.type == "gae":
-        columns.append("values")
-    return columns + _filter_reads(recipe)
+    if algorithm.advantage.stage == node.run:
+        columns += algorithm.advantage.reads
+    return list(dict.fromkeys([*columns, *_filter_reads(recipe)]))
+
+
+def _advantage_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
+    advantage = recipe.algorithm.advantage
+    return ["advantages", *(advantage.writes if advantage.stage == node.run else ())]
 
 
 def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return ["rows", "tokens", "truncated", *(["is_greedy"] if recipe.algorithm.advantage.type == "remax" else [])]
+    return ["rows", "tokens", "truncated", *({"is_greedy"} & {*recipe.algorithm.advantage.reads})]
 
 
 def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -71,9 +72,7 @@ def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
         names.append("reward/overlong_penalty")
     if algorithm.uses_reference and algorithm.kl.place == "reward":
         names += ["reward/kl", *_adapted(recipe)]
-    if algorithm.advantage.type == "distillation":
-        names.append("distillation/divergence")
-    return names
+    return [*names, *algorithm.advantage.metrics]
 
 
 def _update_metrics(recipe: Recipe, node: Node) -> list[str]:
@@ -123,27 +122,14 @@ def _check_reward(recipe: Recipe, node: Node) -> None:
 
 
 def _check_advantage(recipe: Recipe, node: Node) -> None:
-    advantage, siblings = recipe.algorithm.advantage, recipe.batch.responses_per_prompt
-    if advantage.type == "remax" and node.run != "remax":
+    advantage = recipe.algorithm.advantage
+    if advantage.stage != node.run:
         raise RecipeError.at(
-            "algorithm.advantage.type", f"remax needs greedy responses: use the workflow remax, not node '{node.name}'"
+            "algorithm.advantage.type",
+            f"is {advantage.type}, which the stage '{advantage.stage}' computes, but node '{node.name}' runs "
+            f"'{node.run}': use a workflow with that stage, or another advantage",
         )
-    compares = advantage.type in GROUP_ADVANTAGES or (advantage.type == "reinforce_pp" and advantage.group_baseline)
-    if compares and siblings < 2:
-        raise RecipeError.at(
-            "batch.responses_per_prompt",
-            f"must be at least 2: node '{node.name}' compares the responses of a group with each other, "
-            "and a response alone has no advantage",
-        )
-    if advantage.type == "pass_at_k" and advantage.k > siblings:
-        raise RecipeError.at(
-            "algorithm.advantage.k",
-            f"is {advantage.k}, but a group has {siblings} responses (batch.responses_per_prompt)",
-        )
-    if advantage.type == "distillation" and "reference" not in recipe.models:
-        raise RecipeError.at("models", "must name models.reference, the teacher whose log-probabilities are imitated")
-    if advantage.type == "function":
-        load_function(advantage.function, "algorithm.advantage.function", num_arguments=4)
+    advantage.check(recipe)
     if recipe.algorithm.overlong.buffer_tokens > recipe.rollout.max_response_tokens:
         raise RecipeError.at("algorithm.overlong.buffer_tokens", "must be at most rollout.max_response_tokens")
 
@@ -154,12 +140,6 @@ def _check_dynamic_sampling(recipe: Recipe, node: Node) -> None:
             "batch.responses_per_prompt",
             f"must be at least 2: node '{node.name}' keeps groups whose rewards differ",
         )
-
-
-def _check_remax(recipe: Recipe, node: Node) -> None:
-    if recipe.algorithm.advantage.type != "remax":
-        raise RecipeError.at("algorithm.advantage.type", f"must be remax, as node '{node.name}' computes it")
-    _check_advantage(recipe, node)
 
 
 def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
@@ -269,7 +249,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "advantage": StageSpec(
         "leaderless.stages.advantage:advantage",
         reads=_advantage_reads,
-        writes=lambda recipe, *_: ["advantages", *["returns"] * (recipe.algorithm.advantage.type == "gae")],
+        writes=_advantage_writes,
         needs_whole_groups=True,
         metrics=_advantage_metrics,
         check=_check_advantage,
@@ -277,12 +257,12 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "remax": StageSpec(
         "leaderless.stages.advantage:remax",
-        reads=lambda recipe, node: [*_advantage_reads(recipe, node), "is_greedy"],
-        writes=("advantages",),
+        reads=lambda recipe, node: [*dict.fromkeys([*_advantage_reads(recipe, node), "is_greedy"])],
+        writes=_advantage_writes,
         rows="filter",
         needs_whole_groups=True,
         metrics=_advantage_metrics,
-        check=_check_remax,
+        check=_check_advantage,
         summary="advantages over the greedy response, which is then dropped",
     ),
     "dynamic_sampling": StageSpec(

@@ -13,21 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leaderless.algorithms import (
-    Groups,
-    count_groups,
-    count_groups_without_signal,
-    cpgd_advantages,
-    distillation_advantages,
-    gpg_advantages,
-    grpo_advantages,
-    opo_advantages,
-    pass_at_k_advantages,
-    rejection_advantages,
-    remax_advantages,
-    repeat_per_token,
-    rloo_advantages,
-)
+from leaderless.algorithms import Groups, count_groups, count_groups_without_signal, repeat_per_token
+from leaderless.algorithms.advantages.cpgd import cpgd_advantages
+from leaderless.algorithms.advantages.distillation import distillation_advantages
+from leaderless.algorithms.advantages.gpg import gpg_advantages
+from leaderless.algorithms.advantages.grpo import grpo_advantages
+from leaderless.algorithms.advantages.opo import opo_advantages
+from leaderless.algorithms.advantages.pass_at_k import pass_at_k_advantages
+from leaderless.algorithms.advantages.rejection import rejection_advantages
+from leaderless.algorithms.advantages.remax import remax_advantages
+from leaderless.algorithms.advantages.rloo import rloo_advantages
 
 EPSILON = 1e-6
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from leaderless import algorithms
 from leaderless.algorithms import Aggregation, CorrectionLevel, KlEstimator
-from leaderless.algorithms.catalogue import FUNCTIONS, entries, show
+from leaderless.algorithms.catalogue import CLASSES, FUNCTIONS, entries, show
 
 PLUMBING = {
     "add_to_last",
@@ -31,6 +31,7 @@ PLUMBING = {
 """Public functions that are not algorithms, or that measure instead of training."""
 
 LISTED = {function.__name__: function for functions in FUNCTIONS.values() for function in functions}
+TYPES = [(kind, name) for kind, classes in CLASSES.items() for name in classes]
 
 
 def test_every_public_function_that_trains_is_listed() -> None:
@@ -44,9 +45,17 @@ def test_every_listed_function_names_its_source(name: str) -> None:
     assert "\n\nSource: " in inspect.getdoc(LISTED[name])
 
 
+@pytest.mark.parametrize(("kind", "name"), TYPES)
+def test_every_type_is_described_where_it_is_defined(kind: str, name: str) -> None:
+    (entry,) = (entry for entry in entries() if (entry.kind, entry.name) == (kind, name))
+    docstring = CLASSES[kind][name].__doc__ or ""
+    assert f"Formula: {entry.formula}." in " ".join(docstring.split())
+    assert f"Source: {entry.source}." in " ".join(docstring.split())
+
+
 def test_every_entry_has_a_formula_and_a_source() -> None:
     found = list(entries())
-    assert len({entry.name for entry in found}) == len(found)
+    assert len({(entry.kind, entry.name) for entry in found}) == len(found)
     assert all(entry.formula and entry.source for entry in found)
     names = {entry.name for entry in found}
     assert names >= {f"kl_penalty: {name}" for name in get_args(KlEstimator)}
@@ -80,5 +89,5 @@ def test_a_terminal_gets_a_table_and_a_file_gets_lines() -> None:
 def test_the_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_module("leaderless.algorithms", run_name="__main__")
     output = capsys.readouterr().out
-    assert "advantage\tgrpo_advantages\t(r - mean) / (std + epsilon), or r - mean\tDeepSeekMath" in output
+    assert "advantage\tgrpo\t(r - mean) / (std + epsilon), or r - mean\tDeepSeekMath" in output
     assert "\x1b" not in output

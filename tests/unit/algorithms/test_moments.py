@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leaderless.algorithms import Moments, grpo_advantages, whiten
+from leaderless.algorithms import Moments, whiten
+from leaderless.algorithms.advantages.grpo import grpo_advantages
 
 EPSILON = 1e-6
 numbers = st.lists(st.tuples(st.floats(-9, 9, width=32), st.booleans()), max_size=20)

@@ -13,16 +13,16 @@ from torch import Tensor
 from leaderless.algorithms import (
     add_to_last,
     decayed_sum,
-    gae_advantages,
     overlong_penalty,
     pack,
-    reinforce_advantages,
     repeat_per_token,
     segment_mean,
     segment_sum,
     token_level_rewards,
     unpack,
 )
+from leaderless.algorithms.advantages.gae import gae_advantages
+from leaderless.algorithms.advantages.reinforce_pp import reinforce_advantages
 
 samples = st.lists(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), max_size=6), min_size=1, max_size=6)
 shares = st.floats(0, 1)

@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel
 from tests.unit.recipes import make_recipe, only_problem
 
+from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.config import RecipeError
 from leaderless.config.algorithm import AlgorithmConfig, CorrectionConfig, FunctionLoss, KlCovLoss, refusals
 from leaderless.stages.losses import LossInputs, chosen_tokens, correction_weights, needs_chosen_tokens, policy_loss
@@ -111,15 +112,15 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(settings, key):
         AlgorithmConfig.model_validate(settings)
 
 
-@pytest.mark.parametrize("advantage", sections("advantage"))
+@pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize("loss", sections("policy_loss"))
 def test_all_other_combinations_are_accepted(advantage, loss):
     own = {"function": "m:f"}
     settings = {
-        "advantage": {"type": advantage} | (own if advantage == "function" else {}),
+        "advantage": {"type": advantage},
         "policy_loss": {"type": loss} | (own if loss == "function" else {}),
     }
-    if loss == "gmpo" and advantage in {"gae", "reinforce_pp", "distillation"}:
+    if loss == "gmpo" and ADVANTAGES[advantage].is_per_token:
         return
     assert refusals(AlgorithmConfig.model_validate(settings)) == []
 

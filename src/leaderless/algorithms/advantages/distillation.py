@@ -1,0 +1,56 @@
+"""On-policy distillation: what a teacher would prefer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
+from leaderless.config.errors import RecipeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from leaderless.config import Recipe
+
+
+class DistillationAdvantage(Advantage):
+    """How much more likely each token is under the teacher, `models.reference`.
+
+    With the plain policy gradient this is the gradient of the reverse divergence from student to teacher, token by
+    token; rewards are not used.
+
+    Formula: A_t = log p_teacher - log p.
+
+    Source: on-policy distillation: MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649, with the student's samples only.
+    One deviation from both: the effect of a token on later tokens is left out (a discount of 0).
+    """
+
+    type: Literal["distillation"] = "distillation"
+
+    is_per_token: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("old_log_probs", "ref_log_probs")
+    judges: ClassVar[str] = "looks at no reward"
+    metrics: ClassVar[Mapping[str, str]] = {
+        "distillation/divergence": "divergence of the student from the teacher, in nats per token"
+    }
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse a recipe without a teacher."""
+        if "reference" not in recipe.models:
+            raise RecipeError.at(
+                "models", "must name models.reference, the teacher whose log-probabilities are imitated"
+            )
+
+    def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
+        """Compute the advantages of this rank's response tokens."""
+        gains = distillation_advantages(inputs.column("old_log_probs"), inputs.column("ref_log_probs"))
+        return AdvantageOutput(gains, metrics={"distillation/divergence": -gains})
+
+
+def distillation_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """How much more likely each token is under a teacher than under the student that sampled it, [total] float32.
+
+    Both are [total]; those of the student are from before this step's updates, and the advantages have no gradient.
+    """
+    return (teacher_log_probs.detach().double() - log_probs.detach().double()).float()

@@ -1,0 +1,42 @@
+"""ReMax: the greedy response as a baseline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
+from leaderless.algorithms.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RemaxAdvantage(Advantage):
+    """Rewards minus the reward of the greedy response to the same prompt.
+
+    Formula: r - r_greedy.
+
+    Source: ReMax, arXiv 2310.10505. No group is needed: one sampled response per prompt is enough.
+    """
+
+    type: Literal["remax"] = "remax"
+
+    reads: ClassVar[tuple[str, ...]] = ("is_greedy",)
+    stage: ClassVar[str] = "remax"
+
+    def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
+        """Compute the advantages of this rank's responses, those of greedy ones included."""
+        is_greedy, group_ids, is_valid = inputs.column("is_greedy"), inputs.group_ids, inputs.is_valid
+        order = torch.argsort(group_ids[is_greedy])
+        place = order[torch.searchsorted(group_ids[is_greedy][order], group_ids)]
+        greedy_rewards, is_greedy_valid = inputs.rewards[is_greedy][place], is_valid[is_greedy][place]
+        return AdvantageOutput(remax_advantages(inputs.rewards, is_valid, greedy_rewards, is_greedy_valid))
+
+
+def remax_advantages(rewards: Tensor, is_valid: Tensor, greedy_rewards: Tensor, is_greedy_valid: Tensor) -> Tensor:
+    """Rewards minus those of greedy responses, [n] float32; 0 where either reward failed.
+
+    `greedy_rewards`, [n], has the one for the prompt of each sample.
+    """
+    difference = rewards.double() - greedy_rewards.double()
+    return torch.where(is_valid & is_greedy_valid, difference, 0.0).float()
