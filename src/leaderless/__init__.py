@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from leaderless.data.batch import Jagged as Jagged
     from leaderless.planner import Cluster as Cluster
     from leaderless.planner import make_plan as make_plan
+    from leaderless.planner import train_backend as train_backend
     from leaderless.rewards.protocol import RewardInput as RewardInput
     from leaderless.rewards.protocol import RewardResult as RewardResult
     from leaderless.run.run import Run as Run
     from leaderless.stages.context import StageContext as StageContext
+    from leaderless.training.engine import EngineSetup as EngineSetup
     from leaderless.workflow import Workflow as Workflow
     from leaderless.workflow import load_recipe as load_recipe
     from leaderless.workflow import stage as stage
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Batch": "leaderless.data.batch",
     "Cluster": "leaderless.planner",
+    "EngineSetup": "leaderless.training.engine",
     "Jagged": "leaderless.data.batch",
     "Recipe": "leaderless.config",
     "RewardInput": "leaderless.rewards.protocol",
@@ -38,11 +41,13 @@ _HOME = {
     "load_recipe": "leaderless.workflow",
     "make_plan": "leaderless.planner",
     "stage": "leaderless.workflow",
+    "train_backend": "leaderless.planner",
 }
 
 __all__ = [
     "Batch",
     "Cluster",
+    "EngineSetup",
     "Jagged",
     "Recipe",
     "RewardInput",
@@ -53,6 +58,7 @@ __all__ = [
     "load_recipe",
     "make_plan",
     "stage",
+    "train_backend",
 ]
 
 

@@ -198,9 +198,9 @@ def test_a_pass_is_counted_with_no_more_tokens_than_a_mini_batch_has(model):
 
 
 def test_a_cpu_packs_no_more_prompts_into_a_pass_than_its_caches_hold(model):
-    """A single rank in float32 stops at 2,048 tokens, as `ShardedModel.micro_batches` does."""
-    sharded = pytest.importorskip("leaderless.training.sharded")
-    assert sharded.CPU_PASS_TOKENS == memory.CPU_PASS_TOKENS
+    """A single rank in float32 stops at 2,048 tokens, as `BoundedPasses.micro_batches` does."""
+    passes = pytest.importorskip("leaderless.training.passes")
+    assert passes.CPU_PASS_TOKENS == memory.CPU_PASS_TOKENS
     settings = {
         "batch": {**MANY, "micro_batch_tokens": 8192},
         "data": {"train": {"path": "a"}, "max_prompt_tokens": 64},

@@ -22,9 +22,8 @@ from leaderless.checkpoint.manifest import DamagedCheckpointError, Manifest
 from leaderless.checkpoint.shards import read_tensors
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
-from leaderless.models.decoder import Decoder
 from leaderless.observability.run_directory import list_checkpoints
-from leaderless.training.sharded import ShardedModel
+from leaderless.training.engine import Trainable
 
 STATE_FILE, ROLE_FILE, NODE_FILE = "state.json", "role.json", "node-{}.json"
 """Names of the files with the state of the run, of a role (in its folder) and of a node."""
@@ -98,7 +97,7 @@ def find_damage(path: Path, world: ProcessGroup) -> str:
     return world.broadcast_text(damage, world.ranks[int(found.argmax())], "what is wrong with the checkpoint")
 
 
-def load_checkpoint(path: Path, engines: Mapping[str, ShardedModel[Decoder]]) -> RunState:
+def load_checkpoint(path: Path, engines: Mapping[str, Trainable]) -> RunState:
     """Read a checkpoint into the models, by role; each rank reads what it holds, whoever wrote it.
 
     Raises:
@@ -144,7 +143,7 @@ def read_node_state(path: Path, name: str) -> dict[str, float]:
     return remembered
 
 
-def fingerprint(engine: ShardedModel[Decoder]) -> str:
+def fingerprint(engine: Trainable) -> str:
     """Digest of the names and shapes of a model's weights."""
-    shapes = [[name, list(parameter.shape)] for name, parameter in engine.named_weights()]
+    shapes = [[name, list(shape)] for name, shape in engine.weight_shapes().items()]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()

@@ -31,9 +31,8 @@ from leaderless.config.run import CheckpointConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
-from leaderless.models.decoder import Decoder, ValueModel
 from leaderless.observability.run_directory import list_checkpoints, step_of, write_atomically
-from leaderless.training.sharded import ShardedModel
+from leaderless.training.engine import Trainable
 
 LEAVE_S = 10.0
 """Longest wait for a checkpoint that is being written when a run ends with an error."""
@@ -69,7 +68,7 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: Path,
-        engines: Mapping[str, ShardedModel[Decoder]],
+        engines: Mapping[str, Trainable],
         world: ProcessGroup,
         tokenizer: Tokenizer,
         config: CheckpointConfig,
@@ -112,7 +111,7 @@ class CheckpointWriter:
         trim_host_memory()  # gradients of the last update must not lie next to the copy
         roles = {}
         for role, engine in self._engines.items():
-            state = RoleState(engine.policy_version, fingerprint(engine), isinstance(engine.model, ValueModel))
+            state = RoleState(engine.policy_version, fingerprint(engine), engine.is_value_model)
             shards = _own_shards(engine)
             roles[role] = state, copy_to_host(shards, self._buffers[role]) if from_copy else shards
         self._num_begun += 1
@@ -298,19 +297,16 @@ def _place(process_group: ProcessGroup) -> int:
     return process_group.ranks.index(process_group.rank)
 
 
-def _own_shards(engine: ShardedModel[Decoder]) -> dict[str, Shard]:
+def _own_shards(engine: Trainable) -> dict[str, Shard]:
     """The shards that this rank writes; the first rank also writes the tensors that all hold whole."""
     is_first = _place(engine.process_group) == 0
     state = engine.state().items()
     return {name: Shard.of(value) for name, value in state if isinstance(value, DTensor) or is_first}
 
 
-def _describe(engine: ShardedModel[Decoder], tokenizer: Tokenizer) -> dict[str, bytes]:
+def _describe(engine: Trainable, tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files next to the weights, the same in each checkpoint."""
-    model = engine.model.model
     with tempfile.TemporaryDirectory(prefix="leaderless-") as folder:
-        model.config.save_pretrained(folder)
-        if getattr(model, "generation_config", None) is not None:  # classifiers do not generate
-            model.generation_config.save_pretrained(folder)
+        engine.write_description(Path(folder))
         tokenizer.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

@@ -16,6 +16,7 @@ from leaderless.config.roles import SHARED_SETTINGS, RoleConfig, RoleSection, as
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
 from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
 from leaderless.config.source import merge_settings
+from leaderless.config.training import TrainingConfig
 
 DERIVED_ROLES = ("reference", "critic")
 """Roles that start from the policy's model if the recipe gives them none."""
@@ -44,6 +45,8 @@ class Recipe(Section):
     """Optimizer of every trained role."""
     roles: Mapping[str, RoleConfig] = {}
     """Settings that a role has for itself, such as `roles.critic.optimizer`."""
+    training: TrainingConfig = TrainingConfig()
+    """Training and scoring of models."""
     layout: Mapping[str, LayoutConfig] = {}
     """Ranks and parallel sizes by node. A node without an entry runs where its role is trained, if the node that trains
     it has an entry; else where the first node that it comes after runs; else data-parallel on all ranks."""
@@ -127,6 +130,7 @@ class Recipe(Section):
             "algorithm": [role, *(agents if len(agents) == 1 else ())],
             "rollout": by_length[:1] or [role],
             "optimizer": [role],
+            "training": [role],
         }
         found = {
             section: [role for role in known if role and role in self.roles and getattr(self.roles[role], section)]

@@ -11,8 +11,9 @@ from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.base import Section
 from leaderless.config.models import OptimizerConfig
 from leaderless.config.rollout import RolloutConfig
+from leaderless.config.training import TrainingConfig
 
-RoleSection = Literal["algorithm", "rollout", "optimizer"]
+RoleSection = Literal["algorithm", "rollout", "optimizer", "training"]
 """A section of the recipe that a role may have for itself."""
 
 
@@ -26,6 +27,8 @@ class RoleConfig(Section):
     """Generation of this role's samples; what is not given is as in `rollout`. The engine is the same for all roles."""
     optimizer: OptimizerConfig | None = None
     """Optimizer of this role; what is not given is as in `optimizer`."""
+    training: TrainingConfig | None = None
+    """What holds, scores and trains this role's model; what is not given is as in `training`."""
 
 
 SHARED_SETTINGS = (("algorithm", "repeat"), ("rollout", "engine"), ("rollout", "external"))

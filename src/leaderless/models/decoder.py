@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -47,6 +48,18 @@ class Decoder(nn.Module):
         """List modules that always compute in float32."""
         return []
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens with an embedding."""
+        rows: int = self.model.get_input_embeddings().weight.shape[0]
+        return rows
+
+    def write_description(self, folder: Path) -> None:
+        """Write the files that `transformers` reads next to the weights."""
+        self.model.config.save_pretrained(folder)
+        if getattr(self.model, "generation_config", None) is not None:  # classifiers do not generate
+            self.model.generation_config.save_pretrained(folder)
+
 
 class ValueModel(Decoder):
     """A token classifier of `transformers` with one output: it predicts the reward that is still to come."""
@@ -55,7 +68,7 @@ class ValueModel(Decoder):
         """Compute values [R] float32 of the states that end with selected tokens; see `Decoder.hidden_states`."""
         hidden = self.hidden_states(tokens, positions, attention, select)
         values: Tensor = self._head(hidden.float())
-        return values.squeeze(1).clone()  # FSDP hooks onto what is returned, and a view could lose the hook
+        return values.squeeze(1).clone()  # a back end may hook onto what is returned, and a view could lose the hook
 
     @property
     def _head(self) -> nn.Module:

@@ -9,6 +9,7 @@ from itertools import product
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import EngineName
+from leaderless.planner.backends import check_backends
 from leaderless.planner.flow import DATA, Flow
 from leaderless.planner.layout import Cluster, Layout, make_layouts
 from leaderless.planner.loops import make_loops
@@ -55,6 +56,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_layouts(recipe, nodes)
     instances = _role_instances(recipe, nodes)
     _check_role_settings(recipe, workflow, instances)
+    check_backends(recipe, instances)
     _check_critic(recipe, workflow, instances)
     _check_evaluation(recipe, workflow, instances)
     engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine

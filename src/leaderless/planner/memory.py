@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import EngineName, RolloutConfig
+from leaderless.planner.backends import backend_of
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.model_size import ModelSize
 
@@ -22,7 +23,7 @@ MAX_LOGITS = 1 << 25
 CPU_MAX_LOGITS = 1 << 21
 """Logits of one chunk on a CPU."""
 CPU_PASS_TOKENS = 2048
-"""Tokens up to which samples of several prompts share a pass on a CPU: `leaderless.training.sharded` has the same."""
+"""Tokens up to which samples of several prompts share a pass on a CPU: `leaderless.training.passes` has the same."""
 SMALLEST_SLOT = 64
 """Tokens of the smallest slot for keys and values: `leaderless.rollout.kv_cache` has the same."""
 WRITE_BYTES = 256 * MIB
@@ -110,19 +111,20 @@ def estimate_memory(
 ) -> MemoryEstimate | None:
     """Estimate the bytes on the rank that holds most; None when the size of a model that is used is not known.
 
-    Weights, gradients and Adam's two moments are float32 and divided over the data-parallel ranks of a trained role
-    (FSDP). A rank that generates holds a full copy of the weights for that phase, and its KV cache, both in the model's
-    `compute_dtype`; engines in other processes have a copy of their own in any case. An asynchronous checkpoint is
-    written from a copy, in host memory, that is kept for the next one. A pass has at most `pass_tokens`; at most
-    `max_sequences` are decoded at the same time, by default what the recipe allows each role.
+    Weights, gradients and Adam's two moments are float32, and divided over the data-parallel ranks of a role if the
+    training back end does that. A rank that generates holds a full copy of the weights for that phase, and its KV
+    cache, both in the model's `compute_dtype`; engines in other processes have a copy of their own in any case. An
+    asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one. A pass has at most
+    `pass_tokens`; at most `max_sequences` are decoded at the same time, by default what the recipe allows each role.
     """
     models: list[_Model] = []
     for instance in instances:
         size, config = sizes.get(instance.role), recipe.model_of(instance.role)
         if size is None or config is None:
             return None
-        sampling = recipe.as_seen_by(instance.role).rollout
-        models.append(_Model(instance, size, config, number_bytes(config), instance.layout.dp, sampling))
+        own = recipe.as_seen_by(instance.role)
+        shards = instance.layout.dp if backend_of(own.training.backend).shards_weights else 1
+        models.append(_Model(instance, size, config, number_bytes(config), shards, own.rollout))
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -139,7 +141,7 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Model:
-    """A model with the bytes of a number as it computes, the ranks that share its weights, and how it generates."""
+    """A model with the bytes of a number as it computes, how many ranks divide its weights, and how it generates."""
 
     instance: RoleInstance
     size: ModelSize
@@ -264,7 +266,8 @@ class _Rank:
         """Sequences that a rank decodes at the same time."""
         if self.recipe.evaluation.every_steps:
             return self._bound(model)  # held-out prompts are not counted before they are read
-        samples = -(-self.recipe.batch.prompts_per_step // model.shards) * self.recipe.batch.responses_per_prompt
+        prompts = -(-self.recipe.batch.prompts_per_step // model.instance.layout.dp)
+        samples = prompts * self.recipe.batch.responses_per_prompt
         return min(self._bound(model), samples)
 
     def _scoring(self, model: _Model) -> dict[str, int]:
@@ -307,7 +310,7 @@ class _Rank:
 
     def _pass(self, model: _Model, prompts: int) -> tuple[int, int]:
         """Most tokens of one pass over some prompts' samples, and the number of passes."""
-        shards, data = model.shards, self.recipe.data
+        shards, data = model.instance.layout.dp, self.recipe.data
         agents = dict.fromkeys(x.instance.role for x in self.everywhere if x.instance.generates)
         response = self.recipe.longest_response(agents) if agents else data.max_response_tokens
         siblings = self.recipe.batch.responses_per_prompt if agents else 1
@@ -315,7 +318,7 @@ class _Rank:
         # The last token of a response is predicted, and predicts nothing.
         held = own_prompts * data.max_prompt_tokens + own_samples * (response - 1)
         bound = self.pass_tokens
-        if self.is_cpu and shards == 1 and model.width == FLOAT32_BYTES:
+        if self.is_cpu and model.shards == 1 and model.width == FLOAT32_BYTES:
             family = data.max_prompt_tokens + siblings * (response - 1)
             bound = min(bound, max(CPU_PASS_TOKENS, family))
         return min(bound, held), -(-held // bound)

@@ -16,18 +16,19 @@ from leaderless.checkpoint.reader import STATE_FILE, find_damage, load_checkpoin
 from leaderless.config import RecipeError, load_recipe, nearest
 from leaderless.config.models import ComputeType, ModelConfig
 from leaderless.config.rollout import EngineName, RolloutConfig
+from leaderless.config.training import TrainingConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import setup_device
-from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.decoder import Decoder
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
+from leaderless.planner import Layout
 from leaderless.rollout.choose import choose_engine
 from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.make import Surroundings, make_engine
-from leaderless.training.engine import TrainEngine
-from leaderless.training.fsdp import FsdpEngine
+from leaderless.training.engine import EngineSetup, TrainEngine
+from leaderless.training.registry import make_train_engine
 from leaderless.worker.join import join_nobody
 from leaderless.worker.roles import check_vocabulary
 
@@ -147,11 +148,9 @@ def open_model(
     """
     with _alone() as device, tempfile.TemporaryDirectory(prefix="leaderless-") as logs:
         tokenizer = load_tokenizer(source.config, source.role)
-        model = load_causal_lm(source.config, source.role)
-        check_vocabulary(model, tokenizer, source.role)
-        longest = _longest(model, max_context)
-        # Nothing is scored or trained here, so the bound of a pass has no effect.
-        trainer = FsdpEngine(model, source.config, ALONE, device, micro_batch_tokens=longest)
+        trainer = _load(source, device)
+        check_vocabulary(trainer, tokenizer, source.role)
+        longest = _longest(trainer.model, max_context)
         if source.checkpoint is not None:
             load_checkpoint(source.checkpoint, {source.role: trainer})
         generator = make_engine(
@@ -165,10 +164,25 @@ def open_model(
             Surroundings(0, 1, device, Path(logs), say, lambda: None),
         )
         try:
-            vocabulary = model.model.get_input_embeddings().weight.shape[0]
-            yield Served(source.name, tokenizer, vocabulary, longest, generator, trainer)
+            yield Served(source.name, tokenizer, trainer.vocab_size, longest, generator, trainer)
         finally:
             generator.close()
+
+
+def _load(source: Source, device: torch.device) -> TrainEngine:
+    """Load the model as a single frozen instance, whichever back end has trained it."""
+    setup = EngineSetup(
+        role=source.role,
+        model=source.config,
+        is_critic=False,
+        layout=Layout((0,), 1),
+        process_group=ALONE,
+        device=device,
+        optimizer=None,
+        num_updates=0,
+        micro_batch_tokens=1,  # nothing is scored or trained here
+    )
+    return make_train_engine(TrainingConfig().backend, setup)
 
 
 def _longest(model: Decoder, wanted: int | None) -> int:

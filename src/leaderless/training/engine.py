@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import CausalLM, TokenOutputs
 from leaderless.models.scoring import Entropy
+from leaderless.planner import Layout
 from leaderless.training.micro_batches import MicroBatch
 
 Result = TypeVar("Result")
@@ -33,13 +37,45 @@ class UpdateInfo:
     is_made: bool = True
 
 
+@dataclass(frozen=True)
+class EngineSetup:
+    """What a back end needs to make an engine on one of the ranks of a layout. All of them make it together.
+
+    Attributes:
+        role: Role of the model.
+        model: Model to load, and how it computes.
+        is_critic: Whether it is a value model instead of a language model.
+        layout: Ranks that hold the model, and how they divide rows and weights.
+        process_group: These ranks, for collectives.
+        device: Device that computes.
+        optimizer: Settings of the optimizer; None for a model that is only scored.
+        num_updates: Optimizer steps of the whole run, for the schedule of the learning rate.
+        micro_batch_tokens: Most tokens of one pass.
+    """
+
+    role: str
+    model: ModelConfig
+    is_critic: bool
+    layout: Layout
+    process_group: ProcessGroup
+    device: torch.device
+    optimizer: OptimizerConfig | None
+    num_updates: int
+    micro_batch_tokens: int
+
+
 class Trainable(Protocol):
     """One instance of a role's model on the ranks of a layout. All of them call every method together.
 
     A batch has the columns `prompt_tokens`, `tokens` and `response_mask`. Gradients add up over passes and ranks: the
     denominators are in the losses, so that no engine divides by anything. Backward passes are collective too: every
     rank needs a loss that depends on the outputs, even if a micro-batch has no targets there.
+
+    Attributes:
+        micro_batch_tokens: Most tokens of one pass; it may be changed between passes.
     """
+
+    micro_batch_tokens: int
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -48,6 +84,17 @@ class Trainable(Protocol):
     @property
     def policy_version(self) -> int:
         """Number of optimizer steps that led to the weights."""
+
+    @property
+    def is_value_model(self) -> bool:
+        """Whether it is a value model, with a scalar head."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens with an embedding."""
+
+    def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
+        """From now on lower the bound of a pass where memory runs out, and call a function with each new bound."""
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Cut a batch for this engine's memory bound; the same number of micro-batches on every rank."""
@@ -84,8 +131,17 @@ class Trainable(Protocol):
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its name in `transformers`, whole, on every rank, one at a time."""
 
+    def weight_shapes(self) -> Mapping[str, torch.Size]:
+        """Shape of every whole weight by its name in `transformers`, in an order that is the same on every rank."""
+
+    def write_description(self, folder: Path) -> None:
+        """Write the files that `transformers` reads next to the weights, such as `config.json`; one rank calls it."""
+
     def state(self) -> dict[str, Tensor]:
-        """Weights and optimizer as named tensors, sharded as they are; written to in place when loaded."""
+        """Weights as `weights.<name>` and what the optimizer keeps, to be saved and to be loaded in place.
+
+        Each is a `DTensor`, or whole and the same on every rank.
+        """
 
     def state_loaded(self, policy_version: int) -> None:
         """Take over tensors of `state` that have been written to, and the policy version of their weights."""
@@ -93,6 +149,10 @@ class Trainable(Protocol):
 
 class TrainEngine(Trainable, Protocol):
     """A language model: it scores tokens, is trained, and makes its weights available for generation."""
+
+    @property
+    def model(self) -> CausalLM:
+        """The module that `unsharded` yields."""
 
     def log_probs(self, batch: Batch, temperature: float) -> Jagged:
         """Log-probabilities of the sampled tokens, float32, without gradient; the temperature divides the logits."""

@@ -1,4 +1,4 @@
-"""Training and scoring with sharded models: language models and value models."""
+"""The back end `fsdp`: language models and value models whose weights are sharded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention import Attention
-from leaderless.models.causal_lm import CausalLM, TokenOutputs
-from leaderless.models.decoder import ValueModel
+from leaderless.models.causal_lm import CausalLM, TokenOutputs, load_causal_lm
+from leaderless.models.decoder import ValueModel, load_value_model
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
+from leaderless.training.engine import EngineSetup
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.sharded import Model_co, ShardedModel
 
@@ -58,6 +59,16 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
         """See `ValueEngine`."""
         values: Tensor = self.model(*_inputs(self, micro_batch))
         return values[: len(micro_batch.select)]
+
+
+def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
+    """Load a model and shard it over the ranks of its layout."""
+    where = setup.model, setup.process_group, setup.device, setup.micro_batch_tokens
+    if setup.is_critic:
+        critic = load_value_model(setup.model, setup.role)
+        return FsdpValueEngine(critic, *where, optimizer=setup.optimizer, num_updates=setup.num_updates)
+    model = load_causal_lm(setup.model, setup.role)
+    return FsdpEngine(model, *where, optimizer=setup.optimizer, num_updates=setup.num_updates)
 
 
 def _inputs(engine: ShardedModel[Model_co], micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Attention, Tensor]:

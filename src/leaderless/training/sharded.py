@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -16,20 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.errors import MemoryExhausted, is_out_of_memory
 from leaderless.data.transport import ProcessGroup
-from leaderless.device import release_memory, trim_host_memory
-from leaderless.models.decoder import Decoder
-from leaderless.training.engine import Result, UpdateInfo
-from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
+from leaderless.device import trim_host_memory
+from leaderless.models.decoder import Decoder, ValueModel
+from leaderless.training.engine import UpdateInfo
+from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
+from leaderless.training.passes import BoundedPasses
 
 Model_co = TypeVar("Model_co", bound=Decoder, covariant=True)
-CPU_PASS_TOKENS = 2048
-"""Where a pass gathers nothing, a CPU is faster with passes whose activations stay near its caches."""
 
 
-class ShardedModel(Generic[Model_co]):
+class ShardedModel(BoundedPasses, Generic[Model_co]):
     """See `Trainable`.
 
     Master weights, gradients and optimizer are float32 and sharded over the ranks of the layout; layers are gathered
@@ -52,9 +50,8 @@ class ShardedModel(Generic[Model_co]):
 
         A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule.
         """
-        self._process_group, self.device, self.micro_batch_tokens = process_group, device, micro_batch_tokens
+        super().__init__(process_group, device, micro_batch_tokens)
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
-        self._on_lowered: Callable[[int], None] | None = None
         # Activations are recomputed in training mode only. Without dropout the modes do not differ otherwise.
         self.model = model.train(optimizer is not None)
         self.policy_version = 0
@@ -65,13 +62,19 @@ class ShardedModel(Generic[Model_co]):
         if process_group.size > 1 or config.compute_dtype != "float32":
             # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
             self._shard(self.compute_dtype)
+            self.is_plain = False
         self.model.to(device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
 
     @property
-    def process_group(self) -> ProcessGroup:
-        """The ranks that hold this instance."""
-        return self._process_group
+    def is_value_model(self) -> bool:
+        """See `Trainable`."""
+        return isinstance(self.model, ValueModel)
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Trainable`."""
+        return self.model.vocab_size
 
     def _shard(self, compute_dtype: torch.dtype) -> None:
         """Make each decoder layer, and the rest of the model, a unit that is gathered at once."""
@@ -87,84 +90,14 @@ class ShardedModel(Generic[Model_co]):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
-    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """See `Trainable`."""
-        is_plain_on_cpu = self.device.type == "cpu" and not self.units
-        return make_micro_batches(
-            batch, self.micro_batch_tokens, self._process_group, CPU_PASS_TOKENS if is_plain_on_cpu else None
-        )
-
-    @torch.no_grad()
     def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
         """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
-        lengths = response_lengths(batch.jagged("response_mask"))
-        values = torch.empty(int(lengths.sum()), device=self.device)
-
-        def fill(micro_batches: Iterable[MicroBatch]) -> None:
-            for micro_batch in micro_batches:
-                values[micro_batch.response_index.to(self.device)] = score(micro_batch)
-
-        self.run_passes(batch, fill)
+        scores = super().scores(batch, score)
         if self.units:
             # FSDP keeps the root gathered after a forward pass, for a backward pass that does not come here.
             self.units[-1].reshard()
             self.trim_memory()
-        return Jagged(values.cpu(), lengths, "response_tokens")
-
-    def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
-        """From now on lower the bound of a pass where memory runs out, and call a function with each new bound."""
-        self._on_lowered = on_lowered
-
-    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
-        """See `Trainable`.
-
-        Only a plain module on one rank can start again. Of several ranks, one that fails within a pass would leave the
-        others in a collective, and a sharded module is left half gathered: there the lower bound has to wait for the
-        next start of the run.
-        """
-        while True:
-            under_way: list[MicroBatch] = []
-            try:
-                return passes(_watched(self.micro_batches(batch), under_way))
-            except Exception as error:
-                if not (under_way and is_out_of_memory(error)):
-                    raise
-                self._lower_bound(batch, under_way[0], error)
-            # Only here is the error gone, which kept the tensors of the failed pass alive.
-            gc.collect()
-            release_memory(self.device)
-
-    def _lower_bound(self, batch: Batch, micro_batch: MicroBatch, error: Exception) -> None:
-        """Halve what was too much, but not below the longest sample; raise where the passes cannot start again."""
-        num_tokens, longest = len(micro_batch.tokens), longest_sample(batch)
-        before = min(self.micro_batch_tokens, num_tokens)
-        after = max(before // 2, longest)
-        if after >= before:
-            remedy = (
-                "a pass cannot take less than one sample; lower rollout.max_response_tokens or data.max_prompt_tokens, "
-                "set models.<role>.gradient_checkpointing, or use more ranks"
-            )
-        elif self._on_lowered is None:
-            remedy = (
-                f"lower batch.micro_batch_tokens={self.micro_batch_tokens} (the longest sample has {longest}), or set "
-                "it to auto"
-            )
-        else:
-            self.micro_batch_tokens = after
-            self._on_lowered(after)
-            if self._process_group.size == 1 and not self.units:
-                return
-            remedy = (
-                f"batch.micro_batch_tokens=auto is lowered to {after} for the next start; the same command continues "
-                "with it"
-            )
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MemoryExhausted(
-            f"rank {self._process_group.rank}: a micro-batch of {num_tokens:,} tokens in "
-            f"{len(micro_batch.response_lengths):,} samples, the longest of "
-            f"{max(family.longest for family in micro_batch.families):,}, does not fit into the memory of "
-            f"{self.device} ({reason}): {remedy}"
-        ) from error
+        return scores
 
     def discard_gradient(self) -> None:
         """See `Trainable`."""
@@ -209,6 +142,14 @@ class ShardedModel(Generic[Model_co]):
         """Every weight by its name in `transformers`, as this rank holds it."""
         yield from self.model.model.named_parameters()
 
+    def weight_shapes(self) -> Mapping[str, torch.Size]:
+        """See `Trainable`."""
+        return {name: parameter.shape for name, parameter in self.named_weights()}
+
+    def write_description(self, folder: Path) -> None:
+        """See `Trainable`."""
+        self.model.write_description(folder)
+
     def state(self) -> dict[str, Tensor]:
         """See `Trainable`."""
         state: dict[str, Tensor] = {}
@@ -231,13 +172,6 @@ class ShardedModel(Generic[Model_co]):
         if self._optimizer is not None:
             for moments in self._optimizer.state.values():
                 moments["step"].fill_(float(policy_version))
-
-
-def _watched(micro_batches: Sequence[MicroBatch], under_way: list[MicroBatch]) -> Iterator[MicroBatch]:
-    """The micro-batches one by one; the one that is going through the model is in a list."""
-    for micro_batch in micro_batches:
-        under_way[:] = [micro_batch]
-        yield micro_batch
 
 
 def _handle(process_group: ProcessGroup) -> torch.distributed.ProcessGroup:

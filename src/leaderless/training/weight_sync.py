@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from leaderless.config import RecipeError
 from leaderless.data.transport import ROUNDS_AHEAD, ProcessGroup, Round
 from leaderless.models.decoder import Decoder
 from leaderless.planner import SyncWeights
+from leaderless.training.engine import Trainable
 from leaderless.training.sharded import ShardedModel
 
 BUCKET_BYTES = 1 << 25
@@ -49,8 +51,8 @@ WeightBucket = Sequence[RowRange]
 def sync_weights(
     action: SyncWeights,
     process_group: ProcessGroup,
-    source: ShardedModel[Decoder] | None,
-    target: ShardedModel[Decoder] | None,
+    source: Trainable | None,
+    target: Trainable | None,
 ) -> None:
     """Make a serving copy equal to the trained weights.
 
@@ -59,7 +61,9 @@ def sync_weights(
 
     Raises:
         RuntimeError: What arrived is not what was sent, or not of one policy version.
+        RecipeError: The training back end divides weights in another way than `fsdp`.
     """
+    source, target = (_sharded(engine, action.role) for engine in (source, target))
     sync = _Sync(action, process_group.rank, source, target)
     process_group.exchange_rounds(sync.rounds(), f"weights of role '{action.role}'")
     sync.take_arrived(0)
@@ -168,6 +172,16 @@ class _Sync:
         for value, place in zip(_parts(message, rows, self._shapes), places, strict=True):
             place.copy_(value)
         return int(version)
+
+
+def _sharded(engine: Trainable | None, role: str) -> ShardedModel[Decoder] | None:
+    if engine is None or isinstance(engine, ShardedModel):
+        return engine
+    raise RecipeError.at(
+        f"models.{role}",
+        "is trained and used on different ranks, which only the back end fsdp can do: set training.backend=fsdp, or "
+        "give all nodes of the role one layout",
+    )
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

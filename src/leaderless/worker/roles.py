@@ -11,16 +11,13 @@ import torch
 from leaderless.config import Recipe, RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
-from leaderless.models.causal_lm import CausalLM, load_causal_lm
-from leaderless.models.decoder import Decoder, ValueModel, load_value_model
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
 from leaderless.rollout.make import Surroundings, make_engine
 from leaderless.stages.context import ModelRole
 from leaderless.supervision.limits import lower_limit, read_limits
-from leaderless.training.engine import ValueEngine
-from leaderless.training.fsdp import FsdpEngine, FsdpValueEngine
-from leaderless.training.sharded import ShardedModel
+from leaderless.training.engine import EngineSetup, Trainable, ValueEngine
+from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.training.weight_sync import sync_weights
 
 InstanceKey = tuple[str, tuple[int, ...]]
@@ -48,7 +45,7 @@ class Roles:
         beat = transport.activity.beat
         self._around = Surroundings(transport.rank, transport.world.size, device, logs, report, beat)
         self._recipe, self._plan, self._transport, self._tokenizer = recipe, plan, transport, tokenizer
-        self.engines: dict[InstanceKey, ShardedModel[Decoder]] = {}
+        self.engines: dict[InstanceKey, Trainable] = {}
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
         for instance in plan.instances:
             if transport.rank in instance.layout:
@@ -71,17 +68,24 @@ class Roles:
         recipe = self._recipe.as_seen_by(role)
         config = recipe.model_of(role)
         assert config is not None
-        load = load_value_model if instance.is_critic else load_causal_lm
-        model: ValueModel | CausalLM = load(config, role)
-        check_vocabulary(model, self._tokenizer, role)
-        process_group, micro_batch_tokens = self._transport.process_group(ranks), self._plan.batch.micro_batch_tokens
-        where = config, process_group, self._around.device, micro_batch_tokens
-        optimizer = recipe.optimizer if instance.is_trained else None
-        if isinstance(model, ValueModel):
-            critic = FsdpValueEngine(model, *where, optimizer=optimizer, num_updates=instance.num_updates)
+        setup = EngineSetup(
+            role=role,
+            model=config,
+            is_critic=instance.is_critic,
+            layout=instance.layout,
+            process_group=self._transport.process_group(ranks),
+            device=self._around.device,
+            optimizer=recipe.optimizer if instance.is_trained else None,
+            num_updates=instance.num_updates,
+            micro_batch_tokens=self._plan.batch.micro_batch_tokens,
+        )
+        if instance.is_critic:
+            critic = make_value_engine(recipe.training.backend, setup)
+            check_vocabulary(critic, self._tokenizer, role)
             self.engines[role, ranks] = self._models[role, ranks] = critic
             return
-        engine = FsdpEngine(model, *where, optimizer=optimizer, num_updates=instance.num_updates)
+        engine = make_train_engine(recipe.training.backend, setup)
+        check_vocabulary(engine, self._tokenizer, role)
         max_tokens = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
         generator = make_engine(
             self._plan.engine, recipe.rollout, config, role, max_tokens, engine.model, self._tokenizer, self._around
@@ -98,7 +102,7 @@ class Roles:
         """The instance of a role on a layout."""
         return self._models[role, layout.ranks]
 
-    def trained(self) -> Mapping[str, ShardedModel[Decoder]]:
+    def trained(self) -> Mapping[str, Trainable]:
         """The trained instances that this rank holds a part of, by role, in the plan's order."""
         return {
             instance.role: self.engines[instance.role, instance.layout.ranks]
@@ -119,12 +123,11 @@ class Roles:
                 self.sync(action)
 
 
-def check_vocabulary(model: Decoder, tokenizer: Tokenizer, role: str) -> None:
+def check_vocabulary(engine: Trainable, tokenizer: Tokenizer, role: str) -> None:
     """Refuse a model that has no embedding for some of the tokens of the policy's tokenizer."""
-    rows = model.model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
+    if len(tokenizer) > engine.vocab_size:
         raise RecipeError.at(
             f"models.{role}",
-            f"has embeddings for {rows} tokens, but the policy's tokenizer has {len(tokenizer)}: "
+            f"has embeddings for {engine.vocab_size} tokens, but the policy's tokenizer has {len(tokenizer)}: "
             "all roles must share one tokenizer",
         )

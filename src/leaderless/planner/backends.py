@@ -1,0 +1,105 @@
+"""What training back ends can do, as far as the planner needs to know. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from leaderless.config import Recipe, RecipeError, nearest
+from leaderless.config.functions import is_function_name, load_function
+
+if TYPE_CHECKING:
+    from leaderless.planner.plan import RoleInstance
+
+BACKEND_ATTRIBUTE = "__leaderless_train_backend__"
+KEY = "training.backend"
+"""Setting that names a back end."""
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """The contract of a training back end: what the planner needs to know to use it.
+
+    Attributes:
+        implementation: Function that makes its engines, as `package.module:function`; only workers import it.
+        trains: Whether it changes weights.
+        scores: Whether it computes log-probabilities of language models.
+        values: Whether it holds value models.
+        shards_weights: Whether data-parallel ranks divide weights and optimizer, instead of holding all of them each.
+    """
+
+    implementation: str
+    trains: bool = True
+    scores: bool = True
+    values: bool = True
+    shards_weights: bool = True
+
+
+BUILTIN_BACKENDS = {"fsdp": BackendSpec("leaderless.training.fsdp:make_engine")}
+
+
+def train_backend(
+    *, trains: bool = True, scores: bool = True, values: bool = False, shards_weights: bool = False
+) -> Callable[[Function], Function]:
+    """Declare a function as a training back end, which recipes name as `package.module:function`.
+
+    The function takes an `EngineSetup` and returns a `TrainEngine`, or a `ValueEngine` for a value model.
+
+    Args:
+        trains: Whether it changes weights.
+        scores: Whether it computes log-probabilities of language models.
+        values: Whether it holds value models.
+        shards_weights: Whether data-parallel ranks divide weights and optimizer, instead of holding all of them each.
+    """
+
+    def declare(function: Function) -> Function:
+        implementation = f"{function.__module__}:{function.__qualname__}"
+        setattr(function, BACKEND_ATTRIBUTE, BackendSpec(implementation, trains, scores, values, shards_weights))
+        return function
+
+    return declare
+
+
+def backend_of(name: str, key: str = KEY) -> BackendSpec:
+    """The contract of a back end: a built-in one, or a function declared with `@train_backend`.
+
+    Raises:
+        RecipeError: There is no such back end, or the function cannot be used as one; the error is at the setting
+            `key`.
+    """
+    if name in BUILTIN_BACKENDS:
+        return BUILTIN_BACKENDS[name]
+    if not is_function_name(name):
+        hint = nearest(name, BUILTIN_BACKENDS)
+        raise RecipeError.at(key, f"unknown back end '{name}'{hint}; a custom one is 'package.module:function'")
+    spec = getattr(load_function(name, key, num_arguments=1), BACKEND_ATTRIBUTE, None)
+    if not isinstance(spec, BackendSpec):
+        raise RecipeError.at(key, f"'{name}' must be declared with @leaderless.train_backend(...)")
+    return spec
+
+
+def check_backends(recipe: Recipe, instances: Sequence[RoleInstance]) -> None:
+    """Refuse back ends that cannot do what the models of a plan are for.
+
+    Raises:
+        RecipeError: There is no such back end, or it lacks a capability.
+    """
+    for instance in instances:
+        role, name = instance.role, recipe.as_seen_by(instance.role).training.backend
+        key = f"roles.{role}.{KEY}" if "training" in recipe.sections_of(role) else KEY
+        spec = backend_of(name, key)
+        lacking = {
+            "train models": instance.is_trained and not spec.trains,
+            "score tokens": instance.scores and not instance.is_critic and not spec.scores,
+            "hold value models": instance.is_critic and not spec.values,
+        }
+        for capability, is_lacking in lacking.items():
+            if is_lacking:
+                raise RecipeError.at(
+                    key,
+                    f"'{name}' cannot {capability}, as role '{role}' needs: use another back end, such as fsdp, or "
+                    "declare it with @leaderless.train_backend(...) if it can",
+                )

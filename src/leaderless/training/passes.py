@@ -1,0 +1,120 @@
+"""The passes of a batch through a model, as many as memory asks for, for any back end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.errors import MemoryExhausted, is_out_of_memory
+from leaderless.data.transport import ProcessGroup
+from leaderless.device import release_memory
+from leaderless.training.engine import Result
+from leaderless.training.micro_batches import MicroBatch, longest_sample, make_micro_batches, response_lengths
+
+CPU_PASS_TOKENS = 2048
+"""Where a pass gathers nothing, a CPU is faster with passes whose activations stay near its caches."""
+
+
+class BoundedPasses:
+    """The part of `Trainable` that cuts batches, and cuts them smaller where memory runs out.
+
+    Attributes:
+        device: Device that computes.
+        micro_batch_tokens: Most tokens of one pass.
+        is_plain: Whether a pass is that of a plain module, which gathers nothing from other ranks.
+    """
+
+    def __init__(self, process_group: ProcessGroup, device: torch.device, micro_batch_tokens: int) -> None:
+        """Begin with a bound that does not change before `adapt_to_memory`."""
+        self._process_group, self.device, self.micro_batch_tokens = process_group, device, micro_batch_tokens
+        self.is_plain = True
+        self._on_lowered: Callable[[int], None] | None = None
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks that hold this instance."""
+        return self._process_group
+
+    def adapt_to_memory(self, on_lowered: Callable[[int], None]) -> None:
+        """See `Trainable`."""
+        self._on_lowered = on_lowered
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """See `Trainable`."""
+        enough_tokens = CPU_PASS_TOKENS if self.device.type == "cpu" and self.is_plain else None
+        return make_micro_batches(batch, self.micro_batch_tokens, self._process_group, enough_tokens)
+
+    @torch.no_grad()
+    def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
+        """A number for each sampled token of a batch, from a function that computes those of a micro-batch."""
+        lengths = response_lengths(batch.jagged("response_mask"))
+        values = torch.empty(int(lengths.sum()), device=self.device)
+
+        def fill(micro_batches: Iterable[MicroBatch]) -> None:
+            for micro_batch in micro_batches:
+                values[micro_batch.response_index.to(self.device)] = score(micro_batch)
+
+        self.run_passes(batch, fill)
+        return Jagged(values.cpu(), lengths, "response_tokens")
+
+    def run_passes(self, batch: Batch, passes: Callable[[Iterable[MicroBatch]], Result]) -> Result:
+        """See `Trainable`.
+
+        Only a plain module on one rank can start again. Of several ranks, one that fails within a pass would leave the
+        others in a collective, and a sharded module is left half gathered: there the lower bound has to wait for the
+        next start of the run.
+        """
+        while True:
+            under_way: list[MicroBatch] = []
+            try:
+                return passes(_watched(self.micro_batches(batch), under_way))
+            except Exception as error:
+                if not (under_way and is_out_of_memory(error)):
+                    raise
+                self._lower_bound(batch, under_way[0], error)
+            # Only here is the error gone, which kept the tensors of the failed pass alive.
+            gc.collect()
+            release_memory(self.device)
+
+    def _lower_bound(self, batch: Batch, micro_batch: MicroBatch, error: Exception) -> None:
+        """Halve what was too much, but not below the longest sample; raise where the passes cannot start again."""
+        num_tokens, longest = len(micro_batch.tokens), longest_sample(batch)
+        before = min(self.micro_batch_tokens, num_tokens)
+        after = max(before // 2, longest)
+        if after >= before:
+            remedy = (
+                "a pass cannot take less than one sample; lower rollout.max_response_tokens or data.max_prompt_tokens, "
+                "set models.<role>.gradient_checkpointing, or use more ranks"
+            )
+        elif self._on_lowered is None:
+            remedy = (
+                f"lower batch.micro_batch_tokens={self.micro_batch_tokens} (the longest sample has {longest}), or set "
+                "it to auto"
+            )
+        else:
+            self.micro_batch_tokens = after
+            self._on_lowered(after)
+            if self._process_group.size == 1 and self.is_plain:
+                return
+            remedy = (
+                f"batch.micro_batch_tokens=auto is lowered to {after} for the next start; the same command continues "
+                "with it"
+            )
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MemoryExhausted(
+            f"rank {self._process_group.rank}: a micro-batch of {num_tokens:,} tokens in "
+            f"{len(micro_batch.response_lengths):,} samples, the longest of "
+            f"{max(family.longest for family in micro_batch.families):,}, does not fit into the memory of "
+            f"{self.device} ({reason}): {remedy}"
+        ) from error
+
+
+def _watched(micro_batches: Sequence[MicroBatch], under_way: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """The micro-batches one by one; the one that is going through the model is in a list."""
+    for micro_batch in micro_batches:
+        under_way[:] = [micro_batch]
+        yield micro_batch
