@@ -247,6 +247,9 @@ def test_updates_of_low_entropy_are_skipped_until_it_is_too_often(start, folder)
     assert events(folder("warned")) == [(step, "entropy_limit", "warn", "policy") for step in (1, 2)]
     (result,) = start("fine", NONE_BAD, guards={"entropy_limit": 1e-9}, steps=1)
     assert events(folder("fine")) == []
+    result, _ = start("two", NONE_BAD, guards={"entropy_limit": 100.0}, steps=1, world_size=2)
+    found = [event.value for _, event in folder("two").read_events() if event]
+    assert found == [pytest.approx(result.numbers[0]["policy/entropy"])], "the mean over both ranks"
 
 
 def test_a_run_that_a_guard_stops_says_why_keeps_its_checkpoint_and_goes_on_when_asked_to(
