@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leaderless.config import Json, Recipe
 from leaderless.data.batch import SIBLING_BITS, Batch, Column, Jagged, make_sample_ids
-from leaderless.data.databuffer import Databuffer
+from leaderless.data.databuffer import WINDOWS, Databuffer
 from leaderless.data.transport import Transport
 from leaderless.data.wire import DTYPES
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard, RunNode, Windowed, flat
@@ -254,7 +254,7 @@ class Walker:
         for action in flat(self.plan.schedule):
             self.transport.add_process_group(self.plan.ranks_of(action))
             if isinstance(action, Reshard):
-                self.transport.add_background_process_group(action.ranks)
+                self.transport.add_lane(WINDOWS, action.ranks)
         self.rank = self.transport.rank
         self.buffer = Databuffer(self.plan, self.transport)
 

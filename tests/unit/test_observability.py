@@ -15,7 +15,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from leaderless.observability.console import Display
-from leaderless.observability.run_directory import MANIFEST, RunDirectory, StepLog, list_checkpoints, write_atomically
+from leaderless.observability.run_directory import MANIFEST, RunDirectory, list_checkpoints, write_atomically
+from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.worker.place import Place
 
@@ -175,13 +176,15 @@ def test_lines_of_lost_steps_are_forgotten_with_their_samples(tmp_path: Path) ->
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     assert list(run.read_metrics()) == []
+    log = StepLog(run, enable_tensorboard=False)
     for step in range(6):
-        run.append_metrics({"step": step, "loss": step / 2})
+        log.write(step, {"loss": step / 2})
         run.write_samples(step, 0, [{"step": step, "text": "naïve\n"}])
         run.write_samples(step, 12, [{"step": step}])
     with run.metrics.open("a") as file:
         file.write('[6]\n6\nnull\n{"loss": 1}\n{"step": "6"}\n{"step": 6, "los')
-    run.forget_after(3)
+    log.open(4)
+    run.forget_samples(3)
     assert [record["step"] for record in run.read_metrics()] == [0, 1, 2, 3]
     assert len(run.metrics.read_text().splitlines()) == 4
     names = sorted(path.name for path in run.samples.iterdir())
@@ -191,13 +194,14 @@ def test_lines_of_lost_steps_are_forgotten_with_their_samples(tmp_path: Path) ->
 
 def test_metrics_are_json_whatever_their_values(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.append_metrics({"step": 1, "loss": math.nan, "norm": math.inf, "reward": 0.5})
+    log = StepLog(run, enable_tensorboard=False)
+    log.write(1, {"loss": math.nan, "norm": math.inf, "reward": 0.5})
     for _ in range(2):
         line = json.loads(run.metrics.read_text(), parse_constant=pytest.fail)
         assert line == {"step": 1, "loss": None, "norm": None, "reward": 0.5}
         (record,) = run.read_metrics()
         assert math.isnan(record["loss"])
-        run.forget_after(1)
+        log.open(2)
 
 
 def test_the_newest_checkpoint_is_that_of_most_steps(tmp_path: Path) -> None:
@@ -226,7 +230,7 @@ def test_a_run_that_is_set_aside_keeps_all_and_leaves_its_recipe(tmp_path: Path)
     for number in (1, 2):
         run.path.mkdir(exist_ok=True)
         run.config.write_text(f"name: {number}")
-        run.append_metrics({"step": number})
+        StepLog(run, enable_tensorboard=False).write(number, {})
         assert run.set_aside() == tmp_path / f"run.{number}"
         assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
     assert (tmp_path / "run.1/config.yaml").read_text() == "name: 1"

@@ -12,6 +12,7 @@ from leaderless.config import RecipeError
 from leaderless.launch.meeting import Nodes
 from leaderless.launch.restarts import SAME_ERRORS, SAME_FAILURES, Restarts
 from leaderless.observability.run_directory import MANIFEST, RunDirectory
+from leaderless.observability.step_log import StepLog
 from leaderless.supervision.failure import FOLDER_VARIABLE, STEPS_BEGUN, note_place, reported_failures
 
 KILLED = {1: -9}
@@ -36,7 +37,7 @@ class Run:
 
     def come_to(self, step: int, *, saved: int) -> None:
         for number in range(1, step + 1):
-            self.directory.append_metrics({"step": number})
+            StepLog(self.directory, enable_tensorboard=False).write(number, {})
         write_checkpoint(self.directory, saved)
 
     def fail(

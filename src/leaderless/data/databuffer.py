@@ -26,6 +26,8 @@ from leaderless.data.transport import ProcessGroup, Transport, digest
 from leaderless.data.wire import schema_from_json, what_changes
 from leaderless.planner import Action, Layout, Load, Plan, PlannedNode, Repeat, Reshard, RunNode, Windowed, flat
 
+WINDOWS = "windows"
+"""Lane in which windows are sent."""
 WINDOWS_UNDER_WAY = 2
 """Windows of an edge that are being sent, or wait to be, while the next one is made."""
 
@@ -173,7 +175,7 @@ class Databuffer:
         under_way = self._under_way.setdefault(action, deque())
         while len(under_way) >= WINDOWS_UNDER_WAY:
             under_way.popleft().result()
-        process_group = self.transport.process_group(action.ranks, in_background=True)
+        process_group = self.transport.lane(WINDOWS, action.ranks)
 
         def reshard_now() -> None:
             with timed:

@@ -276,7 +276,7 @@ class Transport:
         digests = torch.cat(self.world.gather(torch.tensor([digest(name.encode())]), "the names of all hosts"))
         self.world.hosts = dict(enumerate(torch.unique(digests, return_inverse=True)[1].tolist()))
         self._groups: dict[tuple[int, ...], ProcessGroup] = {self.world.ranks: self.world}
-        self._background: dict[tuple[int, ...], ProcessGroup] = {}
+        self._lanes: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
 
     def store(self) -> Store:
         """A connection of its own to the rendezvous store, for another thread than the main one."""
@@ -290,16 +290,26 @@ class Transport:
             if self.rank in ranks:
                 self._groups[ranks].warm_up()
 
-    def add_background_process_group(self, ranks: tuple[int, ...]) -> None:
+    def add_lane(self, name: str, ranks: tuple[int, ...], patience: int = 1) -> None:
         """Make a process group of some ranks, ascending, for a background thread. All ranks of the world call it.
 
         Its bytes are sent from host memory: on an accelerator they would compete with those of the main thread.
-        """
-        if ranks not in self._background:
-            handle = dist.new_group(list(ranks), timeout=self.timeout, backend="gloo")
-            self._background[ranks] = ProcessGroup(ranks, self.rank, handle, hosts=self.world.hosts)
 
-    def process_group(self, ranks: tuple[int, ...], *, in_background: bool = False) -> ProcessGroup:
-        """The process group of some ranks, among them this one, that was made for the main or a background thread."""
+        Args:
+            name: Name of the lane; process groups of other lanes may have the same ranks.
+            ranks: Ranks of the process group.
+            patience: Number of timeouts that a wait may last, where the other end comes so much later.
+        """
+        if (name, ranks) not in self._lanes:
+            handle = dist.new_group(list(ranks), timeout=self.timeout * patience, backend="gloo")
+            self._lanes[name, ranks] = ProcessGroup(ranks, self.rank, handle, hosts=self.world.hosts)
+
+    def process_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """The process group of some ranks, among them this one, for the main thread."""
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
-        return (self._background if in_background else self._groups)[ranks]
+        return self._groups[ranks]
+
+    def lane(self, name: str, ranks: tuple[int, ...]) -> ProcessGroup:
+        """The process group of some ranks, among them this one, that was made for a lane."""
+        assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
+        return self._lanes[name, ranks]

@@ -1,4 +1,4 @@
-"""The folder of a run, what lies in it, and where the numbers of its steps go."""
+"""The folder of a run, and what lies in it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, cast
 
 from leaderless.config import Json, Recipe, RecipeError
 from leaderless.observability.events import GuardEvent
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 MANIFEST = "manifest.json"
 """List of the files of a checkpoint; a folder without it is not a checkpoint."""
@@ -36,13 +33,13 @@ class RunDirectory:
         self.say: Callable[[str], None] | None = None
         """Called if a file for people to read cannot be written, and training continues; if None, errors are raised."""
         self._said: dict[str, float] = {}
-        self._unwritten = ""
         self.config = path / "config.yaml"
         self.plan = path / "plan.json"
         self.picture = path / "plan.svg"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.roll_backs = path / "roll_backs.json"
+        self.journal = path / "journal"
         self.limits = path / "limits.json"
         self.samples = path / "samples"
         self.traces = path / "trace"
@@ -113,22 +110,6 @@ class RunDirectory:
                 shutil.copy(target / file.name, file)
         return target
 
-    def append_metrics(self, record: Mapping[str, float]) -> None:
-        """Add one step to `metrics.jsonl`, after those that could not be written before.
-
-        One of the numbers is `step`.
-        """
-        self._unwritten += _to_line(record)
-        with self.may_fail(self.metrics):
-            size = self.metrics.stat().st_size if self.metrics.exists() else 0
-            try:
-                with self.metrics.open("a", encoding="utf-8") as file:
-                    file.write(self._unwritten)
-            except OSError:
-                os.truncate(self.metrics, size)  # the beginning of a line may have found room
-                raise
-            self._unwritten = ""
-
     def append_event(self, event: str, details: Mapping[str, Json]) -> None:
         """Add an event to `events.jsonl`. Any process may call this; a line is written at once."""
         record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **details}
@@ -149,18 +130,24 @@ class RunDirectory:
                 return f"{event.get('reward')}: {event.get('error')}"
         return ""
 
+    def metrics_of(self, log: str) -> Path:
+        """The file of a log with a name; that of the training loop has none."""
+        return self.metrics.with_name(f"metrics-{log}.jsonl") if log else self.metrics
+
     def read_metrics(self) -> Iterator[dict[str, float]]:
-        """The steps of `metrics.jsonl`, null as NaN; a line that was cut off by a crash is skipped."""
-        if not self.metrics.exists():
-            return
-        with self.metrics.open(encoding="utf-8") as file:
-            for line in file:
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    yield {name: math.nan if value is None else value for name, value in record.items()}
+        """The steps of `metrics.jsonl`, each with what other logs know about it, null as NaN.
+
+        Steps that only other logs have are left out, but for what was measured before the first one. A line that was
+        cut off by a crash is skipped.
+        """
+        others: dict[Json, dict[str, Json]] = {}
+        for path in sorted(self.path.glob("metrics-*.jsonl")):
+            for record in read_lines(path, "step"):
+                others.setdefault(record["step"], {}).update(record)
+        if 0 in others:
+            yield _numbers(others.pop(0))
+        for record in read_lines(self.metrics, "step"):
+            yield _numbers(others.get(record["step"], {}) | record)
 
     def read_events(self) -> Iterator[tuple[str, GuardEvent | None]]:
         """The lines of `events.jsonl`, each with the guard's event if it is one; cut-off lines are skipped."""
@@ -173,13 +160,11 @@ class RunDirectory:
             except (json.JSONDecodeError, TypeError, AttributeError, KeyError):
                 continue
 
-    def forget_after(self, step: int, num_roll_backs: int = 0) -> None:
-        """Drop what was logged of later steps, which are about to be done again.
+    def forget_events(self, step: int, num_roll_backs: int = 0) -> None:
+        """Drop the events of later steps, which are about to be done again.
 
-        Events that ended an attempt at these steps, and those before the last roll-back, are history and stay.
+        Those that ended an attempt at these steps, and those before the last roll-back, are history and stay.
         """
-        kept = [record for record in self.read_metrics() if record["step"] <= step]
-        write_atomically(self.metrics, "".join(map(_to_line, kept)))
         lines = list(self.read_events())
         history = [
             line
@@ -188,6 +173,9 @@ class RunDirectory:
         ]
         if len(history) < len(lines):
             write_atomically(self.events, "".join(f"{line}\n" for line in history))
+
+    def forget_samples(self, step: int) -> None:
+        """Drop the samples of later steps."""
         for file in self.samples.glob("*-*.jsonl") if self.samples.exists() else ():
             if int(file.name.partition("-")[2].partition(".")[0]) > step:
                 file.unlink()
@@ -217,40 +205,6 @@ class RunDirectory:
                 self.say(f"{what} cannot be written: {error.strerror}; training continues: make room")
 
 
-class StepLog:
-    """Writes the numbers of each step to `metrics.jsonl` and TensorBoard; only one rank does so."""
-
-    def __init__(self, directory: RunDirectory, *, enable_tensorboard: bool) -> None:
-        self.directory = directory
-        self._writer: SummaryWriter | None = None
-        self._enable_tensorboard = enable_tensorboard
-
-    def open(self, step: int, num_roll_backs: int = 0) -> None:
-        """Begin to log, or continue, at this step; what was logged of it and of later steps is dropped."""
-        self.close()
-        self.directory.forget_after(step - 1, num_roll_backs)
-        if self._enable_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            with self.directory.may_fail(self.directory.tensorboard):
-                # Readers of these events ignore those that an earlier start wrote from this step on.
-                self._writer = SummaryWriter(str(self.directory.tensorboard), purge_step=step or None)
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
-        self.directory.append_metrics({"step": step, **numbers})
-        if self._writer is not None:
-            with self.directory.may_fail(self.directory.tensorboard):
-                for name, value in numbers.items():
-                    self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Write out what is left."""
-        if self._writer is not None:
-            with self.directory.may_fail(self.directory.tensorboard):
-                self._writer.close()
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
     named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
@@ -267,8 +221,22 @@ def finite_or_none(numbers: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
-def _to_line(record: Mapping[str, float]) -> str:
-    return json.dumps(finite_or_none(record), allow_nan=False) + "\n"
+def read_lines(path: Path, number: str) -> Iterator[dict[str, Json]]:
+    """The lines of a file that have an integer under the name `number`; those that a crash cut off are left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get(number), int):
+                yield record
+
+
+def _numbers(record: Mapping[str, Json]) -> dict[str, float]:
+    return {name: math.nan if value is None else cast("float", value) for name, value in record.items()}
 
 
 def write_atomically(path: Path, text: str) -> None:

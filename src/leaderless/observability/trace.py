@@ -53,6 +53,11 @@ class Tracer:
                     with self._may_fail():
                         self._file.write(json.dumps({**event, "args": {"step": step}}) + ",\n")
 
+    def take(self, name: str) -> float:
+        """Seconds of one name since the last call."""
+        with self._lock:
+            return self.seconds.pop(name, 0.0)
+
     def take_seconds(self) -> dict[str, float]:
         """Seconds by name since the last call."""
         with self._lock:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from leaderless.data.activity import Activity
+from leaderless.data.databuffer import WINDOWS
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import DeviceSetup, setup_device
 from leaderless.planner import Plan, Reshard, flat, format_ranks
@@ -55,7 +56,7 @@ def join_workers(
         transport.add_process_group(instance.layout.ranks)
     for action in plan.windowed.body if plan.windowed else ():
         if isinstance(action, Reshard):
-            transport.add_background_process_group(action.ranks)
+            transport.add_lane(WINDOWS, action.ranks)
     try:
         yield transport, setup.device
     except BaseException:

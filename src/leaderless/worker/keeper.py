@@ -93,7 +93,7 @@ class Keeper:
                     if must_succeed:
                         raise
                     self._report(error)
-        self._tracer.take_seconds()
+        self._tracer.take("checkpoint")
         if end.is_stopping and not is_last:
             self._parts.display.stop()
             path = escape(str(self._parts.directory.checkpoints / f"step-{self._progress.step:06d}"))

@@ -13,7 +13,7 @@ import torch
 from rich.markup import escape
 
 from leaderless.observability.console import FAILED
-from leaderless.observability.run_directory import StepLog
+from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.planner import PlannedNode
 from leaderless.supervision.guards import Guards
@@ -126,7 +126,7 @@ class Worker:
             with self.tracer.span("evaluate", step):
                 record = partial(self.parts.directory.write_samples, step, self._rank, kind="evaluation")
                 numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"), record)
-            numbers["time/evaluate"] = self.tracer.take_seconds()["evaluate"]
+            numbers["time/evaluate"] = self.tracer.take("evaluate")
         return to_first_rank(evaluated_instance(self.parts.plan).layout.ranks, numbers, self.parts.transport)
 
     def _write(self, numbers: dict[str, float]) -> None:
@@ -145,8 +145,11 @@ class Worker:
         self._keeper.resume(self._guards.resumed)
         self.chain.num_roll_backs = self._guards.num_roll_backs
         if self._log is not None:
-            step = self.progress.step
-            self._log.open(step + 1 if step else 0, self._guards.num_roll_backs)
+            step, directory = self.progress.step, self.parts.directory
+            self._log.open(step + 1 if step else 0)
+            # What was written before the first step is written again.
+            directory.forget_events(step or -1, self._guards.num_roll_backs)
+            directory.forget_samples(step or -1)
 
     def _roll_back(self) -> None:
         """Continue from the newest checkpoint, but with the next data and the clock of the run."""

@@ -74,6 +74,10 @@ def read_run(directory: Path) -> RunFiles:
     metrics, events = directory / "metrics.jsonl", directory / "events.jsonl"
     metrics_text = _read(metrics, "the curves", notes)
     rows = last_rows(parse_json_lines(metrics_text, metrics.name, notes))
+    for log in sorted(directory.glob("metrics-*.jsonl")):
+        more = last_rows(parse_json_lines(_read(log, "some of the curves", notes), log.name, notes))
+        # Another loop may be ahead of the one that trains, and only held-out prompts are answered before it begins.
+        rows = {step: {**more.get(step, {}), **rows.get(step, {})} for step in sorted(rows.keys() | more.keys() & {0})}
     if metrics_text.strip() and not rows:
         notes.append("metrics.jsonl holds no step yet, so there are no curves.")
     settings = flatten_recipe(recipe_text)
