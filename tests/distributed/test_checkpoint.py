@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from leaderless.checkpoint import writer as writing
 from leaderless.checkpoint.manifest import DamagedCheckpointError, FileEntry, Manifest
 from leaderless.checkpoint.reader import RunState, load_checkpoint, newest_good, read_state
+from leaderless.checkpoint.rows import load_rows
 from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content, superseded
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.run import CheckpointConfig
-from leaderless.data.surplus import Surplus
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
@@ -318,7 +318,11 @@ def load_made_up(folder: str, model: str) -> str:
     """A checkpoint whose maker knows the checksums, with pickles wherever something might unpickle."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     path, evil = Path(folder) / "step-000002", pickle.dumps(Pwned(Path(folder) / "pwned"))
-    for file in [*(path / "policy").glob("*.safetensors"), path / "policy/.metadata", path / "surplus-0.safetensors"]:
+    for file in [
+        *(path / "policy").glob("*.safetensors"),
+        path / "policy/.metadata",
+        path / "surplus-00000-of-00001.safetensors",
+    ]:
         file.write_bytes(evil)
     files = {name.relative_to(path).as_posix(): FileEntry.of(name) for name in path.rglob("*") if name.is_file()}
     del files["manifest.json"]
@@ -327,7 +331,7 @@ def load_made_up(folder: str, model: str) -> str:
     errors = []
     for load in (
         lambda: load_checkpoint(path, {"policy": make_engine(model, transport)}),
-        lambda: Surplus.load(path, 0, 1),
+        lambda: load_rows(path, "surplus", 0, 1),
     ):
         try:
             load()

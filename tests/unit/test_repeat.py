@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.unit.recipes import make_recipe, only_problem, plan_of
 
+from leaderless.checkpoint.rows import load_rows, save_rows
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.surplus import Surplus
@@ -344,8 +345,8 @@ def test_what_is_left_over_is_read_back_on_any_number_of_shards(tmp_path_factory
     shards = [sorted(group * 4 + number for group in groups) for number, groups in enumerate(shards)]
     folder = tmp_path_factory.mktemp("surplus")
     for number, groups in enumerate(shards):
-        Surplus(samples_of(groups)).save(folder, number, len(shards))
-    read = [Surplus.load(folder, number, num_shards).batch for number in range(num_shards)]
+        save_rows(samples_of(groups), folder, "surplus", number, len(shards))
+    read = [load_rows(folder, "surplus", number, num_shards) for number in range(num_shards)]
     if num_shards == len(shards):
         assert [described(part) for part in read] == [described(samples_of(groups)) for groups in shards]
         return
@@ -355,10 +356,9 @@ def test_what_is_left_over_is_read_back_on_any_number_of_shards(tmp_path_factory
     assert max(counts) - min(counts) <= 1
 
 
-def test_a_checkpoint_from_before_the_first_round_leaves_nothing(tmp_path):
-    Surplus().save(tmp_path, 0, 1)
-    assert list(tmp_path.iterdir()) == []
-    assert Surplus.load(tmp_path, 0, 2).batch is None
+def test_a_checkpoint_without_rows_gives_none(tmp_path):
+    save_rows(samples_of([1]), tmp_path, "rows-000001", 0, 1)
+    assert load_rows(tmp_path, "surplus", 0, 2) is None
 
 
 def test_settings_of_the_workflow_hold_unless_the_recipe_has_its_own(tmp_path):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from leaderless.checkpoint.rows import pack, unpack
 from leaderless.config import Json
 from leaderless.data.batch import Batch, Column, Jagged
-from leaderless.data.surplus import pack, unpack
 from leaderless.data.wire import DTYPES, ColumnSchema, Schema, schema_from_json, schema_of, schema_to_json
 
 JSON = st.recursive(

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,16 +50,18 @@ class Content:
 
     Attributes:
         state: Progress of the run.
-        metrics: Metrics of the step.
+        metrics: Metrics of the step that this rank has; those of the first rank win.
         nodes: States of the nodes whose first rank this is.
-        save_surplus: Function that writes this rank's share of the surplus into a folder, if there is any. A
-            thread calls it later, so it must hold on to the surplus of now.
+        texts: Further texts that this rank writes, by the name of their file.
+        rows: Functions that write rows of this rank, as of channels, into a folder. A thread calls them later, so they
+            must hold on to the rows of now.
     """
 
     state: RunState
     metrics: Mapping[str, float] = field(default_factory=dict)
     nodes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    save_surplus: Callable[[Path], None] | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    rows: Sequence[Callable[[Path], None]] = ()
 
 
 class CheckpointWriter:
@@ -74,17 +76,20 @@ class CheckpointWriter:
         config: CheckpointConfig,
         timeout_s: float,
         descriptions: Mapping[str, str],
+        first_rank: int = 0,
     ) -> None:
         """Agree on where in `folder` to write. All ranks call it together.
 
-        The first rank waits for the files of others for at most `timeout_s`. `descriptions` are further files that
-        belong to each checkpoint, by name.
+        The first rank waits for the files of others for at most `timeout_s`, and writes the state of the run.
+        `descriptions` are further files that belong to each checkpoint, by name.
         """
         self._folder, self._engines, self._world, self._config = folder, engines, world, config
         self._timeout_s, self._descriptions = timeout_s, descriptions
-        self._is_first = world.rank == world.ranks[0]
+        self._is_first = world.rank == first_rank
         # Files that a killed start has left behind must not be taken for those of this one.
-        self._token = world.broadcast_text(uuid4().hex[:8] if self._is_first else "", 0, "the name of this start")
+        self._token = world.broadcast_text(
+            uuid4().hex[:8] if self._is_first else "", first_rank, "the name of this start"
+        )
         self._buffers: dict[str, dict[str, Tensor]] = {role: {} for role in engines}
         first_here = {role: engine for role, engine in engines.items() if _place(engine.process_group) == 0}
         self._models = {role: _describe(engine, tokenizer) for role, engine in first_here.items()}
@@ -164,7 +169,8 @@ class CheckpointWriter:
                         shutil.rmtree(path, ignore_errors=True)
             partial.mkdir(exist_ok=True)
             files = self._write_files(partial, own.with_suffix(".parts"), content, roles)
-            listed = json.dumps({name: asdict(entry) for name, entry in files.items()})
+            metrics = {name: value for name, value in content.metrics.items() if math.isfinite(value)}
+            listed = json.dumps({"metrics": metrics, "files": {name: asdict(entry) for name, entry in files.items()}})
             write_atomically(own.with_suffix(".json"), listed)
             if self._is_first:
                 self._commit(partial, content)
@@ -184,7 +190,8 @@ class CheckpointWriter:
     ) -> dict[str, FileEntry]:
         """Write this rank's files into a folder of its own, then move them to their places."""
         scratch.mkdir()
-        texts = {NODE_FILE.format(name): json.dumps(dict(state)) for name, state in content.nodes.items() if state}
+        states = {NODE_FILE.format(name): json.dumps(dict(state)) for name, state in content.nodes.items() if state}
+        texts = {**states, **content.texts}
         if self._is_first:
             texts |= {STATE_FILE: json.dumps(asdict(content.state), indent=2), **self._descriptions}
         files: dict[str, FileEntry] = {}
@@ -199,8 +206,8 @@ class CheckpointWriter:
                 texts[f"{role}/{ROLE_FILE}"] = json.dumps(asdict(state), indent=2)
         for name, text in texts.items():
             (scratch / name).write_text(text, encoding="utf-8")
-        if content.save_surplus is not None:
-            content.save_surplus(scratch)
+        for save in content.rows:
+            save(scratch)
         for file in sorted(path for path in scratch.rglob("*") if path.is_file()):
             name = file.relative_to(scratch).as_posix()
             if name not in files:
@@ -214,8 +221,13 @@ class CheckpointWriter:
     def _commit(self, partial: Path, content: Content) -> None:
         """Give the checkpoint its name when the files of all ranks are there, and remove old ones."""
         step, lists = content.state.step, self._await_lists(partial)
-        files = {name: FileEntry(**entry) for one in lists for name, entry in json.loads(one.read_text()).items()}
-        metrics = {name: value for name, value in content.metrics.items() if math.isfinite(value)}
+        files: dict[str, FileEntry] = {}
+        metrics: dict[str, float] = {}
+        for one in lists:
+            listed = json.loads(one.read_text())
+            files |= {name: FileEntry(**entry) for name, entry in listed["files"].items()}
+            metrics = listed["metrics"] | metrics
+        metrics |= {name: value for name, value in content.metrics.items() if math.isfinite(value)}
         Manifest(step, self._world.size, metrics, files).write(partial)
         for one in lists:
             one.unlink()

@@ -232,6 +232,11 @@ class Batch:
         return Batch(ids, columns, prompts.select(first), torch.cat(index))
 
 
+def with_rows(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """The batches that have rows, or the first: one without may not know the types of its columns."""
+    return [batch for batch in batches if len(batch)] or batches[:1]
+
+
 def select_rows(column: Column, index: Tensor) -> Column:
     """Some rows of a column of any kind, in the order of an index [m] int64."""
     match column:

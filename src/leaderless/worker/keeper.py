@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from leaderless.checkpoint.reader import RunState, load_checkpoint, newest_good, read_node_state
+from leaderless.checkpoint.rows import load_rows, save_rows
 from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content
 from leaderless.config import dump_recipe
 from leaderless.data.surplus import Surplus
@@ -18,6 +19,9 @@ from leaderless.supervision.guards import RollBack
 from leaderless.worker.agreement import StepEnd
 from leaderless.worker.chain import Chain
 from leaderless.worker.parts import Parts, Progress
+
+SURPLUS = "surplus"
+"""Name of the surplus of repeated nodes among the rows of a checkpoint."""
 
 
 class Keeper:
@@ -69,7 +73,7 @@ class Keeper:
         if repeat is not None and rank in repeat.layout:
             # The steps that went wrong have used the surplus in the checkpoint, so it is left out as well.
             shard = repeat.layout.shard_of(rank), repeat.layout.dp
-            self._chain.buffer.surplus = Surplus() if roll_back else Surplus.load(checkpoint, *shard)
+            self._chain.buffer.surplus = Surplus(None if roll_back else load_rows(checkpoint, SURPLUS, *shard))
         parts.display.say(f"continuing from step {state.step} ([bold]{escape(str(checkpoint))}[/])")
 
     def save(self, numbers: dict[str, float], end: StepEnd) -> None:
@@ -108,16 +112,16 @@ class Keeper:
     def _content(self, numbers: dict[str, float]) -> Content:
         """Everything that a checkpoint written now holds besides tensors."""
         plan, progress, rank = self._parts.plan, self._progress, self._parts.transport.rank
-        repeat, save_surplus = plan.repeat, None
-        if repeat is not None and rank in repeat.layout and repeat.layout.is_first_of_shard(rank):
-            # Batches are never changed in place: this one stays what it is while it is written.
-            surplus, shard = Surplus(self._chain.buffer.surplus.batch), repeat.layout.shard_of(rank)
-            save_surplus = partial(surplus.save, shard=shard, num_shards=repeat.layout.dp)
+        repeat, surplus = plan.repeat, self._chain.buffer.surplus.batch
+        rows: list[Callable[[Path], None]] = []
+        if repeat is not None and surplus is not None and repeat.layout.is_first_of_shard(rank):
+            shard = repeat.layout.shard_of(rank)
+            rows.append(partial(save_rows, surplus, name=SURPLUS, shard=shard, num_shards=repeat.layout.dp))
         return Content(
             RunState(progress.step, progress.data_position, progress.seconds),
             metrics=numbers,
             nodes={name: dict(state) for name, state in progress.nodes.items() if rank == plan[name].layout.ranks[0]},
-            save_surplus=save_surplus,
+            rows=rows,
         )
 
     def _report(self, error: BaseException | None) -> None:

@@ -1,0 +1,137 @@
+"""The sending end of a channel, on threads that play its ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from leaderless.data.activity import Activity
+from leaderless.data.channel import Note, Outbox
+from leaderless.data.transport import ProcessGroup
+
+
+@dataclass
+class Meeting:
+    """The numbers of all ranks of a process group that is played by threads."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    given: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=10)
+
+
+class Played(ProcessGroup):
+    """One rank of such a process group."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(tuple(range(meeting.size)), rank)
+        self.meeting = meeting
+
+    def max(self, values: Tensor, what: str) -> Tensor:  # noqa: ARG002
+        self.meeting.given[self.rank] = values
+        self.meeting.barrier.wait()
+        largest = torch.stack(list(self.meeting.given.values())).amax(0)
+        self.meeting.barrier.wait()
+        return largest
+
+
+def exchanged(*notes: Note) -> list[Note]:
+    meeting = Meeting(len(notes))
+    with ThreadPoolExecutor(len(notes)) as pool:
+        ranks = range(len(notes))
+        return list(pool.map(lambda rank: notes[rank].exchange(Played(meeting, rank), "channel a->b"), ranks))
+
+
+def outbox(capacity: int = 1, timeout_s: float = 10.0) -> Outbox:
+    return Outbox("a->b", capacity, timeout_s, Activity())
+
+
+def test_what_one_rank_notes_holds_for_all() -> None:
+    notes = exchanged(Note(7), Note(7, is_asked_to_stop=True), Note(7, is_checkpoint_due=True))
+    assert notes == [Note(7, is_asked_to_stop=True, is_checkpoint_due=True)] * 3
+    assert exchanged(Note(7), Note(7, is_stopping=True)) == [Note(7, is_stopping=True)] * 2
+
+
+def test_ranks_at_different_iterations_never_exchange_rows() -> None:
+    with pytest.raises(RuntimeError, match=r"rank \d: channel a->b is at iteration 2 on some rank and at 3 on another"):
+        exchanged(Note(3), Note(2), Note(3))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+def test_as_many_iterations_are_in_flight_as_the_capacity_says(capacity: int) -> None:
+    box, taken, sent = outbox(capacity), threading.Semaphore(0), list[int]()
+
+    def send(iteration: int) -> Callable[[], None]:
+        def task() -> None:
+            taken.acquire()
+            sent.append(iteration)
+
+        return task
+
+    for iteration in range(capacity):
+        box.make_room()
+        box.post(iteration, send(iteration))
+    waiting = threading.Thread(target=box.make_room)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    assert sent == []
+    taken.release()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert sent == [0]
+    for _ in range(capacity):
+        taken.release()
+    box.post(capacity, send(capacity))
+    box.finish()
+    assert sent == list(range(capacity + 1))
+
+
+def test_a_wait_for_the_other_end_names_the_iteration_and_ends() -> None:
+    box, taken = outbox(timeout_s=0.1), threading.Event()
+    box.post(4, lambda: [taken.wait(10), None][1])
+    message = "iteration 4 of channel a->b has not been taken for 0.1 s: see what the loop at its other end waits for"
+    with pytest.raises(RuntimeError, match=message):
+        box.make_room()
+    taken.set()
+
+
+def test_while_a_rank_waits_others_see_what_for() -> None:
+    activity, taken = Activity(), threading.Event()
+    box = Outbox("a->b", 1, 10.0, activity)
+    box.post(4, lambda: [taken.wait(10), None][1])
+    waiting = threading.Thread(target=box.make_room)
+    waiting.start()
+    waiting.join(0.1)
+    assert activity.waiting_for == "iteration 4 of channel a->b to be taken"
+    taken.set()
+    waiting.join(10)
+    assert activity.waiting_for == ""
+
+
+def post_twice(box: Outbox) -> None:
+    for iteration in (2, 3):
+        box.post(iteration, lambda: None)
+    box.finish()
+
+
+@pytest.mark.parametrize("then", [post_twice, Outbox.make_room, Outbox.finish])
+def test_a_failure_of_the_lane_is_raised_in_the_main_thread(then: Callable[[Outbox], None]) -> None:
+    box, has_failed = outbox(), threading.Event()
+
+    def fail() -> None:
+        has_failed.set()
+        raise RuntimeError("rank 3 is gone")
+
+    box.post(1, fail)
+    has_failed.wait(10)
+    with pytest.raises(RuntimeError, match="rank 3 is gone"):
+        then(box)
