@@ -25,8 +25,8 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.training.engine import Trainable
 
-STATE_FILE, ROLE_FILE, NODE_FILE = "state.json", "role.json", "node-{}.json"
-"""Names of the files with the state of the run, of a role (in its folder) and of a node."""
+STATE_FILE, ROLE_FILE, NODE_FILE, LOOP_FILE = "state.json", "role.json", "node-{}.json", "loop-{}.json"
+"""Names of the files with the state of the run, of a role (in its folder), of a node and of a loop that is ahead."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,20 @@ def read_role_state(path: Path, role: str) -> RoleState | None:
     """Read the state of a role from a checkpoint; None when it does not hold the role."""
     file = path / role / ROLE_FILE
     return RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+
+
+def read_loop_state(path: Path, name: str) -> tuple[int, int]:
+    """Read how far a loop was that is ahead of the one that trains: its iteration, and prompts taken from the data.
+
+    Raises:
+        RecipeError: The run had no such loop.
+    """
+    try:
+        state = json.loads((path / LOOP_FILE.format(name)).read_text(encoding="utf-8"))
+        return int(state["iteration"]), int(state["data_position"])
+    except (OSError, ValueError, KeyError) as error:
+        reason = f"checkpoint {path} holds no loop '{name}': give the new run another name"
+        raise RecipeError.at("channels", reason) from error
 
 
 def read_node_state(path: Path, name: str) -> dict[str, float]:

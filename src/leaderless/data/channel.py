@@ -20,7 +20,7 @@ from leaderless.data.transport import ProcessGroup
 
 @dataclass(frozen=True)
 class Note:
-    """What goes with each iteration through a channel, a few bytes from every rank to every other.
+    """What goes with each iteration through a channel: a few bytes from every rank to every other.
 
     Attributes:
         iteration: Iteration of the source.
@@ -34,17 +34,18 @@ class Note:
     is_stopping: bool = False
     is_checkpoint_due: bool = False
 
-    def exchange(self, process_group: ProcessGroup, what: str) -> Note:
+    def exchange(self, process_group: ProcessGroup, channel: str) -> Note:
         """Combine the notes of all ranks; what one says holds for all. All ranks of both ends call it together.
 
         Raises:
             RuntimeError: The ranks are not at the same iteration.
         """
-        numbers = [-self.iteration, *map(int, astuple(self))]
-        lowest, highest, *flags = process_group.max(torch.tensor(numbers), f"the note of {what}").tolist()
+        numbers = torch.tensor([-self.iteration, *map(int, astuple(self))])
+        lowest, highest, *flags = process_group.max(numbers, f"channel {channel}").tolist()
         if -lowest != highest:
             raise RuntimeError(
-                f"rank {process_group.rank}: {what} is at iteration {-lowest} on some rank and at {highest} on another"
+                f"rank {process_group.rank}: channel {channel} is at iteration {-lowest} on some rank, and at "
+                f"{highest} on another"
             )
         return Note(highest, *map(bool, flags))
 

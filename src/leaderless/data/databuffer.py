@@ -24,7 +24,20 @@ from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
 from leaderless.data.transport import ProcessGroup, Transport, digest
 from leaderless.data.wire import schema_from_json, what_changes
-from leaderless.planner import Action, Layout, Load, Plan, PlannedNode, Repeat, Reshard, RunNode, Windowed, flat
+from leaderless.planner import (
+    Action,
+    Channel,
+    Layout,
+    Load,
+    Plan,
+    PlannedNode,
+    Push,
+    Repeat,
+    Reshard,
+    RunNode,
+    Windowed,
+    flat,
+)
 
 WINDOWS = "windows"
 """Lane in which windows are sent."""
@@ -56,6 +69,8 @@ class Databuffer:
         self._under_way: dict[Reshard, deque[Future[None]]] = {}
         self._loads: dict[Reshard, NDArray[np.int64]] = {}
         self._readers = _readers(plan)
+        self._sent = {action.source for action in flat(plan.schedule) if isinstance(action, Reshard)}
+        self._sent |= {reshard.source for channel in plan.channels for reshard in channel.reshards}
         self._released_after = _last_readers(plan, self.rank)
 
     def load(self, action: Load, batch: Batch) -> None:
@@ -99,7 +114,7 @@ class Databuffer:
         else:
             batch = batch.only(readers)
             tables[_key(name, node.layout)] = Table.of(batch, name)
-        if any(action.source == name for action in flat(self.plan.schedule) if isinstance(action, Reshard)):
+        if name in self._sent:
             self._compare(node, batch)
 
     def _compare(self, node: PlannedNode, batch: Batch) -> None:
@@ -132,6 +147,22 @@ class Databuffer:
     def reshard(self, action: Reshard) -> None:
         """Reshard columns. All ranks of both layouts call it, in the order of the plan."""
         self._reshard(action, self._tables, self.transport.process_group(action.ranks))
+
+    def outgoing(self, channel: Channel) -> dict[Reshard, Batch]:
+        """What this rank has for the reshards of a channel that it is a source of; nothing is copied."""
+        return {
+            action: self._tables[_key(action.row_set, action.source_layout)].batch(
+                dict.fromkeys(action.columns, action.source)
+            )
+            for action in channel.reshards
+            if self.rank in action.source_layout
+        }
+
+    def incoming(self, channel: Channel) -> None:
+        """Take an iteration out of a channel, from another loop. All ranks of both ends take part."""
+        for action in channel.reshards:
+            if self.rank in action.target_layout:
+                self._reshard(action, self._tables, self.transport.lane(channel.name, action.ranks))
 
     def _reshard(
         self,
@@ -324,6 +355,9 @@ def _last_readers(plan: Plan, rank: int) -> dict[Action, list[tuple[TableKey, Co
 def _reads(plan: Plan, action: Action, rank: int) -> Sequence[tuple[TableKey, ColumnKey]]:
     """The columns that an entry of the chain reads on a rank."""
     match action:
+        case Push(name):
+            reshards = [reshard for reshard in plan.channel(name).reshards if rank in reshard.source_layout]
+            return [use for reshard in reshards for use in _reads(plan, reshard, rank)]
         case RunNode(name):
             node = plan[name]
             key = _key(node.row_set, node.layout)

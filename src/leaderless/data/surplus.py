@@ -13,6 +13,8 @@ class Surplus:
 
     def __init__(self, batch: Batch | None = None) -> None:
         self.batch = batch
+        self.carried: list[int] = []
+        """Ids of the groups of all shards that the last step has left, ascending."""
 
     def add(self, batch: Batch) -> None:
         """Take in what has come out of a round: whole groups, none of which is here already."""
@@ -32,6 +34,7 @@ class Surplus:
         assert self.batch is not None, "a step takes groups after a round, or those that it has inherited"
         mine = self.batch.group_ids
         known = torch.unique(torch.cat(process_group.gather(torch.unique(mine), "the groups that were chosen")))
+        self.carried = known[num_groups:].tolist()
         is_taken = torch.isin(mine, known[:num_groups])
         taken, self.batch = self.batch.select(is_taken), self.batch.select(~is_taken)
         return taken

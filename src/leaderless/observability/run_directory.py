@@ -130,6 +130,10 @@ class RunDirectory:
                 return f"{event.get('reward')}: {event.get('error')}"
         return ""
 
+    def journal_of(self, channel: str) -> Path:
+        """The journal of a channel; its arrow would mean something else to a shell."""
+        return self.journal / f"{channel.replace('->', '-to-').replace('=>', '-to-')}.jsonl"
+
     def metrics_of(self, log: str) -> Path:
         """The file of a log with a name; that of the training loop has none."""
         return self.metrics.with_name(f"metrics-{log}.jsonl") if log else self.metrics

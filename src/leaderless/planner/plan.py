@@ -247,6 +247,11 @@ class Plan:
         return next(loop for loop in self.loops if rank in loop.ranks)
 
     @property
+    def leading(self) -> Loop:
+        """The loop whose iterations are the steps of the run: the one that trains what others generate with."""
+        return next(loop for loop in self.loops if not loop.lag)
+
+    @property
     def schedule(self) -> tuple[Action, ...]:
         """The chain entries of all loops, those of one loop after those of another."""
         return tuple(action for loop in self.loops for action in loop.schedule)

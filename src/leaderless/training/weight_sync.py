@@ -44,6 +44,24 @@ class RowRange:
     last: int
 
 
+@dataclass(frozen=True)
+class WeightCopy:
+    """The part that a rank holds of all weights, copied to host memory, with the shapes of the whole weights."""
+
+    local: Sequence[Tensor]
+    shapes: Sequence[torch.Size]
+    policy_version: int
+
+    @classmethod
+    def of(cls, engine: Trainable, role: str) -> WeightCopy:
+        """Copy the weights of a role's engine as they are now."""
+        sharded = _sharded(engine, role)
+        assert sharded is not None, "an engine has weights"
+        weights = [parameter for _, parameter in sharded.named_weights()]
+        local = [_local(parameter).to("cpu", copy=True) for parameter in weights]
+        return cls(local, [parameter.shape for parameter in weights], sharded.policy_version)
+
+
 WeightBucket = Sequence[RowRange]
 """Rows of consecutive weights that are sent together."""
 
@@ -51,7 +69,7 @@ WeightBucket = Sequence[RowRange]
 def sync_weights(
     action: SyncWeights,
     process_group: ProcessGroup,
-    source: Trainable | None,
+    source: Trainable | WeightCopy | None,
     target: Trainable | None,
 ) -> None:
     """Make a serving copy equal to the trained weights.
@@ -63,11 +81,12 @@ def sync_weights(
         RuntimeError: What arrived is not what was sent, or not of one policy version.
         RecipeError: The training back end divides weights in another way than `fsdp`.
     """
-    source, target = (_sharded(engine, action.role) for engine in (source, target))
-    sync = _Sync(action, process_group.rank, source, target)
+    given = source if isinstance(source, WeightCopy) else _sharded(source, action.role)
+    taken = _sharded(target, action.role)
+    sync = _Sync(action, process_group.rank, given, taken)
     process_group.exchange_rounds(sync.rounds(), f"weights of role '{action.role}'")
     sync.take_arrived(0)
-    if target is None:
+    if taken is None:
         return
     if len(sync.versions) != 1:
         found = " and ".join(map(str, sorted(sync.versions))) or "unknown"
@@ -75,7 +94,7 @@ def sync_weights(
             f"rank {process_group.rank}: weights of role '{action.role}' are of policy versions {found}: "
             "the ranks that train it are not at the same update"
         )
-    target.policy_version = sync.versions.pop()
+    taken.policy_version = sync.versions.pop()
 
 
 class _Sync:
@@ -85,15 +104,21 @@ class _Sync:
         self,
         action: SyncWeights,
         rank: int,
-        source: ShardedModel[Decoder] | None,
+        source: ShardedModel[Decoder] | WeightCopy | None,
         target: ShardedModel[Decoder] | None,
     ) -> None:
         engine = source or target
         assert engine is not None
         self._role, self._rank = action.role, rank
         self._sources, self._targets = action.source_layout.ranks, action.target_layout.ranks
-        self._shapes = [parameter.shape for _, parameter in engine.named_weights()]
-        self._given = [_local(parameter) for _, parameter in source.named_weights()] if source else None
+        if isinstance(engine, WeightCopy):
+            self._shapes = list(engine.shapes)
+        else:
+            self._shapes = [parameter.shape for _, parameter in engine.named_weights()]
+        if isinstance(source, WeightCopy):
+            self._given: Sequence[Tensor] | None = source.local
+        else:
+            self._given = [_local(parameter) for _, parameter in source.named_weights()] if source else None
         self._taken = [_local(parameter) for _, parameter in target.named_weights()] if target else None
         self._version = source.policy_version if source else 0
         self._arriving: deque[list[tuple[int, WeightBucket, Tensor]]] = deque()

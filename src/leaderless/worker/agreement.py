@@ -18,11 +18,12 @@ Judge = Callable[[Mapping[str, float], Sequence[PlannedNode]], None]
 
 
 class StepMetrics:
-    """Metrics of the pools that a rank belongs to: each pool adds up its own, and rank 0 receives them all."""
+    """Metrics of the pools of a loop: each pool adds up its own, and the loop's first rank receives them all."""
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
         self._plan, self._transport = plan, transport
-        self._pools = list(dict.fromkeys(plan.ranks_of(action) for action in flat(plan.schedule)))
+        self._loop = plan.loop_of(transport.rank)
+        self._pools = list(dict.fromkeys(plan.ranks_of(action) for action in flat(self._loop.schedule)))
         self._metrics = {ranks: Metrics() for ranks in self._pools if transport.rank in ranks}
 
     def of(self, ranks: tuple[int, ...]) -> Metrics:
@@ -30,42 +31,45 @@ class StepMetrics:
         return self._metrics[ranks]
 
     def reduce(self, judge: Judge) -> dict[str, float]:
-        """Add up the step's numbers, and begin again with nothing. All ranks call it together.
+        """Add up the step's numbers, and begin again with nothing. All ranks of the loop call it together.
 
         Returns:
-            All numbers on rank 0, some of them on others.
+            All numbers on the loop's first rank, some of them on others.
         """
         rank, numbers = self._transport.rank, dict[str, float]()
+        loop = self._transport.process_group(self._loop.ranks)
         for ranks in self._pools:
             own = self._metrics[ranks].reduce(self._transport.process_group(ranks)) if rank in ranks else {}
             if rank == ranks[0]:
                 judge(own, [node for node in self._plan.nodes if node.layout.ranks == ranks])
-            numbers |= to_first_rank(ranks, own, self._transport)
+            numbers |= to_first_rank(ranks, own, loop)
         self._metrics = {ranks: Metrics() for ranks in self._metrics}
         return numbers
 
 
-def to_first_rank(ranks: tuple[int, ...], numbers: dict[str, float], transport: Transport) -> dict[str, float]:
-    """Send numbers that some ranks agree on to rank 0, if it is not one of them. All ranks call it together.
+def to_first_rank(ranks: tuple[int, ...], numbers: dict[str, float], loop: ProcessGroup) -> dict[str, float]:
+    """Send numbers that some ranks of a loop agree on to its first rank, if it is not one of them.
+
+    All ranks of the loop call it together.
 
     Returns:
-        The numbers on rank 0 and on `ranks`.
+        The numbers on the first rank and on `ranks`.
     """
-    world = transport.world
-    if 0 in ranks or world.rank not in {0, ranks[0]}:
+    first = loop.ranks[0]
+    if first in ranks or loop.rank not in {first, ranks[0]}:
         return numbers
-    if world.rank == ranks[0]:
+    if loop.rank == ranks[0]:
         text = torch.frombuffer(bytearray(json.dumps(numbers).encode()), dtype=torch.uint8)
-        world.exchange({0: text}, [], "the log")
+        loop.exchange({first: text}, [], "the log")
         return numbers
-    message = world.exchange({}, [ranks[0]], f"the numbers of ranks {format_ranks(ranks)}")[ranks[0]]
+    message = loop.exchange({}, [ranks[0]], f"the numbers of ranks {format_ranks(ranks)}")[ranks[0]]
     received: dict[str, float] = json.loads(bytes(message.numpy()))
     return received
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """How a step has ended, the same on every rank.
+    """How a step has ended, the same on every rank of a loop.
 
     Attributes:
         is_stopping: A signal has asked some rank to stop.
@@ -80,19 +84,19 @@ class StepEnd:
     events: tuple[GuardEvent, ...] = ()
 
 
-def agree(mine: StepEnd, world: ProcessGroup) -> StepEnd:
-    """Combine what each rank knows, where each event is known to one rank only. All ranks call it together.
+def agree(mine: StepEnd, loop: ProcessGroup) -> StepEnd:
+    """Combine what each rank of a loop knows, where each event is known to one rank only. All of them call it together.
 
     More than four numbers are exchanged only where a guard has reported an event.
     """
     numbers = [int(mine.is_stopping), int(mine.is_checkpoint_due), mine.data_position, len(mine.events)]
-    is_stopping, is_due, data_position, num_events = world.max(torch.tensor(numbers), "how the step ended").tolist()
+    is_stopping, is_due, data_position, num_events = loop.max(torch.tensor(numbers), "how the step ended").tolist()
     events: list[GuardEvent] = []
     if num_events:
         # JSON cannot hold some of the values, so their exact text comes with them.
         lines = "".join(json.dumps([event.to_json(), str(event.value)]) + "\n" for event in mine.events)
         encoded = torch.tensor(list(lines.encode()), dtype=torch.uint8)
-        gathered = torch.cat(world.gather(encoded, "what guards have seen"))
+        gathered = torch.cat(loop.gather(encoded, "what guards have seen"))
         for line in bytes(gathered.numpy()).decode().splitlines():
             values, number = json.loads(line)
             events.append(GuardEvent.from_json(values | {"value": float(number)}))

@@ -10,14 +10,16 @@ from importlib import import_module
 import torch
 
 from leaderless.data.batch import Batch
+from leaderless.data.channel import Note
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
 from leaderless.observability.console import FAILED
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Action, Load, Plan, Repeat, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.planner import Action, Load, Plan, Pull, Push, Repeat, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.stages.context import StageContext
 from leaderless.worker.agreement import StepMetrics
+from leaderless.worker.channels import Channels
 from leaderless.worker.parts import Parts, Progress
 
 StageFunction = Callable[[Batch, StageContext], Batch]
@@ -30,7 +32,8 @@ class Chain:
 
     Attributes:
         stages: Function of each node that the rank runs.
-        buffer: Columns of the step.
+        buffer: Columns of the iteration.
+        channels: Ends of the channels to other loops.
         loaders: Dataloader of each entry that loads.
         metrics: Metrics of the step.
         events: Events that guards have reported in the step.
@@ -42,9 +45,16 @@ class Chain:
         self._parts, self._progress, self._tracer = parts, progress, tracer
         self._rank = parts.transport.rank
         self._entries = parts.plan.chain(self._rank)
+        # Weights arrive between two iterations, where a run is also evaluated, saved and stopped.
+        self._arrivals = [
+            action
+            for action in self._entries
+            if isinstance(action, Pull) and parts.plan.channel(action.channel).kind == "weights"
+        ]
         self.stages = _load_stages(parts.plan, self._rank)
         progress.nodes = {name: {} for name in self.stages}
         self.buffer = Databuffer(parts.plan, parts.transport)
+        self.channels = Channels(parts, progress, self.buffer, tracer)
         self.loaders = {
             action: Dataloader(parts.sets, parts.recipe, action.layout.shard_of(self._rank), action.layout.dp)
             for action in flat(self._entries)
@@ -55,10 +65,23 @@ class Chain:
         self.num_roll_backs = 0
 
     def walk(self) -> None:
-        """Go through the chain once."""
+        """Go through the chain once, but for the weights that it begins with."""
         self.events.clear()
-        self._walk(self._entries)
+        with self._span(WAITING):
+            self.channels.make_room()
+        self._walk([action for action in self._entries if action not in self._arrivals])
         self.buffer.clear()
+
+    def take_weights(self) -> Note:
+        """Take the weights that the next training iteration leaves, and what its loop has noted."""
+        self._progress.trained += 1
+        note = Note(self._progress.trained)
+        for action in self._arrivals:
+            self._parts.begin(self._progress.step, str(action), action)
+            with self._span(str(action)), self._placed(str(action)):
+                note = self.channels.pull_weights(self._parts.plan.channel(action.channel), self._progress.trained)
+        self.channels.forget_trained()
+        return note
 
     def report(self) -> None:
         """Add the times of the entries and the numbers of the dataloaders to the metrics."""
@@ -95,6 +118,10 @@ class Chain:
                 self.buffer.reshard(action)
             case SyncWeights():
                 self._parts.roles.sync(action)
+            case Push(name):
+                self.channels.push(self._parts.plan.channel(name))
+            case Pull(name):
+                self.channels.pull_rows(self._parts.plan.channel(name))
 
     def _walk_windows(self, windowed: Windowed) -> None:
         """Go through entries window by window, while earlier windows are on their way to other ranks."""
@@ -131,6 +158,7 @@ class Chain:
         metrics.max("sampling/missing", max(0, repeat.num_groups - num_groups))
         if self._rank in repeat.layout:
             self.buffer.leave(repeat)
+            self.channels.note_surplus(self.buffer.surplus.carried)
 
     def _count_groups(self, repeat: Repeat) -> int:
         """Number of groups that the last node has chosen so far, with those of an earlier step."""

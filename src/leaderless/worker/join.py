@@ -17,6 +17,7 @@ from leaderless.data.databuffer import WINDOWS
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import DeviceSetup, setup_device
 from leaderless.planner import Plan, Reshard, flat, format_ranks
+from leaderless.worker.channels import add_process_groups
 from leaderless.worker.place import Place
 
 SHARED_FOLDER_S = 5.0
@@ -54,6 +55,9 @@ def join_workers(
         transport.add_process_group(plan.ranks_of(action))
     for instance in plan.instances:
         transport.add_process_group(instance.layout.ranks)
+    for loop in plan.loops:
+        transport.add_process_group(loop.ranks)
+    add_process_groups(plan, transport)
     for action in plan.windowed.body if plan.windowed else ():
         if isinstance(action, Reshard):
             transport.add_lane(WINDOWS, action.ranks)

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from leaderless.checkpoint.reader import RunState, load_checkpoint, newest_good, read_node_state
+from leaderless.checkpoint.reader import (
+    LOOP_FILE,
+    RunState,
+    load_checkpoint,
+    newest_good,
+    read_loop_state,
+    read_node_state,
+)
 from leaderless.checkpoint.rows import load_rows, save_rows
 from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content
 from leaderless.config import dump_recipe
@@ -37,8 +44,10 @@ class Keeper:
             parts.transport.world,
             parts.tokenizer,
             recipe.checkpoint,
-            recipe.run.timeout_s,
+            # A loop that is ahead comes to the place of the checkpoint so many iterations later.
+            recipe.run.timeout_s * (1 + max(loop.lag for loop in parts.plan.loops)),
             {"recipe.yaml": dump_recipe(recipe), "plan.json": json.dumps(parts.plan.to_json(), indent=1)},
+            parts.plan.leading.ranks[0],
         )
 
     def is_due(self) -> bool:
@@ -65,8 +74,13 @@ class Keeper:
             progress.nodes[name] = read_node_state(checkpoint, name)
         parts.roles.sync_all()
         roll_back = rolled_back(state.step)
-        progress.step, progress.seconds_before = state.step, state.time_s
+        progress.step = progress.trained = state.step
         progress.data_position = roll_back.data_position if roll_back else state.data_position
+        progress.seconds_before = state.time_s
+        loop = parts.plan.loop_of(rank)
+        if loop.lag:
+            progress.step, progress.data_position = read_loop_state(checkpoint, loop.name)
+        self._chain.channels.resume(checkpoint)
         for loader in self._chain.loaders.values():
             loader.position = progress.data_position
         repeat = parts.plan.repeat
@@ -78,7 +92,7 @@ class Keeper:
 
     def save(self, numbers: dict[str, float], end: StepEnd) -> None:
         """Write a checkpoint where one is due, and always at the end. All ranks call it together."""
-        is_last = self._progress.step == self._parts.recipe.steps
+        is_last = self._progress.trained == self._parts.recipe.steps
         must_succeed = end.is_stopping or is_last
         is_wanted = must_succeed or end.is_checkpoint_due
         if is_wanted:
@@ -92,6 +106,7 @@ class Keeper:
             self._writer.begin(self._content(numbers), from_copy=not is_awaited)
             if is_awaited:
                 try:
+                    self._chain.channels.await_weights_taken()  # then the other loop is here as well
                     self._writer.finish()
                 except (CheckpointError, OSError) as error:
                     if must_succeed:
@@ -100,9 +115,9 @@ class Keeper:
         self._tracer.take("checkpoint")
         if end.is_stopping and not is_last:
             self._parts.display.stop()
-            path = escape(str(self._parts.directory.checkpoints / f"step-{self._progress.step:06d}"))
+            path = escape(str(self._parts.directory.checkpoints / f"step-{self._progress.trained:06d}"))
             self._parts.display.say(
-                f"stopped after step {self._progress.step}; the same command continues from [bold]{path}"
+                f"stopped after step {self._progress.trained}; the same command continues from [bold]{path}"
             )
 
     def close(self) -> None:
@@ -117,11 +132,18 @@ class Keeper:
         if repeat is not None and surplus is not None and repeat.layout.is_first_of_shard(rank):
             shard = repeat.layout.shard_of(rank)
             rows.append(partial(save_rows, surplus, name=SURPLUS, shard=shard, num_shards=repeat.layout.dp))
+        loop = plan.loop_of(rank)
+        texts: dict[str, str] = {}
+        if loop.lag and rank == loop.ranks[0]:
+            texts[LOOP_FILE.format(loop.name)] = json.dumps(
+                {"iteration": progress.step, "data_position": progress.data_position}
+            )
         return Content(
-            RunState(progress.step, progress.data_position, progress.seconds),
-            metrics=numbers,
+            RunState(progress.trained, progress.data_position, progress.seconds),
+            metrics=numbers if rank == loop.ranks[0] else {},
+            texts=texts,
             nodes={name: dict(state) for name, state in progress.nodes.items() if rank == plan[name].layout.ranks[0]},
-            rows=rows,
+            rows=[*rows, *self._chain.channels.contents()],
         )
 
     def _report(self, error: BaseException | None) -> None:

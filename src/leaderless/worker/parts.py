@@ -54,17 +54,19 @@ class Parts:
 
 @dataclass
 class Progress:
-    """Position of a run; checkpoints hold all of it.
+    """Position of a loop of a run; checkpoints hold all of it.
 
     Attributes:
         nodes: State of each node of this rank.
-        step: Number of the step that is done or under way.
+        step: Number of the iteration of the loop that is done or under way: the step, in the loop that trains.
+        trained: Number of the training iteration whose weights this loop has: that of the last step, where it trains.
         data_position: Number of prompts taken from the data.
         seconds_before: Seconds that earlier starts took.
     """
 
     nodes: dict[str, dict[str, float]]
     step: int = 0
+    trained: int = 0
     data_position: int = 0
     seconds_before: float = 0.0
     _begin: float = field(default_factory=time.monotonic)

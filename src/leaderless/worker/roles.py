@@ -10,7 +10,7 @@ import torch
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import Transport
+from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
 from leaderless.rollout.make import Surroundings, make_engine
@@ -18,7 +18,7 @@ from leaderless.stages.context import ModelRole
 from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import EngineSetup, Trainable, ValueEngine
 from leaderless.training.registry import make_train_engine, make_value_engine
-from leaderless.training.weight_sync import sync_weights
+from leaderless.training.weight_sync import WeightCopy, sync_weights
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
@@ -110,17 +110,28 @@ class Roles:
             if instance.is_trained and self._transport.rank in instance.layout
         }
 
-    def sync(self, action: SyncWeights) -> None:
-        """Send new weights to a serving instance. All ranks of both layouts call it together."""
+    def sync(self, action: SyncWeights, process_group: ProcessGroup | None = None) -> None:
+        """Send new weights to a serving instance. All ranks of both layouts call it together.
+
+        Without a process group of these ranks, that of the main thread is used.
+        """
         source = self.engines.get((action.role, action.source_layout.ranks))
         target = self.engines.get((action.role, action.target_layout.ranks))
-        sync_weights(action, self._transport.process_group(action.ranks), source, target)
+        sync_weights(action, process_group or self._transport.process_group(action.ranks), source, target)
+
+    def copy_weights(self, action: SyncWeights) -> Callable[[ProcessGroup], None]:
+        """Copy the weights of now to host memory; the function that is returned sends them, in any thread."""
+        copied = WeightCopy.of(self.engines[action.role, action.source_layout.ranks], action.role)
+        return lambda process_group: sync_weights(action, process_group, copied, None)
 
     def sync_all(self) -> None:
         """Send the trained weights to every serving instance, as after loading a checkpoint."""
         for action in self._plan.schedule:
             if isinstance(action, SyncWeights) and self._transport.rank in action.ranks:
                 self.sync(action)
+        for channel in self._plan.channels:
+            if channel.sync is not None and self._transport.rank in channel.sync.ranks:
+                self.sync(channel.sync, self._transport.lane(channel.name, channel.sync.ranks))
 
 
 def check_vocabulary(engine: Trainable, tokenizer: Tokenizer, role: str) -> None:

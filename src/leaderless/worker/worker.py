@@ -1,4 +1,4 @@
-"""One rank of a run: takes step after step."""
+"""One rank of a run: takes one step of its loop after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from rich.markup import escape
 
 from leaderless.observability.console import FAILED
-from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.planner import PlannedNode
 from leaderless.supervision.guards import Guards
@@ -23,6 +22,7 @@ from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.chain import Chain
 from leaderless.worker.evaluation import evaluated_instance
 from leaderless.worker.keeper import Keeper
+from leaderless.worker.loop_log import LoopLog
 from leaderless.worker.parts import Parts, Progress
 
 
@@ -31,7 +31,7 @@ class Worker:
 
     Attributes:
         parts: Models, data and the other parts of the worker.
-        progress: Position of the run.
+        progress: Position of its loop.
         chain: Entries of the plan that this rank executes.
         tracer: Timer of all that the rank does.
     """
@@ -44,9 +44,11 @@ class Worker:
         self.tracer = Tracer(trace, self._rank, directory.may_fail)
         self.chain = Chain(parts, self.progress, self.tracer)
         self._keeper = Keeper(parts, self.progress, self.chain, self.tracer)
-        is_first = self._rank == 0
+        self._loop = parts.plan.loop_of(self._rank)
+        self._ranks = parts.transport.process_group(self._loop.ranks)
+        is_first = self._rank == self._loop.ranks[0]
         self._guards = Guards(recipe.guards, directory, parts.display, is_first=is_first)
-        self._log = StepLog(directory, enable_tensorboard=recipe.run.tensorboard) if is_first else None
+        self._log = LoopLog(directory, self._loop, enable_tensorboard=recipe.run.tensorboard) if is_first else None
 
     def run(self, *, is_guest: bool = False) -> int | None:
         """Train to the last step, or until a signal asks to stop; the last state is written as a checkpoint.
@@ -61,29 +63,60 @@ class Worker:
         stop = StopRequest(self.parts.recipe.run.grace_s, self._say_stopping, self._say_abandoned, is_guest=is_guest)
         with self._watchdog(is_guest=is_guest), stop:
             self._run_steps(stop)
-        return (stop.signal or signal.SIGTERM) if self.progress.step < self.parts.recipe.steps else None
+        return (stop.signal or signal.SIGTERM) if self.progress.trained < self.parts.recipe.steps else None
 
     def _run_steps(self, stop: StopRequest) -> None:
-        num_steps, is_stopping = self.parts.recipe.steps, False
-        self.parts.display.start(num_steps, self.progress.step)
-        if self.progress.step == 0:
-            self._write(self._evaluate())
-        while self.progress.step < num_steps and not is_stopping:
-            numbers = self.run_step() | self._evaluate()
-            self._write(numbers)
-            end = self._agree(stop)
-            is_stopping = end.is_stopping
-            if self._guards.must_roll_back(self.progress.step, end, self._keeper.newest):
-                self._roll_back()
-            else:
-                self._keeper.save(numbers, end)
+        self.chain.channels.is_asked_to_stop = lambda: stop.signal is not None
+        self.parts.display.start(self.parts.recipe.steps, self.progress.trained)
+        if self._loop.lag:
+            self._run_ahead()
+        else:
+            self._train()
+        self.chain.channels.finish()
         self.parts.display.stop()
         self.tracer.close()
         if self._log is not None:
             self._log.close()
 
+    def _train(self) -> None:
+        """Take the steps of the run."""
+        num_steps, is_stopping = self.parts.recipe.steps, False
+        if self.progress.step == 0:
+            self._write(self._evaluate())
+        while self.progress.step < num_steps and not is_stopping:
+            numbers = self.run_step() | self._evaluate()
+            self._write(numbers)
+            end = self._agree()
+            self.chain.channels.end_iteration(end)
+            is_stopping = end.is_stopping
+            if self._guards.must_roll_back(self.progress.step, end, self._keeper.newest):
+                self._roll_back()
+            else:
+                self._keeper.save(numbers, end)
+
+    def _run_ahead(self) -> None:
+        """Take the iterations of a loop that is ahead of training, each with the weights of `lag + 1` steps before.
+
+        What training decides after a step comes with its weights, when exactly `lag` more iterations have been made: so
+        the place of a checkpoint is the same in each run, whichever loop is faster.
+        """
+        num_steps, is_stopping = self.parts.recipe.steps, False
+        if self.progress.step == 0:
+            self._write_evaluation(self._evaluate())
+        while self.progress.trained < num_steps and not is_stopping:
+            if self.progress.step < min(num_steps, self.progress.trained + self._loop.lag + 1):
+                self._write(self.run_step())
+                self._guards.must_roll_back(self.progress.step, self._agree(), self._keeper.newest)
+                continue
+            note = self.chain.take_weights()
+            mine = StepEnd(note.is_stopping, note.is_checkpoint_due, self.progress.data_position)
+            numbers, end = self._evaluate(), agree(mine, self._ranks)
+            self._write_evaluation(numbers)
+            self._keeper.save(numbers, end)
+            is_stopping = end.is_stopping
+
     def run_step(self) -> dict[str, float]:
-        """Walk the chain once; returns the step's numbers on rank 0."""
+        """Walk the chain once; returns the numbers of the iteration on the loop's first rank."""
         self.progress.step += 1
         seed_generators(self.parts.recipe.seed, self.progress.step, self._rank)
         begin = time.perf_counter()
@@ -95,30 +128,32 @@ class Worker:
             numbers["throughput/tokens_per_s"] = numbers.pop("throughput/tokens") / seconds
         # The first rank may have no part in loading, but it has received what others report.
         self.progress.data_position = int(numbers.pop("data/position", 0))
+        if not self._loop.lag:
+            self.progress.trained = self.progress.step
         if self._guards.num_roll_backs:
             numbers["guard/roll_backs"] = self._guards.num_roll_backs
         return {**numbers, "time/step": seconds}
 
     def close(self) -> None:
-        """End the threads that read data ahead and write checkpoints."""
+        """End the threads that read data ahead, send what is in flight, and write checkpoints."""
         for loader in self.chain.loaders.values():
             loader.close()
+        self.chain.channels.close()
         self._keeper.close()
 
     def _judge(self, numbers: Mapping[str, float], nodes: Sequence[PlannedNode]) -> None:
         self.chain.events += self._guards.judge_rewards(self.progress.step, numbers, nodes)
 
-    def _agree(self, stop: StopRequest) -> StepEnd:
-        """How the step has ended, the same on all ranks."""
-        events = tuple(self.chain.events)
-        mine = StepEnd(stop.signal is not None, self._keeper.is_due(), self.progress.data_position, events)
-        return agree(mine, self.parts.transport.world)
+    def _agree(self) -> StepEnd:
+        """How the iteration has ended, the same on all ranks of the loop."""
+        is_stopping, events = self.chain.channels.is_stop_wanted, tuple(self.chain.events)
+        return agree(StepEnd(is_stopping, self._keeper.is_due(), self.progress.data_position, events), self._ranks)
 
     def _evaluate(self) -> dict[str, float]:
-        """Held-out accuracy, where this step asks for it."""
-        recipe, step = self.parts.recipe, self.progress.step
+        """Held-out accuracy of the weights of a step, where this asks for it and the model is in this loop."""
+        recipe, step, ranks = self.parts.recipe, self.progress.trained, evaluated_instance(self.parts.plan).layout.ranks
         every = recipe.evaluation.every_steps
-        if not every or (step % every and step != recipe.steps):
+        if not every or (step % every and step != recipe.steps) or ranks[0] not in self._loop.ranks:
             return {}
         numbers: dict[str, float] = {}
         self.parts.begin(step, "evaluate")
@@ -127,10 +162,15 @@ class Worker:
                 record = partial(self.parts.directory.write_samples, step, self._rank, kind="evaluation")
                 numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"), record)
             numbers["time/evaluate"] = self.tracer.take("evaluate")
-        return to_first_rank(evaluated_instance(self.parts.plan).layout.ranks, numbers, self.parts.transport)
+        return to_first_rank(ranks, numbers, self._ranks)
+
+    def _write_evaluation(self, numbers: dict[str, float]) -> None:
+        """Log what was measured after a step of training, in a loop that is ahead of it."""
+        if self._log is not None and numbers:
+            self._log.write_evaluation(self.progress.trained, {"time_s": self.progress.seconds, **numbers})
 
     def _write(self, numbers: dict[str, float]) -> None:
-        """Log the numbers of a step."""
+        """Log the numbers of an iteration."""
         step = self.progress.step
         if self._log is not None and numbers:
             numbers = {"time_s": self.progress.seconds, **numbers}
@@ -144,12 +184,9 @@ class Worker:
         """Continue from the newest checkpoint, if there is one."""
         self._keeper.resume(self._guards.resumed)
         self.chain.num_roll_backs = self._guards.num_roll_backs
+        self.chain.channels.open_journals()
         if self._log is not None:
-            step, directory = self.progress.step, self.parts.directory
-            self._log.open(step + 1 if step else 0)
-            # What was written before the first step is written again.
-            directory.forget_events(step or -1, self._guards.num_roll_backs)
-            directory.forget_samples(step or -1)
+            self._log.open(self.progress, self._guards.num_roll_backs)
 
     def _roll_back(self) -> None:
         """Continue from the newest checkpoint, but with the next data and the clock of the run."""

@@ -1,0 +1,273 @@
+"""The ends that a rank has of the channels between its loop and another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from leaderless.checkpoint.rows import load_rows, save_rows
+from leaderless.config import Json
+from leaderless.data.batch import Batch
+from leaderless.data.channel import Note, Outbox
+from leaderless.data.databuffer import Databuffer
+from leaderless.data.reshard import reshard
+from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.observability.line_file import LineFile
+from leaderless.observability.trace import Tracer
+from leaderless.planner import Channel, Plan, Reshard
+from leaderless.worker.agreement import StepEnd
+from leaderless.worker.parts import Parts, Progress
+
+LANE = 2
+"""Lane of the first channel in the trace of a rank."""
+Held = Mapping[Reshard, Batch]
+"""What a rank puts into a channel in one iteration: its rows for each reshard that it is a source of."""
+
+
+class Channels:
+    """Puts what an iteration has made into channels, and takes out what one needs.
+
+    Whether some rank is asked to stop goes with everything that is sent, to both ends; what the training loop decides
+    goes with its weights. So loops agree without waiting for each other in every iteration.
+
+    Attributes:
+        is_asked_to_stop: Function that says whether a signal has asked this rank to stop.
+    """
+
+    def __init__(self, parts: Parts, progress: Progress, buffer: Databuffer, tracer: Tracer) -> None:
+        """Nothing is in flight yet."""
+        self._parts, self._progress, self._buffer, self._tracer = parts, progress, buffer, tracer
+        rank, timeout_s = parts.transport.rank, parts.recipe.run.timeout_s
+        self.is_asked_to_stop: Callable[[], bool] = lambda: False
+        self._is_other_asked_to_stop = False
+        ends = [channel for channel in between_loops(parts.plan) if rank in ranks_of(channel)]
+        self._lanes = {channel.name: LANE + place for place, channel in enumerate(ends)}
+        self._from_here = [channel for channel in ends if rank in channel.source_ranks]
+        self._to_here = [channel for channel in ends if rank in channel.target_ranks]
+        self._outboxes = {
+            channel.name: Outbox(
+                channel.name, channel.capacity, patience(channel) * timeout_s, parts.transport.activity
+            )
+            for channel in self._from_here
+        }
+        # Rows stay here until they are trained, as a checkpoint holds those that were in flight after its step.
+        self._rows: dict[tuple[str, int], Held] = {}
+        self._weights: dict[str, Callable[[ProcessGroup], None]] = {}
+        self._journals = {
+            channel.name: LineFile(parts.directory.journal_of(channel.name), "iteration", parts.directory.may_fail)
+            for channel in parts.plan.channels
+            if rank == _journaling_rank(parts.plan, channel)
+        }
+
+    @property
+    def is_stop_wanted(self) -> bool:
+        """Whether a signal has asked this rank to stop, or a rank at the other end of a channel."""
+        return self._is_other_asked_to_stop or self.is_asked_to_stop()
+
+    def open_journals(self) -> None:
+        """Continue the journals after the last iteration of the loop: what comes is written anew."""
+        for journal in self._journals.values():
+            journal.cut_after(self._progress.step)
+
+    def note_surplus(self, group_ids: Sequence[int]) -> None:
+        """Write down which groups wait for the next iteration of the same loop."""
+        for channel in self._parts.plan.channels:
+            if not channel.transfers:
+                self._note(channel, self._progress.step, {"groups": len(group_ids), "group_ids": list(group_ids)})
+
+    def make_room(self) -> None:
+        """Wait until another iteration may be begun, whose output will be in flight too."""
+        for outbox in self._outboxes.values():
+            outbox.make_room()
+
+    def push(self, channel: Channel) -> None:
+        """Put what the iteration has made into a channel. Weights are copied, and sent when the iteration has ended."""
+        if channel.sync is not None:
+            self._weights[channel.name] = self._parts.roles.copy_weights(channel.sync)
+            return
+        held = self._buffer.outgoing(channel)
+        self._note_rows(channel, held)
+        self._post_rows(channel, self._progress.step, held)
+
+    def pull_rows(self, channel: Channel) -> None:
+        """Take the rows that the iteration works on out of a channel."""
+        self._take_rows(channel, self._progress.step)
+
+    def pull_weights(self, channel: Channel, iteration: int) -> Note:
+        """Take the weights that a training iteration has left out of a channel; returns what is noted with them."""
+        assert channel.sync is not None, "weights come out of a channel that carries weights"
+        self._parts.roles.sync(channel.sync, self._parts.transport.lane(channel.name, channel.sync.ranks))
+        return self._exchange(channel, Note(iteration))
+
+    def end_iteration(self, end: StepEnd) -> None:
+        """Send the weights of a training iteration, with what its loop has agreed on."""
+        for channel in self._from_here:
+            if channel.sync is None:
+                continue
+            iteration = self._progress.step
+            version = self._parts.roles.trained()[channel.sync.role].policy_version
+            self._note(channel, iteration, {"policy_version": version})
+            note = Note(iteration, is_stopping=end.is_stopping, is_checkpoint_due=end.is_checkpoint_due)
+            send = partial(self._send_weights, channel, note, self._weights.pop(channel.name))
+            self._outboxes[channel.name].post(iteration, send)
+
+    def await_weights_taken(self) -> None:
+        """Wait until the loop that generates has come to the weights of the last iteration."""
+        for channel in self._from_here:
+            if channel.sync is not None:
+                self._outboxes[channel.name].finish()
+
+    def forget_trained(self) -> None:
+        """Forget the rows of iterations that have been trained."""
+        self._rows = {key: held for key, held in self._rows.items() if key[1] > self._progress.trained}
+
+    def finish(self) -> None:
+        """Leave nothing in flight: rows that will not be trained are taken out by the loop that they were for."""
+        for channel in self._to_here:
+            if channel.kind == "rows":
+                first = self._progress.trained + 1
+                for iteration in range(first, min(first + channel.capacity, self._parts.recipe.steps + 1)):
+                    self._take_rows(channel, iteration)
+                    self._buffer.clear()
+        for outbox in self._outboxes.values():
+            outbox.finish()
+
+    def close(self) -> None:
+        """End the lanes."""
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+    def contents(self) -> list[Callable[[Path], None]]:
+        """Functions that write this rank's share of the rows in flight into the folder of a checkpoint."""
+        rank, saves = self._parts.transport.rank, list[Callable[[Path], None]]()
+        for channel in self._from_here:
+            for iteration in self._in_flight():
+                for action, batch in self._rows.get((channel.name, iteration), {}).items():
+                    layout, name = action.source_layout, _file_of(channel, iteration, action)
+                    if layout.is_first_of_shard(rank):
+                        saves.append(
+                            partial(save_rows, batch, name=name, shard=layout.shard_of(rank), num_shards=layout.dp)
+                        )
+        return saves
+
+    def resume(self, checkpoint: Path) -> None:
+        """Put the rows of a checkpoint into their channels again.
+
+        Raises:
+            RuntimeError: The checkpoint does not hold them.
+        """
+        rank = self._parts.transport.rank
+        for channel in self._from_here:
+            for iteration in self._in_flight() if channel.kind == "rows" else ():
+                held: dict[Reshard, Batch] = {}
+                for action in channel.reshards:
+                    layout = action.source_layout
+                    if rank not in layout:
+                        continue
+                    rows = load_rows(checkpoint, _file_of(channel, iteration, action), layout.shard_of(rank), layout.dp)
+                    if rows is None:
+                        raise RuntimeError(f"{checkpoint} has no rows of iteration {iteration} of {channel.name}")
+                    held[action] = rows
+                self._post_rows(channel, iteration, held)
+
+    def _in_flight(self) -> range:
+        return range(self._progress.trained + 1, self._progress.step + 1)
+
+    def _post_rows(self, channel: Channel, iteration: int, held: Held) -> None:
+        self._rows[channel.name, iteration] = held
+        self._outboxes[channel.name].post(iteration, partial(self._send_rows, channel, iteration, held))
+
+    def _send_rows(self, channel: Channel, iteration: int, held: Held) -> None:
+        """Send the rows of an iteration; the lane does it."""
+        with self._tracer.span(f"send({channel.name})", iteration, self._lanes[channel.name]):
+            self._exchange(channel, Note(iteration))
+            for action, batch in held.items():
+                reshard(action, self._parts.transport.lane(channel.name, action.ranks), batch, None)
+
+    def _send_weights(self, channel: Channel, note: Note, send: Callable[[ProcessGroup], None]) -> None:
+        """Send the weights of an iteration; the lane does it."""
+        assert channel.sync is not None, "only a channel that carries weights sends some"
+        with self._tracer.span(f"send({channel.name})", note.iteration, self._lanes[channel.name]):
+            send(self._parts.transport.lane(channel.name, channel.sync.ranks))
+            self._exchange(channel, note)
+
+    def _take_rows(self, channel: Channel, iteration: int) -> None:
+        self._exchange(channel, Note(iteration))
+        self._buffer.incoming(channel)
+
+    def _exchange(self, channel: Channel, note: Note) -> Note:
+        """Combine what the ranks of both ends note; all of them call it together."""
+        mine = replace(note, is_asked_to_stop=self.is_asked_to_stop())
+        agreed = mine.exchange(self._parts.transport.lane(channel.name, ranks_of(channel)), channel.name)
+        if agreed.is_asked_to_stop:
+            self._is_other_asked_to_stop = True
+        return agreed
+
+    def _note_rows(self, channel: Channel, held: Held) -> None:
+        """Write down which rows go into a channel. All ranks that put some in call it together."""
+        process_group = self._parts.transport.process_group(channel.source_ranks)
+        groups, versions, num_rows = _NOTHING, _NOTHING, 0
+        for action, batch in held.items():
+            if not action.source_layout.is_first_of_shard(process_group.rank):
+                continue
+            groups, num_rows = torch.unique(batch.group_ids), len(batch)
+            if "policy_versions" in batch.columns:
+                versions = torch.unique(batch.dense("policy_versions"))
+        what = f"the rows of channel {channel.name}"
+        groups = torch.unique(torch.cat(process_group.gather(groups, what)))
+        versions = torch.unique(torch.cat(process_group.gather(versions, what)))
+        facts: dict[str, Json] = {
+            "groups": len(groups),
+            "rows": int(process_group.sum(torch.tensor([num_rows]), what)),
+            "first_group": int(groups[0]) if len(groups) else None,
+            "last_group": int(groups[-1]) if len(groups) else None,
+            "policy_versions": [int(versions[0]), int(versions[-1])] if len(versions) else None,
+        }
+        self._note(channel, self._progress.step, facts)
+
+    def _note(self, channel: Channel, iteration: int, facts: Mapping[str, Json]) -> None:
+        if channel.name in self._journals:
+            self._journals[channel.name].append({"iteration": iteration, **facts})
+
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+def between_loops(plan: Plan) -> list[Channel]:
+    """The channels that join two loops; surplus stays on its ranks."""
+    return [channel for channel in plan.channels if channel.transfers]
+
+
+def ranks_of(channel: Channel) -> tuple[int, ...]:
+    """The ranks of both ends of a channel, ascending."""
+    return tuple(sorted({*channel.source_ranks, *channel.target_ranks}))
+
+
+def patience(channel: Channel) -> int:
+    """Iterations that one end of a channel may have to wait for: weights for all that the other loop is ahead."""
+    return 1 if channel.kind == "rows" else channel.capacity + 1
+
+
+def add_process_groups(plan: Plan, transport: Transport) -> None:
+    """Make the process groups of all channels. All ranks of the world call it together."""
+    for channel in between_loops(plan):
+        transport.add_process_group(channel.source_ranks)
+        for ranks in (ranks_of(channel), *(transfer.ranks for transfer in channel.transfers)):
+            transport.add_lane(channel.name, ranks, patience(channel))
+
+
+def _journaling_rank(plan: Plan, channel: Channel) -> int:
+    """The first rank that puts something into a channel."""
+    if channel.transfers:
+        return channel.source_ranks[0]
+    assert plan.repeat is not None, "what stays on its ranks is the surplus of repeated nodes"
+    return plan.repeat.layout.ranks[0]
+
+
+def _file_of(channel: Channel, iteration: int, action: Reshard) -> str:
+    """Name of the files of a checkpoint with what a channel holds of an iteration for one of its reshards."""
+    return f"rows-{iteration:06d}-{channel.reshards.index(action)}"
