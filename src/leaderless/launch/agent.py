@@ -41,10 +41,11 @@ class Launch:
         module: Module that each worker runs, with the name of a file as its argument.
         job: Text of that file.
         num_workers: Number of workers on this machine.
-        logs: Folder for the output of all workers of this machine but the first, which writes to the terminal.
+        logs: Folder for the output of all workers of this machine but one, which writes to the terminal.
         grace_s: Time for workers to finish their step when they are asked to stop.
         name: Name of the run, the same on all machines.
         nodes: Machines that train together; None for this one alone.
+        shown_rank: Worker that writes to the terminal, if it is on this machine; else the first one here does.
     """
 
     module: str
@@ -54,6 +55,7 @@ class Launch:
     grace_s: float
     name: str
     nodes: Nodes | None = None
+    shown_rank: int = 0
 
 
 class Agent:
@@ -140,10 +142,11 @@ class Agent:
         }
         command = [sys.executable, "-m", launch.module, str(self._folder / "job.json")]
         self._workers = {}
-        for local_rank in range(launch.num_workers):
-            rank = seats.first_rank + local_rank
+        here = range(seats.first_rank, seats.first_rank + launch.num_workers)
+        shown = launch.shown_rank if launch.shown_rank in here else here[0]
+        for local_rank, rank in enumerate(here):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            with (launch.logs / f"rank-{rank}.log").open("ab") if local_rank else nullcontext() as log:
+            with (launch.logs / f"rank-{rank}.log").open("ab") if rank != shown else nullcontext() as log:
                 self._workers[rank] = subprocess.Popen(  # noqa: S603 - this package itself
                     command, env=environment | ranks, stdout=log, stderr=log, start_new_session=True
                 )

@@ -37,5 +37,7 @@ class LineFile:
 
     def cut_after(self, last: int) -> None:
         """Drop the lines with a higher number: what they are about is done again."""
+        if not self.path.exists():
+            return
         kept = [record for record in read_lines(self.path, self._number) if int(str(record[self._number])) <= last]
         write_atomically(self.path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))

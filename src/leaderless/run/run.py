@@ -272,17 +272,24 @@ class Run:
                 raise Interrupted(stopped_by)
             return
         job = Job("train", self.loaded.source, has_prepared=nodes is None)
-        self._launch(job, self.directory, workers, self.recipe.run.max_restarts, nodes)
+        shown_rank = planned.plan.leading.ranks[0]
+        self._launch(job, self.directory, workers, self.recipe.run.max_restarts, nodes, shown_rank)
 
     def _launch(
-        self, job: Job, directory: RunDirectory, workers: int, max_restarts: int = 0, nodes: Nodes | None = None
+        self,
+        job: Job,
+        directory: RunDirectory,
+        workers: int,
+        max_restarts: int = 0,
+        nodes: Nodes | None = None,
+        shown_rank: int = 0,
     ) -> None:
-        """Do a job with workers on this machine."""
+        """Do a job with workers on this machine, of which one writes to the terminal."""
         from leaderless.launch.agent import Agent, Launch
         from leaderless.launch.restarts import Restarts
 
         entry, run = "leaderless.run.worker", self.recipe.run
-        launch = Launch(entry, job.to_text(), workers, directory.logs, run.grace_s, self.recipe.name, nodes)
+        launch = Launch(entry, job.to_text(), workers, directory.logs, run.grace_s, self.recipe.name, nodes, shown_rank)
         Agent(launch, Restarts(directory, max_restarts, print_line)).run()
 
     def _checkpoint(self, checkpoint: str | Path | None) -> Path | None:

@@ -55,7 +55,7 @@ def train_as_worker(planned: Planned, place: Place) -> int | None:
     """Act as one worker of a training run; return the signal that stopped it before the last step, if one did."""
     from leaderless.worker.process import train
 
-    display = Display(console, is_shown=place.rank == 0)
+    display = Display(console, is_shown=place.rank == planned.plan.leading.ranks[0])
     with located(planned.loaded):
         stopped_by = train(planned.recipe, planned.plan, place, display)
     display.summary(f"{planned.recipe.name}: what has changed")
