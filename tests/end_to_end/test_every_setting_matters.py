@@ -17,6 +17,7 @@ from tests.tiny import tiny_model, write_additions, write_recipe
 from leaderless.config import Recipe
 from leaderless.config.algorithm import CorrectionConfig
 from leaderless.config.base import Section
+from leaderless.config.channels import ChannelConfig
 from leaderless.config.rewards import CodeOptions, RewardOptions
 from leaderless.config.rollout import ExternalConfig
 
@@ -132,6 +133,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("GuardsConfig", name) for name in ("non_finite_loss", "non_finite_gradient", "max_roll_backs")}
     # Engines in other processes are not part of these runs; tests/unit/test_make_engine.py tries each setting.
     elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
+    # Channels need two pools; tests/unit/test_channels.py tries each setting.
+    elsewhere |= {("ChannelConfig", name) for name in ChannelConfig.model_fields}
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.base import Section
+from leaderless.config.channels import ChannelConfig
 from leaderless.config.data import DataConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
@@ -50,6 +51,9 @@ class Recipe(Section):
     layout: Mapping[str, LayoutConfig] = {}
     """Ranks and parallel sizes by node. A node without an entry runs where its role is trained, if the node that trains
     it has an entry; else where the first node that it comes after runs; else data-parallel on all ranks."""
+    channels: Mapping[str, ChannelConfig] = {}
+    """Iterations in flight by node: everything that leaves the ranks of the node goes through a channel, so that they
+    generate while other ranks train. Without an entry, all ranks go through each step together."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -192,7 +192,7 @@ class Flow:
         row_set = self.row_set[node.name]
         self._needed.add(row_set)
         self.sources.setdefault(node.name, {})
-        is_carried = bool(self.workflow.repeated) and node.name not in self.workflow.repeated
+        is_carried = bool(self.recipe.channels or self.workflow.repeated) and node.name not in self.workflow.repeated
         for column in (*spec.reads_of(self.settings[node.name], node), *(spec.reads_if_carried if is_carried else ())):
             self._trace(node.name, column, row_set)
         return True

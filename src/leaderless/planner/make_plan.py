@@ -12,10 +12,10 @@ from leaderless.config.rollout import EngineName
 from leaderless.planner.backends import check_backends
 from leaderless.planner.flow import DATA, Flow
 from leaderless.planner.layout import Cluster, Layout, make_layouts
-from leaderless.planner.loops import make_loops
+from leaderless.planner.loops import make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
-from leaderless.planner.plan import BatchSizes, Edge, Plan, PlannedNode, RoleInstance
+from leaderless.planner.plan import BatchSizes, Edge, EdgeKind, Loop, Plan, PlannedNode, RoleInstance
 from leaderless.planner.schedule import is_expanded, keeps_groups
 from leaderless.workflow import Node, Workflow, spec_of
 from leaderless.workflow.columns import column_of
@@ -37,7 +37,6 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     flow = Flow(recipe, workflow)
     _check_roles(recipe, workflow)
     layouts = make_layouts(recipe, workflow, cluster)
-    repeated = workflow.repeated
     nodes = tuple(
         PlannedNode(
             node=node,
@@ -47,7 +46,6 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             writes=flow.writes[node.name],
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
-            max_staleness=recipe.batch.updates_per_step if repeated and node.name not in repeated else 0,
             agents=flow.agents[node.name],
         )
         for node in flow.order
@@ -63,14 +61,15 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_engine(recipe, engine, instances, cluster)
     sizes = _model_sizes(recipe, instances)
     batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
-    loops, channels = make_loops(recipe, nodes, instances, repeated)
+    loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)
+    nodes = with_staleness(nodes, loops, channels, workflow.repeated)
     return Plan(
         recipe_name=recipe.name,
         workflow=workflow.name,
         world_size=cluster.world_size,
         nodes=nodes,
         pruned=flow.pruned,
-        edges=_edges(recipe, nodes),
+        edges=_edges(recipe, nodes, loops),
         loops=loops,
         channels=channels,
         instances=instances,
@@ -265,16 +264,19 @@ def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
     return recipe.data.max_prompt_tokens + response
 
 
-def _edges(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[Edge, ...]:
+def _edges(recipe: Recipe, nodes: Sequence[PlannedNode], loops: Sequence[Loop]) -> tuple[Edge, ...]:
     layouts = {node.name: node.layout for node in nodes}
+    loop_of = {name: loop.name for loop in loops for name in loop.nodes}
     edges: list[Edge] = []
     for node in nodes:
         is_sampled = is_expanded(nodes, node.row_set)
         for source in sorted(set(node.reads.values())):
             columns = tuple(column for column, provider in node.reads.items() if provider == source)
-            is_local = source == DATA or layouts[source].holds_rows_like(node.layout)
+            kind: EdgeKind = "channel" if loop_of.get(source, loop_of[node.name]) != loop_of[node.name] else "reshard"
+            if source == DATA or layouts[source].holds_rows_like(node.layout):
+                kind = "local"
             size = sum(_max_bytes(recipe, column, node.agents, is_sampled=is_sampled) for column in columns)
-            edges.append(Edge(source, node.name, columns, "local" if is_local else "reshard", size))
+            edges.append(Edge(source, node.name, columns, kind, size))
     return tuple(edges)
 
 

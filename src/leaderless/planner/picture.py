@@ -18,7 +18,7 @@ from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import format_bytes
 from leaderless.planner.plan import Plan, PlannedNode
 
-Kind = Literal["local", "reshard", "weights", "order"]
+Kind = Literal["local", "reshard", "channel", "weights", "order"]
 
 TEMPLATE = Path(__file__).with_name("plan.svg.jinja")
 NUM_COLORS = 6
@@ -36,6 +36,7 @@ TEXTS = (("name", NAME_SIZE), ("", TEXT_SIZE), ("code", CODE_SIZE))
 LEGEND: dict[Kind, str] = {
     "local": "columns on the same ranks: nothing moves",
     "reshard": "columns to other ranks, with the most bytes of a step",
+    "channel": "columns to another loop, with iterations in flight",
     "weights": "new weights, after each step",
     "order": "order only: no column is read",
 }

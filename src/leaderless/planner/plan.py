@@ -27,6 +27,8 @@ from leaderless.planner.memory import MemoryEstimate
 from leaderless.planner.model_size import ModelSize
 from leaderless.workflow import Node, StageSpec
 
+EdgeKind = Literal["local", "reshard", "channel"]
+
 
 @dataclass(frozen=True)
 class PlannedNode:
@@ -68,14 +70,15 @@ class PlannedNode:
 class Edge:
     """The columns that go from one node, or `data`, to another in each step.
 
-    Nothing moves on a `local` edge: both ends hold the same rows on the same ranks. `max_bytes` is the size of the
-    columns over all ranks when every sequence is as long as it may be.
+    Nothing moves on a `local` edge: both ends hold the same rows on the same ranks. A `reshard` sends columns to other
+    ranks of the loop, a `channel` to another loop. `max_bytes` is the size of the columns over all ranks when every
+    sequence is as long as it may be.
     """
 
     source: str
     target: str
     columns: tuple[str, ...]
-    kind: Literal["local", "reshard"]
+    kind: EdgeKind
     max_bytes: int
 
 
@@ -196,7 +199,7 @@ class Plan:
         nodes: The nodes that run, in order.
         pruned: Nodes that do not run, because no node reads what they write.
         edges: The columns between nodes.
-        loops: Loops that the nodes form, in the order of their first nodes.
+        loops: Loops that the nodes form, the one that generates first.
         channels: What joins loops.
         instances: The models and where they are.
         engine: Engine that generates.

@@ -19,23 +19,31 @@ def make_schedule(
 
     The nodes are in order; those named by `repeated` are the first of them.
     """
-    schedule: list[Action] = list(_loads(nodes))
-    for node in nodes:
-        schedule.append(RunNode(node.name))
-        if repeated and node.name == repeated[-1]:
-            schedule = [_repeat(recipe, nodes, schedule)]
-        schedule.extend(_reshards(recipe, nodes, node))
+    schedule = entries_of(recipe, nodes)
+    if repeated:
+        done = 1 + schedule.index(RunNode(repeated[-1]))
+        schedule[:done] = [_repeat(recipe, nodes, schedule[:done])]
     if not repeated:
         schedule = _in_windows(nodes, schedule, recipe.batch.windows_per_step)
-    schedule = _with_history(nodes, schedule, [])
-    for trained in instances:
-        if trained.is_trained:
-            schedule.extend(
-                SyncWeights(trained.role, trained.layout, serving.layout)
-                for serving in instances
-                if serving.role == trained.role and not serving.is_trained
-            )
-    return tuple(schedule)
+    return (*with_history(nodes, schedule, []), *syncs_of(instances))
+
+
+def entries_of(recipe: Recipe, nodes: Sequence[PlannedNode]) -> list[Action]:
+    """The loads, nodes and reshards of an iteration, each node followed by what is sent of its columns."""
+    entries: list[Action] = list(_loads(nodes))
+    for node in nodes:
+        entries += [RunNode(node.name), *_reshards(recipe, nodes, node)]
+    return entries
+
+
+def syncs_of(instances: Sequence[RoleInstance]) -> list[SyncWeights]:
+    """New weights of each trained role to every other instance of it."""
+    return [
+        SyncWeights(trained.role, trained.layout, serving.layout)
+        for trained in instances
+        for serving in instances
+        if trained.is_trained and serving.role == trained.role and not serving.is_trained
+    ]
 
 
 def delays_of(nodes: Sequence[PlannedNode]) -> dict[str, int]:
@@ -131,8 +139,14 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
     return reshards
 
 
-def _with_history(nodes: Sequence[PlannedNode], schedule: Sequence[Action], before: list[Action]) -> list[Action]:
-    """The same entries, each reshard with what its target already has from earlier ones; `before` grows with them."""
+def with_history(nodes: Sequence[PlannedNode], schedule: Sequence[Action], before: list[Action]) -> list[Action]:
+    """The same entries, each reshard with what its target already has from earlier ones.
+
+    Args:
+        nodes: Nodes of the plan.
+        schedule: Chain entries, in order.
+        before: Entries that come before; these are added to it.
+    """
     entries: list[Action] = []
     for action in schedule:
         entry = action
@@ -140,7 +154,7 @@ def _with_history(nodes: Sequence[PlannedNode], schedule: Sequence[Action], befo
             case Reshard():
                 entry = _after(action, nodes, before)
             case Repeat() | Windowed():
-                entry = replace(action, body=tuple(_with_history(nodes, action.body, before)))
+                entry = replace(action, body=tuple(with_history(nodes, action.body, before)))
         before.append(entry)
         entries.append(entry)
     return entries

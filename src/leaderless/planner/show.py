@@ -14,7 +14,7 @@ from rich.text import Text
 from leaderless.config import Json
 from leaderless.config.rollout import EngineName
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
-from leaderless.planner.entries import Action, Repeat, Reshard, SyncWeights, Windowed
+from leaderless.planner.entries import Action, Pull, Push, Repeat, Reshard, SyncWeights, Windowed
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import COMMANDS, MemoryEstimate, format_bytes
 from leaderless.planner.plan import Plan, PlannedNode, RoleInstance
@@ -39,8 +39,13 @@ def print_plan(plan: Plan, console: Console, lowered: Mapping[str, int] | None =
         _section(console, "Nodes that do not run", _table("", "", rows=[(name, reason) for name in plan.pruned]))
     if plan.repeat:
         _section(console, "Repeated nodes", _repeat(plan.repeat))
+    if len(plan.loops) > 1:
+        _section(console, "Loops", _loops(plan))
+    if plan.channels:
+        _section(console, "Channels", _channels(plan))
     _section(console, "Columns between nodes", _edges(plan))
-    _section(console, "What each rank does in a step", _chains(plan))
+    each = "a step" if len(plan.loops) == 1 else "an iteration of its loop"
+    _section(console, f"What each rank does in {each}", _chains(plan))
     _section(console, "Models", _instances(plan))
     if plan.memory is None:
         _section(console, "Memory of the fullest rank", _table("", rows=[(UNKNOWN_MEMORY,)]))
@@ -152,11 +157,38 @@ def _repeat(repeat: Repeat) -> Table:
     return _table("", "", rows=rows)
 
 
+def _loops(plan: Plan) -> Table:
+    rows = [
+        (
+            Text(loop.name, "bold"),
+            format_ranks(loop.ranks),
+            f"{_count(loop.lag, 'iteration')} ahead" if loop.lag else "trains: its iterations are the steps",
+            ", ".join(loop.nodes),
+        )
+        for loop in plan.loops
+    ]
+    return _table("loop", "ranks", "", "nodes", rows=rows)
+
+
+def _channels(plan: Plan) -> Table:
+    rows = [
+        (
+            Text(channel.name, "magenta" if channel.kind == "weights" else "yellow"),
+            channel.kind,
+            _count(channel.capacity, "iteration"),
+            _count(channel.max_staleness, "update"),
+            ", ".join(map(str, channel.transfers)) or "nothing: surplus stays on its ranks",
+        )
+        for channel in plan.channels
+    ]
+    return _table("channel", "carries", "in flight", "at most as old as", "sends", rows=rows)
+
+
 def _edges(plan: Plan) -> Table:
     rows = [
         (
             f"{edge.source} -> {edge.target}",
-            Text(edge.kind, "bold yellow" if edge.kind == "reshard" else ""),
+            Text(edge.kind, "" if edge.kind == "local" else "bold yellow"),
             format_bytes(edge.max_bytes),
             ", ".join(edge.columns),
         )
@@ -181,7 +213,8 @@ def _action(action: Action) -> Text:
     if isinstance(action, Repeat | Windowed):
         name = "repeat" if isinstance(action, Repeat) else f"{action.num_windows} windows"
         return Text.assemble(f"{name}(", _chain(action.body), ")")
-    style = "yellow" if isinstance(action, Reshard) else "magenta" if isinstance(action, SyncWeights) else ""
+    style = "yellow" if isinstance(action, Reshard | Push | Pull) else ""
+    style = "magenta" if isinstance(action, SyncWeights) else style
     return Text(str(action), style)
 
 

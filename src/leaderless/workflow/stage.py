@@ -33,7 +33,8 @@ class StageSpec:
         reads: Columns that it needs.
         writes: Columns that it adds or replaces.
         reads_if_written: Columns that it reads where an earlier node writes them for others; no node runs for it.
-        reads_if_carried: Further columns that it needs if repeated nodes carry samples over from the step before.
+        reads_if_carried: Further columns that it needs where samples may be older than a step: behind a channel, or
+            carried over by repeated nodes.
         rows: Effect on rows.
         needs_whole_groups: Whether all samples of a prompt must be on the same rank.
         streams: Whether it can process some groups of a step before the others are there, as no number depends on other

@@ -1,0 +1,249 @@
+"""Where the recipe's channels cut a workflow into loops, and cuts that could not work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from leaderless.config import Recipe, RecipeError, nearest
+from leaderless.config.channels import ChannelConfig
+from leaderless.planner.flow import DATA
+from leaderless.planner.layout import format_ranks
+from leaderless.planner.plan import PlannedNode, RoleInstance
+
+Pool = frozenset[int]
+"""Ranks of nodes that share ranks, directly or through other nodes."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A workflow in two parts: the rows of the first go to the second through a channel.
+
+    Attributes:
+        generating: Nodes of the part that generates.
+        training: Nodes of the part that trains.
+        capacity: Iterations in flight.
+        max_staleness: Most optimizer steps between the weights that sampled a row and those trained with it.
+    """
+
+    generating: frozenset[str]
+    training: frozenset[str]
+    capacity: int
+    max_staleness: int
+
+
+def find_cut(
+    recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], repeated: Sequence[str] = ()
+) -> Cut | None:
+    """Cut the nodes that run as the recipe's channels say; None if there is no channel.
+
+    Nodes that share ranks form a pool. The edges that leave the pool of a named node go through its channel; nodes that
+    other edges join go through iterations together.
+
+    Raises:
+        RecipeError: A channel names no node, has no edge, or cannot work where it is.
+    """
+    if not recipe.channels:
+        return None
+    return _Cutter(recipe, nodes, instances).cut(repeated)
+
+
+class _Cutter:
+    def __init__(self, recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> None:
+        self.recipe, self.nodes = recipe, {node.name: node for node in nodes}
+        pools = _pools(nodes)
+        self.pool = {node.name: next(pool for pool in pools if node.layout.ranks[0] in pool) for node in nodes}
+        self.edges = [
+            (source, node.name)
+            for node in nodes
+            for source in sorted({node.row_set, *node.reads.values()} - {DATA})
+            if self.pool[source] != self.pool[node.name]
+        ]
+        of_instance = {instance: next(p for p in pools if instance.layout.ranks[0] in p) for instance in instances}
+        self.weights = [
+            (of_instance[trained], of_instance[copy])
+            for trained in instances
+            for copy in instances
+            if trained.is_trained and copy.role == trained.role and of_instance[copy] != of_instance[trained]
+        ]
+
+    def cut(self, repeated: Sequence[str]) -> Cut:
+        named = self._named_pools()
+        self._check_step(next(iter(self.recipe.channels)), repeated)
+        cut = [edge for edge in self.edges if self.pool[edge[0]] in named]
+        for pool, name in named.items():
+            if not any(self.pool[source] == pool for source, _ in cut):
+                raise self._without_edge(name)
+        kept = [(self.pool[source], self.pool[target]) for source, target in self.edges if (source, target) not in cut]
+        kept += [pair for pair in self.weights if named.keys().isdisjoint(pair)]
+        part_of = _joined(set(self.pool.values()), kept)
+        for source, target in cut:
+            if part_of[self.pool[source]] == part_of[self.pool[target]]:
+                raise self._joined_anyway(named[self.pool[source]], (source, target), cut)
+        self._check_parts([frozenset(self._nodes_on(part)) for part in set(part_of.values())])
+        first, second = (part_of[self.pool[name]] for name in cut[0])
+        name = named[self.pool[cut[0][0]]]
+        back = next((edge for edge in cut if part_of[self.pool[edge[0]]] == second), None)
+        if back is not None:
+            raise RecipeError.at(
+                f"channels.{named[self.pool[back[0]]]}",
+                f"'{back[1]}' would take rows of '{back[0]}' through it, but rows go to '{cut[0][1]}', on the ranks of "
+                f"'{back[0]}', through channels.{name}: rows can go one way only; run '{back[1]}' on the ranks of "
+                f"'{back[0]}'",
+            )
+        generating, training = frozenset(self._nodes_on(first)), frozenset(self._nodes_on(second))
+        self._check_roles(name, generating, training)
+        return Cut(generating, training, self.recipe.channels[name].capacity, self._staleness(name))
+
+    def _named_pools(self) -> dict[Pool, str]:
+        """The first node that a channel names on each pool."""
+        named: dict[Pool, str] = {}
+        for name, config in self.recipe.channels.items():
+            if name not in self.nodes:
+                raise RecipeError.at(f"channels.{name}", f"no node that runs is called so{nearest(name, self.nodes)}")
+            other = named.setdefault(self.pool[name], name)
+            if self.recipe.channels[other] != config:
+                raise RecipeError.at(
+                    f"channels.{name}",
+                    f"has {_described(config)}, and channels.{other} has {_described(self.recipe.channels[other])}, "
+                    f"but both nodes are on ranks {_format(self.pool[name])}, whose rows go through one channel: leave "
+                    "one of the two out",
+                )
+        return named
+
+    def _check_step(self, name: str, repeated: Sequence[str]) -> None:
+        """Steps that go through a workflow more than once, or in parts, have no iterations to put into a channel."""
+        if repeated:
+            raise RecipeError.at(
+                f"channels.{name}",
+                f"does not go with a workflow that repeats nodes ({', '.join(repeated)}), whose surplus is as old as "
+                "the rounds make it: take a workflow without `repeat`, as grpo, or leave the channel out",
+            )
+        windows = self.recipe.batch.windows_per_step
+        if windows > 1:
+            raise RecipeError.at(
+                "batch.windows_per_step",
+                f"is {windows}, but the rows of an iteration go through channels.{name} in one piece: leave it at 1",
+            )
+
+    def _without_edge(self, name: str) -> RecipeError:
+        """Why there is nothing to put into a channel."""
+        pool, ranks = self.pool[name], self.nodes[name].layout.ranks
+        trainer = next((node for node in self._on(pool) if node.spec.role_use == "train"), None)
+        if trainer is None or self._use(name) == "train":
+            message = f"no rows leave ranks {_format(pool)}, so nothing could be in it: name the node that generates"
+            return RecipeError.at(f"channels.{name}", f"{message}, on ranks that do not train")
+        shared = sorted({*ranks} & {*trainer.layout.ranks})
+        how = f"share rank {shared[0]}" if shared else f"are joined by other nodes on ranks {_format(pool)}"
+        return RecipeError.at(
+            f"channels.{name}",
+            f"'{name}' and '{trainer.name}' {how}, so one waits while the other works, and nothing can be in flight: "
+            "give them disjoint ranks under `layout`, or leave the channel out",
+        )
+
+    def _joined_anyway(self, name: str, edge: tuple[str, str], cut: Sequence[tuple[str, str]]) -> RecipeError:
+        """Why the two ends of a channel would have to go through iterations together all the same."""
+        pool = self.pool[edge[0]]
+        source, target = next((a, b) for a, b in self.edges if self.pool[b] == pool and (a, b) not in cut)
+        is_circle = self.pool[source] in self._after(edge[1])
+        reason = (
+            "it would wait for its own iteration to come back, and none could begin"
+            if is_circle
+            else f"the two go through iterations together, and with '{edge[1]}' too"
+        )
+        columns = ", ".join(column for column, provider in self.nodes[target].reads.items() if provider == source)
+        return RecipeError.at(
+            f"channels.{name}",
+            f"'{target}' on ranks {_format(self.nodes[target].layout.ranks)} takes {columns or 'rows'} of '{source}' "
+            f"on ranks {_format(self.nodes[source].layout.ranks)} without a channel, so that {reason}: run '{target}' "
+            f"on the ranks of '{source}' under `layout`, or leave the channel out",
+        )
+
+    def _after(self, name: str) -> set[Pool]:
+        """The pools that get something from a node's pool, that pool included."""
+        found, size = {self.pool[name]}, 0
+        while len(found) > size:
+            size = len(found)
+            found |= {self.pool[target] for source, target in self.edges if self.pool[source] in found}
+        return found
+
+    def _check_parts(self, parts: Sequence[frozenset[str]]) -> None:
+        if len(parts) > 2:
+            order = list(self.nodes)
+            found = sorted((min(order.index(name) for name in part), part) for part in parts)
+            names = "; ".join(", ".join(sorted(part, key=order.index)) for _, part in found)
+            raise RecipeError.at(
+                "channels",
+                f"cut the workflow into {len(parts)} loops ({names}), but one that generates and one that trains are "
+                "what can run: give the nodes of each shared ranks under `layout`, or leave a channel out",
+            )
+
+    def _check_roles(self, name: str, generating: frozenset[str], training: frozenset[str]) -> None:
+        """One part generates with the weights that the other trains."""
+        key, trained = f"channels.{name}", {self.nodes[x].node.role for x in training if self._use(x) == "train"}
+        for node in self.nodes:
+            role, ranks = self.nodes[node].node.role, _format(self.nodes[node].layout.ranks)
+            if node in generating and self._use(node) == "train":
+                message = f"'{node}' trains '{role}' on ranks {ranks}, before the channel"
+            elif node in training and self._use(node) == "generate":
+                message = f"'{node}' generates with '{role}' on ranks {ranks}, behind the channel"
+            elif node in generating and self._use(node) != "generate" and role in trained:
+                message = f"'{node}' uses '{role}' on ranks {ranks}, before the channel, with weights that are old then"
+            else:
+                continue
+            remedy = "only the nodes that generate may be before it, and only others may use what they train"
+            raise RecipeError.at(key, f"{message}: {remedy}; give '{node}' other ranks under `layout`")
+        generated = {self.nodes[x].node.role for x in generating if self._use(x) == "generate"}
+        if not generated & trained:
+            raise RecipeError.at(
+                key,
+                f"no role that generates on ranks {_format(self.pool[name])} is trained behind it, so no weights would "
+                "come back: leave the channel out",
+            )
+
+    def _staleness(self, name: str) -> int:
+        config, updates = self.recipe.channels[name], self.recipe.batch.updates_per_step
+        made = config.capacity * updates
+        if config.max_staleness is not None and config.max_staleness < made:
+            raise RecipeError.at(
+                f"channels.{name}.max_staleness",
+                f"is {config.max_staleness}, but capacity={config.capacity} with batch.updates_per_step={updates} "
+                f"trains rows that are {made} optimizer steps old: set at least {made}, or lower the capacity",
+            )
+        return config.max_staleness or made
+
+    def _use(self, name: str) -> str:
+        return self.nodes[name].spec.role_use
+
+    def _on(self, pool: Pool) -> list[PlannedNode]:
+        return [node for node in self.nodes.values() if self.pool[node.name] == pool]
+
+    def _nodes_on(self, ranks: Pool) -> list[str]:
+        return [name for name, pool in self.pool.items() if pool <= ranks]
+
+
+def _pools(nodes: Iterable[PlannedNode]) -> set[Pool]:
+    """Ranks of nodes, those of nodes that share some joined."""
+    pools: set[Pool] = set()
+    for node in nodes:
+        touched = {pool for pool in pools if not pool.isdisjoint(node.layout.ranks)}
+        pools = (pools - touched) | {frozenset(node.layout.ranks).union(*touched)}
+    return pools
+
+
+def _joined(pools: set[Pool], pairs: Iterable[tuple[Pool, Pool]]) -> Mapping[Pool, Pool]:
+    """For each pool all ranks that it is joined with, its own included."""
+    part_of = {pool: pool for pool in pools}
+    for pair in pairs:
+        whole = frozenset[int]().union(*(part_of[pool] for pool in pair))
+        part_of |= {pool: whole for pool in pools if pool <= whole}
+    return part_of
+
+
+def _described(config: ChannelConfig) -> str:
+    staleness = "" if config.max_staleness is None else f", max_staleness={config.max_staleness}"
+    return f"capacity={config.capacity}{staleness}"
+
+
+def _format(ranks: Iterable[int]) -> str:
+    return format_ranks(tuple(sorted(ranks)))
