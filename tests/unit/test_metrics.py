@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaderless.observability.metrics import Metrics
+from leaderless.observability.metrics import Largest, Mean, Metrics
 
 
 class Alone:
@@ -130,12 +130,12 @@ def test_ranks_that_report_other_names_fail_together_instead_of_mixing_numbers()
     assert "total b" in str(second)
 
 
-def test_what_a_replica_takes_back_is_taken_back_for_its_rank() -> None:
-    metrics = Metrics()
-    replica = metrics.of_replica()
-    replica.total("first", 1)
-    earlier = replica.copy()
-    replica.total("undone", 1)
-    replica.go_back_to(earlier)
-    replica.total("again", 1)
-    assert metrics.reduce(Alone()) == {"first": 0, "again": 0}
+def test_shares_that_a_loss_returns_add_up_in_their_order() -> None:
+    metrics, expected = Metrics(), Metrics()
+    values = torch.randn(64, requires_grad=True)
+    for value in values * 1e-3:
+        metrics.add({"mean": Mean(value, 1).detach(), "most": Largest(value).detach()})
+        expected.mean("mean", value.detach(), 1)
+        expected.max("most", value.detach())
+    assert metrics.reduce(Alone()) == expected.reduce(Alone())
+    assert not Mean(values.sum(), 1).detach().total.requires_grad  # type: ignore[union-attr]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -18,6 +19,42 @@ class Reducer(Protocol):
 
     def max(self, values: Tensor, what: str) -> Tensor:
         """The largest value over all ranks."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A share of a mean over all ranks.
+
+    Attributes:
+        total: Sum of some values.
+        count: Number of these values.
+    """
+
+    total: float | Tensor
+    count: float | Tensor
+
+    def detach(self) -> Mean:
+        """The same without a graph for the backward pass."""
+        return Mean(_detached(self.total), _detached(self.count))
+
+
+@dataclass(frozen=True)
+class Largest:
+    """A value of which the largest over all ranks is reported.
+
+    Attributes:
+        value: Value of this rank.
+    """
+
+    value: float | Tensor
+
+    def detach(self) -> Largest:
+        """The same without a graph for the backward pass."""
+        return Largest(_detached(self.value))
+
+
+def _detached(value: float | Tensor) -> float | Tensor:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 @dataclass
@@ -91,14 +128,13 @@ class Metrics:
             value = torch.tensor(value, dtype=torch.float64)
         measure.largest = torch.maximum(torch.as_tensor(measure.largest), value)
 
-    def copy(self) -> Metrics:
-        """A copy of what has been reported so far, which later reports do not change."""
-        return Metrics({name: replace(measure) for name, measure in self._measures.items()})
-
-    def go_back_to(self, earlier: Metrics) -> None:
-        """Forget what has been reported since a copy was made."""
-        self._measures.clear()  # not replaced: a replica's metrics share it
-        self._measures.update((name, replace(measure)) for name, measure in earlier._measures.items())
+    def add(self, shares: Mapping[str, Mean | Largest]) -> None:
+        """Add what a function has returned for its caller to report, by name."""
+        for name, share in shares.items():
+            if isinstance(share, Mean):
+                self.mean(name, share.total, share.count)
+            else:
+                self.max(name, share.value)
 
     def reduce(self, process_group: Reducer) -> dict[str, float]:
         """The numbers over all ranks of a pool, which call this together; means of nothing are left out.

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from leaderless.algorithms import Aggregation, Denominators, token_weights
 from leaderless.data.batch import Batch
-from leaderless.models.causal_lm import TokenOutputs
+from leaderless.observability.metrics import Largest, Mean
 from leaderless.stages.context import StageContext
 from leaderless.stages.guards import guarded_step
 from leaderless.training.engine import Trainable
 from leaderless.training.micro_batches import MicroBatch, response_lengths
-
-Outputs = TypeVar("Outputs", bound=TokenOutputs | Tensor)
-"""Outputs of a language model, or the [R] float32 values of a value model."""
 
 
 @dataclass(frozen=True)
@@ -55,52 +52,63 @@ def mini_batches(
         yield MiniBatch(number + 1, rows, token_weights(aggregation, lengths, counted, totals, norm_tokens=longest))
 
 
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a micro-batch: a share of that of its mini-batch, which is the sum over micro-batches and ranks.
+
+    Attributes:
+        value: [] float32, with gradient.
+        scores: [R] float32, outputs of the model from which it was computed.
+        metrics: Shares of the numbers to report, by name.
+    """
+
+    value: Tensor
+    scores: Tensor
+    metrics: Mapping[str, Mean | Largest]
+
+
 def make_update(
-    engine: Trainable,
-    mini_batch: MiniBatch,
-    forward: Callable[[MicroBatch], Outputs],
-    loss_of: Callable[[Outputs, MicroBatch], Tensor],
-    context: StageContext,
+    engine: Trainable, mini_batch: MiniBatch, loss_of: Callable[[MicroBatch], Loss], context: StageContext
 ) -> None:
     """Make an optimizer update: add up the gradients of all micro-batches, then take the step.
 
     Args:
         engine: Engine to train.
         mini_batch: Samples of the update.
-        forward: Forward pass of the engine's model.
-        loss_of: Loss of a micro-batch, given the model's outputs. The sum over micro-batches and ranks is the loss.
+        loss_of: Function that passes a micro-batch through the engine's model and computes its loss.
         context: Context of the node.
     """
-    num_updates, metrics = context.recipe.batch.updates_per_step, context.metrics.copy()
-
-    def add_gradients(micro_batches: Iterable[MicroBatch]) -> Tensor:
-        # Where memory ran out, this starts again from scratch, with smaller micro-batches.
-        engine.discard_gradient()
-        context.metrics.go_back_to(metrics)
-        sums = torch.zeros(3)
-        for micro_batch in micro_batches:
-            outputs = forward(micro_batch)
-            loss = loss_of(outputs, micro_batch)
-            scores = outputs.log_probs if isinstance(outputs, TokenOutputs) else outputs
-            # Even a loss that depends on no output takes part in every collective of the backward pass.
-            (loss + 0.0 * scores.sum()).backward()  # type: ignore[no-untyped-call]
-            context.metrics.total(metric_name(context, "loss"), loss.detach() / num_updates)
-            sums = sums.to(loss.device) + _numbers(loss, outputs, take(mini_batch.weights, micro_batch, scores) > 0)
-        return sums
-
-    loss, entropy, count = context.sum(engine.run_passes(mini_batch.rows, add_gradients).cpu()).tolist()
-    info = guarded_step(engine, context, loss, entropy / count if count else None)
+    num_updates = context.recipe.batch.updates_per_step
+    entropy_name, sums = metric_name(context, "entropy"), torch.zeros(3)
+    for value, metrics in engine.run_passes(mini_batch.rows, partial(_add_gradients, engine, loss_of)):
+        context.metrics.add(metrics)
+        context.metrics.total(metric_name(context, "loss"), value / num_updates)
+        entropy = metrics.get(entropy_name)
+        numbers = (entropy.total, entropy.count) if isinstance(entropy, Mean) else (0.0, 0.0)  # a critic has none
+        shares = (torch.as_tensor(number).to(value) for number in (value, *numbers))
+        sums = sums.to(value.device) + torch.stack([*shares])
+    loss, entropies, count = context.sum(sums.cpu()).tolist()
+    info = guarded_step(engine, context, loss, entropies / count if count else None)
     context.metrics.max(metric_name(context, "grad_norm"), info.grad_norm)
     context.metrics.max(metric_name(context, "learning_rate"), info.learning_rate)
     context.progress(mini_batch.number / num_updates)
 
 
-def _numbers(loss: Tensor, outputs: TokenOutputs | Tensor, is_counted: Tensor) -> Tensor:
-    """[3]: the loss, the sum of the entropies of the tokens that count, and their number; no entropies of a critic."""
-    if not isinstance(outputs, TokenOutputs):
-        return torch.stack([loss.detach(), torch.zeros_like(loss), torch.zeros_like(loss)])
-    entropies = torch.where(is_counted, outputs.entropies.detach(), 0.0)
-    return torch.stack([loss.detach(), entropies.sum(), is_counted.sum().to(loss.dtype)])
+def _add_gradients(
+    engine: Trainable, loss_of: Callable[[MicroBatch], Loss], micro_batches: Iterable[MicroBatch]
+) -> list[tuple[Tensor, Mapping[str, Mean | Largest]]]:
+    """The loss of each micro-batch, after its backward pass, and what is to be reported of it.
+
+    Where memory runs out, this is called again with smaller micro-batches.
+    """
+    engine.discard_gradient()
+    done: list[tuple[Tensor, Mapping[str, Mean | Largest]]] = []
+    for micro_batch in micro_batches:
+        loss = loss_of(micro_batch)
+        # Even a loss that depends on no output takes part in every collective of the backward pass.
+        (loss.value + 0.0 * loss.scores.sum()).backward()  # type: ignore[no-untyped-call]
+        done.append((loss.value.detach(), {name: share.detach() for name, share in loss.metrics.items()}))
+    return done
 
 
 def counted_samples(batch: Batch, context: StageContext) -> Tensor:

@@ -10,12 +10,20 @@ from torch import Tensor
 
 from leaderless.algorithms import Moments, clipped_value_loss, kl_penalty, repeat_per_token
 from leaderless.data.batch import Batch, ragged_index
-from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
+from leaderless.observability.metrics import Largest, Mean
 from leaderless.rollout.sampling import uniform_noise
 from leaderless.stages import losses
 from leaderless.stages.context import StageContext
-from leaderless.stages.mini_batches import MiniBatch, counted_samples, make_update, metric_name, mini_batches, take
+from leaderless.stages.mini_batches import (
+    Loss,
+    MiniBatch,
+    counted_samples,
+    make_update,
+    metric_name,
+    mini_batches,
+    take,
+)
 from leaderless.training.micro_batches import MicroBatch
 
 
@@ -48,11 +56,9 @@ def update(batch: Batch, context: StageContext) -> Batch:
     if context.step <= algorithm.critic.warmup_steps:
         return batch
     is_counted = counted_samples(batch, context)
-    entropy: Entropy = "gradient" if algorithm.entropy_coefficient > 0 else "value"
-    forward = partial(engine.forward, temperature=recipe.rollout.temperature, entropy=entropy)
     for mini_batch in mini_batches(batch, is_counted, algorithm.aggregation, context):
         loss_of = partial(_policy_gradient_loss, context, mini_batch, _choose(mini_batch, context))
-        make_update(engine, mini_batch, forward, loss_of, context)
+        make_update(engine, mini_batch, loss_of, context)
     if "ref_log_probs" in batch:
         sampled = batch.jagged("rollout_log_probs")
         divergence = kl_penalty(sampled.values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator)
@@ -97,10 +103,12 @@ def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
 
 
 def _policy_gradient_loss(
-    context: StageContext, mini_batch: MiniBatch, is_chosen: Tensor, outputs: TokenOutputs, micro_batch: MicroBatch
-) -> Tensor:
+    context: StageContext, mini_batch: MiniBatch, is_chosen: Tensor, micro_batch: MicroBatch
+) -> Loss:
     """The policy loss of a micro-batch, with its penalties."""
-    config, metrics = context.recipe.algorithm, context.metrics
+    config, metrics = context.recipe.algorithm, dict[str, Mean | Largest]()
+    entropy: Entropy = "gradient" if config.entropy_coefficient > 0 else "value"
+    outputs = context.role.train_engine.forward(micro_batch, context.recipe.rollout.temperature, entropy)
     weights = take(mini_batch.weights, micro_batch, outputs.log_probs)
     is_counted = weights > 0
     # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
@@ -120,7 +128,7 @@ def _policy_gradient_loss(
 
     def report(name: str, values: Tensor) -> None:
         """Report the mean over the tokens that count."""
-        metrics.mean(name, torch.where(is_counted, values, 0).sum(), is_counted.sum())
+        metrics[name] = Mean(torch.where(is_counted, values, 0).sum(), is_counted.sum())
 
     if "ref_log_probs" in columns:
         kl, reference = config.kl, columns["ref_log_probs"]
@@ -137,9 +145,9 @@ def _policy_gradient_loss(
     # Distance between the engine's log-probabilities and the trainer's before this step's updates.
     difference = columns["rollout_log_probs"] - old
     report("mismatch/abs_mean", difference.abs())
-    metrics.max("mismatch/abs_max", difference.abs().max() if len(difference) else 0.0)
+    metrics["mismatch/abs_max"] = Largest(difference.abs().max() if len(difference) else 0.0)
     report("mismatch/kl", difference)
-    return (weights * loss).sum()
+    return Loss((weights * loss).sum(), outputs.log_probs, metrics)
 
 
 def sft(batch: Batch, context: StageContext) -> Batch:
@@ -147,17 +155,16 @@ def sft(batch: Batch, context: StageContext) -> Batch:
     engine, is_counted = context.role.train_engine, torch.ones(len(batch), dtype=torch.bool)
     _report_size(batch, context)
     for mini_batch in mini_batches(batch, is_counted, context.recipe.algorithm.aggregation, context):
-        loss_of = partial(_imitation_loss, context, mini_batch)
-        make_update(engine, mini_batch, partial(engine.forward, temperature=1.0), loss_of, context)
+        make_update(engine, mini_batch, partial(_imitation_loss, context, mini_batch), context)
     return batch
 
 
-def _imitation_loss(
-    context: StageContext, mini_batch: MiniBatch, outputs: TokenOutputs, micro_batch: MicroBatch
-) -> Tensor:
+def _imitation_loss(context: StageContext, mini_batch: MiniBatch, micro_batch: MicroBatch) -> Loss:
     """The negative log-likelihood of a micro-batch."""
-    context.metrics.mean(metric_name(context, "entropy"), outputs.entropies.sum(), len(outputs.entropies))
-    return -(take(mini_batch.weights, micro_batch, outputs.log_probs) * outputs.log_probs).sum()
+    outputs = context.role.train_engine.forward(micro_batch, temperature=1.0)
+    loss = -(take(mini_batch.weights, micro_batch, outputs.log_probs) * outputs.log_probs).sum()
+    entropy = Mean(outputs.entropies.sum(), len(outputs.entropies))
+    return Loss(loss, outputs.log_probs, {metric_name(context, "entropy"): entropy})
 
 
 def update_critic(batch: Batch, context: StageContext) -> Batch:
@@ -168,12 +175,13 @@ def update_critic(batch: Batch, context: StageContext) -> Batch:
     engine, is_counted = context.critic, counted_samples(batch, context)
     _report_fit(batch, is_counted, context)
     for mini_batch in mini_batches(batch, is_counted, "token_mean", context):
-        make_update(engine, mini_batch, engine.forward, partial(_value_loss, context, mini_batch), context)
+        make_update(engine, mini_batch, partial(_value_loss, context, mini_batch), context)
     return batch
 
 
-def _value_loss(context: StageContext, mini_batch: MiniBatch, outputs: Tensor, micro_batch: MicroBatch) -> Tensor:
+def _value_loss(context: StageContext, mini_batch: MiniBatch, micro_batch: MicroBatch) -> Loss:
     """The value loss of a micro-batch."""
+    outputs = context.critic.forward(micro_batch)
     weights = take(mini_batch.weights, micro_batch, outputs)
     is_counted = weights > 0
     # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
@@ -182,9 +190,8 @@ def _value_loss(context: StageContext, mini_batch: MiniBatch, outputs: Tensor, m
         for name in ("values", "returns")
     )
     loss = clipped_value_loss(outputs, old, returns, clip=context.recipe.algorithm.critic.value_clip or math.inf)
-    name = metric_name(context, "clip_fraction")
-    context.metrics.mean(name, (loss.is_clipped & is_counted).sum(), is_counted.sum())
-    return (weights * loss.loss).sum()
+    is_clipped = Mean((loss.is_clipped & is_counted).sum(), is_counted.sum())
+    return Loss((weights * loss.loss).sum(), outputs, {metric_name(context, "clip_fraction"): is_clipped})
 
 
 def _report_fit(batch: Batch, is_counted: Tensor, context: StageContext) -> None:
