@@ -63,18 +63,18 @@ class Traffic:
 @contextmanager
 def counting_traffic() -> Iterator[Traffic]:
     """Count what is exchanged with other ranks until the end of the context."""
-    traffic, exchange_rounds = Traffic(), ProcessGroup.exchange_rounds
+    traffic, exchanging = Traffic(), ProcessGroup.exchanging
 
-    def counted(self: ProcessGroup, rounds: Iterable[Round], what: str) -> None:
+    def counted(self: ProcessGroup, rounds: Iterable[Round], what: str) -> Iterator[None]:
         def watched() -> Iterator[Round]:
             for sent, received in rounds:
                 traffic.sent += sum(len(message) for _, message in sent)
                 traffic.received += sum(len(message) for _, message in received)
                 yield sent, received
 
-        exchange_rounds(self, watched(), what)
+        yield from exchanging(self, watched(), what)
 
-    with patch.object(ProcessGroup, "exchange_rounds", counted):
+    with patch.object(ProcessGroup, "exchanging", counted):
         yield traffic
 
 

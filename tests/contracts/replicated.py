@@ -21,6 +21,7 @@ from leaderless.training.engine import UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 from leaderless.training.passes import BoundedPasses
+from leaderless.weights.blocks import LocalWeight
 
 
 class Replicated(BoundedPasses):
@@ -66,6 +67,9 @@ class Replicated(BoundedPasses):
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in self.weights():
             yield name, weight.detach()
+
+    def local_weights(self) -> Iterator[LocalWeight]:
+        yield from (LocalWeight.of(name, weight) for name, weight in self.weights())
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
         return {name: weight.shape for name, weight in self.weights()}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_checkpoint import writer_of
-from tests.distributed.test_weight_sync import layouts
 from tests.peak import Peak, measured
 from tests.tiny import tiny_model
 from transformers import AutoModelForCausalLM
@@ -24,9 +23,11 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tiny import write_tiny_model
-from leaderless.planner import SyncWeights
+from leaderless.planner import Layout
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.training.weight_sync import BUCKET_BYTES, sync_weights
+from leaderless.weights.blocks import HeldWeights, Pool, even_rows, everything
+from leaderless.weights.route import BUCKET_BYTES, Route
+from leaderless.weights.stream import fill_weights, receive_weights, send_weights
 
 MIB = 1 << 20
 SLACK = 24 * MIB
@@ -98,18 +99,26 @@ def test_what_is_written_and_read_passes_through_little_memory(
     assert BLOCK_BYTES + SLACK < 256 * MIB
 
 
-def send_weights(action: SyncWeights, model: str) -> Peak:
+def bring_weights(model: str, is_whole: bool) -> Peak:
+    """Memory of a transfer of blocks, or of whole weights that are dropped as they come, to rank 1."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     engine = make_engine(model, transport, is_trained=transport.rank == 0)
-    group = transport.process_group(action.ranks)
-    source, target = (engine, None) if transport.rank == 0 else (None, engine)
+    held = HeldWeights.of(engine.local_weights(), 0)
+    holders, takers = (Layout((rank,), 1) for rank in (0, 1))
+    pools = Pool(holders, even_rows), Pool(takers, everything if is_whole else even_rows)
+    route = Route("policy", held.shapes, *pools, torch.float32, transport.rank, is_gathered=is_whole)
     with measured() as peak:
-        sync_weights(action, group, source, target)
+        if transport.rank == 0:
+            send_weights(route, held, transport.world)
+        elif is_whole:
+            receive_weights(route, transport.world, transport.process_group((1,))).drain()
+        else:
+            fill_weights(route, held, transport.world)
     return peak
 
 
-def test_weights_pass_through_little_memory(ranks: RankPool, tmp_path: Path, medium_model: Path) -> None:
-    action = layouts(tmp_path, "0", "1", 2)
-    for peak in ranks.run(2, send_weights, action, str(medium_model)):
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_weights_pass_through_little_memory(ranks: RankPool, medium_model: Path, is_whole: bool) -> None:
+    for peak in ranks.run(2, bring_weights, str(medium_model), is_whole):
         assert peak.on_top < 2 * BUCKET_BYTES + SLACK, peak
     assert 4 * BUCKET_BYTES + SLACK < 256 * MIB

@@ -226,7 +226,7 @@ def test_the_constants_are_those_of_the_code_that_they_describe():
     scoring = pytest.importorskip("leaderless.models.scoring")
     cache = pytest.importorskip("leaderless.rollout.kv_cache")
     assert (scoring.CHUNK_ELEMENTS, scoring.CPU_CHUNK_ELEMENTS) == (memory.MAX_LOGITS, memory.CPU_MAX_LOGITS)
-    weights = pytest.importorskip("leaderless.training.weight_sync")
+    weights = pytest.importorskip("leaderless.weights.route")
     assert cache.SMALLEST_SLOT == memory.SMALLEST_SLOT
     assert weights.BUCKET_BYTES == memory.WEIGHT_BUCKET_BYTES
 

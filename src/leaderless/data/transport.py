@@ -35,8 +35,11 @@ POLL_S = 0.0002
 DEADLINE_SHARE = 0.9
 """Part of the timeout after which a rank gives up waiting for an accelerator: before the backend ends the process."""
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older releases of torch
+
 Round = tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]
-"""What a rank sends and receives at a time, by peer: uint8 in host memory; `received` is filled in place."""
+"""What a rank sends and receives at a time, by peer: uint8 in host memory, or in that of the device that moves payload;
+`received` is filled in place."""
 
 
 @dataclass
@@ -140,13 +143,38 @@ class ProcessGroup:
         Each peer has the matching messages in the same round. The next round is prepared while the last one is sent;
         all rounds before the last are done by then.
         """
+        for _ in self.exchanging(rounds, what):
+            pass
+
+    def exchanging(self, rounds: Iterable[Round], what: str) -> Iterator[None]:
+        """Like `exchange_rounds`, but yield after each round that is done, while the next is sent."""
         under_way: deque[_RoundUnderWay] = deque()
         for sent, received in rounds:
             under_way.append(self._begin(sent, received, what))
             if len(under_way) == ROUNDS_AHEAD:
                 self._finish(under_way.popleft(), what)
+                yield
         while under_way:
             self._finish(under_way.popleft(), what)
+            yield
+
+    def gather_equal(self, data: Tensor, what: str) -> PendingGather:
+        """Begin to gather [bytes] uint8, the same number on each rank, on the device that moves payload.
+
+        All ranks call it together, and wait for the result at any time later.
+        """
+        gathered = data.new_empty(self.size, len(data))
+        with self._waiting(what):
+            work = _all_gather(gathered.view(-1), data, group=self.handle, async_op=True)
+        return PendingGather(self, gathered, data, work, what)
+
+    def broadcast(self, values: Tensor, source: int, what: str) -> Tensor:
+        """The values of the rank `source`, as numbered in the whole run; those of others only have the same shape."""
+        result = values.clone()
+        if self.size > 1:
+            with self._waiting(what):
+                dist.broadcast(result, source, group=self.handle)
+        return result
 
     def _begin(
         self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], what: str
@@ -162,15 +190,17 @@ class ProcessGroup:
         return _RoundUnderWay(works, [(message, there) for _, message, there in here], [there for _, there in away])
 
     def _finish(self, under_way: _RoundUnderWay, what: str) -> None:
-        is_on_host = self.payload_device.type == "cpu"
+        self._wait(under_way.works, what)
+        if self.payload_device.type != "cpu":
+            _fetch(under_way.received, self.payload_device)
+
+    def _wait(self, works: Sequence[dist.Work], what: str) -> None:
         with self._waiting(what):
-            if is_on_host:
-                for work in under_way.works:
+            if self.payload_device.type == "cpu":
+                for work in works:
                     work.wait()
             else:
-                self._poll(under_way.works)
-        if not is_on_host:
-            _fetch(under_way.received, self.payload_device)
+                self._poll(works)
 
     def _poll(self, works: Sequence[dist.Work]) -> None:
         """Wait for an accelerator: its `wait` only queues, and a rank that is missing would never be named."""
@@ -203,6 +233,22 @@ def digest(content: bytes) -> int:
 
 
 @dataclass
+class PendingGather:
+    """A gather under way: what it fills, and what must not be freed before."""
+
+    process_group: ProcessGroup
+    gathered: Tensor
+    data: Tensor
+    work: dist.Work
+    what: str
+
+    def wait(self) -> Tensor:
+        """[ranks, bytes] uint8, in the order of the process group's ranks."""
+        self.process_group._wait([self.work], self.what)  # noqa: SLF001
+        return self.gathered
+
+
+@dataclass
 class _RoundUnderWay:
     """A round under way: what to wait for, where bytes arrive, and what must not be freed before."""
 
@@ -217,16 +263,19 @@ class _RoundUnderWay:
 
 def _incoming(message: Tensor, device: torch.device) -> Tensor:
     """Memory on a device, to receive a message for host memory."""
-    return message if device.type == "cpu" else torch.empty_like(message, device=device)
+    return message if message.device == device else torch.empty_like(message, device=device)
 
 
 def _outgoing(message: Tensor, device: torch.device) -> Tensor:
     """A message on a device."""
-    return message if device.type == "cpu" else message.pin_memory().to(device, non_blocking=True)
+    return message if message.device == device else message.pin_memory().to(device, non_blocking=True)
 
 
 def _fetch(received: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Copy received bytes into host memory; each pair is a message there and on the device."""
+    """Copy received bytes into host memory; each pair is a message there and on the device, or both times the same."""
+    received = [(message, there) for message, there in received if message is not there]
+    if not received:
+        return
     pinned = [torch.empty_like(message, pin_memory=True).copy_(there, non_blocking=True) for message, there in received]
     torch.accelerator.current_stream(device).synchronize()
     for (message, _), buffer in zip(received, pinned, strict=True):

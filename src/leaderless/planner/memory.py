@@ -29,7 +29,7 @@ SMALLEST_SLOT = 64
 WRITE_BYTES = 256 * MIB
 """Most that writing or reading a checkpoint holds on top of the tensors themselves."""
 WEIGHT_BUCKET_BYTES = 32 * MIB
-"""Bytes of a bucket of weights on the way to serving ranks: `leaderless.training.weight_sync` has the same."""
+"""Bytes of a bucket of weights on the way to serving ranks: `leaderless.weights.route` has the same."""
 LIBRARIES_BYTES = 330 * MIB
 """Python, torch and transformers in a process of their own."""
 CONTEXT_BYTES = 600 * MIB

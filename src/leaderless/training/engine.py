@@ -18,6 +18,7 @@ from leaderless.models.causal_lm import CausalLM, TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
 from leaderless.training.micro_batches import MicroBatch
+from leaderless.weights.blocks import LocalWeight
 
 Result = TypeVar("Result")
 
@@ -136,6 +137,9 @@ class Trainable(Protocol):
 
     def write_description(self, folder: Path) -> None:
         """Write the files that `transformers` reads next to the weights, such as `config.json`; one rank calls it."""
+
+    def local_weights(self) -> Iterator[LocalWeight]:
+        """What this rank holds of every weight, named as in `transformers`, in the memory that training changes."""
 
     def state(self) -> dict[str, Tensor]:
         """Weights as `weights.<name>` and what the optimizer keeps, to be saved and to be loaded in place.

@@ -19,10 +19,14 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
 from leaderless.models.decoder import Decoder, ValueModel
+from leaderless.planner import Layout
 from leaderless.training.engine import UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 from leaderless.training.passes import BoundedPasses
+from leaderless.weights.blocks import HeldWeights, LocalWeight, Pool, even_rows, everything
+from leaderless.weights.route import Route
+from leaderless.weights.stream import receive_weights
 
 Model_co = TypeVar("Model_co", bound=Decoder, covariant=True)
 
@@ -134,9 +138,16 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainable`."""
+        held = HeldWeights.of(self.local_weights(), self.policy_version)
+        layout = Layout(self._process_group.ranks, self._process_group.size)
+        pools = Pool(layout, even_rows), Pool(layout, everything)
+        route = Route("trained", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True)
+        yield from receive_weights(route, self._process_group, self._process_group, held)
+
+    def local_weights(self) -> Iterator[LocalWeight]:
+        """See `Trainable`."""
         for name, parameter in self.named_weights():
-            value = parameter.detach()
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+            yield LocalWeight.of(name, parameter)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every weight by its name in `transformers`, as this rank holds it."""

@@ -13,12 +13,15 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
+from leaderless.planner.backends import backend_of
 from leaderless.rollout.make import Surroundings, make_engine
 from leaderless.stages.context import ModelRole
 from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import EngineSetup, Trainable, ValueEngine
 from leaderless.training.registry import make_train_engine, make_value_engine
-from leaderless.training.weight_sync import WeightCopy, sync_weights
+from leaderless.weights.blocks import HeldWeights, Pool, even_rows, everything
+from leaderless.weights.route import Route
+from leaderless.weights.stream import fill_weights, send_weights
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
@@ -47,6 +50,7 @@ class Roles:
         self._recipe, self._plan, self._transport, self._tokenizer = recipe, plan, transport, tokenizer
         self.engines: dict[InstanceKey, Trainable] = {}
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
+        self._routes: dict[SyncWeights, Route] = {}
         for instance in plan.instances:
             if transport.rank in instance.layout:
                 self._add(instance)
@@ -117,12 +121,29 @@ class Roles:
         """
         source = self.engines.get((action.role, action.source_layout.ranks))
         target = self.engines.get((action.role, action.target_layout.ranks))
-        sync_weights(action, process_group or self._transport.process_group(action.ranks), source, target)
+        held = HeldWeights.of(source.local_weights(), source.policy_version) if source else None
+        process_group = process_group or self._transport.process_group(action.ranks)
+        if target is not None:
+            wanted = HeldWeights.of(target.local_weights(), target.policy_version)
+            target.state_loaded(fill_weights(self._route(action, wanted), wanted, process_group, held))
+        elif held is not None:
+            send_weights(self._route(action, held), held, process_group)
 
     def copy_weights(self, action: SyncWeights) -> Callable[[ProcessGroup], None]:
         """Copy the weights of now to host memory; the function that is returned sends them, in any thread."""
-        copied = WeightCopy.of(self.engines[action.role, action.source_layout.ranks], action.role)
-        return lambda process_group: sync_weights(action, process_group, copied, None)
+        source = self.engines[action.role, action.source_layout.ranks]
+        copied = HeldWeights.of(source.local_weights(), source.policy_version).copied()
+        route = self._route(action, copied)
+        return lambda process_group: send_weights(route, copied, process_group)
+
+    def _route(self, action: SyncWeights, some: HeldWeights) -> Route:
+        """The way of new weights, given what this rank has of old or new ones."""
+        if action not in self._routes:
+            backend = backend_of(self._recipe.as_seen_by(action.role).training.backend)
+            placement = even_rows if backend.shards_weights else everything
+            pools = Pool(action.source_layout, placement), Pool(action.target_layout, placement)
+            self._routes[action] = Route(action.role, some.shapes, *pools, torch.float32, self._transport.rank)
+        return self._routes[action]
 
     def sync_all(self) -> None:
         """Send the trained weights to every serving instance, as after loading a checkpoint."""

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-CHECKSUM_WORDS = 1 << 22
+CHECKSUM_WORDS = 1 << 18
 """Most words of eight bytes that are added up at a time."""
 
 
@@ -87,15 +87,21 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def checksum(data: Tensor) -> int:
-    """Compute a checksum of [bytes] uint8, a multiple of eight, on the device that holds them.
+    """Compute a checksum of [bytes] uint8, a multiple of eight, on the device that holds them; see `checksums`."""
+    return int(checksums(data[None]))
+
+
+def checksums(rows: Tensor) -> Tensor:
+    """Compute a checksum, int64, of each row of [n, bytes] uint8, a multiple of eight, on the device that holds them.
 
     Words of eight bytes are multiplied by consecutive odd numbers and added up modulo 2^64. A single changed word
     always changes the sum.
     """
-    words = data.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    odd = torch.arange(1, 2 * CHECKSUM_WORDS, 2, device=data.device)[: len(words)]
-    for first in range(0, len(words), CHECKSUM_WORDS):
-        part = words[first : first + CHECKSUM_WORDS]
-        total += (part * (odd[: len(part)] + 2 * first)).sum()
-    return int(total)
+    words = rows.view(torch.int64)
+    at_once = max(1, min(CHECKSUM_WORDS // max(1, len(rows)), words.shape[1]))
+    total = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    odd = torch.arange(1, 2 * at_once, 2, device=rows.device)
+    for first in range(0, words.shape[1], at_once):
+        part = words[:, first : first + at_once]
+        total += (part * (odd[: part.shape[1]] + 2 * first)).sum(1)
+    return total

@@ -1,0 +1,283 @@
+"""Weights arrive, provably: complete, of the right version, and never damaged, whoever holds and wants what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.counts import counting_traffic
+from tests.distributed.ranks import RankPool
+from torch import Tensor
+
+from leaderless.data.transport import PendingGather, ProcessGroup, Round, Transport
+from leaderless.planner import Layout
+from leaderless.weights import route as routes
+from leaderless.weights.blocks import (
+    Block,
+    HeldWeights,
+    LocalWeight,
+    Placement,
+    Pool,
+    Shape,
+    even_rows,
+    everything,
+    whole_block,
+)
+from leaderless.weights.route import Route
+from leaderless.weights.stream import NO_VERSION, fill_weights, receive_weights, send_weights
+
+WORLD_SIZE = 4
+VERSION = 7
+
+
+def columns(name: str, shape: Shape, layout: Layout, rank: int) -> Block:
+    """Every rank has some columns, as with tensor parallelism; vectors are on all ranks."""
+    if len(shape) == 1:
+        return whole_block(shape)
+    turned = even_rows(name, shape[1::-1] + shape[2:], layout, rank)
+    swapped = [(part[1], part[0], *part[2:]) for part in (turned.offsets, turned.sizes)]
+    return Block(*swapped)
+
+
+def in_pairs(name: str, shape: Shape, layout: Layout, rank: int) -> Block:
+    """Two ranks each have the same rows."""
+    pairs = Layout(tuple(range(-(-len(layout.ranks) // 2))), 1)
+    return even_rows(name, shape, pairs, layout.ranks.index(rank) // 2)
+
+
+def uneven_rows(name: str, shape: Shape, layout: Layout, rank: int) -> Block:
+    """The first rank has most of the rows, and the others one each, as far as there are any."""
+    place, last = layout.ranks.index(rank), len(layout.ranks) - 1
+    first = max(1, shape[0] - last)
+    begin, end = (0, first) if place == 0 else (min(shape[0], first + place - 1), min(shape[0], first + place))
+    return Block((begin, *(0,) * (len(shape) - 1)), (end - begin, *shape[1:]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who holds what, who wants what, and the size of a bucket."""
+
+    shapes: list[Shape]
+    holders: Pool
+    takers: Pool
+    dtype: torch.dtype
+    bucket_bytes: int
+    gathers: bool = True
+
+    @property
+    def is_gathered(self) -> bool:
+        return self.gathers and self.takers.placement is everything
+
+
+ranks_of = st.lists(st.integers(0, WORLD_SIZE - 1), min_size=1, unique=True).map(lambda ranks: tuple(sorted(ranks)))
+
+
+def pools(*placements: Placement) -> st.SearchStrategy[Pool]:
+    return st.builds(
+        lambda ranks, placement: Pool(Layout(ranks, len(ranks)), placement), ranks_of, st.sampled_from(placements)
+    )
+
+
+cases = st.builds(
+    Case,
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6),
+    pools(even_rows, everything, columns, in_pairs, uneven_rows),
+    pools(everything, everything, even_rows, columns, in_pairs),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([1, 100, 1 << 25]),
+    st.sampled_from([True, True, False]),
+)
+
+
+def whole(index: int, shape: Shape) -> Tensor:
+    """A weight whose elements differ, also in bfloat16."""
+    return torch.arange(math.prod(shape)).remainder(250).view(shape).float() + index
+
+
+def route_of(case: Case, rank: int) -> Route:
+    shapes = {f"weight {index}": shape for index, shape in enumerate(case.shapes)}
+    return Route("policy", shapes, case.holders, case.takers, case.dtype, rank, is_gathered=case.is_gathered)
+
+
+def held_by(case: Case, pool: Pool, rank: int, *, is_empty: bool = False) -> HeldWeights | None:
+    """What a rank of a pool has of each weight."""
+    if rank not in pool.layout:
+        return None
+    weights: list[LocalWeight] = []
+    for index, shape in enumerate(case.shapes):
+        block = pool.block(f"weight {index}", shape, rank)
+        local = block.view(whole(index, shape), whole_block(shape)).clone()
+        local = torch.full_like(local, -1, dtype=case.dtype) if is_empty else local
+        weights.append(LocalWeight(f"weight {index}", shape, block, local))
+    return HeldWeights.of(weights, VERSION)
+
+
+def bring(case: Case, transport: Transport) -> tuple[dict[str, Tensor], int]:
+    """What arrives on this rank, and its policy version."""
+    route = route_of(case, transport.rank)
+    held = held_by(case, case.holders, transport.rank)
+    for ranks in (route.ranks, case.takers.layout.ranks):
+        transport.add_process_group(ranks)
+    if transport.rank not in route.ranks:
+        return {}, VERSION
+    group = transport.process_group(route.ranks)
+    if transport.rank not in case.takers.layout:
+        assert held is not None
+        send_weights(route, held, group)
+        return {}, VERSION
+    if not case.is_gathered:
+        target = held_by(case, case.takers, transport.rank, is_empty=True)
+        assert target is not None
+        version = fill_weights(route, target, group, held)
+        return {name: weight.local for name, weight in target.weights.items()}, version
+    stream = receive_weights(route, group, transport.process_group(case.takers.layout.ranks), held)
+    arrived = {name: tensor.clone() for name, tensor in stream}
+    return arrived, stream.policy_version
+
+
+def bring_all(examples: list[Case]) -> list[int]:
+    """Check what arrives; the bytes that this rank receives from holders, by case."""
+    transport, received = Transport(torch.device("cpu"), 60), list[int]()
+    for case in examples:
+        with patch.object(routes, "BUCKET_BYTES", case.bucket_bytes), counting_traffic() as traffic:
+            arrived, version = bring(case, transport)
+        gets_nothing = all(math.prod(tensor.shape) == 0 for tensor in arrived.values()) and arrived
+        assert version == (NO_VERSION if gets_nothing else VERSION)
+        if transport.rank in case.takers.layout:
+            assert list(arrived) == [f"weight {index}" for index in range(len(case.shapes))]
+            for index, shape in enumerate(case.shapes):
+                block = case.takers.block(f"weight {index}", shape, transport.rank)
+                expected = block.view(whole(index, shape), whole_block(shape)).to(case.dtype)
+                assert torch.equal(arrived[f"weight {index}"], expected), (case, index)
+        received.append(traffic.received)
+    return received
+
+
+@settings(max_examples=6)
+@given(examples=st.lists(cases, min_size=8, max_size=8))
+def test_every_rank_gets_what_it_wants_whoever_holds_it(ranks: RankPool, examples: list[Case]) -> None:
+    by_rank = ranks.run(WORLD_SIZE, bring_all, examples)
+    for case, *received in zip(examples, *by_rank, strict=True):
+        num_bytes = case.dtype.itemsize * sum(map(math.prod, case.shapes))
+        num_messages = WORLD_SIZE**2 * len(case.shapes) * (9 if case.bucket_bytes == 1 else 3)
+        if case.is_gathered:
+            assert sum(received) <= num_bytes + 24 * num_messages, "no element leaves its holder twice"
+        if case.holders.layout == case.takers.layout and case.holders.placement is even_rows:
+            assert case.takers.placement not in (everything, even_rows) or sum(received) == 0
+
+
+CASE = Case(
+    [(9, 4), (5,), (6, 2, 2)],
+    Pool(Layout((0, 1), 2), even_rows),
+    Pool(Layout((2, 3), 2), everything),
+    torch.float32,
+    1 << 25,
+)
+
+
+def bring_damaged(second_leg: bool) -> str:
+    """The error if one byte changes on the way to rank 2."""
+    transport = Transport(torch.device("cpu"), 5)
+    exchanging, wait = ProcessGroup.exchanging, PendingGather.wait
+
+    def damaged(self: ProcessGroup, rounds: Iterable[Round], what: str) -> Iterator[None]:
+        arrived: list[Tensor] = []
+
+        def watched() -> Iterator[Round]:
+            for sent, received in rounds:
+                arrived.extend(message for _, message in received)
+                yield sent, received
+
+        for _ in exchanging(self, watched(), what):
+            for message in arrived:
+                message[len(message) // 3] ^= 1
+            yield
+
+    def damaged_gather(self: PendingGather) -> Tensor:
+        gathered = wait(self)
+        gathered[1, 11] ^= 1
+        return gathered
+
+    is_here = transport.rank == 2
+    with (
+        patch.object(ProcessGroup, "exchanging", damaged if is_here and not second_leg else exchanging),
+        patch.object(PendingGather, "wait", damaged_gather if is_here and second_leg else wait),
+    ):
+        try:
+            bring(CASE, transport)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_damaged_message_is_refused(ranks: RankPool) -> None:
+    first, second, damaged, other = ranks.run(WORLD_SIZE, bring_damaged, False)
+    assert (first, second) == ("", "")
+    assert "rank 2: weights of role 'policy' from rank 0 arrived damaged" in damaged
+    assert "rank 3: weights of role 'policy' did not reach rank 2 well" in other, "no rank uses them"
+    *others, damaged, last = ranks.run(WORLD_SIZE, bring_damaged, True)
+    assert (*others, last) == ("", "", "")
+    assert "rank 2: weights of role 'policy' from rank 3 arrived damaged" in damaged
+
+
+def bring_mixed_versions() -> str:
+    """The error if the trained ranks are not at the same update."""
+    transport = Transport(torch.device("cpu"), 5)
+    with patch(f"{__name__}.VERSION", VERSION + transport.rank):
+        try:
+            bring(CASE, transport)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_weights_of_several_versions_are_never_mixed(ranks: RankPool) -> None:
+    first, second, *takers = ranks.run(WORLD_SIZE, bring_mixed_versions)
+    assert (first, second) == ("", "")
+    for rank, message in enumerate(takers, 2):
+        assert f"rank {rank}: weights of role 'policy' are of policy versions 7 and 8" in message
+
+
+def bring_misplaced() -> str:
+    """The error if a rank does not hold what the layout says."""
+    transport = Transport(torch.device("cpu"), 5)
+    held = held_by(CASE, Pool(CASE.holders.layout, columns), transport.rank)
+    try:
+        assert held is not None
+        send_weights(route_of(CASE, transport.rank), held, transport.world)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_holds_something_else_is_noticed_before_anything_is_sent(ranks: RankPool) -> None:
+    for rank, message in enumerate(ranks.run(2, bring_misplaced)):
+        assert f"rank {rank}: holds Block(offsets=(0, {2 * rank}), sizes=(9, 2)) of 'weight 0' (9, 4)" in message
+        assert "correct the placement of its back end" in message
+
+
+def test_blocks_that_leave_a_gap_are_refused() -> None:
+    def half(name: str, shape: Shape, layout: Layout, rank: int) -> Block:
+        return Block((0,) * len(shape), (1, *shape[1:]))
+
+    pool = Pool(Layout((0, 1), 2), half)
+    route = Route(
+        "policy", {"kernel": (4, 2)}, pool, Pool(Layout((2,), 1), everything), torch.float32, 2, is_gathered=True
+    )
+    with pytest.raises(ValueError, match=r"role 'policy': the blocks of 'kernel' \(4, 2\) on ranks \(0, 1\) must be"):
+        _ = route.legs
+
+
+def test_each_rank_finds_its_part_of_the_way_quickly_among_many() -> None:
+    shapes = {f"weight {index}": (4096, 4096) for index in range(20)}
+    holders, takers = Pool(Layout(tuple(range(512)), 512), even_rows), Layout(tuple(range(512, 640)), 128)
+    route = Route("policy", shapes, holders, Pool(takers, everything), torch.bfloat16, 600, is_gathered=True)
+    pieces = [piece for leg in route.legs for some in leg.received.values() for piece in some]
+    assert len(pieces) == 20 * 4, "each server receives from four trainers"
+    assert sum(piece.block.numel for piece in pieces) * 128 == 20 * 4096 * 4096
