@@ -352,6 +352,8 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
         more = [column for column in spec.reads_of(_recipe_with(settings), node) if column not in reads]
         if more:
             yield f"reads, if {condition}", _names(more)
+    if spec.reads_if_made:
+        yield "reads, if an earlier node writes it", _names(spec.reads_if_made)
     if name == "log_probs":
         own, other = "`old_log_probs` for a role that is trained", "`<role>_log_probs` for any other"
         yield "writes", f"{own}, `ref_log_probs` for `reference`, {other}"
@@ -375,7 +377,10 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
         "train": "trains it",
     }
     yield "role", role[spec.role_use]
-    yield "whole groups", "needed on one rank" if spec.needs_whole_groups else "not needed"
+    if spec.needs_whole_episodes:
+        yield "whole groups", "needed on one rank if episodes may have several samples"
+    else:
+        yield "whole groups", "needed on one rank" if spec.needs_whole_groups else "not needed"
     if name == "record":
         yield "runs", "while `run.recorded_prompts` is above 0"
     elif spec.is_effective(recipe):
@@ -405,7 +410,7 @@ def columns_page() -> str:
     for name, column in COLUMNS.items():
         kind = f"{column.kind}, along `{column.axis}`" if column.axis else column.kind
         meaning = column.meaning + (" (held once per prompt)" if column.is_prompt else "")
-        rows.append((f"`{name}`", kind, f"`{column.dtype}`", ", ".join(writers[name]), meaning))
+        rows.append((f"`{name}`", kind, f"`{column.dtype}`", ", ".join(writers.get(name, ["custom stages"])), meaning))
     return "\n\n".join(
         [
             "# Built-in columns",

@@ -36,7 +36,7 @@ PAGES = sorted(
 MAX_IMAGE_BYTES = 300_000
 BLOCK = re.compile(r"(?:<!-- from: (?P<source>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 NAMED_BY = {"models": "role", "layout": "node"}
-ATTRIBUTES = {"batch.group_ids", "batch.ids", "batch.prompts"}
+ATTRIBUTES = {"batch.episode_ids", "batch.group_ids", "batch.ids", "batch.prompts"}
 """Attributes of a `Batch`, which only look like settings."""
 PLACEHOLDERS = {"RECIPE", "RUN", "COMMAND"}
 

@@ -66,7 +66,7 @@ def advantage_in(step: int, state: MutableMapping[str, float], warmup_steps: int
 def test_the_weight_of_the_penalty_holds_still_until_the_policy_is_trained() -> None:
     state: dict[str, float] = {}
     logged = [advantage_in(step, state, warmup_steps=2)["policy/kl_coefficient"] for step in (1, 2, 3, 4)]
-    grown = adapted_coefficient(0.2, DIVERGENCE, target=0.1, horizon=10.0, num_samples=len(LENGTHS))
+    grown = adapted_coefficient(0.2, DIVERGENCE, target=0.1, horizon=10.0, num_episodes=len(LENGTHS))
     assert grown > 0.2
     assert logged == pytest.approx([0.2, 0.2, 0.2, grown])
 

@@ -212,7 +212,7 @@ def test_remax_reports_the_divergence_of_responses_that_train():
     assert reported["reward/kl"] == pytest.approx(divergence)
     # Of 5 tokens at most, the last 3 are penalized: responses of 3, 4 and 2 tokens.
     assert reported["reward/overlong_penalty"] == pytest.approx((-1 / 3 - 2 / 3 + 0) / 3)
-    adapted = adapted_coefficient(0.3, divergence, target=0.1, horizon=10.0, num_samples=3)
+    adapted = adapted_coefficient(0.3, divergence, target=0.1, horizon=10.0, num_episodes=3)
     assert context.state[KL_STATE] == pytest.approx(adapted)
     lengths = batch.dense("response_lengths")
     far = Jagged(numbers(3) - 100.0 * is_greedy.repeat_interleave(lengths), lengths, "response_tokens")

@@ -6,6 +6,7 @@ from leaderless.algorithms.advantage import AdvantageOutput as AdvantageOutput
 from leaderless.algorithms.advantage import count_groups_without_signal as count_groups_without_signal
 from leaderless.algorithms.aggregation import Aggregation as Aggregation
 from leaderless.algorithms.aggregation import Denominators as Denominators
+from leaderless.algorithms.aggregation import EpisodeParts as EpisodeParts
 from leaderless.algorithms.aggregation import token_weights as token_weights
 from leaderless.algorithms.correction import CorrectionLevel as CorrectionLevel
 from leaderless.algorithms.correction import importance_ratios as importance_ratios

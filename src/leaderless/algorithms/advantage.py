@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 class AdvantageInputs:
     """This rank's responses, in whole groups and in any order.
 
+    A response is what the policy sampled in one episode. If the episode has several samples, these are their response
+    tokens, one sample after the other.
+
     Attributes:
         rewards: [n] float32, rewards minus all penalties; 0 where the reward failed.
         final_rewards: [n] float32, the same without what `penalties` subtracts at single tokens.
@@ -35,7 +38,7 @@ class AdvantageInputs:
         is_trained: [n] bool, responses that carry a gradient: valid ones that `algorithm.overlong.filter` keeps.
         lengths: [n] int64, response tokens, summing to `total`.
         group_ids: [n] int64, prompt of each response.
-        episode_ids: [n] int64, episode that each response is a part of.
+        episode_ids: [n] int64, episode of each response, no two the same.
         columns: Columns that the class names in `reads`, by name: a tensor [n, ...] or, along response tokens,
             [total, ...]; for other axes a tensor for each response; for JSON-able values a tuple of n.
         sum_over_ranks: Function that sums a tensor over all ranks, which call it equally often.

@@ -50,7 +50,7 @@ def kl_penalty(
     return with_gradient_of(value, difference.detach() * widen(log_probs))
 
 
-def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
+def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, num_episodes: int) -> float:
     """The weight of the KL penalty for the next step, moved such that the divergence approaches its target.
 
     Formula: b (1 + clip(kl / target - 1, -0.2, 0.2) min(1, n / horizon)).
@@ -60,10 +60,10 @@ def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon
 
     Args:
         coefficient: Weight so far, above 0.
-        kl: Measured mean divergence of the step's samples.
+        kl: Measured mean divergence of the step's episodes.
         target: Intended divergence, above 0.
-        horizon: Number of samples over which the weight can change by about a fifth, above 0.
-        num_samples: Number of the step's samples.
+        horizon: Number of episodes over which the weight can change by about a fifth, above 0.
+        num_episodes: Number of the step's episodes.
 
     Returns:
         The new weight, above 0.
@@ -74,4 +74,4 @@ def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon
     if math.isnan(kl):
         raise ValueError("kl=nan: cannot adapt the weight of the KL penalty; the log-probs of the step are broken")
     error = min(0.2, max(-0.2, kl / target - 1))
-    return coefficient * (1 + error * min(1.0, num_samples / horizon))
+    return coefficient * (1 + error * min(1.0, num_episodes / horizon))

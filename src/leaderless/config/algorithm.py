@@ -173,7 +173,7 @@ class KlConfig(Section):
     """Mean divergence that the weight is adapted to reach, in steps that train the policy; by default the weight is
     constant."""
     horizon: float = Field(default=10000.0, gt=0)
-    """Number of samples over which an adapted weight can change by about a fifth."""
+    """Number of episodes over which an adapted weight can change by about a fifth."""
 
 
 class CorrectionConfig(Section):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leaderless.config import Json
 from leaderless.config.rollout import MAX_RESPONSES
+from leaderless.workflow.columns import EPISODE_IDS
 
 SIBLING_BITS = (MAX_RESPONSES - 1).bit_length()
 """Room for 65,536 responses to a prompt, and for 2^47 prompts in a run."""
@@ -173,6 +174,11 @@ class Batch:
         if self.prompts is None or self.prompt_index is None:
             return self.ids
         return self.prompts.ids[self.prompt_index]
+
+    @property
+    def episode_ids(self) -> Tensor:
+        """[n] int64: the episode of each sample; its own id where no stage has written the column `episode_ids`."""
+        return self.dense(EPISODE_IDS) if EPISODE_IDS in self else self.ids
 
     def with_columns(self, columns: Mapping[str, Column] | None = None, /, **more: Column) -> Batch:
         """The same rows with some columns added or replaced.

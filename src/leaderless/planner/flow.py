@@ -147,6 +147,10 @@ class Flow:
         """Whether one node, or the data, always runs before another."""
         return first == DATA or (second != DATA and first in self._before[second])
 
+    def _writers_before(self, column: str, name: str) -> list[str]:
+        """The nodes before a node that write a column, in order."""
+        return [writer for writer in self._writers.get(column, []) if self._precedes(writer, name)]
+
     def _ordered_writers(self) -> dict[str, list[str]]:
         """The nodes that write each column, in order; two without an order are refused."""
         provided = DATA_COLUMNS + (DATA_RESPONSE_COLUMNS if self.recipe.data.has_responses else ())
@@ -193,7 +197,9 @@ class Flow:
         self._needed.add(row_set)
         self.sources.setdefault(node.name, {})
         is_carried = bool(self.recipe.channels or self.workflow.repeated) and node.name not in self.workflow.repeated
-        for column in (*spec.reads_of(self.settings[node.name], node), *(spec.reads_if_carried if is_carried else ())):
+        made = [column for column in spec.reads_if_made if self._writers_before(column, node.name)]
+        always = spec.reads_of(self.settings[node.name], node)
+        for column in (*always, *(spec.reads_if_carried if is_carried else ()), *made):
             self._trace(node.name, column, row_set)
         return True
 
@@ -201,14 +207,14 @@ class Flow:
         """Let a node read what is written on its rows, or carried to them, for the sake of other nodes."""
         row_set = self.row_set[node.name]
         for column in self.specs[node.name].reads_if_written:
-            writers = [writer for writer in self._writers.get(column, []) if self._precedes(writer, node.name)]
+            writers = self._writers_before(column, node.name)
             is_carried = column in self.sources.get(row_set, {})
             if writers and writers[-1] in self._needed and (self.row_set_after(writers[-1]) == row_set or is_carried):
                 self._trace(node.name, column, row_set)
 
     def _trace(self, reader: str, column: str, row_set: str) -> None:
         """Find where a reader gets a column, through every node that changes rows on the way."""
-        before = [writer for writer in self._writers.get(column, []) if self._precedes(writer, reader)]
+        before = self._writers_before(column, reader)
         if not before:
             raise RecipeError([self._missing(reader, column)])
         writer, sources = before[-1], self.sources.setdefault(reader, {})

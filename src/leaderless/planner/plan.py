@@ -25,7 +25,7 @@ from leaderless.planner.entries import (
 from leaderless.planner.layout import Layout, all_ranks, format_ranks
 from leaderless.planner.memory import MemoryEstimate
 from leaderless.planner.model_size import ModelSize
-from leaderless.workflow import Node, StageSpec
+from leaderless.workflow import EPISODE_IDS, Node, StageSpec
 
 EdgeKind = Literal["local", "reshard", "channel"]
 
@@ -64,6 +64,11 @@ class PlannedNode:
     def name(self) -> str:
         """Name of the node."""
         return self.node.name
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether all samples of a prompt, or of an episode, which is never of two prompts, must be on one rank."""
+        return self.spec.needs_whole_groups or (self.spec.needs_whole_episodes and EPISODE_IDS in self.reads)
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def keeps_groups(recipe: Recipe, nodes: Sequence[PlannedNode], row_set: str, lay
     """Whether a node on a layout needs whole groups of a row set, or of rows that are made from it on that layout."""
     for node in nodes:
         is_asked = node.name in recipe.layout and recipe.layout[node.name].groups == "whole"
-        if not node.layout.holds_rows_like(layout) or not (node.spec.needs_whole_groups or is_asked):
+        if not node.layout.holds_rows_like(layout) or not (node.needs_whole_groups or is_asked):
             continue
         arrived = node.row_set
         for maker in makers(nodes, node.row_set):

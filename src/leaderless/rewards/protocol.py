@@ -10,15 +10,30 @@ from leaderless.config import Json
 
 
 @dataclass(frozen=True)
+class Passage:
+    """A part of a transcript.
+
+    Attributes:
+        text: Text without special tokens.
+        is_sampled: Whether the policy sampled it; if not, a tool or an environment wrote it.
+    """
+
+    text: str
+    is_sampled: bool = True
+
+
+@dataclass(frozen=True)
 class RewardInput:
-    """A response to grade.
+    """An episode to grade; most consist of one response.
 
     Attributes:
         prompt: The dataset's prompt column: text or chat messages.
-        response: Text that the policy answered, without special tokens.
+        response: Text that the policy sampled, and nothing that tools or an environment wrote, without special tokens.
         answer: The dataset's answer column; None if the recipe names none.
         row: Row of the dataset with all of its columns.
         is_truncated: Whether the response was cut at the longest allowed length.
+        transcript: Everything after the prompt, in order, by whoever wrote it; by default the response alone. Of an
+            episode of several samples it is that of the last.
     """
 
     prompt: Json
@@ -26,6 +41,11 @@ class RewardInput:
     answer: Json
     row: Mapping[str, Json]
     is_truncated: bool
+    transcript: tuple[Passage, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.transcript:
+            object.__setattr__(self, "transcript", (Passage(self.response),))
 
 
 @dataclass(frozen=True)

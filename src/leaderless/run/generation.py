@@ -11,7 +11,7 @@ from leaderless.data.rows import Row
 from leaderless.observability.console import print_line
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.serve.load import Served, Source, open_model
-from leaderless.stages.reward import decode_responses
+from leaderless.stages.reward import response_in, transcripts
 
 Prompt = str | Sequence[Json] | Mapping[str, Json]
 """Text, chat messages, or a row of a dataset."""
@@ -40,7 +40,8 @@ def answer(
         requests = _requests(recipe, prompts, served, longest)
         with served.engine.serving(served.trainer):
             groups = generate(served.engine, requests, params)
-        return decode_responses(served.tokenizer, [group[0].tokens for group in groups], recipe)
+        texts = transcripts(served.tokenizer, [group[0].tokens for group in groups], recipe)
+        return [response_in(text) for text in texts]
 
 
 def _requests(recipe: Recipe, prompts: Sequence[Prompt], served: Served, longest: int) -> list[Request]:

@@ -11,6 +11,7 @@ from leaderless.algorithms.advantage import compute
 from leaderless.config import Json
 from leaderless.data.batch import Batch, Column, Jagged
 from leaderless.stages.context import StageContext
+from leaderless.stages.episodes import Episodes
 from leaderless.stages.losses import adapt_kl_coefficient, kl_coefficient
 from leaderless.stages.mini_batches import counted_samples
 from leaderless.stages.reward import is_sampled
@@ -33,7 +34,9 @@ def dynamic_sampling(batch: Batch, context: StageContext) -> Batch:
     correctly. Here the raw rewards are compared, before any shaping, so that graded rewards work too; a dropped group
     counts as all right if its rewards are above 0.
     """
-    groups = Groups.of(batch.dense("rewards"), batch.dense("reward_valid"), batch.group_ids)
+    episodes = Episodes.of(batch)
+    rewards, is_valid = (episodes.rows.dense(name) for name in ("rewards", "reward_valid"))
+    groups = Groups.of(rewards, is_valid, episodes.rows.group_ids)
     is_reporting = context.node.layout.is_first_of_shard(context.process_group.rank)
     is_silent, is_right = (groups.count >= 2) & ~groups.has_signal, groups.mean > 0
     for name, counted in {
@@ -43,7 +46,9 @@ def dynamic_sampling(batch: Batch, context: StageContext) -> Batch:
         "dropped_failed": groups.count < 2,
     }.items():
         context.metrics.total(f"sampling/{name}", counted.sum() if is_reporting else 0)
-    return batch.select(groups.has_signal[groups.index])
+    is_kept = episodes.of_samples(groups.has_signal[groups.index])
+    assert isinstance(is_kept, Tensor)
+    return batch.select(is_kept)
 
 
 def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor]:
@@ -70,22 +75,21 @@ def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor
 
 
 def _with_advantages(batch: Batch, context: StageContext) -> Batch:
-    config, lengths, is_valid = (
-        context.recipe.algorithm.advantage,
-        batch.dense("response_lengths"),
-        batch.dense("reward_valid"),
-    )
-    rewards, penalties = _shaped_rewards(batch, context)
+    """The samples with the advantages of their episodes: where a formula speaks of a response, it gets an episode."""
+    config, episodes = context.recipe.algorithm.advantage, Episodes.of(batch)
+    rows = episodes.rows
+    lengths, is_valid = rows.dense("response_lengths"), rows.dense("reward_valid")
+    rewards, penalties = _shaped_rewards(rows, context)
     inputs = AdvantageInputs(
         rewards=rewards - algorithms.segment_sum(penalties, lengths),
         final_rewards=rewards,
         penalties=penalties,
         is_valid=is_valid,
-        is_trained=counted_samples(batch, context),
+        is_trained=counted_samples(rows, context),
         lengths=lengths,
-        group_ids=batch.group_ids,
-        episode_ids=batch.ids,
-        columns={name: _plain(batch[name]) for name in config.reads},
+        group_ids=rows.group_ids,
+        episode_ids=rows.ids,
+        columns={name: _plain(rows[name]) for name in config.reads},
         sum_over_ranks=context.sum,
         step=context.step,
     )
@@ -95,7 +99,9 @@ def _with_advantages(batch: Batch, context: StageContext) -> Batch:
         context.metrics.mean(name, values[is_counted].sum(), is_counted.sum())
     advantages = output.advantages if config.is_per_token else repeat_per_token(output.advantages, lengths)
     columns = {**output.columns, "advantages": advantages}
-    return batch.with_columns({name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()})
+    return batch.with_columns(
+        {name: episodes.of_samples(Jagged(values, lengths, "response_tokens")) for name, values in columns.items()}
+    )
 
 
 def _plain(column: Column) -> Tensor | tuple[Tensor, ...] | tuple[Json, ...]:

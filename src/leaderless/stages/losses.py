@@ -133,7 +133,7 @@ def kl_coefficient(context: StageContext) -> float:
     return context.state.get(KL_STATE, context.recipe.algorithm.kl.coefficient)
 
 
-def adapt_kl_coefficient(context: StageContext, total: Tensor, num_tokens: int, num_samples: int) -> None:
+def adapt_kl_coefficient(context: StageContext, total: Tensor, num_tokens: int, num_episodes: int) -> None:
     """Adapt the weight of the KL penalty for the next step, if there is a target and the policy is trained in this one.
 
     While only the critic is trained, the divergence does not respond to the weight: adapting it would drive it further
@@ -147,9 +147,13 @@ def adapt_kl_coefficient(context: StageContext, total: Tensor, num_tokens: int, 
     context.metrics.max("policy/kl_coefficient", coefficient)
     if context.step <= algorithm.critic.warmup_steps:
         return
-    divergence, tokens, samples = context.sum(torch.tensor([float(total), num_tokens, num_samples]).double()).tolist()
+    divergence, tokens, count = context.sum(torch.tensor([float(total), num_tokens, num_episodes]).double()).tolist()
     if not math.isfinite(divergence):
         return  # guards decide what happens to the step
     context.state[KL_STATE] = algorithms.adapted_coefficient(
-        coefficient, divergence / max(tokens, 1), target=config.target, horizon=config.horizon, num_samples=int(samples)
+        coefficient,
+        divergence / max(tokens, 1),
+        target=config.target,
+        horizon=config.horizon,
+        num_episodes=int(count),
     )

@@ -13,6 +13,7 @@ from leaderless.algorithms import Aggregation, Denominators, token_weights
 from leaderless.data.batch import Batch
 from leaderless.observability.metrics import Largest, Mean
 from leaderless.stages.context import StageContext
+from leaderless.stages.episodes import Counted
 from leaderless.stages.guards import guarded_step
 from leaderless.training.engine import Trainable
 from leaderless.training.micro_batches import MicroBatch, response_lengths
@@ -35,21 +36,22 @@ class MiniBatch:
 
 
 def mini_batches(
-    batch: Batch, is_counted: Tensor, aggregation: Aggregation, context: StageContext
+    batch: Batch, counted: Counted, aggregation: Aggregation, context: StageContext
 ) -> Iterator[MiniBatch]:
     """Divide a step's prompts between its `batch.updates_per_step` updates.
 
     Which prompts share an update depends on their ids alone, not on ranks or on the role that is trained. Rows that do
-    not count, [n] bool, carry no gradient; the aggregation turns the losses of tokens into one number.
+    not count carry no gradient; the aggregation turns the losses of tokens into one number.
     """
     groups = torch.unique(context.gather(torch.unique(batch.group_ids)))
     num_updates, longest = context.recipe.batch.updates_per_step, context.recipe.rollout.max_response_tokens
     part = torch.searchsorted(groups, batch.group_ids) * num_updates // max(1, len(groups))
     for number in range(num_updates):
-        rows, counted = batch.select(part == number), is_counted[part == number]
-        lengths = response_lengths(rows.jagged("response_mask"))
-        totals = Denominators(*context.sum(Denominators.count(lengths, counted)).tolist())
-        yield MiniBatch(number + 1, rows, token_weights(aggregation, lengths, counted, totals, norm_tokens=longest))
+        rows, chosen = batch.select(part == number), counted.select(part == number)
+        counts = response_lengths(rows.jagged("response_mask")), chosen.is_counted
+        totals = Denominators(*context.sum(Denominators.count(*counts, chosen.episodes)).tolist())
+        weights = token_weights(aggregation, *counts, totals, chosen.episodes, norm_tokens=longest)
+        yield MiniBatch(number + 1, rows, weights)
 
 
 @dataclass(frozen=True)

@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from dataclasses import replace
+from itertools import groupby, islice
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from leaderless.config import Json, Recipe
 from leaderless.config.data import DatasetConfig
-from leaderless.data.batch import Batch
+from leaderless.data.batch import Batch, Column
 from leaderless.data.encode import Tokenizer
 from leaderless.rewards.pool import Graded
-from leaderless.rewards.protocol import RewardInput
+from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.stages.context import StageContext
+from leaderless.stages.episodes import Episodes
 
 
 def reward(batch: Batch, context: StageContext) -> Batch:
-    """Grade each response by the recipe's rewards that apply to its source."""
-    inputs = inputs_of(batch, context)
+    """Grade each episode once, by the recipe's rewards that apply to its source; all of its samples get the result."""
+    episodes, inputs = Episodes.of(batch), inputs_of(batch, context)
+    inputs = [_joined([inputs[sample] for sample in samples]) for samples in episodes.samples()]
     graded = context.grade(inputs, [context.recipe.data.source_of(one.row) for one in inputs])
     rewards = torch.tensor([g.value for g in graded], dtype=torch.float32)
     is_valid = torch.tensor([g.is_valid for g in graded], dtype=torch.bool)
-    _report(context, graded, rewards, is_sampled(batch))
-    return batch.with_columns(
-        rewards=rewards, reward_valid=is_valid, reward_details=tuple(dict(g.details) for g in graded)
-    )
+    _report(context, graded, rewards, is_sampled(episodes.rows))
+    columns: dict[str, Column] = {
+        "rewards": rewards,
+        "reward_valid": is_valid,
+        "reward_details": tuple(dict(g.details) for g in graded),
+    }
+    return batch.with_columns({name: episodes.of_samples(column) for name, column in columns.items()})
 
 
 def inputs_of(batch: Batch, context: StageContext) -> list[RewardInput]:
-    """The inputs of rewards for samples of training data."""
+    """The inputs of rewards for samples of training data, each on its own."""
     rows = [row for row in batch.objects("rows") if isinstance(row, Mapping)]
-    texts = decode_responses(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe)
+    masks = batch.jagged("response_mask").to_lists() if "response_mask" in batch else None
+    texts = transcripts(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe, masks)
     configs = [context.recipe.data.train_set_of(row) for row in rows]
     return reward_inputs(configs, rows, texts, batch.dense("truncated").tolist())
+
+
+def _joined(samples: Sequence[RewardInput]) -> RewardInput:
+    """The input for an episode: what the policy sampled in all of its samples, and the transcript of the last."""
+    if len(samples) == 1:
+        return samples[0]
+    response, is_truncated = "".join(one.response for one in samples), any(one.is_truncated for one in samples)
+    return replace(samples[-1], response=response, is_truncated=is_truncated)
 
 
 def is_sampled(batch: Batch) -> Tensor:
@@ -72,25 +88,54 @@ def reward_error(details: Mapping[str, Json], name: str) -> str:
 def reward_inputs(
     configs: Sequence[DatasetConfig],
     rows: Sequence[Mapping[str, Json]],
-    texts: Sequence[str],
+    texts: Sequence[tuple[Passage, ...]],
     truncated: Sequence[bool],
 ) -> list[RewardInput]:
-    """The inputs of rewards for some responses, given the dataset of each, its row, its text and whether it was cut."""
+    """The inputs of rewards for some responses, given the dataset, row and transcript of each, and whether it was cut.
+
+    The response of a transcript is what the policy sampled.
+    """
     return [
         RewardInput(
             prompt=row.get(config.prompt),
-            response=text,
+            response=response_in(text),
             answer=row[config.answer] if config.answer else None,
             row=row,
             is_truncated=is_truncated,
+            transcript=text,
         )
         for config, row, text, is_truncated in zip(configs, rows, texts, truncated, strict=True)
     ]
 
 
-def decode_responses(tokenizer: Tokenizer, responses: Sequence[Sequence[int]], recipe: Recipe) -> list[str]:
-    """Responses as text, without special tokens and without the stop text that ended them."""
-    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in responses]
-    for stop in recipe.rollout.stop:
-        texts = [text.partition(stop)[0] for text in texts]
-    return texts
+def response_in(transcript: Sequence[Passage]) -> str:
+    """The text that the policy sampled, without what others wrote in between."""
+    return "".join(passage.text for passage in transcript if passage.is_sampled)
+
+
+def transcripts(
+    tokenizer: Tokenizer,
+    rows: Sequence[Sequence[int]],
+    recipe: Recipe,
+    masks: Sequence[Sequence[int]] | None = None,
+) -> list[tuple[Passage, ...]]:
+    """Tokens as text by whoever wrote it, without special tokens and without the stop texts that ended a response.
+
+    The masks say of each token whether the policy sampled it; None if it sampled all.
+    """
+
+    def decode(tokens: Sequence[int], *, is_response: bool) -> Passage:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        for stop in recipe.rollout.stop if is_response else ():
+            text = text.partition(stop)[0]
+        return Passage(text, is_response)
+
+    if masks is None:
+        return [(decode(tokens, is_response=True),) for tokens in rows]
+    return [
+        tuple(
+            decode([token for token, _ in run], is_response=bool(is_sampled))
+            for is_sampled, run in groupby(zip(tokens, mask, strict=True), key=itemgetter(1))
+        )
+        for tokens, mask in zip(rows, masks, strict=True)
+    ]

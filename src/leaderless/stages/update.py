@@ -15,6 +15,7 @@ from leaderless.observability.metrics import Largest, Mean
 from leaderless.rollout.sampling import uniform_noise
 from leaderless.stages import losses
 from leaderless.stages.context import StageContext
+from leaderless.stages.episodes import Counted
 from leaderless.stages.mini_batches import (
     Loss,
     MiniBatch,
@@ -55,15 +56,15 @@ def update(batch: Batch, context: StageContext) -> Batch:
     _report_size(batch, context)
     if context.step <= algorithm.critic.warmup_steps:
         return batch
-    is_counted = counted_samples(batch, context)
-    for mini_batch in mini_batches(batch, is_counted, algorithm.aggregation, context):
+    counted = Counted.of(batch, counted_samples(batch, context), context)
+    for mini_batch in mini_batches(batch, counted, algorithm.aggregation, context):
         loss_of = partial(_policy_gradient_loss, context, mini_batch, _choose(mini_batch, context))
         make_update(engine, mini_batch, loss_of, context)
     if "ref_log_probs" in batch:
         sampled = batch.jagged("rollout_log_probs")
         divergence = kl_penalty(sampled.values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator)
-        divergence = divergence[repeat_per_token(is_counted, sampled.lengths)]
-        losses.adapt_kl_coefficient(context, divergence.sum(), len(divergence), int(is_counted.sum()))
+        divergence = divergence[repeat_per_token(counted.is_counted, sampled.lengths)]
+        losses.adapt_kl_coefficient(context, divergence.sum(), len(divergence), counted.num_episodes)
     return batch
 
 
@@ -152,9 +153,10 @@ def _policy_gradient_loss(
 
 def sft(batch: Batch, context: StageContext) -> Batch:
     """Make `batch.updates_per_step` updates on the negative log-likelihood of the given responses."""
-    engine, is_counted = context.role.train_engine, torch.ones(len(batch), dtype=torch.bool)
+    engine = context.role.train_engine
+    counted = Counted.of(batch, torch.ones(len(batch), dtype=torch.bool), context)
     _report_size(batch, context)
-    for mini_batch in mini_batches(batch, is_counted, context.recipe.algorithm.aggregation, context):
+    for mini_batch in mini_batches(batch, counted, context.recipe.algorithm.aggregation, context):
         make_update(engine, mini_batch, partial(_imitation_loss, context, mini_batch), context)
     return batch
 
@@ -172,9 +174,9 @@ def update_critic(batch: Batch, context: StageContext) -> Batch:
 
     Mini-batches, and the samples that carry a gradient, are the same as for the policy.
     """
-    engine, is_counted = context.critic, counted_samples(batch, context)
-    _report_fit(batch, is_counted, context)
-    for mini_batch in mini_batches(batch, is_counted, "token_mean", context):
+    engine, counted = context.critic, Counted.of(batch, counted_samples(batch, context), context)
+    _report_fit(batch, counted.is_counted, context)
+    for mini_batch in mini_batches(batch, counted, "token_mean", context):
         make_update(engine, mini_batch, partial(_value_loss, context, mini_batch), context)
     return batch
 

@@ -227,6 +227,6 @@ def _load_stages(plan: Plan, rank: int) -> Mapping[str, StageFunction]:
 def _count_failures(stage: StageFunction, batch: Batch, context: StageContext) -> Batch:
     """Run a stage that writes which rewards are valid, and report how many are not."""
     made = stage(batch, context)
-    is_valid = made.dense("reward_valid")
-    context.metrics.mean(FAILED, (~is_valid).sum(), len(is_valid))
+    failed = made.episode_ids[~made.dense("reward_valid")]
+    context.metrics.mean(FAILED, len(torch.unique(failed)), len(torch.unique(made.episode_ids)))
     return made

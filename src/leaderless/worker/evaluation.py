@@ -18,7 +18,7 @@ from leaderless.rewards.pool import Graded
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.record import TokenRecorder, describe_sample
-from leaderless.stages.reward import decode_responses, reward_inputs
+from leaderless.stages.reward import reward_inputs, transcripts
 from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.scores import Scores
 
@@ -92,7 +92,7 @@ class Evaluator:
         with memory_explained(TOO_MUCH), engine.serving(self.model.train_engine):
             groups = generate(engine, requests, params, report)
         completions = [completion for group in groups for completion in group]
-        texts = decode_responses(self.tokenizer, [c.tokens for c in completions], self.recipe)
+        texts = transcripts(self.tokenizer, [c.tokens for c in completions], self.recipe)
         data = self.recipe.data.evaluation
         assert data is not None
         values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]

@@ -36,12 +36,15 @@ class Column:
         return {"int64": 8, "float32": 4, "bool": 1, "json": 512}[self.dtype]
 
 
+EPISODE_IDS = "episode_ids"
+"""Column of samples that share an episode with others; `Batch.episode_ids` knows what holds without it."""
 COLUMNS: dict[str, Column] = {
     "prompt_tokens": Column("jagged", "int64", "token ids of the prompt", "prompt_tokens", is_prompt=True),
     "rows": Column("object", "json", "the row of the dataset, all of its columns", is_prompt=True),
     "tokens": Column("jagged", "int64", "token ids of everything after the prompt", "tokens"),
     "response_mask": Column("jagged", "bool", "which of `tokens` the policy sampled", "tokens"),
     "response_lengths": Column("dense", "int64", "number of sampled tokens"),
+    "episode_ids": Column("dense", "int64", "the episode of the sample; without it, each sample is one"),
     "truncated": Column("dense", "bool", "the response was cut at its longest allowed length"),
     "is_greedy": Column("dense", "bool", "the response was decoded greedily, as a baseline"),
     "policy_versions": Column("dense", "int64", "optimizer updates made before the response was sampled"),

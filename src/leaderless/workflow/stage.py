@@ -35,8 +35,10 @@ class StageSpec:
         reads_if_written: Columns that it reads where an earlier node writes them for others; no node runs for it.
         reads_if_carried: Further columns that it needs where samples may be older than a step: behind a channel, or
             carried over by repeated nodes.
+        reads_if_made: Further columns that it needs if an earlier node writes them; that node runs for it.
         rows: Effect on rows.
         needs_whole_groups: Whether all samples of a prompt must be on the same rank.
+        needs_whole_episodes: Whether all samples of an episode must be, if some episodes have several.
         streams: Whether it can process some groups of a step before the others are there, as no number depends on other
             groups.
         role_use: Use of the node's role: none, or to generate, score or train.
@@ -54,8 +56,10 @@ class StageSpec:
     writes: WrittenColumns = ()
     reads_if_written: tuple[str, ...] = ()
     reads_if_carried: tuple[str, ...] = ()
+    reads_if_made: tuple[str, ...] = ()
     rows: Rows = "same"
     needs_whole_groups: bool = False
+    needs_whole_episodes: bool = False
     streams: bool = False
     role_use: Literal["none", "generate", "score", "train"] = "none"
     is_critic: bool = False

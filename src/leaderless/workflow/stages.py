@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from leaderless.config import RecipeError, nearest
 from leaderless.config.data import TrainingSetConfig
 from leaderless.config.functions import is_function_name, load_function
+from leaderless.workflow.columns import EPISODE_IDS
 from leaderless.workflow.stage import STAGE_ATTRIBUTE, StageSpec
 
 if TYPE_CHECKING:
@@ -225,7 +226,9 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "reward": StageSpec(
         "leaderless.stages.reward:reward",
         reads=_reward_reads,
+        reads_if_made=("response_mask", EPISODE_IDS),
         writes=("rewards", "reward_valid", "reward_details"),
+        needs_whole_episodes=True,
         streams=True,
         metrics=lambda recipe, _: [f"reward/{name}" for name in ("mean", "std", "failed", *recipe.reward.options())],
         check=_check_reward,
@@ -249,6 +252,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "advantage": StageSpec(
         "leaderless.stages.advantage:advantage",
         reads=_advantage_reads,
+        reads_if_made=(EPISODE_IDS,),
         writes=_advantage_writes,
         needs_whole_groups=True,
         metrics=_advantage_metrics,
@@ -258,6 +262,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "remax": StageSpec(
         "leaderless.stages.advantage:remax",
         reads=lambda recipe, node: [*dict.fromkeys([*_advantage_reads(recipe, node), "is_greedy"])],
+        reads_if_made=(EPISODE_IDS,),
         writes=_advantage_writes,
         rows="filter",
         needs_whole_groups=True,
@@ -268,6 +273,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "dynamic_sampling": StageSpec(
         "leaderless.stages.advantage:dynamic_sampling",
         reads=("rewards", "reward_valid"),
+        reads_if_made=(EPISODE_IDS,),
         rows="filter",
         needs_whole_groups=True,
         metrics=tuple(
@@ -279,7 +285,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "record": StageSpec(
         "leaderless.stages.record:record",
         reads=("rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"),
-        reads_if_written=("response_mask", "rollout_log_probs", "old_log_probs"),
+        reads_if_written=("response_mask", "rollout_log_probs", "old_log_probs", EPISODE_IDS),
         has_effect=lambda recipe: recipe.run.recorded_prompts > 0,
         needs_whole_groups=True,
         summary="keep some samples for the report",
@@ -297,6 +303,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "update": StageSpec(
         "leaderless.stages.update:update",
         reads=_update_reads,
+        reads_if_made=(EPISODE_IDS,),
         reads_if_carried=("old_log_probs",),
         role_use="train",
         idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,
@@ -308,6 +315,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "update_critic": StageSpec(
         "leaderless.stages.update:update_critic",
         reads=lambda recipe, _: [*SEQUENCE, "values", "returns", "reward_valid", *_filter_reads(recipe)],
+        reads_if_made=(EPISODE_IDS,),
         role_use="train",
         is_critic=True,
         has_effect=True,

@@ -38,7 +38,7 @@ def test_token_weights_worked_by_hand() -> None:
     # Samples of 2, 0, 4 and 3 tokens, of which the last does not count: N = 2 with tokens, T = 6.
     lengths, valid = torch.tensor([2, 0, 4, 3]), torch.tensor([True, True, True, False])
     totals = totals_of(lengths, valid)
-    assert totals == Denominators(num_samples=2, num_tokens=6)
+    assert totals == Denominators(num_episodes=2, num_tokens=6)
     expected = {
         "token_mean": [1 / 6] * 6,
         "sequence_mean_token_mean": [1 / 4] * 2 + [1 / 8] * 4,
@@ -55,7 +55,7 @@ def test_token_weights_sum_to_what_their_formulas_say(samples: list[tuple[int, b
     lengths, valid = (torch.tensor(part) for part in zip(*samples, strict=True))
     totals = totals_of(lengths, valid)
     any_token = float(totals.num_tokens > 0)
-    tokens_per_sample = totals.num_tokens / max(totals.num_samples, 1)
+    tokens_per_sample = totals.num_tokens / max(totals.num_episodes, 1)
     expected = {
         "token_mean": any_token,
         "sequence_mean_token_mean": any_token,

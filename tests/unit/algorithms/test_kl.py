@@ -118,18 +118,18 @@ def test_tokens_far_above_or_below_the_reference_keep_their_gradient(estimator: 
 
 def test_the_adapted_coefficient_worked_by_hand() -> None:
     # 10 % above the target, 1/4 of the horizon: 1 + 0.1 / 4. Thrice the target: 1 + 0.2 / 4. Nothing: 1 - 0.2 / 4.
-    settings = {"target": 0.1, "horizon": 400, "num_samples": 100}
+    settings = {"target": 0.1, "horizon": 400, "num_episodes": 100}
     assert adapted_coefficient(2.0, 0.11, **settings) == pytest.approx(2 * 1.025)
     assert adapted_coefficient(2.0, 0.3, **settings) == pytest.approx(2 * 1.05)
     assert adapted_coefficient(2.0, 0.0, **settings) == pytest.approx(2 * 0.95)
     assert adapted_coefficient(2.0, math.inf, **settings) == pytest.approx(2 * 1.05)
 
 
-@given(kl=st.floats(-9, 9), horizon=st.floats(1, 1e6), num_samples=st.integers(1, 10**6))
+@given(kl=st.floats(-9, 9), horizon=st.floats(1, 1e6), num_episodes=st.integers(1, 10**6))
 def test_the_adapted_coefficient_stays_positive_and_moves_by_at_most_a_fifth(
-    kl: float, horizon: float, num_samples: int
+    kl: float, horizon: float, num_episodes: int
 ) -> None:
-    result = adapted_coefficient(1.0, kl, target=0.1, horizon=horizon, num_samples=num_samples)
+    result = adapted_coefficient(1.0, kl, target=0.1, horizon=horizon, num_episodes=num_episodes)
     assert 0.8 - 1e-9 <= result <= 1.2 + 1e-9
     assert (result - 1) * (kl - 0.1) >= 0
 
@@ -141,7 +141,7 @@ def test_adapting_brings_the_divergence_to_its_target(start: float) -> None:
     measured = []
     for _ in range(400):
         kl = 0.02 / coefficient * (1 + 0.1 * torch.randn(1, generator=noise).item())
-        coefficient = adapted_coefficient(coefficient, kl, target=0.1, horizon=1000, num_samples=512)
+        coefficient = adapted_coefficient(coefficient, kl, target=0.1, horizon=1000, num_episodes=512)
         measured.append(kl)
     assert sum(measured[-100:]) / 100 == pytest.approx(0.1, rel=0.05)
     assert coefficient == pytest.approx(0.2, rel=0.1)
@@ -149,4 +149,4 @@ def test_adapting_brings_the_divergence_to_its_target(start: float) -> None:
 
 def test_a_divergence_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(ValueError, match="kl=nan"):
-        adapted_coefficient(1.0, math.nan, target=0.1, horizon=1000, num_samples=1)
+        adapted_coefficient(1.0, math.nan, target=0.1, horizon=1000, num_episodes=1)

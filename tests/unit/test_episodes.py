@@ -1,0 +1,266 @@
+"""An episode counts once, however many samples it has: in statistics, means and rewards."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.episodes import cut_into_samples
+from tests.unit.algorithms.naive import AGGREGATIONS
+from tests.unit.recipes import end, make_recipe
+from tests.unit.test_decoupled_ppo import Table
+from tests.unit.test_rows_that_do_not_count import ADVANTAGES, GROUP, IN_REWARD, PER_TOKEN, context_of
+from torch import Tensor
+
+from leaderless.algorithms.advantages import ADVANTAGES as BUILT_IN
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.encode import Tokenizer
+from leaderless.observability.metrics import Metrics
+from leaderless.planner import Cluster, make_plan
+from leaderless.rewards.pool import Graded
+from leaderless.rewards.protocol import Passage, RewardInput
+from leaderless.stages.advantage import advantage, dynamic_sampling, remax
+from leaderless.stages.context import ModelRole, StageContext
+from leaderless.stages.episodes import Counted, Episodes
+from leaderless.stages.reward import reward
+from leaderless.stages.update import update
+from leaderless.training.engine import TrainEngine
+from leaderless.workflow import Workflow, resolve_workflow
+
+CASES: dict[str, dict[str, Any]] = ADVANTAGES | {
+    "grpo without deviation": {"advantage": {"type": "grpo", "normalize_by_std": False}},
+    "reinforce_pp over groups": {"advantage": {"type": "reinforce_pp", "group_baseline": True}},
+    "gae without whitening": {"advantage": {"type": "gae", "whiten": False, "discount": 0.9}, "kl": IN_REWARD},
+    "long responses": {"advantage": {"type": "grpo"}, "overlong": {"buffer_tokens": 3, "filter": True}},
+}
+
+REMAX = functools.cache(lambda: context_of("advantage", {"kl": IN_REWARD}, "remax"))
+DAPO = functools.cache(lambda: context_of("keep", {}, "dapo"))
+
+
+@st.composite
+def episodes(draw: st.DrawFn, *, with_greedy: bool = False) -> tuple[Batch, list[list[int]]]:
+    """Groups of one to three episodes, and where each is cut into one to five samples."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    sizes = [size + with_greedy for size in sizes]
+    counts = [draw(st.integers(0, 6)) for _ in range(sum(sizes))]
+    cuts = [sorted(draw(st.lists(st.integers(0, count), max_size=4))) for count in counts]
+    rewards = [draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in counts]
+    flags = [draw(st.tuples(st.booleans(), st.booleans())) for _ in counts]
+    noise = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    lengths, total = torch.tensor(counts), sum(counts)
+    tokens = Jagged(torch.randint(1, 60, (total,), generator=noise), lengths, "tokens")
+    prompts = Jagged.from_lists([[7, 8]] * len(sizes), torch.int64, "prompt_tokens")
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
+    is_first = [place == 0 or groups[place - 1] != group for place, group in enumerate(groups)]
+    columns = {name: 0.1 * torch.randn(total, generator=noise) - 1 for name in PER_TOKEN}
+    batch = Batch(
+        torch.arange(len(counts)) + 5,
+        {
+            "tokens": tokens,
+            "response_mask": Jagged(torch.ones(total, dtype=torch.bool), lengths, "tokens"),
+            "response_lengths": lengths,
+            "truncated": torch.tensor([cut for cut, _ in flags]),
+            "reward_valid": torch.tensor([valid for _, valid in flags]),
+            "rewards": torch.tensor(rewards),
+            "policy_versions": torch.full((len(counts),), 3),
+            "is_greedy": torch.tensor(is_first),
+            **{name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()},
+        },
+        Batch(torch.arange(len(sizes)), {"prompt_tokens": prompts}),
+        torch.tensor(groups),
+    )
+    return batch, cuts
+
+
+@functools.cache
+def planned(case: str, node: str, aggregation: str) -> StageContext:
+    """The context of a node, which takes long to plan."""
+    workflow = "ppo" if CASES[case]["advantage"]["type"] == "gae" else "grpo"
+    return context_of(node, {**CASES[case], "aggregation": aggregation}, workflow)
+
+
+def context_for(case: str, node: str, aggregation: str = "token_mean", model: object = None) -> StageContext:
+    role = None if model is None else ModelRole(cast("TrainEngine", model), None)
+    return replace(planned(case, node, aggregation), model=role, metrics=Metrics(), state={})
+
+
+def trained(case: str, aggregation: str, batch: Batch, scores: Tensor) -> tuple[Tensor, ...]:
+    """Advantages, the gradient of an update with them, and the numbers that both report."""
+    context = context_for(case, "advantage")
+    batch = advantage(batch, context)
+    policy = Table(scores)
+    updated = context_for(case, "policy", aggregation, policy)
+    update(batch, updated)
+    assert policy.log_probs.grad is not None
+    numbers = context.metrics.reduce(GROUP) | updated.metrics.reduce(GROUP)
+    numbers.pop("throughput/tokens")  # samples that repeat the tokens before them are more to compute
+    states = {**context.state, **updated.state}
+    ordered = torch.tensor([value for _, value in sorted({**numbers, **states}.items())], dtype=torch.float64)
+    return batch.jagged("advantages").values, policy.log_probs.grad, ordered
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cutting_episodes_into_samples_changes_neither_advantages_nor_gradients(case: str) -> None:
+    @settings(max_examples=max(20, settings.default.max_examples // 3))
+    @given(drawn=episodes(), aggregation=st.sampled_from(AGGREGATIONS))
+    def check(drawn: tuple[Batch, list[list[int]]], aggregation: str) -> None:
+        whole, cuts = drawn
+        scores = whole.jagged("old_log_probs").values + 0.05
+        expected = trained(case, aggregation, whole, scores)
+        result = trained(case, aggregation, cut_into_samples(whole, cuts), scores)
+        for value, other in zip(expected, result, strict=True):
+            torch.testing.assert_close(other, value, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+    check()
+
+
+def test_every_advantage_is_cut() -> None:
+    assert {*BUILT_IN, "remax"} <= {*(case["advantage"]["type"] for case in CASES.values()), "remax"}
+
+
+@given(drawn=episodes(with_greedy=True))
+def test_cutting_episodes_changes_nothing_in_remax(drawn: tuple[Batch, list[list[int]]]) -> None:
+    whole, cuts = drawn
+    results = []
+    for batch in (whole, cut_into_samples(whole, cuts)):
+        context = replace(REMAX(), metrics=Metrics(), state={})
+        made = remax(batch, context)
+        assert not made.dense("is_greedy").any()
+        results.append((made.jagged("advantages").values, {**context.metrics.reduce(GROUP), **context.state}))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert results[1][1] == pytest.approx(results[0][1], nan_ok=True)
+
+
+@given(drawn=episodes())
+def test_dynamic_sampling_keeps_the_same_groups_of_episodes(drawn: tuple[Batch, list[list[int]]]) -> None:
+    whole, cuts = drawn
+    results = []
+    for batch in (whole, cut_into_samples(whole, cuts)):
+        context = replace(DAPO(), metrics=Metrics())
+        kept = dynamic_sampling(batch, context)
+        results.append((torch.unique(kept.group_ids).tolist(), context.metrics.reduce(GROUP)))
+    assert results[0] == results[1]
+
+
+def test_three_samples_do_not_weigh_three_times() -> None:
+    """Rewards 1, 0 and 0 of three episodes, of which the first has three samples: the mean is 1/3, not 3/5."""
+    counts = torch.tensor([3, 1, 1])
+    whole = Batch(
+        torch.arange(3),
+        {
+            "tokens": Jagged.from_lists([[1, 2, 3], [4], [5]], torch.int64, "tokens"),
+            "response_lengths": counts,
+            "truncated": torch.zeros(3, dtype=torch.bool),
+            "rewards": torch.tensor([1.0, 0.0, 0.0]),
+            "reward_valid": torch.ones(3, dtype=torch.bool),
+        },
+        Batch(torch.tensor([0])),
+        torch.zeros(3, dtype=torch.int64),
+    )
+    context = context_for("grpo without deviation", "advantage")
+    made = advantage(cut_into_samples(whole, [[1, 2], [], []]), context)
+    assert made.jagged("advantages").lengths.tolist() == [1, 1, 1, 1, 1]
+    torch.testing.assert_close(made.jagged("advantages").values, torch.tensor([2, 2, 2, -1, -1]) / 3)
+
+
+@given(drawn=episodes(), seed=st.integers(0, 99), num_ranks=st.integers(1, 4))
+def test_what_is_counted_does_not_depend_on_where_samples_are(
+    drawn: tuple[Batch, list[list[int]]], seed: int, num_ranks: int
+) -> None:
+    whole, cuts = drawn
+    batch = cut_into_samples(whole, cuts)
+    owner = torch.randint(num_ranks, (len(batch),), generator=torch.Generator().manual_seed(seed))
+    is_counted = batch.dense("reward_valid") & ~batch.dense("truncated")
+    sent: list[Tensor] = []
+
+    def counted(rows: Tensor, gather: object) -> Counted:
+        context = cast("StageContext", SimpleNamespace(gather=gather))
+        return Counted.of(batch.select(rows), is_counted[rows], context)
+
+    for rank in range(num_ranks):
+        counted(owner == rank, lambda mine: (sent.append(mine), mine)[1])
+    expected = Counted.of(batch, is_counted, cast("StageContext", SimpleNamespace(gather=lambda mine: mine)))
+    for rank in range(num_ranks):
+        result = counted(owner == rank, lambda _: torch.cat(sent))
+        assert torch.equal(result.is_counted, expected.is_counted[owner == rank])
+        assert torch.equal(result.episodes.lengths, expected.episodes.lengths[owner == rank])
+        assert torch.equal(result.episodes.is_first, expected.episodes.is_first[owner == rank])
+    assert int(expected.episodes.is_first.sum()) == len(whole)
+    alone = whole.dense("reward_valid") & ~whole.dense("truncated")
+    assert expected.num_episodes == int(alone.sum())
+
+
+def test_the_episode_of_a_sample_reaches_every_stage_that_counts() -> None:
+    rollout = Workflow("own").node("rollout", run="rollout", role="policy")
+    workflow = rollout.node("play", run="tests.episodes:play", after="rollout")
+    workflow = end(workflow.node("reward", run="reward", after="play"), "reward")
+    layout = {"rollout": {"ranks": "0"}, "reward": {"ranks": "1"}, "policy": {"ranks": "2-3"}}
+    plan = make_plan(make_recipe(layout=layout), workflow, Cluster(4))
+    assert [node.name for node in plan.nodes if "episode_ids" in node.reads] == ["reward", "advantage", "policy"]
+    is_whole = {node.name: node.needs_whole_groups for node in plan.nodes}
+    assert is_whole == {"rollout": False, "play": False, "reward": True, "advantage": True, "policy": False}
+    without = make_plan(make_recipe(), resolve_workflow("grpo"), Cluster(1))
+    assert not without["reward"].needs_whole_groups
+    assert not any("episode_ids" in node.reads for node in without.nodes)
+
+
+def two_samples(**columns: Tensor) -> Batch:
+    """An episode of two samples, with columns of their own."""
+    rewards = {"rewards": torch.tensor([1.0, 1.0]), "reward_valid": torch.tensor([True, True])}
+    columns = {"episode_ids": torch.tensor([40, 40]), **rewards, **columns}
+    return Batch(torch.tensor([6, 7]), columns, Batch(torch.tensor([1, 2])), torch.tensor([0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (two_samples(rewards=torch.tensor([1.0, 0.5])), "samples 6 and 7 of episode 40 have the rewards 1.0 and 0.5"),
+        (two_samples(reward_valid=torch.tensor([False, True])), "have as reward_valid False and True: an episode has"),
+        (replace(two_samples(), prompt_index=torch.tensor([0, 1])), "of episode 40 belong to the prompts 1 and 2"),
+    ],
+)
+def test_samples_of_an_episode_that_disagree_are_refused(batch: Batch, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Episodes.of(batch)
+
+
+def test_failed_rewards_of_an_episode_may_hold_anything() -> None:
+    batch = two_samples(rewards=torch.tensor([float("nan"), 2.0]), reward_valid=torch.tensor([False, False]))
+    assert Episodes.of(batch).rows.dense("reward_valid").tolist() == [False]
+
+
+def test_an_episode_is_graded_once_with_all_that_the_policy_wrote() -> None:
+    seen: list[RewardInput] = []
+
+    def grade(samples: list[RewardInput], sources: list[str | None]) -> list[Graded]:
+        seen.extend(samples)
+        return [Graded(float(len(one.response)), is_valid=True, details={}) for one in samples]
+
+    letters = SimpleNamespace(decode=lambda tokens, **_: "".join(chr(96 + token) for token in tokens))
+    context = replace(context_of("reward", {}), tokenizer=cast("Tokenizer", letters), grade=grade)
+    masks = [[True, True], [False, False, True], [True, False, True]]
+    batch = Batch(
+        torch.tensor([1, 2, 3]),
+        {
+            "tokens": Jagged.from_lists([[1, 2], [1, 2, 3], [4, 5, 6]], torch.int64, "tokens"),
+            "response_mask": Jagged.from_lists(masks, torch.bool, "tokens"),
+            "truncated": torch.tensor([True, False, False]),
+            "episode_ids": torch.tensor([9, 9, 8]),
+            "rows": tuple({"question": "?", "answer": "!"} for _ in range(3)),
+        },
+        Batch(torch.tensor([0])),
+        torch.zeros(3, dtype=torch.int64),
+    )
+    made = reward(batch, context)
+    assert [(one.response, one.is_truncated) for one in seen] == [("df", False), ("abc", True)]
+    assert seen[0].transcript == (Passage("d"), Passage("e", is_sampled=False), Passage("f"))
+    assert seen[1].transcript == (Passage("ab", is_sampled=False), Passage("c"))
+    assert made.dense("rewards").tolist() == [3, 3, 2]
+    assert context.metrics.reduce(GROUP)["reward/mean"] == 2.5
