@@ -98,9 +98,9 @@ def finish(process: subprocess.Popen[str]) -> Outcome:
     return Outcome(process.returncode, output, errors)
 
 
-def metrics(run_folder: Path, *, with_times: bool = False) -> list[Mapping[str, float]]:
+def metrics(run_folder: Path, log: str = "metrics.jsonl", *, with_times: bool = False) -> list[Mapping[str, float]]:
     """The lines of a run's log, usually without what depends on the clock."""
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_folder / log).read_text().splitlines()]
     if with_times:
         return lines
     clocks = ("time", "throughput/", "rollout/tokens_per_s")

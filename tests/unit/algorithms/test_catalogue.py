@@ -25,6 +25,7 @@ PLUMBING = {
     "repeat_per_token",
     "segment_mean",
     "segment_sum",
+    "threshold_of_top",
     "unpack",
 }
 """Public functions that are not algorithms, or that measure instead of training."""

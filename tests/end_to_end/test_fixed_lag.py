@@ -1,0 +1,243 @@
+"""A generating pool is ahead of training by a fixed lag: the same samples on any ranks, and after any interruption."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from rich.console import Console
+from tests.distributed.ranks import RankPool
+from tests.tiny import tiny_model, write_additions, write_recipe
+from torch import Tensor
+
+from leaderless.data.batch import Batch
+from leaderless.observability.console import Display
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.planner import Cluster, make_plan
+from leaderless.stages.context import StageContext
+from leaderless.worker.place import Place
+from leaderless.worker.process import open_worker
+from leaderless.workflow import load_recipe, resolve_workflow
+
+NUM_STEPS, UPDATES, PROMPTS, RESPONSES = 6, 2, 4, 4
+SETTINGS = {
+    "steps": NUM_STEPS,
+    "batch.prompts_per_step": PROMPTS,
+    "batch.responses_per_prompt": RESPONSES,
+    "batch.updates_per_step": UPDATES,
+    "optimizer.learning_rate": 1e-2,
+    "run.trace_steps": NUM_STEPS,
+    "evaluation": {"every_steps": 2, "max_prompts": 3},
+}
+Stop = tuple[Literal["rollout", "policy"], int]
+"""Loop, and the iteration at whose beginning the loop's last rank gets a signal."""
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a run, or all ranks together.
+
+    Attributes:
+        trained: Tokens and policy version of each sample that the update received, by training iteration.
+        weights: Trained weights at the end.
+        done: Iterations of the rank's loop, and training iterations whose weights it has.
+    """
+
+    trained: dict[int, dict[int, tuple[list[int], int]]] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    done: tuple[int, int] = (0, 0)
+
+
+def train(recipe_file: str, overrides: Sequence[str], stop: Stop | None) -> Seen:
+    """Be one worker of a run, or of the rest of it; one rank may get a signal."""
+    recipe = load_recipe(recipe_file, overrides).recipe
+    place, seen = Place.from_environment(), Seen()
+    plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
+    loop = plan.loop_of(place.rank)
+    with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        stages, run_step = worker.chain.stages, worker.run_step
+
+        def update(batch: Batch, context: StageContext) -> Batch:
+            samples = zip(batch.jagged("tokens").to_lists(), batch.dense("policy_versions").tolist(), strict=True)
+            seen.trained[context.step] = dict(zip(batch.ids.tolist(), samples, strict=True))
+            return stages["policy"](batch, context)
+
+        def reward(batch: Batch, context: StageContext) -> Batch:
+            rewards = torch.tensor([float(sum(tokens) % 2) for tokens in batch.jagged("tokens").to_lists()])
+            is_valid = torch.ones(len(batch), dtype=torch.bool)
+            return batch.with_columns(rewards=rewards, reward_valid=is_valid, reward_details=tuple({} for _ in rewards))
+
+        def watched_step() -> dict[str, float]:
+            if stop == (loop.name, worker.progress.step + 1) and place.rank == loop.ranks[-1]:
+                signal.raise_signal(signal.SIGTERM)
+            return run_step()
+
+        watched = {"policy": update, "reward": reward}
+        worker.chain.stages = {**stages, **{name: stage for name, stage in watched.items() if name in stages}}
+        worker.run_step = watched_step
+        worker.run()
+        seen.done = worker.progress.step, worker.progress.trained
+        trained = worker.parts.roles.trained().get("policy")
+        if trained is not None:
+            seen.weights = {name: weight.clone() for name, weight in trained.full_weights()}
+    return seen
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Trains in a folder."""
+
+    ranks: RankPool
+    folder: Path
+
+    def __call__(self, generating: int, training: int, lag: int, name: str, stop: Stop | None = None) -> Seen:
+        layout = {
+            node: {"ranks": f"0-{generating - 1}" if node == "rollout" else f"{generating}-{generating + training - 1}"}
+            for node in ("rollout", "reward", "policy")
+        }
+        data = {"path": str(self.folder / "train.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
+        changes = {"layout": layout, "channels": {"rollout": {"capacity": lag}}, "data.evaluation": data}
+        recipe = write_recipe(self.folder, tiny_model(), {**SETTINGS, **changes})
+        write_additions(self.folder / "train.jsonl", 64)
+        seen = self.ranks.run(
+            generating + training, train, str(recipe), [f"name={name}"], stop, init_group=False, timeout_s=120.0
+        )
+        whole = Seen(done=seen[-1].done)
+        for one in seen:
+            whole.weights |= one.weights
+            for step, samples in one.trained.items():
+                whole.trained.setdefault(step, {}).update(samples)
+        return whole
+
+    def directory(self, name: str) -> RunDirectory:
+        return RunDirectory(self.folder / "runs" / name)
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Trains in one folder for all tests."""
+    return Runs(ranks, tmp_path_factory.mktemp("lag"))
+
+
+@pytest.fixture(scope="module")
+def plain(runs: Runs) -> Mapping[int, Seen]:
+    """Undisturbed runs on 1 + 1 ranks, by lag."""
+    return {lag: runs(1, 1, lag, f"plain-{lag}") for lag in (1, 2)}
+
+
+def numbers(directory: RunDirectory) -> list[dict[str, float]]:
+    """The numbers of each step that do not depend on time."""
+    unsteady = ("time", "throughput/", "memory/", "data/wait", "rollout/tokens_per_s")
+    return [{k: v for k, v in row.items() if not k.startswith(unsteady)} for row in directory.read_metrics()]
+
+
+def assert_same(one: Seen, other: Seen) -> None:
+    assert one.trained == other.trained
+    assert one.weights.keys() == other.weights.keys() != set()
+    assert all(torch.equal(weight, other.weights[name]) for name, weight in one.weights.items())
+
+
+def iterations(directory: RunDirectory, file: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (directory.journal / file).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_each_iteration_is_sampled_with_the_weights_of_lag_plus_one_iterations_before(
+    plain: Mapping[int, Seen], runs: Runs, lag: int
+) -> None:
+    wanted = {step: {max(0, step - 1 - lag) * UPDATES} for step in range(1, NUM_STEPS + 1)}
+    samples = plain[lag].trained
+    assert {step: {version for _, version in rows.values()} for step, rows in samples.items()} == wanted
+    assert {len(rows) for rows in samples.values()} == {PROMPTS * RESPONSES}
+    assert len({row for rows in samples.values() for row in rows}) == NUM_STEPS * PROMPTS * RESPONSES
+    assert plain[lag].done == (NUM_STEPS, NUM_STEPS)
+    journal = iterations(runs.directory(f"plain-{lag}"), "rollout-to-reward.jsonl")
+    assert [line["iteration"] for line in journal] == list(range(1, NUM_STEPS + 1))
+    for line in journal:
+        (version,) = wanted[int(str(line["iteration"]))]
+        first = (int(str(line["iteration"])) - 1) * PROMPTS
+        assert line == {
+            "iteration": line["iteration"],
+            "groups": PROMPTS,
+            "rows": PROMPTS * RESPONSES,
+            "first_group": first,
+            "last_group": first + PROMPTS - 1,
+            "policy_versions": [version, version],
+        }
+    weights = iterations(runs.directory(f"plain-{lag}"), "policy-to-rollout.jsonl")
+    assert weights == [{"iteration": k, "policy_version": k * UPDATES} for k in range(1, NUM_STEPS + 1)]
+
+
+def test_two_runs_are_the_same_to_the_last_bit(plain: Mapping[int, Seen], runs: Runs) -> None:
+    assert_same(runs(1, 1, 1, "again"), plain[1])
+    assert numbers(runs.directory("again")) == numbers(runs.directory("plain-1"))
+
+
+@pytest.mark.parametrize(("generating", "training", "lag"), [(2, 2, 1), (3, 1, 2)])
+def test_samples_do_not_depend_on_the_number_of_ranks(
+    plain: Mapping[int, Seen], runs: Runs, generating: int, training: int, lag: int
+) -> None:
+    seen = runs(generating, training, lag, f"on-{generating}-{training}")
+    assert seen.trained == plain[lag].trained
+    for name, weight in seen.weights.items():
+        torch.testing.assert_close(weight, plain[lag].weights[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("stop", [("rollout", 4), ("reward", 3)])
+def test_a_run_that_a_signal_has_stopped_continues_to_the_same_bits(
+    plain: Mapping[int, Seen], runs: Runs, stop: Stop
+) -> None:
+    name = f"stopped-{stop[0]}"
+    before = runs(1, 1, 2, name, stop)
+    step = before.done[1]
+    assert 0 < step < NUM_STEPS
+    checkpoint = runs.directory(name).checkpoints / f"step-{step:06d}"
+    assert json.loads((checkpoint / "state.json").read_text())["step"] == step
+    ahead = min(step + 2, NUM_STEPS)
+    state = json.loads((checkpoint / "loop-rollout.json").read_text())
+    assert state == {"iteration": ahead, "data_position": ahead * PROMPTS}
+    in_flight = sorted({file.name[5:11] for file in checkpoint.glob("rows-*")})
+    assert in_flight == [f"{k:06d}" for k in range(step + 1, ahead + 1)]
+    after = runs(1, 1, 2, name)
+    assert_same(Seen(before.trained | after.trained, after.weights), plain[2])
+    assert min(after.trained) == step + 1
+    assert numbers(runs.directory(name)) == numbers(runs.directory("plain-2"))
+    for file in ("rollout-to-reward.jsonl", "policy-to-rollout.jsonl"):
+        assert iterations(runs.directory(name), file) == iterations(runs.directory("plain-2"), file)
+
+
+def test_a_stopped_run_continues_on_other_ranks(plain: Mapping[int, Seen], runs: Runs) -> None:
+    before = runs(2, 1, 1, "moved", ("rollout", 3))
+    after = runs(1, 2, 1, "moved")
+    assert before.trained | after.trained == plain[1].trained
+
+
+def test_both_loops_are_at_work_at_the_same_time(plain: Mapping[int, Seen], runs: Runs) -> None:
+    assert plain
+    spans = []
+    for rank, name in ((0, "rollout"), (1, "policy")):
+        events = json.loads((runs.directory("plain-2").traces / f"rank-{rank}.json").read_text())
+        work = [event for event in events if event["name"] == name]
+        spans.append({event["args"]["step"]: (event["ts"], event["ts"] + event["dur"]) for event in work})
+    generating, training = spans
+    overlaps = [
+        min(end, training[step][1]) - max(begin, training[step][0])
+        for begin, end in generating.values()
+        for step in training
+    ]
+    assert max(overlaps) > 0
+
+
+def test_evaluations_are_those_of_the_step_that_they_are_logged_under(plain: Mapping[int, Seen], runs: Runs) -> None:
+    assert plain
+    for lag in (1, 2):
+        rows = numbers(runs.directory(f"plain-{lag}"))
+        assert [row["step"] for row in rows if "evaluation/mean@1" in row] == [0, 2, 4, 6]
+        assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
+        assert all("rollout/response_tokens" in row and "policy/loss" in row for row in rows[1:])
