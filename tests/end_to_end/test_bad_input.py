@@ -71,6 +71,38 @@ def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path, recip
     assert not (tmp_path / "runs").exists(), "nothing is written"
 
 
+POOLS = {"rollout": "0", "reward": "0", "advantage": "1", "policy": "1"}
+PLANS = {
+    "channels that can never begin": (
+        ["channels.rollout.capacity=1", "layout.reward.ranks=1", "layout.advantage.ranks=0"],
+        [
+            "channels.rollout",
+            "'advantage' on ranks 0 takes",
+            "it would wait for its own iteration",
+            "and none could begin",
+        ],
+    ),
+    "a bound on staleness with pools that overlap": (
+        ["channels.rollout={capacity: 1, max_staleness: 1}", "layout.policy.ranks=0-1"],
+        ["channels.rollout", "'rollout' and 'policy' share rank 0", "give them disjoint ranks under `layout`"],
+    ),
+    "a channel and roll-backs": (
+        ["channels.rollout.capacity=1", "guards.non_finite_loss=roll_back"],
+        ["guards.non_finite_loss", "is roll_back", "set warn, skip or stop"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_that_cannot_work_is_refused(tmp_path: Path, recipe: Path, case: str) -> None:
+    settings, expected = PLANS[case]
+    layout = [f"layout.{node}.ranks={ranks}" for node, ranks in POOLS.items()]
+    errors = refused(tmp_path, "plan", recipe, *layout, *settings, "--world-size", 2)
+    assert "override " in errors or str(recipe) in errors, "where it was written"
+    for words in expected:
+        assert words in errors
+
+
 RECIPES = {
     "name: a\nmodels: [": ["x.yaml:2", "is not valid YAML"],
     "name: a\nname: b\n": ["x.yaml:2", "name: is written twice"],

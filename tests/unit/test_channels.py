@@ -173,6 +173,11 @@ REFUSALS = {
         "batch.windows_per_step",
         "is 2, but the rows of an iteration go through channels.rollout in one piece",
     ),
+    "roll-backs": (
+        {"guards": {"reward_failures_action": "roll_back"}},
+        "guards.reward_failures_action",
+        "is roll_back, but the loops at the two ends of channels.rollout do not see what happens in each other's",
+    ),
     "repeated nodes": (
         {"workflow": "dapo"},
         "channels.rollout",

@@ -125,6 +125,14 @@ class _Cutter:
                 "batch.windows_per_step",
                 f"is {windows}, but the rows of an iteration go through channels.{name} in one piece: leave it at 1",
             )
+        for setting, action in self.recipe.guards:
+            if action == "roll_back":
+                raise RecipeError.at(
+                    f"guards.{setting}",
+                    f"is roll_back, but the loops at the two ends of channels.{name} do not see what happens in each "
+                    "other's iterations, so that one would go back alone: set warn, skip or stop, or leave the channel "
+                    "out",
+                )
 
     def _without_edge(self, name: str) -> RecipeError:
         """Why there is nothing to put into a channel."""
