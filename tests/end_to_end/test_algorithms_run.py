@@ -94,7 +94,7 @@ def reported_by(path: Path) -> set[str]:
     """Metrics that the contracts of its stages declare for a recipe."""
     recipe = load_recipe(path).recipe
     workflow = resolve_workflow(recipe.workflow)
-    return names_in(dict.fromkeys(metrics_of(recipe, Flow(recipe, workflow).order, workflow, {}), 0.0))
+    return names_in(dict.fromkeys(metrics_of(recipe, Flow(recipe, workflow).order, workflow), 0.0))
 
 
 def test_decoupled_ppo_runs_as_its_recipe_says_on_samples_of_older_weights(ranks: RankPool, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_everything_that_built_in_stages_declare_is_documented(workflow):
     algorithm = {"kl": {"coefficient": 0.1, "target": 0.1}, "overlong": {"buffer_tokens": 2}}
     recipe = make_recipe(**EVALUATED | {"algorithm": algorithm | {"correction": {"type": "mask"}}})
     resolved = resolve_workflow(workflow)
-    for name in metrics_of(recipe, resolved.nodes, resolved, {}):
+    for name in metrics_of(recipe, resolved.nodes, resolved):
         assert known_metric(name) is not None, name
 
 

@@ -302,7 +302,11 @@ def test_built_in_stages_name_functions_that_exist():
 
 
 def test_log_probs_are_named_by_their_owner():
-    assert log_probs_column("reference", GRPO) == "ref_log_probs"
-    assert log_probs_column("policy", GRPO) == "old_log_probs"
-    assert log_probs_column("teacher", GRPO) == "teacher_log_probs"
-    assert log_probs_column("teacher", GRPO.node("more", run="sft", role="teacher")) == "old_log_probs"
+    def column(role, workflow=GRPO, agents=("policy",)):
+        return log_probs_column(Node("scores", "log_probs", role, agents=agents), workflow)
+
+    assert column("reference") == "ref_log_probs"
+    assert column("policy") == "old_log_probs"
+    assert column("teacher") == "teacher_log_probs"
+    assert column("teacher", GRPO.node("more", run="sft", role="teacher")) == "old_log_probs"
+    assert column("policy", agents=("policy", "teacher")) == "policy_log_probs"

@@ -93,7 +93,8 @@ class Databuffer:
                 f"{_place(node)} returned {type(batch).__name__}, not a Batch: "
                 "end the stage with `return batch`, or `return batch.with_columns(...)`"
             )
-        readers = self._readers.get(name, {})
+        writer = name if node.spec.rows == "same" else node.row_set_after
+        readers = self._readers.get(writer, {})
         tables = self._tables_of(window)
         table = tables[_key(node.row_set, node.layout)]
         _check_rows(node, batch, table)
@@ -112,8 +113,9 @@ class Databuffer:
             batch = Batch(batch.ids, {column: batch[column] for column in readers})
             table.add(batch, name)
         else:
-            batch = batch.only(readers)
-            tables[_key(name, node.layout)] = Table.of(batch, name)
+            key, made = _key(writer, node.layout), Table.of(batch.only(readers), writer)
+            tables[key] = Table.joined([tables[key], made]) if node.spec.rows == "join" and key in tables else made
+            batch = tables[key].batch(dict.fromkeys(readers, writer))
         if name in self._sent:
             self._compare(node, batch)
 

@@ -84,6 +84,9 @@ class Table:
     def joined(cls, parts: Sequence[Table]) -> Table:
         """The rows of tables with the same columns, and no row in common; the parts give up their columns."""
         ids, order = torch.cat([part.ids for part in parts]).sort()
+        twice = ids[1:][ids[1:] == ids[:-1]]
+        if len(twice):
+            raise ValueError(f"row {int(twice[0])} is in several of the parts that are joined")
         joined = cls(ids, None, None)
         for key in list(parts[0].columns):
             joined.columns[key] = _merge([part.columns.pop(key) for part in parts], order)

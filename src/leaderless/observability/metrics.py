@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -74,10 +74,15 @@ class Metrics:
 
     _measures: dict[str, _Measure] = field(default_factory=dict)
     _is_replica: bool = False
+    _name: Callable[[str], str] = field(default=str)
 
     def of_replica(self) -> Metrics:
         """The same metrics for a node whose rows another rank reports: the names count, the values do not."""
-        return Metrics(self._measures, _is_replica=True)
+        return replace(self, _is_replica=True)
+
+    def named(self, name: Callable[[str], str]) -> Metrics:
+        """The same metrics for a node whose metrics have longer names, such as those of one of several roles."""
+        return replace(self, _name=name)
 
     def mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
         """Add to a mean over the values of all ranks.
@@ -87,7 +92,7 @@ class Metrics:
             total: Sum of the values of this rank.
             count: Number of the values of this rank.
         """
-        measure = self._measures.setdefault(name, _Measure("mean"))
+        measure = self._measures.setdefault(self._name(name), _Measure("mean"))
         if not self._is_replica:
             measure.total = measure.total + total
             measure.count = measure.count + count
@@ -99,7 +104,7 @@ class Metrics:
             name: Name such as `reward/failed`.
             value: Share of this rank.
         """
-        measure = self._measures.setdefault(name, _Measure("total"))
+        measure = self._measures.setdefault(self._name(name), _Measure("total"))
         if not self._is_replica:
             measure.total = measure.total + value
 
@@ -110,7 +115,7 @@ class Metrics:
             name: Prefix of the two names, such as `reward`.
             values: Values of this rank, of any shape.
         """
-        measure = self._measures.setdefault(name, _Measure("spread"))
+        measure = self._measures.setdefault(self._name(f"{name}/*"), _Measure("spread"))
         values = values.double().flatten()[: 0 if self._is_replica else None]
         measure.count = measure.count + values.numel()
         measure.total = measure.total + values.sum()
@@ -123,7 +128,7 @@ class Metrics:
             name: Name such as `policy/learning_rate`.
             value: Value of this rank.
         """
-        measure = self._measures.setdefault(name, _Measure("max"))
+        measure = self._measures.setdefault(self._name(name), _Measure("max"))
         if not isinstance(value, Tensor):
             value = torch.tensor(value, dtype=torch.float64)
         measure.largest = torch.maximum(torch.as_tensor(measure.largest), value)
@@ -160,6 +165,6 @@ class Metrics:
             elif count > 0 and measure.kind == "mean":
                 numbers[name] = total / count
             elif count > 0:
-                numbers[f"{name}/mean"] = total / count
-                numbers[f"{name}/std"] = max(0.0, square / count - (total / count) ** 2) ** 0.5
+                numbers[name.replace("*", "mean")] = total / count
+                numbers[name.replace("*", "std")] = max(0.0, square / count - (total / count) ** 2) ** 0.5
         return numbers

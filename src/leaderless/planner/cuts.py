@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.channels import ChannelConfig
-from leaderless.planner.flow import DATA
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.plan import PlannedNode, RoleInstance
+from leaderless.planner.row_sets import DATA
 
 Pool = frozenset[int]
 """Ranks of nodes that share ranks, directly or through other nodes."""

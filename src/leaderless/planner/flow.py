@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations
 
 from leaderless.config import Problem, Recipe, RecipeError, nearest
 from leaderless.config.algorithm import RepeatConfig
-from leaderless.workflow import COLUMNS, DATA_COLUMNS, DATA_RESPONSE_COLUMNS, Node, Workflow, spec_of
+from leaderless.planner.row_sets import DATA, RowSets
+from leaderless.workflow import COLUMNS, DATA_COLUMNS, DATA_RESPONSE_COLUMNS, Node, Workflow
 from leaderless.workflow.metrics import check_best_metric
 
-DATA = "data"
-"""The source of the columns that the dataloader provides."""
 HINTS = {
     "values": "a critic does: use the workflow ppo, add a node that runs the stage 'values', or set another "
     "algorithm.advantage.type than gae",
@@ -34,7 +33,6 @@ class Flow:
         order: The nodes that run, in order.
         pruned: Nodes that do not run because no node reads what they write.
         specs: Contract of each node.
-        agents: Roles that sampled the rows of each node.
         settings: Recipe with the settings that hold for each node.
         writes: Columns that each node writes.
         row_set: Row set that each node works on.
@@ -49,20 +47,18 @@ class Flow:
                 without an order, settings that a stage refuses, a best metric that nothing reports, repeated nodes
                 whose groups cannot be counted.
         """
+        self._rows = RowSets(workflow)
+        self.workflow = workflow = self._rows.workflow
         nodes = workflow.order()
-        self.recipe, self.workflow, self._before = recipe, workflow, workflow.ancestors()
-        self.specs = {node.name: spec_of(node) for node in nodes}
-        self.agents = {node.name: self._agents_of(node, nodes) for node in nodes}
-        self.settings = {
-            node.name: self.specs[node.name].settings_of(recipe, node, self.agents[node.name]) for node in nodes
-        }
+        self.recipe, self._before, self.specs = recipe, workflow.ancestors(), self._rows.specs
+        self.settings = {node.name: self.specs[node.name].settings_of(recipe, node) for node in nodes}
         self._check_settings(nodes)
         self._check_repeated()
         self.writes = {
             node.name: self.specs[node.name].writes_of(self.settings[node.name], node, workflow) for node in nodes
         }
         self._writers = self._ordered_writers()
-        self.row_set = {node.name: self._row_set_of(node, nodes) for node in nodes}
+        self.row_set = self._rows.of
         self.sources: dict[str, dict[str, str]] = {}
         self._needed: set[str] = set()
         self.order = tuple(node for node in reversed(nodes) if self._visit(node))[::-1]
@@ -79,12 +75,13 @@ class Flow:
         for node in self.order:
             self._trace_written(node)
             self._check_old_log_probs(node)
-        check_best_metric(recipe, self.order, workflow, self.agents)
+            self._check_agents(node)
+        check_best_metric(recipe, self.order, workflow)
         self.sources = {name: dict(sorted(sources.items())) for name, sources in self.sources.items()}
 
     def row_set_after(self, name: str) -> str:
         """Row set of the output of a node, or of the data."""
-        return name if name == DATA or self.specs[name].rows != "same" else self.row_set[name]
+        return self._rows.after[name]
 
     def _check_settings(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
@@ -94,12 +91,25 @@ class Flow:
                     spec.check(self.settings[node.name], node)
                 except RecipeError as error:
                     raise self._for_role(error, node) from error
+            self._check_sampling(node)
             if spec.role_use != "none" and node.role is None:
                 raise RecipeError.at(f"nodes.{node.name}.role", f"stage '{node.run}' needs a role, as role: policy")
 
+    def _check_sampling(self, node: Node) -> None:
+        """Samples of several roles must have been generated with the same of those settings that a stage assumes."""
+        for name in self.specs[node.name].sampled_with_of(self.settings[node.name], node):
+            values = {agent: getattr(self.recipe.as_seen_by(agent).rollout, name) for agent in node.agents}
+            other = next((agent for agent in values if values[agent] != values[node.agents[0]]), None)
+            if other is not None:
+                raise RecipeError.at(
+                    f"roles.{other}.rollout.{name}",
+                    f"is {values[other]!r} and that of role '{node.agents[0]}' is {values[node.agents[0]]!r}, but node "
+                    f"'{node.name}' works on samples of both: make them equal, or select rows with `where`",
+                )
+
     def _for_role(self, error: RecipeError, node: Node) -> RecipeError:
         """The error of a check, with the keys of settings that the role of a node has for itself."""
-        owners = {str(s): role for s, role in self.recipe.sections_of(node.role, self.agents[node.name]).items()}
+        owners = {str(s): role for s, role in self.recipe.sections_of(node.role, node.agents).items()}
         return RecipeError(
             [
                 replace(problem, key=f"roles.{owners[section]}.{problem.key}") if section in owners else problem
@@ -107,11 +117,6 @@ class Flow:
                 for section in [problem.key.partition(".")[0]]
             ]
         )
-
-    def _agents_of(self, node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:
-        """The roles that sampled the rows of a node."""
-        sampling = [other for other in nodes if other.name in self._before[node.name]]
-        return tuple(other.role for other in sampling if other.role and self.specs[other.name].rows == "expand")
 
     def _check_repeated(self) -> None:
         """Repeated nodes output whole groups, chosen by the last of them and all sampled with the same weights."""
@@ -147,10 +152,6 @@ class Flow:
         """Whether one node, or the data, always runs before another."""
         return first == DATA or (second != DATA and first in self._before[second])
 
-    def _writers_before(self, column: str, name: str) -> list[str]:
-        """The nodes before a node that write a column, in order."""
-        return [writer for writer in self._writers.get(column, []) if self._precedes(writer, name)]
-
     def _ordered_writers(self) -> dict[str, list[str]]:
         """The nodes that write each column, in order; two without an order are refused."""
         provided = DATA_COLUMNS + (DATA_RESPONSE_COLUMNS if self.recipe.data.has_responses else ())
@@ -159,8 +160,8 @@ class Flow:
             for column in columns:
                 found.setdefault(column, []).append(name)
         for column, writers in found.items():
-            for first, second in pairwise(writers):
-                if not self._precedes(first, second):
+            for first, second in combinations(writers, 2):
+                if not self._precedes(first, second) and self._share_rows(first, second):
                     raise RecipeError.at(
                         f"nodes.{second}.after",
                         f"nodes '{first}' and '{second}' both write '{column}', and neither comes after the other: "
@@ -168,25 +169,10 @@ class Flow:
                     )
         return found
 
-    def _row_set_of(self, node: Node, nodes: Sequence[Node]) -> str:
-        """The node that made the rows that a node works on: the last before it that changes rows."""
-        before = [other.name for other in nodes if other.name in self._before[node.name]]
-        changers = [name for name in before if self.specs[name].rows != "same"]
-        for first, second in pairwise(changers):
-            if not self._precedes(first, second):
-                raise RecipeError.at(
-                    f"nodes.{node.name}.after",
-                    f"'{first}' and '{second}' both change rows and neither comes after the other, so node "
-                    f"'{node.name}' would get two sets of rows: put them one after the other",
-                )
-        expanders = [name for name in changers if self.specs[name].rows == "expand"]
-        if expanders and self.specs[node.name].rows == "expand":  # the samples of a sample would have no ids
-            raise RecipeError.at(
-                f"nodes.{node.name}.after",
-                f"stage '{node.run}' makes samples of prompts, but the rows behind node '{expanders[-1]}' are samples "
-                "already: leave one of the two nodes out",
-            )
-        return changers[-1] if changers else DATA
+    def _share_rows(self, first: str, second: str) -> bool:
+        """Whether one of two nodes writes about rows that were made from those of the other, or about the same."""
+        mine, others = self.row_set_after(first), self.row_set_after(second)
+        return mine in self._rows.lineage(others) or others in self._rows.lineage(mine)
 
     def _visit(self, node: Node) -> bool:
         """Trace what a node reads, if the node is needed at all."""
@@ -194,10 +180,10 @@ class Flow:
         if node.name not in self._needed and not spec.is_effective(self.settings[node.name]):
             return False
         row_set = self.row_set[node.name]
-        self._needed.add(row_set)
+        self._needed.update(self._rows.makers(row_set))
         self.sources.setdefault(node.name, {})
         is_carried = bool(self.recipe.channels or self.workflow.repeated) and node.name not in self.workflow.repeated
-        made = [column for column in spec.reads_if_made if self._writers_before(column, node.name)]
+        made = [column for column in spec.reads_if_made if self._writers_before(node.name, column, row_set)]
         always = spec.reads_of(self.settings[node.name], node)
         for column in (*always, *(spec.reads_if_carried if is_carried else ()), *made):
             self._trace(node.name, column, row_set)
@@ -207,14 +193,14 @@ class Flow:
         """Let a node read what is written on its rows, or carried to them, for the sake of other nodes."""
         row_set = self.row_set[node.name]
         for column in self.specs[node.name].reads_if_written:
-            writers = self._writers_before(column, node.name)
+            writers = self._writers_before(node.name, column, row_set)
             is_carried = column in self.sources.get(row_set, {})
             if writers and writers[-1] in self._needed and (self.row_set_after(writers[-1]) == row_set or is_carried):
                 self._trace(node.name, column, row_set)
 
     def _trace(self, reader: str, column: str, row_set: str) -> None:
         """Find where a reader gets a column, through every node that changes rows on the way."""
-        before = self._writers_before(column, reader)
+        before = self._writers_before(reader, column, row_set)
         if not before:
             raise RecipeError([self._missing(reader, column)])
         writer, sources = before[-1], self.sources.setdefault(reader, {})
@@ -222,35 +208,76 @@ class Flow:
             sources[column] = writer
             self._needed.add(writer)
             return
-        if not self._precedes(writer, row_set):
-            raise RecipeError.at(
-                f"nodes.{row_set}.after",
-                f"node '{reader}' reads '{column}' of '{writer}' on rows made by '{row_set}': "
-                f"'{row_set}' must come after '{writer}' to carry the column along",
-            )
+        makers = self._rows.makers(row_set)
+        for maker in makers:
+            mine = self._writers_before(reader, column, self.row_set[maker])
+            if not mine:
+                raise self._one_sided(reader, column, writer, self.row_set[maker])
+            if not self._precedes(mine[-1], maker):
+                raise RecipeError.at(
+                    f"nodes.{self._rows.asked_by.get(maker, maker)}.after",
+                    f"node '{reader}' reads '{column}' of '{mine[-1]}' on rows made by '{maker}': "
+                    f"'{maker}' must come after '{mine[-1]}' to carry the column along",
+                )
         sources[column] = row_set
-        self._trace(row_set, column, self.row_set[row_set])
+        for maker in makers:
+            self._trace(maker, column, self.row_set[maker])
+
+    def _writers_before(self, reader: str, column: str, row_set: str) -> list[str]:
+        """The nodes before a reader that write a column about its rows, or about rows that these were made from."""
+        lineage = self._rows.lineage(row_set)
+        writers = [writer for writer in self._writers.get(column, []) if self._precedes(writer, reader)]
+        return [writer for writer in writers if self.row_set_after(writer) in lineage]
+
+    def _one_sided(self, reader: str, column: str, writer: str, without: str) -> RecipeError:
+        """Why rows cannot be joined: some of them have no such column."""
+        return RecipeError.at(
+            f"nodes.{self._rows.asked_by.get(reader, reader)}.after",
+            f"node '{self._rows.asked_by.get(reader, reader)}' reads '{column}' on joined rows, but only those of "
+            f"'{writer}' have it: let a node write it about the rows of '{without}' too, or select rows with `where`",
+        )
 
     def _check_old_log_probs(self, trainer: Node) -> None:
         """A role is updated against its own log-probabilities, not against those of another role."""
         writer = self.sources[trainer.name].get(OLD_LOG_PROBS, DATA)
         if self.specs[trainer.name].role_use != "train" or writer == DATA:
             return
-        while OLD_LOG_PROBS not in self.writes[writer]:
-            writer = self.sources[writer][OLD_LOG_PROBS]
-        owner = self.workflow[writer].role
-        if owner not in {None, trainer.role}:
+        for origin in self._origins(trainer.name, OLD_LOG_PROBS, {*trainer.agents}):
+            owner = self.workflow[origin].role
+            if owner not in {None, trainer.role}:
+                raise RecipeError.at(
+                    f"nodes.{trainer.name}.after",
+                    f"node '{trainer.name}' trains role '{trainer.role}', but would read {OLD_LOG_PROBS} of role "
+                    f"'{owner}' from node '{origin}': put a node {{run: log_probs, role: {trainer.role}}} behind "
+                    f"'{origin}' and before '{trainer.name}'",
+                )
+
+    def _origins(self, reader: str, column: str, agents: set[str]) -> Iterator[str]:
+        """The nodes that have written what a reader gets in a column, for rows of some agents."""
+        writer = self.sources[reader][column]
+        if writer == DATA or column in self.writes[writer]:
+            yield writer
+            return
+        for maker in self._rows.makers(writer):
+            if not agents or agents & {*self.workflow[maker].agents}:
+                yield from self._origins(maker, column, agents)
+
+    def _check_agents(self, node: Node) -> None:
+        """A role does not learn from the samples of several: not all are of the policy that the loss assumes."""
+        is_own = self.specs[node.name].role_use == "train" and "policy_versions" in self.sources[node.name]
+        if is_own and len(node.agents) > 1:
             raise RecipeError.at(
-                f"nodes.{trainer.name}.after",
-                f"node '{trainer.name}' trains role '{trainer.role}', but would read {OLD_LOG_PROBS} of role "
-                f"'{owner}' from node '{writer}': put a node {{run: log_probs, role: {trainer.role}}} behind "
-                f"'{writer}' and before '{trainer.name}'",
+                f"nodes.{node.name}.after",
+                f"node '{node.name}' trains role '{node.role}' on samples of the roles {', '.join(node.agents)}: select "
+                f"those of one with where: {{agent: {node.role}}}",
             )
 
     def _missing(self, name: str, column: str) -> Problem:
         """Why a reader does not find a column before it."""
         writers = self._writers.get(column, [])
-        if writers:
+        if any(self._precedes(writer, name) for writer in writers):
+            hint = f"'{writers[0]}' writes it about other rows"
+        elif writers:
             hint = f"'{writers[0]}' writes it but does not come before: add it to `after`"
         elif column in DATA_RESPONSE_COLUMNS:
             hint = "a rollout writes it, or the data when data.train.response is set"
@@ -258,4 +285,6 @@ class Flow:
             hint = HINTS[column]
         else:
             hint = f"no node writes it{nearest(column, {*self._writers, *COLUMNS} - {column})}"
-        return Problem(f"nodes.{name}", f"reads column '{column}', which no node before it writes: {hint}")
+        asking = self._rows.asked_by.get(name)
+        key = f"nodes.{asking}.where.{column}" if asking else f"nodes.{name}"
+        return Problem(key, f"reads column '{column}', which no node before it writes: {hint}")

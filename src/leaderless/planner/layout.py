@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -10,6 +11,7 @@ from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.rollout import EngineName
 from leaderless.workflow import Workflow, spec_of
+from leaderless.workflow.stages import JOIN, ROW_STAGES
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[s
     A node without a layout in the recipe runs where its role is trained, if that node has one; else where the first
     node that it comes after runs; else on all ranks.
     """
-    names = [node.name for node in workflow.nodes]
+    names = [node.name for node in workflow.nodes if node.run not in ROW_STAGES]
     for name in recipe.layout:
         if name not in names:
             raise RecipeError.at(
@@ -104,12 +106,52 @@ def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[s
             )
     layouts = {name: _make_layout(f"layout.{name}", config, cluster) for name, config in recipe.layout.items()}
     trainers = {node.role: node.name for node in workflow.nodes if spec_of(node).role_use == "train"}
+    everywhere = _make_layout("layout", LayoutConfig(), cluster)
     for node in workflow.order():
         if node.name not in layouts:
             trainer = trainers.get(node.role) if node.role else None
-            leader = trainer if trainer in recipe.layout else next(iter(node.after), None)
-            layouts[node.name] = layouts[leader] if leader else _make_layout("layout", LayoutConfig(), cluster)
+            # What the planner adds is no leader: its own place follows from the nodes that it is added for.
+            written = (name for name in node.after if workflow[name].run not in ROW_STAGES)
+            leader = trainer if trainer in recipe.layout else next(written, None)
+            layouts[node.name] = layouts[leader] if leader else everywhere
+    _place_joins(recipe, workflow, layouts)
     return layouts
+
+
+def _place_joins(recipe: Recipe, workflow: Workflow, layouts: dict[str, Layout]) -> None:
+    """Put nodes that join rows where the first node that reads them runs, or where one of the parts was made.
+
+    Samples of one prompt that were made on different ranks are resharded part by part, so they may not meet. If whole
+    groups are needed there, the rows are joined elsewhere and then sent with their groups.
+    """
+    order = workflow.order()
+    joins = {node.name: node for node in order if node.run == JOIN}
+    parts = {name: [x for x in node.after[1:] if x in joins] for name, node in joins.items()}
+    for name in reversed([name for name in joins if not any(name in others for others in parts.values())]):
+        reader = next(node.name for node in order if name in node.after)
+        nodes = (*parts[name], name)
+        candidates = (layouts[reader], *(layouts[joins[part].after[0]] for part in nodes))
+        found = next((layout for layout in candidates if _groups_meet(recipe, workflow, layouts, name, layout)), None)
+        if found is None:
+            raise RecipeError.at(
+                f"layout.{reader}",
+                f"node '{reader}' joins rows that were made on other ranks, and whole groups are needed on "
+                f"{layouts[reader]}: put '{reader}' on ranks where no node needs whole groups",
+            )
+        layouts.update(dict.fromkeys(nodes, found))
+
+
+def _groups_meet(recipe: Recipe, workflow: Workflow, layouts: Mapping[str, Layout], join: str, layout: Layout) -> bool:
+    """Whether rows may be joined on a layout: each group is on one shard of it, or no node there needs that."""
+    before = workflow.ancestors()
+    made_on = [layouts[name] for name in before[join] if name in layouts and spec_of(workflow[name]).rows != "same"]
+    if layout.dp == 1 or all(layout.holds_rows_like(other) for other in made_on):
+        return True
+    return not any(
+        spec_of(node).needs_whole_groups or (node.name in recipe.layout and recipe.layout[node.name].groups == "whole")
+        for node in workflow.nodes
+        if join in before[node.name] and layouts[node.name].holds_rows_like(layout)
+    )
 
 
 def _make_layout(key: str, config: LayoutConfig, cluster: Cluster) -> Layout:

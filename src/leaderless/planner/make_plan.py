@@ -8,14 +8,15 @@ from itertools import product
 
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
-from leaderless.config.rollout import EngineName
+from leaderless.config.rollout import MAX_RESPONSES, EngineName
 from leaderless.planner.backends import check_backends
-from leaderless.planner.flow import DATA, Flow
+from leaderless.planner.flow import Flow
 from leaderless.planner.layout import Cluster, Layout, make_layouts
 from leaderless.planner.loops import make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import BatchSizes, Edge, EdgeKind, Loop, Plan, PlannedNode, RoleInstance
+from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded, keeps_groups
 from leaderless.workflow import Node, Workflow, spec_of
 from leaderless.workflow.columns import column_of
@@ -35,6 +36,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         RecipeError: A contract of the workflow is broken, a layout does not fit, or a model cannot do what is asked.
     """
     flow = Flow(recipe, workflow)
+    workflow = flow.workflow
     _check_roles(recipe, workflow)
     layouts = make_layouts(recipe, workflow, cluster)
     nodes = tuple(
@@ -46,10 +48,10 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
             writes=flow.writes[node.name],
             row_set=flow.row_set[node.name],
             row_set_after=flow.row_set_after(node.name),
-            agents=flow.agents[node.name],
         )
         for node in flow.order
     )
+    _check_responses(recipe, nodes)
     _check_idle_ranks(nodes, cluster)
     _check_layouts(recipe, nodes)
     instances = _role_instances(recipe, nodes)
@@ -130,6 +132,17 @@ def _check_engine(recipe: Recipe, engine: EngineName, instances: Sequence[RoleIn
         return
     message = f"must be given where {problem}; or set rollout.engine=native"
     raise RecipeError.at("rollout.external.python", message)
+
+
+def _check_responses(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
+    """All samples of a prompt have an id."""
+    num_samplers, siblings = sum(node.spec.rows == "expand" for node in nodes), recipe.batch.responses_per_prompt
+    if num_samplers > 1 and num_samplers * (siblings + 1) > MAX_RESPONSES:
+        raise RecipeError.at(
+            "batch.responses_per_prompt",
+            f"is {siblings}, and {num_samplers} nodes sample as many each: set at most "
+            f"{MAX_RESPONSES // num_samplers - 1}",
+        )
 
 
 def _check_idle_ranks(nodes: Sequence[PlannedNode], cluster: Cluster) -> None:
@@ -275,7 +288,7 @@ def _edges(recipe: Recipe, nodes: Sequence[PlannedNode], loops: Sequence[Loop]) 
             kind: EdgeKind = "channel" if loop_of.get(source, loop_of[node.name]) != loop_of[node.name] else "reshard"
             if source == DATA or layouts[source].holds_rows_like(node.layout):
                 kind = "local"
-            size = sum(_max_bytes(recipe, column, node.agents, is_sampled=is_sampled) for column in columns)
+            size = sum(_max_bytes(recipe, column, node.node.agents, is_sampled=is_sampled) for column in columns)
             edges.append(Edge(source, node.name, columns, kind, size))
     return tuple(edges)
 
@@ -291,8 +304,8 @@ def _max_bytes(recipe: Recipe, name: str, agents: Sequence[str], *, is_sampled: 
 
 def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], longest_tokens: int) -> BatchSizes:
     batch = recipe.batch
-    is_expanded = any(node.spec.rows == "expand" for node in nodes)
-    per_prompt = batch.responses_per_prompt if is_expanded else 1
+    num_samplers = sum(node.spec.rows == "expand" for node in nodes)
+    per_prompt = batch.responses_per_prompt * num_samplers if num_samplers else 1
     per_update = -(-batch.prompts_per_step // batch.updates_per_step)
     shards = min(node.layout.dp for node in nodes if node.row_set == DATA)
     return BatchSizes(

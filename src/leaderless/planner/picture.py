@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 from jinja2 import Environment
 
 from leaderless.planner.entries import Repeat, SyncWeights
-from leaderless.planner.flow import DATA
 from leaderless.planner.layering import Link, Point, place
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import format_bytes
 from leaderless.planner.plan import Plan, PlannedNode
+from leaderless.planner.row_sets import DATA
 
 Kind = Literal["local", "reshard", "channel", "weights", "order"]
 

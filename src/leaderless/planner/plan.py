@@ -43,7 +43,6 @@ class PlannedNode:
         row_set: Rows that it works on.
         row_set_after: Rows of its output.
         max_staleness: Most optimizer steps between the weights that sampled its rows and those of its role.
-        agents: Roles that sampled its rows.
     """
 
     node: Node
@@ -54,11 +53,10 @@ class PlannedNode:
     row_set: str
     row_set_after: str
     max_staleness: int = 0
-    agents: tuple[str, ...] = ()
 
     def settings_of(self, recipe: Recipe) -> Recipe:
         """The recipe with the settings that hold for the node."""
-        return self.spec.settings_of(recipe, self.node, self.agents)
+        return self.spec.settings_of(recipe, self.node)
 
     @property
     def name(self) -> str:
@@ -273,6 +271,11 @@ class Plan:
     def windowed(self) -> Windowed | None:
         """The entry that runs others window by window, if there is one."""
         return next((action for action in self.schedule if isinstance(action, Windowed)), None)
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Roles that sample responses, in order: the column `agent` holds places in it."""
+        return tuple(dict.fromkeys(x.node.role for x in self.nodes if x.spec.rows == "expand" and x.node.role))
 
     def chain(self, rank: int) -> tuple[Action, ...]:
         """What one rank does in each iteration of its loop, in order."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from leaderless.config import Recipe
 from leaderless.planner.entries import Action, Load, Repeat, Reshard, RunNode, SyncWeights, Windowed
-from leaderless.planner.flow import DATA
 from leaderless.planner.layout import Layout, all_ranks
 from leaderless.planner.plan import PlannedNode, RoleInstance
+from leaderless.planner.row_sets import DATA
 
 
 def make_schedule(
@@ -78,18 +78,14 @@ def _in_windows(nodes: Sequence[PlannedNode], schedule: Sequence[Action], num_wi
 
 
 def makers(nodes: Sequence[PlannedNode], row_set: str) -> list[PlannedNode]:
-    """The nodes that made a row set from the data's own rows, last first."""
-    made: list[PlannedNode] = []
-    while row_set != DATA:
-        maker = next(node for node in nodes if node.name == row_set)
-        made.append(maker)
-        row_set = maker.row_set
-    return made
+    """The nodes that put rows into a row set; several for one that joins rows."""
+    return [node for node in nodes if node.row_set_after == row_set and node.spec.rows != "same"]
 
 
 def is_expanded(nodes: Sequence[PlannedNode], row_set: str) -> bool:
     """Whether the rows of a row set are samples, not prompts."""
-    return any(maker.spec.rows == "expand" for maker in makers(nodes, row_set))
+    made = makers(nodes, row_set)
+    return any(maker.spec.rows == "expand" or is_expanded(nodes, maker.row_set) for maker in made)
 
 
 def _repeat(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]) -> Repeat:
@@ -164,8 +160,8 @@ def _after(reshard: Reshard, nodes: Sequence[PlannedNode], schedule: Sequence[Ac
     """A reshard with what its target already has from earlier entries."""
     target = reshard.target_layout
     before = [action for action in schedule if isinstance(action, Reshard) and action.row_set == reshard.row_set]
-    made = [node for node in nodes if node.row_set_after == reshard.row_set and node.spec.rows != "same"]
-    has_rows = [action.target_layout for action in before] + [node.layout for node in made]
+    has_rows = [action.target_layout for action in before]
+    has_rows += [node.layout for node in makers(nodes, reshard.row_set)]
     if reshard.row_set == DATA:
         has_rows += [action.layout for action in schedule if isinstance(action, Load)]
     spares = [
@@ -188,11 +184,14 @@ def keeps_groups(recipe: Recipe, nodes: Sequence[PlannedNode], row_set: str, lay
         is_asked = node.name in recipe.layout and recipe.layout[node.name].groups == "whole"
         if not node.layout.holds_rows_like(layout) or not (node.needs_whole_groups or is_asked):
             continue
-        arrived = node.row_set
-        for maker in makers(nodes, node.row_set):
-            if arrived == row_set or not maker.layout.holds_rows_like(layout):
-                break
-            arrived = maker.row_set
-        if arrived == row_set:
+        if _arrives(nodes, row_set, node.row_set, layout):
             return True
     return False
+
+
+def _arrives(nodes: Sequence[PlannedNode], row_set: str, made: str, layout: Layout) -> bool:
+    """Whether a layout makes one row set of another, or they are the same."""
+    return row_set == made or any(
+        maker.layout.holds_rows_like(layout) and _arrives(nodes, row_set, maker.row_set, layout)
+        for maker in makers(nodes, made)
+    )

@@ -55,6 +55,7 @@ class StageContext:
         state: Numbers that the node keeps from step to step, the same on all of its ranks; they are checkpointed.
         events: Events reported by guards, the same on all ranks of the node.
         num_roll_backs: Number of times that the run has rolled back.
+        agents: Roles that sample responses: the column `agent` holds places in it.
         progress: Function that takes the finished fraction of the node's work, for the progress line.
     """
 
@@ -70,6 +71,7 @@ class StageContext:
     state: MutableMapping[str, float] = field(default_factory=dict)
     events: MutableSequence[GuardEvent] = field(default_factory=list)
     num_roll_backs: int = 0
+    agents: Sequence[str] = ()
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
 
     @property

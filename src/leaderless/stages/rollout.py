@@ -38,7 +38,9 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     """Sample one response from each distribution for each prompt; samples point to their prompts."""
     siblings = len(distributions)
     prompt_index = torch.arange(len(batch)).repeat_interleave(siblings)
-    ids = make_sample_ids(batch.ids[prompt_index], torch.arange(siblings).repeat(len(batch)))
+    # Samples of several nodes differ in their ids, and those of the first have the ids they would have alone.
+    first = context.node.node.sampler * (context.recipe.batch.responses_per_prompt + 1)
+    ids = make_sample_ids(batch.ids[prompt_index], torch.arange(first, first + siblings).repeat(len(batch)))
     begin = time.perf_counter()
     completions = _complete(batch, context, distributions, ids.view(len(batch), siblings).tolist())
     seconds = time.perf_counter() - begin
@@ -57,6 +59,7 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
             "response_mask": Jagged(torch.ones(len(tokens.values), dtype=torch.bool), tokens.lengths, "tokens"),
             "response_lengths": tokens.lengths,
             "truncated": truncated,
+            "agent": torch.full((len(ids),), context.agents.index(context.node.node.role or "")),
             "policy_versions": torch.full((len(ids),), context.role.train_engine.policy_version),
             "rollout_log_probs": Jagged.from_lists(
                 [c.log_probs for c in completions], torch.float32, "response_tokens"

@@ -15,6 +15,7 @@ from leaderless.observability.events import GuardEvent, GuardStop, strongest
 from leaderless.observability.run_directory import RunDirectory, step_of, write_atomically
 from leaderless.planner import PlannedNode
 from leaderless.worker.agreement import StepEnd
+from leaderless.workflow.metrics import tagged
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class Guards:
 
     def judge_rewards(self, step: int, numbers: Mapping[str, float], nodes: Iterable[PlannedNode]) -> list[GuardEvent]:
         """Report too many failed rewards, given the metrics of all ranks of a pool and the nodes that run on these."""
-        share, config = numbers.get(FAILED), self._config
-        limit, action = config.reward_failures_limit, config.reward_failures_action
-        if share is None or limit is None or share <= limit:
-            return []
-        name = next(node.name for node in nodes if "reward_valid" in node.writes)
-        return [GuardEvent(step, "reward_failures_limit", share, limit, action, name, "", self.num_roll_backs)]
+        limit, action = self._config.reward_failures_limit, self._config.reward_failures_action
+        events: list[GuardEvent] = []
+        for node in nodes:
+            share = numbers.get(tagged(FAILED, node.node)) if "reward_valid" in node.writes else None
+            if share is not None and limit is not None and share > limit:
+                event = "reward_failures_limit", share, limit, action, node.name, node.node.tag, self.num_roll_backs
+                events.append(GuardEvent(step, *event))
+        return events
 
     def must_roll_back(self, step: int, end: StepEnd, newest: Callable[[], Path | None]) -> bool:
         """Record what guards have reported of a step, and decide whether the run rolls back.

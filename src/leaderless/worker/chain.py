@@ -21,6 +21,7 @@ from leaderless.stages.context import StageContext
 from leaderless.worker.agreement import StepMetrics
 from leaderless.worker.channels import Channels
 from leaderless.worker.parts import Parts, Progress
+from leaderless.workflow.metrics import tagged
 
 StageFunction = Callable[[Batch, StageContext], Batch]
 WAITING = "waiting"
@@ -182,7 +183,7 @@ class Chain:
 
     def _context(self, name: str) -> StageContext:
         parts, node = self._parts, self._parts.plan[name]
-        metrics = self.metrics.of(node.layout.ranks)
+        metrics = self.metrics.of(node.layout.ranks).named(partial(tagged, node=node.node))
         return StageContext(
             recipe=node.settings_of(parts.recipe),
             node=node,
@@ -197,6 +198,7 @@ class Chain:
             # Each event is reported once, by one of the ranks that know it.
             events=self.events if self._rank == node.layout.ranks[0] else [],
             num_roll_backs=self.num_roll_backs,
+            agents=parts.plan.agents,
             progress=lambda fraction: parts.progress(name, fraction),
         )
 

@@ -47,6 +47,7 @@ COLUMNS: dict[str, Column] = {
     "episode_ids": Column("dense", "int64", "the episode of the sample; without it, each sample is one"),
     "truncated": Column("dense", "bool", "the response was cut at its longest allowed length"),
     "is_greedy": Column("dense", "bool", "the response was decoded greedily, as a baseline"),
+    "agent": Column("dense", "int64", "which of the roles that sample responses has sampled this one"),
     "policy_versions": Column("dense", "int64", "optimizer updates made before the response was sampled"),
     "rollout_log_probs": Column(
         "jagged", "float32", "log-probability of each sampled token under the engine", "response_tokens"

@@ -110,8 +110,24 @@ METRICS: dict[str, Metric] = {
 """Built-in metrics by name; a part in angle brackets stands for a name or number of the recipe."""
 
 
+def tagged(name: str, node: Node) -> str:
+    """The name of a node's metric, with the role it is of where several roles sample: `rollout/staleness/solver`.
+
+    Names that hold a role anyway stay as they are, and so does what is counted for all roles together.
+    """
+    parts = name.split("/")
+    return name if not node.tag or {*parts} & {node.tag, node.role, "throughput"} else f"{name}/{node.tag}"
+
+
 def known_metric(name: str) -> Metric | None:
-    """The built-in metric of a full name, such as `evaluation/mean@4`; None if there is none."""
+    """The built-in metric of a full name, such as `evaluation/mean@4` or, of a role, `reward/mean/solver`.
+
+    None if there is none.
+    """
+    return _known_metric(name) or _known_metric(name.rpartition("/")[0])
+
+
+def _known_metric(name: str) -> Metric | None:
     if name in METRICS:
         return METRICS[name]
     patterns = {
@@ -120,27 +136,23 @@ def known_metric(name: str) -> Metric | None:
     return next((metric for metric, pattern in patterns.items() if re.fullmatch(pattern, name)), None)
 
 
-def metrics_of(
-    recipe: Recipe, nodes: Sequence[Node], workflow: Workflow, agents: Mapping[str, Sequence[str]]
-) -> list[str]:
-    """Names of the metrics that a run reports, given the nodes that run and the roles that sampled the rows of each."""
+def metrics_of(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> list[str]:
+    """Names of the metrics that a run reports, given the nodes that run."""
     names = ["time/step", "data/epoch", *(f"time/{node.name}" for node in nodes)]
     if isinstance(recipe.data.train, Mapping):
         names += [f"data/epoch/{name}" for name in recipe.data.train]
     for node in nodes:
         spec = spec_of(node)
-        settings = spec.settings_of(recipe, node, agents.get(node.name, ()))
-        names += spec.metrics_of(settings, node)
+        settings = spec.settings_of(recipe, node)
+        names += [tagged(name, node) for name in spec.metrics_of(settings, node)]
         if "reward_valid" in spec.writes_of(settings, node, workflow):
-            names.append("reward/failed_share")
+            names.append(tagged("reward/failed_share", node))
     if workflow.repeated:
         names += ["sampling/rounds", "sampling/carried", "sampling/missing"]
     return [*dict.fromkeys([*names, *_evaluation_metrics(recipe)])]
 
 
-def check_best_metric(
-    recipe: Recipe, nodes: Sequence[Node], workflow: Workflow, agents: Mapping[str, Sequence[str]]
-) -> None:
+def check_best_metric(recipe: Recipe, nodes: Sequence[Node], workflow: Workflow) -> None:
     """Refuse a `checkpoint.best_metric` by which the best checkpoint could be lost.
 
     Raises:
@@ -150,7 +162,7 @@ def check_best_metric(
     name = recipe.checkpoint.best_metric
     if name is None:
         return
-    reported, known = metrics_of(recipe, nodes, workflow, agents), known_metric(name)
+    reported, known = metrics_of(recipe, nodes, workflow), known_metric(name)
     if name in reported:
         _check_evaluated_steps(recipe, name)
         return

@@ -46,9 +46,9 @@ def resolve_workflow(name: str) -> Workflow:
 def read_workflow(path: Path) -> Workflow:
     """Read a workflow from YAML.
 
-    The file has `name` and `nodes`; each node has `run` and may have `role` and `after`. There may be `algorithm`,
-    `repeat` (a list of nodes) and `base`: another workflow, whose nodes and settings are inherited where the file
-    has none.
+    The file has `name` and `nodes`; each node has `run` and may have `role`, `after` and `where`. There may be
+    `algorithm`, `repeat` (a list of nodes) and `base`: another workflow, whose nodes and settings are inherited where
+    the file has none.
 
     Raises:
         RecipeError: The file is missing, is not YAML, or is not such a mapping.
@@ -78,7 +78,13 @@ def _workflow_of(settings: Mapping[str, Setting], base: Workflow) -> Workflow:
     assert isinstance(repeated, Sequence)
     workflow = Workflow(name, kept, merge_settings(base.algorithm, algorithm), tuple(map(str, repeated)))
     for node_name, node in nodes.items():
-        workflow = workflow.node(str(node_name), run=node["run"], role=node.get("role"), after=node.get("after") or ())
+        workflow = workflow.node(
+            str(node_name),
+            run=node["run"],
+            role=node.get("role"),
+            after=node.get("after") or (),
+            where=node.get("where"),
+        )
     return workflow
 
 
@@ -91,6 +97,8 @@ def write_workflow(workflow: Workflow) -> str:
             nodes[node.name]["role"] = node.role
         if node.after:
             nodes[node.name]["after"] = list(node.after)
+        if node.where:
+            nodes[node.name]["where"] = {column: list(values) for column, values in node.where}
     algorithm = {"algorithm": dict(workflow.algorithm)} if workflow.algorithm else {}
     repeat = {"repeat": list(workflow.repeated)} if workflow.repeated else {}
     return yaml.safe_dump({"name": workflow.name, **repeat, **algorithm, "nodes": nodes}, sort_keys=False)
@@ -116,7 +124,7 @@ def _node_problems(key: str, node: object) -> Iterator[Problem]:
     if not isinstance(node, dict):
         yield Problem(key, "must be a mapping such as {run: reward, after: rollout}")
         return
-    known = ("run", "role", "after")
+    known = ("run", "role", "after", "where")
     for inner in node:
         if inner not in known:
             yield Problem(f"{key}.{inner}", f"unknown key{nearest(str(inner), known)}")
@@ -128,6 +136,17 @@ def _node_problems(key: str, node: object) -> Iterator[Problem]:
     after = [] if node.get("after") is None else node["after"]
     if not isinstance(after, str) and not (isinstance(after, list) and all(isinstance(a, str) for a in after)):
         yield Problem(f"{key}.after", "must name a node or list nodes")
+    yield from _where_problems(f"{key}.where", node.get("where"))
+
+
+def _where_problems(key: str, where: object) -> Iterator[Problem]:
+    if where is not None and not isinstance(where, dict):
+        yield Problem(key, "must be a mapping from columns to values, such as {agent: solver}")
+        return
+    for column, given in (where or {}).items():
+        values = given if isinstance(given, list) else [given]
+        if not isinstance(column, str) or not all(isinstance(value, str | int) for value in values):
+            yield Problem(f"{key}.{column}", "must be text, a whole number, true or false, or a list of these")
 
 
 def load_recipe(recipe: str | Path | RecipeSource, overrides: Sequence[str] = ()) -> LoadedRecipe:

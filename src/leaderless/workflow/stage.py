@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Rows = Literal["same", "expand", "filter", "regroup"]
 """Effect of a stage on rows: it keeps them, makes samples from prompts, drops some, or forms new groups."""
+RowEffect = Rows | Literal["join"]
+"""The same, or adding them to rows of other nodes, which only nodes of the planner do."""
 
 Names = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
 """Names of columns or metrics, or a function of the recipe and the node that gives them."""
@@ -36,6 +38,7 @@ class StageSpec:
         reads_if_carried: Further columns that it needs where samples may be older than a step: behind a channel, or
             carried over by repeated nodes.
         reads_if_made: Further columns that it needs if an earlier node writes them; that node runs for it.
+        sampled_with: Settings of `rollout` that it assumes to be the same for all of its samples.
         rows: Effect on rows.
         needs_whole_groups: Whether all samples of a prompt must be on the same rank.
         needs_whole_episodes: Whether all samples of an episode must be, if some episodes have several.
@@ -57,7 +60,8 @@ class StageSpec:
     reads_if_written: tuple[str, ...] = ()
     reads_if_carried: tuple[str, ...] = ()
     reads_if_made: tuple[str, ...] = ()
-    rows: Rows = "same"
+    sampled_with: Names = ()
+    rows: RowEffect = "same"
     needs_whole_groups: bool = False
     needs_whole_episodes: bool = False
     streams: bool = False
@@ -69,15 +73,13 @@ class StageSpec:
     check: Callable[[Recipe, Node], None] | None = None
     summary: str = ""
 
-    def settings_of(self, recipe: Recipe, node: Node, agents: Sequence[str]) -> Recipe:
-        """The recipe with the settings that hold for a node of this stage.
+    def settings_of(self, recipe: Recipe, node: Node) -> Recipe:
+        """The recipe with the settings that hold for a node of this stage."""
+        return recipe.as_seen_by(node.role, [node.role] if self.rows == "expand" and node.role else node.agents)
 
-        Args:
-            recipe: The recipe.
-            node: The node.
-            agents: Roles that sampled its rows.
-        """
-        return recipe.as_seen_by(node.role, [node.role] if self.rows == "expand" and node.role else agents)
+    def sampled_with_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
+        """Settings of `rollout` that all samples of a node of this stage must have been generated with."""
+        return tuple(self.sampled_with(recipe, node) if callable(self.sampled_with) else self.sampled_with)
 
     def reads_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
         """Columns that a node of this stage reads under a recipe."""

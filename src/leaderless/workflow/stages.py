@@ -26,12 +26,16 @@ OWNERS_OF_LOG_PROBS = {
 """Owners of the log-probability columns that are not named after a role."""
 
 
-def log_probs_column(role: str | None, workflow: Workflow) -> str:
-    """Name of the column for log-probabilities under a role; it says whose they are."""
+def log_probs_column(node: Node, workflow: Workflow) -> str:
+    """Name of the column for log-probabilities under the role of a node; it says whose they are.
+
+    They are the old ones where the role is trained, unless several roles sampled the rows.
+    """
+    role = node.role
     if role == "reference":
         return "ref_log_probs"
-    is_trained = any(node.role == role and spec_of(node).role_use == "train" for node in workflow.nodes)
-    return "old_log_probs" if is_trained else f"{role}_log_probs"
+    is_trained = any(other.role == role and spec_of(other).role_use == "train" for other in workflow.nodes)
+    return "old_log_probs" if is_trained and len(node.agents) < 2 else f"{role}_log_probs"
 
 
 def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -61,6 +65,10 @@ def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:
 def _advantage_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
     advantage = recipe.algorithm.advantage
     return ["advantages", *(advantage.writes if advantage.stage == node.run else ())]
+
+
+def _advantage_sampled_with(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    return ["max_response_tokens"] * (recipe.algorithm.overlong.buffer_tokens > 0)
 
 
 def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -209,7 +217,15 @@ def _check_sft(recipe: Recipe, node: Node) -> None:
     _check_updates_per_step(recipe)
 
 
-ROLLOUT_WRITES = ("tokens", "response_mask", "response_lengths", "truncated", "policy_versions", "rollout_log_probs")
+ROLLOUT_WRITES = (
+    "tokens",
+    "response_mask",
+    "response_lengths",
+    "truncated",
+    "agent",
+    "policy_versions",
+    "rollout_log_probs",
+)
 ROLLOUT = StageSpec(
     "leaderless.stages.rollout:rollout",
     reads=("prompt_tokens",),
@@ -225,6 +241,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "rollout": ROLLOUT,
     "reward": StageSpec(
         "leaderless.stages.reward:reward",
+        sampled_with=("stop",),
         reads=_reward_reads,
         reads_if_made=("response_mask", EPISODE_IDS),
         writes=("rewards", "reward_valid", "reward_details"),
@@ -236,8 +253,9 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "log_probs": StageSpec(
         "leaderless.stages.update:log_probs",
+        sampled_with=("temperature",),
         reads=SEQUENCE,
-        writes=lambda _, node, workflow: [log_probs_column(node.role, workflow)],
+        writes=lambda _, node, workflow: [log_probs_column(node, workflow)],
         role_use="score",
         streams=True,
         check=_check_log_probs,
@@ -251,6 +269,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "advantage": StageSpec(
         "leaderless.stages.advantage:advantage",
+        sampled_with=_advantage_sampled_with,
         reads=_advantage_reads,
         reads_if_made=(EPISODE_IDS,),
         writes=_advantage_writes,
@@ -261,6 +280,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "remax": StageSpec(
         "leaderless.stages.advantage:remax",
+        sampled_with=_advantage_sampled_with,
         reads=lambda recipe, node: [*dict.fromkeys([*_advantage_reads(recipe, node), "is_greedy"])],
         reads_if_made=(EPISODE_IDS,),
         writes=_advantage_writes,
@@ -284,6 +304,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "record": StageSpec(
         "leaderless.stages.record:record",
+        sampled_with=("stop",),
         reads=("rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"),
         reads_if_written=("response_mask", "rollout_log_probs", "old_log_probs", EPISODE_IDS),
         has_effect=lambda recipe: recipe.run.recorded_prompts > 0,
@@ -334,6 +355,19 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
 }
 
+JOIN, SELECT = "join rows", "select rows"
+"""Stages of the nodes that the planner adds."""
+ROW_STAGES: dict[str, StageSpec] = {
+    JOIN: StageSpec("leaderless.stages.rows:join", rows="join", summary="rows of several nodes together"),
+    SELECT: StageSpec(
+        "leaderless.stages.rows:select",
+        reads=lambda _, node: [column for column, _ in node.where],
+        rows="filter",
+        streams=True,
+        summary="the rows that a node selects",
+    ),
+}
+
 
 def spec_of(node: Node) -> StageSpec:
     """The contract of the stage that a node runs: a built-in stage, or a function declared with `@stage`.
@@ -344,6 +378,8 @@ def spec_of(node: Node) -> StageSpec:
     key = f"nodes.{node.name}.run"
     if node.run in BUILTIN_STAGES:
         return BUILTIN_STAGES[node.run]
+    if node.run in ROW_STAGES:
+        return ROW_STAGES[node.run]
     if not is_function_name(node.run):
         hint = nearest(node.run, BUILTIN_STAGES)
         raise RecipeError.at(key, f"unknown stage '{node.run}'{hint}; a custom one is 'package.module:function'")

@@ -10,6 +10,10 @@ from graphlib import CycleError, TopologicalSorter
 from leaderless.config import Problem, RecipeError, nearest
 from leaderless.config.source import Setting
 
+Value = str | int | bool
+"""A value that a node selects rows by."""
+Condition = tuple[str, tuple[Value, ...]]
+"""A column, and the values that selected rows have there."""
 PLAIN_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -22,12 +26,20 @@ class Node:
         run: Built-in stage, or `package.module:function`.
         role: Model that it uses, if any.
         after: Nodes that it comes after; without any, it begins with the data.
+        where: Conditions that its rows meet, all of them; the others are left out.
+        agents: Roles that sampled its rows, as the planner finds out.
+        tag: Role that its metrics name, where several roles sample; the planner finds it out.
+        sampler: Number of the node among those that make samples, from 0; the planner counts them.
     """
 
     name: str
     run: str
     role: str | None = None
     after: tuple[str, ...] = ()
+    where: tuple[Condition, ...] = ()
+    agents: tuple[str, ...] = ()
+    tag: str = ""
+    sampler: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,15 @@ class Workflow:
     algorithm: Mapping[str, Setting] = field(default_factory=dict)
     repeated: tuple[str, ...] = ()
 
-    def node(self, name: str, *, run: str, role: str | None = None, after: str | Sequence[str] = ()) -> Workflow:
+    def node(
+        self,
+        name: str,
+        *,
+        run: str,
+        role: str | None = None,
+        after: str | Sequence[str] = (),
+        where: Mapping[str, Value | Sequence[Value]] | None = None,
+    ) -> Workflow:
         """This workflow with one more node.
 
         Args:
@@ -59,9 +79,15 @@ class Workflow:
             run: Built-in stage, or `package.module:function`.
             role: Model that it uses, if any.
             after: Node or nodes that it comes after.
+            where: Rows that it works on: the value, or the values, that they have in each of these columns. In the
+                column `agent` it is the name of the role that sampled them.
         """
         after = (after,) if isinstance(after, str) else tuple(after)
-        return replace(self, nodes=(*self.nodes, Node(name, run, role, after)))
+        conditions = tuple(
+            (column, (values,) if isinstance(values, Value) else tuple(values))
+            for column, values in (where or {}).items()
+        )
+        return replace(self, nodes=(*self.nodes, Node(name, run, role, after, conditions)))
 
     def repeat(self, *names: str) -> Workflow:
         """This workflow with some nodes repeated.
@@ -127,17 +153,24 @@ class Workflow:
             if names.count(name) > 1:
                 yield Problem(f"nodes.{name}", "two nodes have this name")
         for node in self.nodes:
-            # Checkpoints have a folder for each role.
-            if node.role is not None and not PLAIN_WORD.fullmatch(node.role):
-                yield Problem(f"nodes.{node.name}.role", f"'{node.role}' must be a plain word, as `policy`")
-            for name in node.after:
-                if name not in names:
-                    yield Problem(f"nodes.{node.name}.after", f"no node is called '{name}'{nearest(name, names)}")
+            yield from _node_problems(node, names)
         for name in dict.fromkeys(self.repeated):
             if name not in names:
                 yield Problem("repeat", f"no node is called '{name}'{nearest(name, names)}")
             elif self.repeated.count(name) > 1:
                 yield Problem("repeat", f"node '{name}' is named twice")
+
+
+def _node_problems(node: Node, names: Sequence[str]) -> Iterator[Problem]:
+    # Checkpoints have a folder for each role.
+    if node.role is not None and not PLAIN_WORD.fullmatch(node.role):
+        yield Problem(f"nodes.{node.name}.role", f"'{node.role}' must be a plain word, as `policy`")
+    for column, values in node.where:
+        if not values:
+            yield Problem(f"nodes.{node.name}.where.{column}", "must name at least one value")
+    for name in node.after:
+        if name not in names:
+            yield Problem(f"nodes.{node.name}.after", f"no node is called '{name}'{nearest(name, names)}")
 
 
 def _refuse(problems: Iterable[Problem]) -> None:

@@ -70,6 +70,13 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
         RecipeError: The workflow repeats nodes, or the size of a model is not known.
     """
     models, placement, events = _model_costs(plan, recipe, network), Placement(plan, workload), list[Event]()
+    joined = next((node for node in plan.nodes if node.spec.rows == "join"), None)
+    if joined is not None:
+        raise RecipeError.at(
+            "workflow",
+            f"'{plan.workflow}' joins the rows of several nodes, which a simulation does not know: simulate a workflow "
+            "with one rollout, as grpo",
+        )
     for action in flat(plan.schedule):
         match action:
             case Load(layout, _):

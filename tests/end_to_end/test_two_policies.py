@@ -1,0 +1,155 @@
+"""Two policies that are trained in one workflow, each on its own samples of the same prompts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import pytest
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
+from tests.tiny import tiny_model, write_recipe
+
+from leaderless.workflow import Workflow, write_workflow
+
+NUM_STEPS = 2
+CLOCKS = ("time", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
+SETTINGS: Mapping[str, object] = {
+    "models": {"first": tiny_model(), "second": tiny_model("qwen3")},
+    "batch.updates_per_step": 2,
+    "reward": {"tests.end_to_end.own_reward:own_reward": 1.0},
+    "roles": {
+        "second": {
+            "optimizer": {"learning_rate": 3e-3, "beta2": 0.9},
+            "algorithm": {"policy_loss": {"type": "reinforce"}},
+            "rollout": {"temperature": 0.7, "max_response_tokens": 4},
+        }
+    },
+}
+PLACES: Mapping[str, tuple[int, dict[str, str]]] = {
+    "2 ranks": (2, {}),
+    "4 ranks": (4, {}),
+    "samples on 0, updates on 1": (2, {"first_rollout": "0", "second_rollout": "0", "first": "1", "second": "1"}),
+    "a policy on 0-1 and one on 2-3": (4, {"first": "0-1", "second": "2-3"}),
+}
+"""Number of ranks, and those of some nodes."""
+
+
+def sampling() -> Workflow:
+    workflow = Workflow("two")
+    for role in ("first", "second"):
+        workflow = workflow.node(f"{role}_rollout", run="rollout", role=role)
+        workflow = workflow.node(f"{role}_old", run="log_probs", role=role, after=f"{role}_rollout")
+    return workflow
+
+
+def joined() -> Workflow:
+    """The responses of both policies to a prompt form one group."""
+    workflow = sampling().node("reward", run="reward", after=["first_rollout", "second_rollout"])
+    workflow = workflow.node("advantage", run="advantage", after="reward").node("kept", run="record", after="advantage")
+    for role in ("first", "second"):
+        workflow = workflow.node(role, run="update", role=role, after="advantage", where={"agent": role})
+    return workflow
+
+
+def apart() -> Workflow:
+    """Each policy is compared with itself; samples are graded together, and are together again in the report."""
+    workflow = sampling().node("reward", run="reward", after=["first_rollout", "second_rollout"])
+    for role in ("first", "second"):
+        workflow = workflow.node(f"{role}_gain", run="advantage", after="reward", where={"agent": [role]})
+        workflow = workflow.node(role, run="update", role=role, after=f"{role}_gain")
+    return workflow.node("kept", run="record", after=["first_gain", "second_gain"])
+
+
+def alone() -> Workflow:
+    workflow = Workflow("alone").node("first_rollout", run="rollout", role="first")
+    workflow = workflow.node("first_old", run="log_probs", role="first", after="first_rollout")
+    workflow = workflow.node("reward", run="reward", after="first_rollout")
+    workflow = workflow.node("gain", run="advantage", after="reward")
+    return workflow.node("first", run="update", role="first", after=["gain", "first_old"])
+
+
+def next_to_another() -> Workflow:
+    """The first policy is trained, and the second one only samples."""
+    workflow = Workflow("next").node("first_rollout", run="rollout", role="first")
+    workflow = workflow.node("second_rollout", run="rollout", role="second")
+    workflow = workflow.node("reward", run="reward", after=["first_rollout", "second_rollout"])
+    workflow = workflow.node("gain", run="advantage", after="reward", where={"agent": "first"})
+    workflow = workflow.node("first_old", run="log_probs", role="first", after="gain")
+    return workflow.node("first", run="update", role="first", after=["gain", "first_old"])
+
+
+WORKFLOWS = {"joined": joined, "apart": apart, "alone": alone, "next to another": next_to_another}
+CHANGES: Mapping[str, dict[str, object]] = {
+    "alone": {"models": {"first": tiny_model()}, "roles": {}},
+    "next to another": {"roles": {"second": {"rollout": {"temperature": 0.7}}}},
+}
+Walk = Callable[[str, str], list[list[Step]]]
+
+
+@pytest.fixture(scope="module")
+def walk(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    """What the ranks of a place see of each step of a workflow; each case is run once."""
+
+    @functools.cache
+    def walk(workflow: str, place: str) -> list[list[Step]]:
+        folder = tmp_path_factory.mktemp("walk")
+        (folder / "two.yaml").write_text(write_workflow(WORKFLOWS[workflow]()))
+        world_size, nodes = PLACES.get(place, (1, {}))
+        layout = {name: {"ranks": own} for name, own in nodes.items()}
+        own = {"workflow": str(folder / "two.yaml"), "layout": layout}
+        recipe = write_recipe(folder, tiny_model(), {**SETTINGS, **CHANGES.get(workflow, {}), **own})
+        return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
+
+    return walk
+
+
+@pytest.mark.parametrize("workflow", ["joined", "apart"])
+def test_both_policies_are_trained_and_their_metrics_name_them(walk: Walk, workflow: str) -> None:
+    first, second = (merged(walk(workflow, "1 rank"), step) for step in range(NUM_STEPS))
+    for role in ("first", "second"):
+        moved = [name for name, weights in first["weights"].items() if not second["weights"][name].equal(weights)]
+        assert any(name.startswith(f"{role}.") for name in moved), role
+        names = {f"{role}/loss", f"{role}/grad_norm", f"rollout/staleness/{role}", f"mismatch/kl/{role}"}
+        names |= {f"rollout/response_tokens/{role}", f"rollout/tokens_per_s/{role}"}
+        assert names <= second["numbers"].keys(), sorted(second["numbers"])
+    assert second["numbers"]["second/learning_rate"] == 3e-3
+    assert second["numbers"]["rollout/response_tokens/second"] <= 4
+    assert "reward/mean" in second["numbers"]
+    assert ("group/no_signal" in second["numbers"]) == (workflow == "joined")
+    assert ("group/no_signal/first" in second["numbers"]) == (workflow == "apart")
+
+
+@pytest.mark.parametrize(
+    ("workflow", "place"),
+    [
+        ("joined", "2 ranks"),
+        ("joined", "a policy on 0-1 and one on 2-3"),
+        ("apart", "samples on 0, updates on 1"),
+        pytest.param("apart", "2 ranks", marks=pytest.mark.thorough),
+        pytest.param("joined", "4 ranks", marks=pytest.mark.thorough),
+        pytest.param("apart", "a policy on 0-1 and one on 2-3", marks=pytest.mark.thorough),
+        pytest.param("joined", "samples on 0, updates on 1", marks=pytest.mark.thorough),
+    ],
+)
+def test_two_policies_learn_the_same_on_any_ranks(walk: Walk, workflow: str, place: str) -> None:
+    single, several = walk(workflow, "1 rank"), walk(workflow, place)
+    for step in range(NUM_STEPS):
+        expected, result = merged(single, step), merged(several, step)
+        for name, value in expected["numbers"].items():
+            if not name.startswith(CLOCKS):
+                other = result["numbers"][name]
+                assert other == pytest.approx(value, rel=1e-3, abs=1e-4), f"{name}, step {step + 1}"
+        assert expected["weights"].keys() == result["weights"].keys()
+        for name, weights in expected["weights"].items():
+            difference = (result["weights"][name] - weights).norm() / weights.norm().clamp(min=1e-3)
+            assert float(difference) < 1e-4, f"{name}, step {step + 1}"
+
+
+def test_a_policy_learns_the_same_next_to_one_that_is_not_trained(walk: Walk) -> None:
+    for step in range(NUM_STEPS):
+        expected, result = merged(walk("alone", "1 rank"), step), merged(walk("next to another", "1 rank"), step)
+        assert expected["weights"].keys() == result["weights"].keys()
+        assert all(result["weights"][name].equal(weights) for name, weights in expected["weights"].items())
+        assert result["numbers"]["first/loss"] == expected["numbers"]["first/loss"]
+        assert result["numbers"]["rollout/truncated/first"] == expected["numbers"]["rollout/truncated"]
