@@ -156,7 +156,10 @@ def cluster_page() -> str:
 
 def _section(section: type[BaseModel], key: str, description: str) -> Iterator[str]:
     heading = key.replace(
-        "<name>", {"models": "<role>", "roles": "<role>", "layout": "<node>"}.get(key.partition(".")[0], "<name>")
+        "<name>",
+        {"models": "<role>", "roles": "<role>", "layout": "<node>", "channels": "<node>"}.get(
+            key.partition(".")[0], "<name>"
+        ),
     )
     yield f"## `{heading}`" if "." not in heading or "<" in heading else f"### `{heading}`"
     yield cell(description, keep_lines=True)

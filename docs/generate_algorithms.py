@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple, get_args
 
-from generate_markup import cell, sections_of, table_of
+from generate_markup import cell, table_of
 
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.catalogue import entries
+from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.config.algorithm import AlgorithmConfig, KlConfig, refusals
 
 
@@ -121,11 +122,10 @@ def combinations() -> str:
 
 
 def _trials() -> Iterator[Trial]:
-    losses = sections_of(AlgorithmConfig.model_fields["policy_loss"].annotation)
     aggregations = get_args(AlgorithmConfig.model_fields["aggregation"].annotation)
     for advantage, loss, aggregation, (penalty, kl), estimator in product(
         ADVANTAGES.values(),
-        losses,
+        POLICY_LOSSES.values(),
         aggregations,
         PENALTIES.items(),
         get_args(KlConfig.model_fields["estimator"].annotation),

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput
+from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput, LossInputs, LossOutput, PolicyLoss
 
 
 class AgainstTheBest(Advantage):
@@ -40,17 +39,21 @@ class AgainstTheBest(Advantage):
         return AdvantageOutput(advantages, metrics={"best/distance": distances})
 
 
-def squared_ratio_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, lengths: Tensor) -> Tensor:
+class SquaredRatioLoss(PolicyLoss):
     """The ratio times the advantage, with a quadratic penalty on the change of the ratio instead of clipping.
 
-    Args:
-        log_probs: [total] log-probabilities under the current policy, with gradient.
-        old_log_probs: [total] log-probabilities before this step's updates.
-        advantages: [total] advantages.
-        lengths: [n] int64 response tokens of each sample, whose sum is `total`.
+    Formula: -ratio A + penalty (ratio - 1)^2.
 
-    Returns:
-        [total] loss of each token; `algorithm.aggregation` determines how they are averaged.
+    Source: this example.
     """
-    ratio = (log_probs - old_log_probs).clamp(-20, 20).exp()
-    return -ratio * advantages + 0.5 * (ratio - 1).square()
+
+    penalty: float = Field(default=0.5, ge=0)
+    """Weight of the penalty."""
+
+    metrics: ClassVar[Mapping[str, str]] = {"change": "mean squared change of the ratio"}
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        """Compute the loss of each token of a micro-batch; `algorithm.aggregation` determines how they are averaged."""
+        ratio = (inputs.log_probs - inputs.old_log_probs).clamp(-20, 20).exp()
+        change = (ratio - 1).square()
+        return LossOutput.without_clipping(-ratio * inputs.advantages + self.penalty * change, {"change": change})

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
-from pydantic import BaseModel
+from tests.end_to_end.own_algorithm import OwnLoss
 from torch import Tensor
 
-from leaderless.config.algorithm import AlgorithmConfig
-from leaderless.stages.losses import LossInputs, policy_loss
+from leaderless.algorithms import ChoiceInputs, LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms.losses import POLICY_LOSSES
+from leaderless.algorithms.policy_loss import compute
 
 LENGTHS = torch.tensor([4, 0, 1, 6, 3])
-OWN = "tests.end_to_end.own_algorithm"
-FUNCTIONS = {"policy_loss": f"{OWN}:own_loss"}
-
-
-def sections(field: str) -> dict[str, BaseModel]:
-    """One section of each type that a field accepts."""
-    union = get_args(AlgorithmConfig.model_fields[field].annotation)
-    kinds = [get_args(member)[0] for member in union]
-    found = {}
-    for kind in kinds:
-        name = kind.model_fields["type"].default
-        own = {"function": FUNCTIONS[field]} if name == "function" else {}
-        found[name] = kind(**own)
-    return found
-
-
-LOSSES = sections("policy_loss")
+LOSSES: dict[str, PolicyLoss] = {
+    **{name: kind.model_validate({}) for name, kind in POLICY_LOSSES.items()},
+    "custom": OwnLoss(type="tests.end_to_end.own_algorithm:OwnLoss", strength=2.0),
+}
 
 
 def tokens(dtype: torch.dtype = torch.float64) -> LossInputs:
@@ -38,21 +27,29 @@ def tokens(dtype: torch.dtype = torch.float64) -> LossInputs:
     new = old + 0.5 * torch.randn(len(old), generator=generator, dtype=torch.float64)
     gain = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64).repeat_interleave(LENGTHS)
     is_chosen = torch.rand(len(old), generator=generator) < 0.3
-    return LossInputs(new.to(dtype).requires_grad_(), old.to(dtype), gain.to(dtype), LENGTHS, is_chosen)
+    columns = {"rewards": torch.ones(len(old)), "truncated": is_chosen, "rollout_log_probs": old.to(dtype)}
+    new = new.to(dtype).requires_grad_()
+    return LossInputs(new, old.to(dtype), gain.to(dtype), LENGTHS, torch.ones_like(is_chosen), is_chosen, columns, 1)
 
 
 def part(inputs: LossInputs, samples: list[int]) -> LossInputs:
     """Some samples in a given order."""
     rows = torch.arange(int(LENGTHS.sum())).split(LENGTHS.tolist())
     index = torch.cat([rows[sample] for sample in samples])
-    new = inputs.log_probs.detach()[index].requires_grad_()
     return LossInputs(
-        new, inputs.old_log_probs[index], inputs.advantages[index], LENGTHS[samples], inputs.is_chosen[index]
+        inputs.log_probs.detach()[index].requires_grad_(),
+        inputs.old_log_probs[index],
+        inputs.advantages[index],
+        LENGTHS[samples],
+        inputs.is_counted[index],
+        inputs.is_chosen[index],
+        {name: values[index] for name, values in inputs.columns.items()},
+        inputs.step,
     )
 
 
 def loss_and_gradient(name: str, inputs: LossInputs) -> Tensor:
-    loss = policy_loss(LOSSES[name], inputs).loss
+    loss = compute(LOSSES[name], inputs).loss
     assert loss.shape == inputs.log_probs.shape
     (gradient,) = torch.autograd.grad(loss.sum(), inputs.log_probs)
     return torch.stack([loss.detach(), gradient])
@@ -70,9 +67,9 @@ def test_a_loss_depends_on_neither_order_nor_micro_batches(name: str) -> None:
         torch.testing.assert_close(loss_and_gradient(name, part(inputs, samples)), expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "function"])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_built_in_loss_of_half_precision_is_computed_in_single(name: str) -> None:
-    loss = policy_loss(LOSSES[name], tokens(torch.bfloat16)).loss
+    loss = compute(LOSSES[name], tokens(torch.bfloat16)).loss
     assert loss.dtype == torch.float32
 
 
@@ -80,9 +77,53 @@ def test_a_built_in_loss_of_half_precision_is_computed_in_single(name: str) -> N
 def test_better_tokens_become_likelier(name: str) -> None:
     inputs = tokens()
     gain = torch.ones_like(inputs.advantages)
-    same = LossInputs(
-        inputs.old_log_probs.clone().requires_grad_(), inputs.old_log_probs, gain, LENGTHS, inputs.is_chosen
-    )
+    on_policy = inputs.old_log_probs.clone().requires_grad_()
+    same = replace(inputs, log_probs=on_policy, advantages=gain)
     _, gradient = loss_and_gradient(name, same)
     assert (gradient <= 0).all()
     assert (gradient < 0).any()
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name].chooses_tokens])
+def test_a_choice_depends_on_neither_order_nor_ranks(name: str) -> None:
+    loss = LOSSES[name].model_copy(update={"fraction": 0.3, "lowest": 0.01})
+    inputs = tokens()
+    noise = torch.rand(len(inputs.advantages), generator=torch.Generator().manual_seed(2))
+    columns = (inputs.log_probs.detach(), inputs.advantages, noise)
+    chosen = loss.choose(ChoiceInputs(*columns, lambda values: values))
+    assert chosen.dtype == torch.bool
+    assert 0 < int(chosen.sum()) < len(chosen)
+    order = torch.randperm(len(noise), generator=torch.Generator().manual_seed(3))
+    other = loss.choose(ChoiceInputs(*(column[order] for column in columns), lambda values: values))
+    assert torch.equal(other, chosen[order])
+
+
+class Wrong(PolicyLoss):
+    """A loss that does not keep to what it declares."""
+
+    returned: str
+
+    metrics: ClassVar[dict[str, str]] = {"spread": "how far ratios are apart"}
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        right = LossOutput.without_clipping(-inputs.log_probs, {"spread": inputs.advantages})
+        return {
+            "a mean": replace(right, loss=right.loss.mean()),
+            "per response": replace(right, is_clipped=inputs.lengths > 1),
+            "no metric": replace(right, metrics={}),
+            "a short metric": replace(right, metrics={"spread": inputs.advantages[1:]}),
+        }[self.returned]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("a mean", r"type=m:Wrong returned a loss of shape \[\]: .* each response token, \[14\]"),
+        ("per response", r"returned is_clipped of shape \[5\]"),
+        ("no metric", r"returned the metrics \[\], but declares \['spread'\]"),
+        ("a short metric", r"the metric 'spread' of shape \[13\]"),
+    ],
+)
+def test_a_class_that_returns_something_else_than_it_declares_is_named(returned: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compute(Wrong(type="m:Wrong", returned=returned), tokens())

@@ -9,7 +9,8 @@ from tests.tiny import add_gradients, random_samples, tiny_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from leaderless.algorithms import Denominators, clipped_policy_loss, token_weights
+from leaderless.algorithms import Denominators, token_weights
+from leaderless.algorithms.losses.ppo import clipped_policy_loss
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch
 from leaderless.data.transport import Transport

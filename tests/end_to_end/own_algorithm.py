@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
+import torch
 from pydantic import Field
-from torch import Tensor
 
-from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput
+from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput, LossInputs, LossOutput, PolicyLoss
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.algorithm import AlgorithmConfig
 
@@ -42,6 +42,22 @@ class OwnAdvantage(Advantage):
         return AdvantageOutput(inputs.rewards - baseline, metrics={"own/baseline": baseline})
 
 
-def own_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, lengths: Tensor) -> Tensor:
-    """The unclipped surrogate."""
-    return -(log_probs - old_log_probs).exp() * advantages
+class OwnLoss(PolicyLoss):
+    """The unclipped surrogate, stronger for rewarded responses."""
+
+    strength: float = Field(default=1.0, gt=0)
+    """Factor of responses with a reward."""
+
+    reads: ClassVar[tuple[str, ...]] = ("rewards", "truncated", "rollout_log_probs")
+    metrics: ClassVar[Mapping[str, str]] = {"ratio": "mean ratio"}
+    is_per_response: ClassVar[bool] = True
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        """Compute the loss of each token of a micro-batch."""
+        rewards, is_cut = inputs.columns["rewards"], inputs.columns["truncated"]
+        assert rewards.shape == is_cut.shape == inputs.columns["rollout_log_probs"].shape == inputs.log_probs.shape
+        assert not is_cut.is_floating_point()
+        assert not inputs.columns["rollout_log_probs"][~inputs.is_counted].any()
+        ratio = (inputs.log_probs - inputs.old_log_probs).exp()
+        loss = -ratio * inputs.advantages * torch.where(rewards > 0, self.strength, 1.0)
+        return LossOutput.without_clipping(loss, {"ratio": ratio.detach()})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from examples.own_algorithm.algorithms import AgainstTheBest, squared_ratio_loss
+from examples.own_algorithm.algorithms import AgainstTheBest, SquaredRatioLoss
 from examples.own_data.convert import convert
 from examples.own_reward.rewards import digits_right, is_short
 from examples.own_workflow.workflow import informative
@@ -17,7 +17,7 @@ from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_additions
 
 from leaderless import RewardInput
-from leaderless.algorithms import AdvantageInputs
+from leaderless.algorithms import AdvantageInputs, LossInputs
 from leaderless.algorithms.advantage import compute
 from leaderless.config import load_recipe
 from leaderless.observability.console import Display
@@ -119,7 +119,12 @@ def test_own_algorithm_trains_with_its_classes(ranks: RankPool, tmp_path: Path) 
     assert output.advantages.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
     assert output.metrics["best/distance"].tolist() == [0, 1, 1, 0, 0]
     log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    squared_ratio_loss(log_probs, log_probs.detach(), torch.tensor([2.0, -1.0]), torch.tensor([2])).sum().backward()
+    loss = SquaredRatioLoss(type="examples.own_algorithm.algorithms:SquaredRatioLoss")
+    is_counted, lengths = torch.ones(2, dtype=torch.bool), torch.tensor([2])
+    tokens = LossInputs(
+        log_probs, log_probs.detach(), torch.tensor([2.0, -1.0]), lengths, is_counted, ~is_counted, {}, 1
+    )
+    loss.compute(tokens).loss.sum().backward()
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [-2, 1], "on policy, the plain policy gradient"
     # An untrained model writes a digit now and then, so that some groups have a signal.

@@ -35,7 +35,7 @@ PAGES = sorted(
 )
 MAX_IMAGE_BYTES = 300_000
 BLOCK = re.compile(r"(?:<!-- from: (?P<source>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
-NAMED_BY = {"models": "role", "layout": "node", "channels": "name"}
+NAMED_BY = {"models": "role", "layout": "node", "channels": "node"}
 ATTRIBUTES = {"batch.episode_ids", "batch.group_ids", "batch.ids", "batch.prompts"}
 """Attributes of a `Batch`, which only look like settings."""
 PLACEHOLDERS = {"RECIPE", "RUN", "COMMAND"}
@@ -273,9 +273,8 @@ def test_pages_name_settings_that_exist() -> None:
     setting = re.compile(r"`((?:" + "|".join(Recipe.model_fields) + r")(?:\.[a-z_]+)+)`")
     for page in PAGES:
         for name in setting.findall(page.read_text(encoding="utf-8")):
-            # A role has the settings of all roles.
-            general = re.sub(r"^roles\.[a-z_]+\.", "", name)
-            general = re.sub(rf"^({'|'.join(NAMED_BY)})\.[a-z_]+", lambda m: f"{m[1]}.<{NAMED_BY[m[1]]}>", general)
+            own = re.sub(r"^roles\.[a-z_]+\.", "", name)  # a role has the general settings
+            general = re.sub(rf"^({'|'.join(NAMED_BY)})\.[a-z_]+", lambda m: f"{m[1]}.<{NAMED_BY[m[1]]}>", own)
             assert {name, general} & known or name in ATTRIBUTES, f"{page.relative_to(ROOT)}: {name}"
 
 

@@ -15,7 +15,15 @@ from tests.unit.test_critic_stage import Table as Critic
 from tests.unit.test_decoupled_ppo import Table
 from torch import Tensor
 
-from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput, adapted_coefficient
+from leaderless.algorithms import (
+    Advantage,
+    AdvantageInputs,
+    AdvantageOutput,
+    LossInputs,
+    LossOutput,
+    PolicyLoss,
+    adapted_coefficient,
+)
 from leaderless.algorithms.advantages import ADVANTAGES as BUILT_IN
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
@@ -127,14 +135,16 @@ def test_what_stands_in_a_failed_row_changes_neither_gradient_nor_metrics(case, 
     assert not expected[0][of_failed].any()
 
 
-def constant_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, lengths: Tensor) -> Tensor:
+class ConstantLoss(PolicyLoss):
     """A loss that depends on no probability."""
-    return advantages
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        return LossOutput.without_clipping(inputs.advantages)
 
 
 def test_a_loss_that_depends_on_no_output_still_has_a_backward_pass() -> None:
     # Other ranks may have a loss that does, and their backward pass is collective.
-    algorithm = {"policy_loss": {"type": "function", "function": f"{__name__}:constant_loss"}}
+    algorithm = {"policy_loss": {"type": f"{__name__}:ConstantLoss"}}
     batch = samples()
     batch = batch.only(name for name in batch.names() if name != "ref_log_probs")
     gradient, _ = trained(batch, algorithm, numbers(9))

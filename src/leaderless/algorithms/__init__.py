@@ -13,11 +13,7 @@ from leaderless.algorithms.correction import importance_ratios as importance_rat
 from leaderless.algorithms.correction import is_within as is_within
 from leaderless.algorithms.correction import masked_weights as masked_weights
 from leaderless.algorithms.correction import truncated_weights as truncated_weights
-from leaderless.algorithms.covariance import choose_for_clip_cov as choose_for_clip_cov
-from leaderless.algorithms.covariance import clip_cov_loss as clip_cov_loss
 from leaderless.algorithms.covariance import covariances as covariances
-from leaderless.algorithms.covariance import kl_cov_loss as kl_cov_loss
-from leaderless.algorithms.covariance import threshold_of_top as threshold_of_top
 from leaderless.algorithms.groups import Groups as Groups
 from leaderless.algorithms.groups import count_groups as count_groups
 from leaderless.algorithms.groups import majority_is_correct as majority_is_correct
@@ -25,15 +21,10 @@ from leaderless.algorithms.groups import pass_at_k as pass_at_k
 from leaderless.algorithms.kl import KlEstimator as KlEstimator
 from leaderless.algorithms.kl import adapted_coefficient as adapted_coefficient
 from leaderless.algorithms.kl import kl_penalty as kl_penalty
+from leaderless.algorithms.policy_loss import ChoiceInputs as ChoiceInputs
+from leaderless.algorithms.policy_loss import LossInputs as LossInputs
+from leaderless.algorithms.policy_loss import LossOutput as LossOutput
 from leaderless.algorithms.policy_loss import PolicyLoss as PolicyLoss
-from leaderless.algorithms.policy_loss import cispo_loss as cispo_loss
-from leaderless.algorithms.policy_loss import clipped_policy_loss as clipped_policy_loss
-from leaderless.algorithms.policy_loss import clipped_value_loss as clipped_value_loss
-from leaderless.algorithms.policy_loss import cpgd_loss as cpgd_loss
-from leaderless.algorithms.policy_loss import gmpo_loss as gmpo_loss
-from leaderless.algorithms.policy_loss import gspo_loss as gspo_loss
-from leaderless.algorithms.policy_loss import reinforce_loss as reinforce_loss
-from leaderless.algorithms.policy_loss import sapo_loss as sapo_loss
 from leaderless.algorithms.returns import Moments as Moments
 from leaderless.algorithms.returns import overlong_penalty as overlong_penalty
 from leaderless.algorithms.returns import token_level_rewards as token_level_rewards
@@ -45,3 +36,4 @@ from leaderless.algorithms.segments import repeat_per_token as repeat_per_token
 from leaderless.algorithms.segments import segment_mean as segment_mean
 from leaderless.algorithms.segments import segment_sum as segment_sum
 from leaderless.algorithms.segments import unpack as unpack
+from leaderless.algorithms.value_loss import clipped_value_loss as clipped_value_loss

@@ -16,31 +16,20 @@ from leaderless.algorithms import (
     correction,
     covariance,
     kl,
-    policy_loss,
     returns,
+    value_loss,
 )
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.algorithm import Algorithm
+from leaderless.algorithms.losses import POLICY_LOSSES
 
 Function = Callable[..., object]
 
 FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
     "reward": (returns.token_level_rewards, returns.overlong_penalty),
     "whitening": (returns.whiten,),
-    "policy loss": (
-        policy_loss.reinforce_loss,
-        policy_loss.clipped_policy_loss,
-        policy_loss.gspo_loss,
-        policy_loss.gmpo_loss,
-        policy_loss.cispo_loss,
-        policy_loss.sapo_loss,
-        policy_loss.cpgd_loss,
-        covariance.clip_cov_loss,
-        covariance.kl_cov_loss,
-        covariance.covariances,
-        covariance.choose_for_clip_cov,
-    ),
-    "value loss": (policy_loss.clipped_value_loss,),
+    "value loss": (value_loss.clipped_value_loss,),
+    "covariance": (covariance.covariances,),
     "KL": (kl.kl_penalty, kl.adapted_coefficient),
     "aggregation": (aggregation.token_weights,),
     "correction": (
@@ -51,7 +40,7 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
     ),
 }
 """Functions that several algorithms share, by kind; one that offers several variants lists them in its docstring."""
-CLASSES: Mapping[str, Mapping[str, type[Algorithm]]] = {"advantage": ADVANTAGES}
+CLASSES: Mapping[str, Mapping[str, type[Algorithm]]] = {"advantage": ADVANTAGES, "policy loss": POLICY_LOSSES}
 """Algorithms that a setting's `type` selects, by kind."""
 
 

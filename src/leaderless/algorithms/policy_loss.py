@@ -1,12 +1,14 @@
-"""Losses of the policy and of the critic, token by token.
+"""What a policy loss is given, what it returns, and what it declares.
 
-All of them take packed response tokens, those of one sample after those of another, and return the loss of each token:
+The functions that compute losses take packed response tokens, those of one sample after those of another, and return
+the loss of each token:
 
 - `log_probs`: [total] under the current policy, with gradient.
 - `old_log_probs`: [total] under the policy before this step's updates. The ratio is the probability under the current
   policy over that under the old one.
 - `advantages`: [total].
 - `lengths`: [n] int64, response tokens of each sample, summing to `total`.
+- `is_chosen`: [total] bool, tokens that the loss treats differently.
 - `clip_low`, `clip_high`: range of the ratio, from 1 - clip_low, with clip_low between 0 and 1, to 1 + clip_high, with
   clip_high above 0.
 
@@ -18,211 +20,130 @@ others.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
+from leaderless.algorithms.algorithm import Algorithm, check_declared
 from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.segments import (
-    log_ratio_of,
-    ratio_of,
-    repeat_per_token,
-    segment_mean,
-    widen,
-    with_gradient_of,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from leaderless.config.algorithm import AlgorithmConfig
+
 
 @dataclass(frozen=True)
-class PolicyLoss:
-    """The loss of each token, and which tokens it clips.
+class LossInputs:
+    """The response tokens of a micro-batch, those of one sample after those of another, all on one device.
+
+    Attributes:
+        log_probs: [total] under the current policy, with gradient.
+        old_log_probs: [total] under the policy before this step's updates.
+        advantages: [total].
+        lengths: [n] int64, response tokens of each sample, summing to `total`.
+        is_counted: [total] bool, tokens that count in the mean; all values of the others are 0.
+        is_chosen: [total] bool, tokens that the class has chosen; none if it chooses none.
+        columns: Columns that the class names in `reads`, by name, [total, ...]; the value of a sample stands at each of
+            its tokens.
+        step: Number of the step, from 1.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    lengths: Tensor
+    is_counted: Tensor
+    is_chosen: Tensor
+    columns: Mapping[str, Tensor]
+    step: int
+
+
+@dataclass(frozen=True)
+class ChoiceInputs:
+    """The tokens of this rank's mini-batch that count.
+
+    Attributes:
+        log_probs: [total] under the current policy, without gradient.
+        advantages: [total].
+        noise: [total], uniform between 0 and 1, and determined by sample and position.
+        sum_over_ranks: Function that sums a tensor over all ranks, which call it equally often.
+    """
+
+    log_probs: Tensor
+    advantages: Tensor
+    noise: Tensor
+    sum_over_ranks: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of each token, and what is reported about it.
 
     Attributes:
         loss: [total], at least float32.
         is_clipped: [total] bool, tokens whose gradient is removed or cut.
+        metrics: [total] each, without gradient, by the name of the metric, which is their mean over the tokens that
+            count, on all ranks and in all updates of a step.
     """
 
     loss: Tensor
     is_clipped: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def without_clipping(cls, loss: Tensor, metrics: Mapping[str, Tensor] | None = None) -> LossOutput:
+        """A loss, [total], that cuts the gradient of no token."""
+        return cls(loss, torch.zeros_like(loss, dtype=torch.bool), metrics or {})
 
 
-def clipped_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float = math.inf,
-) -> PolicyLoss:
-    """The clipped surrogate of PPO and GRPO, with clip-higher and dual clip.
+class PolicyLoss(Algorithm):
+    """A loss of the policy. The names of its metrics are reported after that of the role, as in `policy/clip_fraction`.
 
-    Formula: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), at most -dual_clip A if A < 0.
-
-    Source: PPO, arXiv 1707.06347, equation 7; GRPO, arXiv 2402.03300, equation 3; clip-higher: DAPO, arXiv 2503.14476,
-    equation 10; dual clip: Ye et al., arXiv 1912.09729, equation 5.
-
-    `dual_clip`, above 1 + clip_high, is the largest ratio for tokens with a negative advantage.
+    Attributes:
+        is_per_response: Whether it judges a response as a whole.
+        chooses_tokens: Whether it treats some tokens of a mini-batch differently, which `choose` finds.
     """
-    log_ratio = log_ratio_of(log_probs, old_log_probs)
-    return clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+    is_per_response: ClassVar[bool] = False
+    chooses_tokens: ClassVar[bool] = False
+
+    @abstractmethod
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        """Compute the loss of each token of a micro-batch.
+
+        It is averaged as `algorithm.aggregation` says. The correction, the KL penalty and the entropy bonus are added
+        afterwards.
+        """
+
+    def choose(self, inputs: ChoiceInputs) -> Tensor:
+        """Choose the tokens that the loss treats differently, [total] bool, before each update."""
+        return torch.zeros_like(inputs.log_probs, dtype=torch.bool)
+
+    def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
+        """Reasons why it cannot be combined with other settings of the algorithm: a mean other than over responses."""
+        if self.is_per_response and algorithm.aggregation != "sequence_mean_token_mean":
+            yield (
+                f"algorithm.aggregation={algorithm.aggregation} does not go with policy_loss.type={self.type}, which "
+                "is defined as a mean over responses: use sequence_mean_token_mean"
+            )
 
 
-def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = math.inf
-) -> PolicyLoss:
-    """The clipped surrogate of a given log-ratio; see `clipped_policy_loss`."""
-    ratio, advantages = ratio_of(log_ratio), widen(advantages)
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    gain, is_clipped = torch.minimum(unclipped, clipped), unclipped > clipped
-    if math.isfinite(dual_clip):
-        lowest = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-        gain, is_clipped = torch.maximum(gain, lowest), is_clipped | (gain < lowest)
-    return PolicyLoss(-gain, is_clipped)
+def compute(loss: PolicyLoss, inputs: LossInputs) -> LossOutput:
+    """Compute a loss.
 
-
-def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
-    """The plain policy gradient.
-
-    Formula: -A log p.
-
-    Source: Williams, "Simple statistical gradient-following algorithms", 1992; GPG, arXiv 2504.02546, uses it without
-    clipping or ratio.
+    Raises:
+        ValueError: The class returns something else than it declares.
     """
-    return PolicyLoss(-advantages * widen(log_probs), torch.zeros_like(advantages, dtype=torch.bool))
-
-
-def cispo_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> PolicyLoss:
-    """The policy gradient, weighted by a clipped ratio without gradient, so that no token loses its gradient.
-
-    Formula: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p.
-
-    Source: CISPO in MiniMax-M1, arXiv 2506.13585, section 3.1.
-
-    As in the paper, clip_low = 1 means no lower bound.
-    """
-    ratio = ratio_of(log_ratio_of(log_probs, old_log_probs)).detach()
-    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return PolicyLoss(-weight * advantages * widen(log_probs), (weight != ratio) & (advantages != 0))
-
-
-def sapo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    temperature_positive: float,
-    temperature_negative: float,
-) -> PolicyLoss:
-    """A soft gate instead of clipping, with one temperature t > 0 for A > 0 and another for A <= 0.
-
-    At ratio 1 it has the gradient of -ratio A. No token counts as clipped.
-
-    Formula: -(4 / t) sigmoid(t (ratio - 1)) A.
-
-    Source: SAPO, arXiv 2511.20347.
-    """
-    ratio = ratio_of(log_ratio_of(log_probs, old_log_probs))
-    temperature = torch.full_like(ratio, temperature_negative).masked_fill(advantages > 0, temperature_positive)
-    gate = (temperature * (ratio - 1)).sigmoid() * 4 / temperature
-    return PolicyLoss(-gate * advantages, torch.zeros_like(advantages, dtype=torch.bool))
-
-
-def cpgd_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    drift_coefficient: float,
-    drift_clip: float,
-) -> PolicyLoss:
-    """A clipped log-ratio in place of the ratio, and a penalty D for drifting away from the old policy.
-
-    D has the value of the k3 estimate of KL(old || current), e^x - 1 - x, and its gradient (e^x - 1) times that of
-    log p, the factor cut at drift_clip > 0. As a logarithm is taken of 1 - clip_low, clip_low is below 1.
-
-    Formula: -min(x A, clip(x, log(1 - clip_low), log(1 + clip_high)) A) + drift_coefficient D, with x the log-ratio.
-
-    Source: CPGD, arXiv 2505.12504. The paper has one clip range for both sides; equal ones give it. Only the
-    exponential in D is cut at +-20: x itself cannot overflow, and tokens far from the old policy keep their gradient.
-    """
-    log_ratio = log_ratio_of(log_probs, old_log_probs)
-    unclipped = log_ratio * advantages
-    clipped = log_ratio.clamp(math.log(1 - clip_low), math.log(1 + clip_high)) * advantages
-    excess = ratio_of(log_ratio).detach() - 1
-    drift = with_gradient_of(excess - log_ratio, excess.clamp(max=drift_clip) * widen(log_probs))
-    return PolicyLoss(drift_coefficient * drift - torch.minimum(unclipped, clipped), unclipped > clipped)
-
-
-def gspo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    lengths: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> PolicyLoss:
-    """The clipped surrogate with the ratio s of whole responses.
-
-    Each token has the value of s and the gradient of its own probability (GSPO-token). If all tokens of a response
-    share one advantage, as in group-relative methods, value and gradient are those of GSPO.
-
-    Formula: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), with s = exp(mean of the response's log-ratios).
-
-    Source: GSPO, arXiv 2507.18071, equations 13 and 14 (GSPO-token); the same as equation 5 if A is per response.
-    """
-    log_ratio = log_ratio_of(log_probs, old_log_probs)
-    mean = repeat_per_token(segment_mean(log_ratio.detach(), lengths), lengths)
-    return clipped_surrogate(with_gradient_of(mean, log_ratio), advantages, clip_low=clip_low, clip_high=clip_high)
-
-
-def gmpo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    lengths: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> PolicyLoss:
-    """The geometric mean of the tokens' ratios times the advantage, each ratio clipped by itself.
-
-    Formula: -A exp(mean of c), with c the log-ratio, at most clip_high if A > 0 and at least -clip_low if A < 0.
-
-    Source: GMPO, arXiv 2507.20673: the clipped product of its objective. For A < 0 its published code cuts at the other
-    bound, which has the same value in all its experiments; this follows the paper. The bounds are those of the
-    log-ratio: the paper's range (e^-0.4, e^0.4) is 0.4 and 0.4.
-
-    All tokens of a response have the same advantage, and get the same loss.
-    """
-    log_ratio = log_ratio_of(log_probs, old_log_probs)
-    clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    mean = repeat_per_token(segment_mean(clipped, lengths), lengths)
-    return PolicyLoss(-ratio_of(mean) * advantages, (clipped != log_ratio) & (advantages != 0))
-
-
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> PolicyLoss:
-    """Half the squared error of a critic, or of its clipped value where that is larger.
-
-    Formula: max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2.
-
-    Source: PPO's published code; written out in "The 37 Implementation Details of PPO", 2022, detail 9.
-
-    The inputs, [total] each, are the values v by the current critic, with gradient, those by the critic before this
-    step's updates, and the targets R. `clip` is the largest change c of a value in one step; infinity gives the plain
-    squared error.
-    """
-    values, old_values, returns = widen(values), widen(old_values), widen(returns)
-    # Clamp to bounds rather than add a clipped change: within them, the clipped value is exactly the value.
-    moved = torch.clamp(values, old_values - clip, old_values + clip)
-    plain, clipped = (values - returns).square(), (moved - returns).square()
-    return PolicyLoss(0.5 * torch.maximum(plain, clipped), clipped > plain)
+    output = loss.compute(inputs)
+    parts = {"a loss": output.loss, "is_clipped": output.is_clipped}
+    parts |= {f"the metric '{name}'": values for name, values in output.metrics.items()}
+    for name, values in parts.items():
+        if values.shape != inputs.log_probs.shape:
+            raise ValueError(
+                f"algorithm.policy_loss.type={loss.type} returned {name} of shape {list(values.shape)}: there must be "
+                f"one value for each response token, [{len(inputs.log_probs)}]"
+            )
+    check_declared(loss, "metrics", output.metrics, loss.metrics)
+    return output

@@ -2,160 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from leaderless.algorithms.advantage import Advantage
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.advantages.grpo import GrpoAdvantage
+from leaderless.algorithms.losses import POLICY_LOSSES
+from leaderless.algorithms.losses.ppo import PpoLoss
+from leaderless.algorithms.policy_loss import PolicyLoss
 from leaderless.algorithms.registry import union_of
 from leaderless.config.base import Section
-from leaderless.config.functions import is_function_name
 
 if TYPE_CHECKING:
     AnyAdvantage = Advantage
+    AnyPolicyLoss = PolicyLoss
 else:
     AnyAdvantage = union_of(ADVANTAGES, Advantage, default="grpo")
-
-
-def _type_or(default: str) -> Callable[[object], object]:
-    """A function that returns the `type` in a section's settings, or the default."""
-    return lambda value: value.get("type", default) if isinstance(value, Mapping) else getattr(value, "type", None)
-
-
-class FunctionSection(Section):
-    """A custom function."""
-
-    function: str
-    """The function, as `package.module:function`."""
-
-    @field_validator("function")
-    @classmethod
-    def _is_function_name(cls, value: str) -> str:
-        if not is_function_name(value):
-            raise ValueError("must look like package.module:function")
-        return value
-
-
-class PpoLoss(Section):
-    """The clipped ratio objective."""
-
-    type: Literal["ppo"] = "ppo"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip range: the ratio is at least 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip range: the ratio is at most 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Largest ratio for tokens with negative advantage; unlimited by default."""
-
-
-class ReinforceLoss(Section):
-    """The plain policy gradient, without ratio or clipping."""
-
-    type: Literal["reinforce"] = "reinforce"
-
-
-class GspoLoss(Section):
-    """The clipped objective with the ratio of whole responses."""
-
-    type: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    """Lower clip range: the ratio is at least 1 - clip_low."""
-    clip_high: float = Field(default=4e-4, gt=0)
-    """Upper clip range: the ratio is at most 1 + clip_high."""
-
-
-class GmpoLoss(Section):
-    """The geometric mean of the tokens' clipped ratios."""
-
-    type: Literal["gmpo"] = "gmpo"
-    clip_low: float = Field(default=0.4, gt=0)
-    """Lower clip range: the log-ratio is at least -clip_low."""
-    clip_high: float = Field(default=0.4, gt=0)
-    """Upper clip range: the log-ratio is at most clip_high."""
-
-
-class CispoLoss(Section):
-    """The policy gradient weighted by a clipped ratio."""
-
-    type: Literal["cispo"] = "cispo"
-    clip_low: float = Field(default=1.0, gt=0, le=1)
-    """Lower clip range: the ratio is at least 1 - clip_low; 1 for no bound."""
-    clip_high: float = Field(default=4.0, gt=0)
-    """Upper clip range: the ratio is at most 1 + clip_high."""
-
-
-class CpgdLoss(Section):
-    """A clipped log-ratio, and a penalty for drifting away from the old policy."""
-
-    type: Literal["cpgd"] = "cpgd"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip range: the log-ratio is at least log(1 - clip_low)."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip range: the log-ratio is at most log(1 + clip_high)."""
-    drift_coefficient: float = Field(default=0.1, ge=0)
-    """Weight of the penalty for policy drift."""
-    drift_clip: float = Field(default=1.0, gt=0)
-    """Largest factor in the penalty's gradient."""
-
-
-class SapoLoss(Section):
-    """A soft gate instead of clipping."""
-
-    type: Literal["sapo"] = "sapo"
-    temperature_positive: float = Field(default=1.0, gt=0)
-    """How fast the gate closes for tokens of positive advantage."""
-    temperature_negative: float = Field(default=1.05, gt=0)
-    """How fast the gate closes for all others."""
-
-
-class ClipCovLoss(Section):
-    """The clipped ratio objective, without the gradient of some tokens of high covariance."""
-
-    type: Literal["clip_cov"] = "clip_cov"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip range: the ratio is at least 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip range: the ratio is at most 1 + clip_high."""
-    fraction: float = Field(default=2e-4, gt=0, lt=1)
-    """Share of all tokens that lose their gradient."""
-    lowest: float = Field(default=1.0, gt=0)
-    """Least covariance of such a token."""
-    highest: float = Field(default=5.0, gt=0)
-    """Largest covariance of such a token."""
-
-
-class KlCovLoss(Section):
-    """The ratio objective with a penalty at the tokens of highest covariance."""
-
-    type: Literal["kl_cov"] = "kl_cov"
-    fraction: float = Field(default=2e-3, gt=0, lt=1)
-    """Share of all tokens that are penalized; at least one token is."""
-    coefficient: float = Field(default=1.0, gt=0)
-    """Weight of the penalty."""
-
-
-class FunctionLoss(FunctionSection):
-    """A custom function of (log_probs, old_log_probs, advantages, lengths) that returns [total] losses."""
-
-    type: Literal["function"] = "function"
-
-
-PolicyLossConfig = Annotated[
-    Annotated[PpoLoss, Tag("ppo")]
-    | Annotated[ReinforceLoss, Tag("reinforce")]
-    | Annotated[GspoLoss, Tag("gspo")]
-    | Annotated[GmpoLoss, Tag("gmpo")]
-    | Annotated[CispoLoss, Tag("cispo")]
-    | Annotated[CpgdLoss, Tag("cpgd")]
-    | Annotated[SapoLoss, Tag("sapo")]
-    | Annotated[ClipCovLoss, Tag("clip_cov")]
-    | Annotated[KlCovLoss, Tag("kl_cov")]
-    | Annotated[FunctionLoss, Tag("function")],
-    Discriminator(_type_or("ppo")),
-]
+    AnyPolicyLoss = union_of(POLICY_LOSSES, PolicyLoss, default="ppo")
 
 
 class KlConfig(Section):
@@ -227,7 +92,7 @@ class AlgorithmConfig(Section):
 
     advantage: AnyAdvantage = GrpoAdvantage()
     """Advantage computed from rewards."""
-    policy_loss: PolicyLossConfig = PpoLoss()
+    policy_loss: AnyPolicyLoss = PpoLoss()
     """Loss of the policy."""
     kl: KlConfig = KlConfig()
     """The KL penalty towards the reference."""
@@ -258,32 +123,25 @@ class AlgorithmConfig(Section):
         """Whether anything depends on the reference's log-probabilities."""
         return self.kl.coefficient > 0
 
+    @property
+    def is_penalized_in_loss(self) -> bool:
+        """Whether the KL penalty is a term of the loss."""
+        return self.uses_reference and self.kl.place == "loss"
 
-SEQUENCE_LOSSES = ("gspo", "gmpo")
-"""Losses that judge a response as a whole."""
+    @property
+    def is_penalized_in_reward(self) -> bool:
+        """Whether the KL penalty is subtracted from the rewards."""
+        return self.uses_reference and self.kl.place == "reward"
 
 
 def refusals(algorithm: AlgorithmConfig) -> list[str]:
     """Why an advantage, a loss, an aggregation and a penalty cannot be combined; empty if they can."""
-    loss, advantage, kl = algorithm.policy_loss.type, algorithm.advantage.type, algorithm.kl
-    found: list[str] = []
-    if loss in SEQUENCE_LOSSES and algorithm.aggregation != "sequence_mean_token_mean":
-        found.append(
-            f"algorithm.aggregation={algorithm.aggregation} does not go with policy_loss.type={loss}, which is defined "
-            "as a mean over responses: use sequence_mean_token_mean"
-        )
-    if loss == "gmpo" and algorithm.advantage.is_per_token:
-        found.append(
-            f"algorithm.policy_loss.type=gmpo needs one advantage for all tokens of a response, and "
-            f"advantage.type={advantage} gives each token its own: use ppo, or another advantage"
-        )
-    found += algorithm.advantage.refusals(algorithm)
+    kl = algorithm.kl
+    found = [*algorithm.policy_loss.refusals(algorithm), *algorithm.advantage.refusals(algorithm)]
     if kl.place == "reward" and kl.unbiased_gradient:
         found.append("algorithm.kl.unbiased_gradient does nothing with kl.place=reward, as rewards have no gradient")
     if kl.target is not None and kl.coefficient == 0:
         found.append("algorithm.kl.target needs kl.coefficient > 0: a weight of 0 stays 0 whatever it is multiplied by")
     if algorithm.correction.lowest > algorithm.correction.highest:
         found.append("algorithm.correction.lowest is above highest, which would drop every token")
-    if isinstance(algorithm.policy_loss, ClipCovLoss) and algorithm.policy_loss.lowest > algorithm.policy_loss.highest:
-        found.append("algorithm.policy_loss.lowest is above highest, so that no token could be chosen")
     return found

@@ -62,7 +62,7 @@ def _shaped_rewards(batch: Batch, context: StageContext) -> tuple[Tensor, Tensor
         penalty = algorithms.overlong_penalty(lengths, max_tokens=longest, buffer_tokens=buffer)
         context.metrics.mean("reward/overlong_penalty", penalty[is_reported].sum(), is_reported.sum())
         rewards = torch.where(is_valid, rewards + penalty, 0.0)
-    if algorithm.kl.place == "loss" or not algorithm.uses_reference:
+    if not algorithm.is_penalized_in_reward:
         return rewards, torch.zeros(int(lengths.sum()))
     old, reference = batch.jagged("old_log_probs").values, batch.jagged("ref_log_probs").values
     divergence = algorithms.kl_penalty(old, reference, algorithm.kl.estimator)

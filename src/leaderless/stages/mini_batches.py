@@ -127,3 +127,8 @@ def metric_name(context: StageContext, measure: str) -> str:
 def take(values: Tensor, micro_batch: MicroBatch, like: Tensor) -> Tensor:
     """A column of response tokens in the order of a micro-batch, on the device of `like`."""
     return values[micro_batch.response_index].to(like.device)
+
+
+def only(values: Tensor, is_counted: Tensor) -> Tensor:
+    """Values of tokens, [total, ...], with 0 in place of those of tokens that do not count, [total] bool."""
+    return torch.where(is_counted.view(-1, *[1] * (values.ndim - 1)), values, values.new_zeros(()))

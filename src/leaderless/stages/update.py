@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from leaderless.algorithms import Moments, clipped_value_loss, kl_penalty, repeat_per_token
+from leaderless.algorithms import ChoiceInputs, LossInputs, Moments, clipped_value_loss, kl_penalty, repeat_per_token
+from leaderless.algorithms.policy_loss import compute
 from leaderless.data.batch import Batch, ragged_index
 from leaderless.models.scoring import Entropy
 from leaderless.observability.metrics import Largest, Mean
@@ -23,6 +25,7 @@ from leaderless.stages.mini_batches import (
     make_update,
     metric_name,
     mini_batches,
+    only,
     take,
 )
 from leaderless.training.micro_batches import MicroBatch
@@ -58,9 +61,10 @@ def update(batch: Batch, context: StageContext) -> Batch:
         return batch
     counted = Counted.of(batch, counted_samples(batch, context), context)
     for mini_batch in mini_batches(batch, counted, algorithm.aggregation, context):
-        loss_of = partial(_policy_gradient_loss, context, mini_batch, _choose(mini_batch, context))
+        own = losses.token_columns(mini_batch.rows, algorithm.policy_loss.reads)
+        loss_of = partial(_policy_gradient_loss, context, mini_batch, own, _choose(mini_batch, context))
         make_update(engine, mini_batch, loss_of, context)
-    if "ref_log_probs" in batch:
+    if algorithm.is_penalized_in_loss:
         sampled = batch.jagged("rollout_log_probs")
         divergence = kl_penalty(sampled.values, batch.jagged("ref_log_probs").values, algorithm.kl.estimator)
         divergence = divergence[repeat_per_token(counted.is_counted, sampled.lengths)]
@@ -88,7 +92,8 @@ def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
     """[total] bool: tokens that the loss treats differently, among those that count; none for most losses."""
     recipe, rows, is_counted = context.recipe, mini_batch.rows, mini_batch.weights > 0
     is_chosen = torch.zeros_like(is_counted)
-    if not losses.needs_chosen_tokens(recipe.algorithm.policy_loss):
+    loss = recipe.algorithm.policy_loss
+    if not loss.chooses_tokens:
         return is_chosen
     advantages = rows.jagged("advantages")
     if mini_batch.number == 1 and "old_log_probs" in rows:
@@ -99,14 +104,18 @@ def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
     # Independent of the noise that sampled the tokens.
     noise = uniform_noise(recipe.seed + context.step * 2**32, repeat_per_token(rows.ids, advantages.lengths), positions)
     columns = (scores.values[is_counted], advantages.values[is_counted], noise[is_counted])
-    is_chosen[is_counted] = losses.chosen_tokens(recipe.algorithm.policy_loss, *columns, context.sum)
+    is_chosen[is_counted] = loss.choose(ChoiceInputs(*columns, context.sum))
     return is_chosen
 
 
 def _policy_gradient_loss(
-    context: StageContext, mini_batch: MiniBatch, is_chosen: Tensor, micro_batch: MicroBatch
+    context: StageContext,
+    mini_batch: MiniBatch,
+    own: Mapping[str, Tensor],
+    is_chosen: Tensor,
+    micro_batch: MicroBatch,
 ) -> Loss:
-    """The policy loss of a micro-batch, with its penalties."""
+    """The policy loss of a micro-batch, with its penalties; `own` are the columns that the loss itself reads."""
     config, metrics = context.recipe.algorithm, dict[str, Mean | Largest]()
     entropy: Entropy = "gradient" if config.entropy_coefficient > 0 else "value"
     outputs = context.role.train_engine.forward(micro_batch, context.recipe.rollout.temperature, entropy)
@@ -122,8 +131,17 @@ def _policy_gradient_loss(
     lengths = micro_batch.response_lengths.to(new.device)
     # Without other updates in the step, the policy before them is the policy itself.
     old = columns.get("old_log_probs", new.detach())
-    inputs = losses.LossInputs(new, old, columns["advantages"], lengths, take(is_chosen, micro_batch, new))
-    policy = losses.policy_loss(config.policy_loss, inputs)
+    inputs = LossInputs(
+        log_probs=new,
+        old_log_probs=old,
+        advantages=columns["advantages"],
+        lengths=lengths,
+        is_counted=is_counted,
+        is_chosen=take(is_chosen, micro_batch, new),
+        columns={name: only(take(values, micro_batch, new), is_counted) for name, values in own.items()},
+        step=context.step,
+    )
+    policy = compute(config.policy_loss, inputs)
     correction = losses.correction_weights(config.correction, old, columns["rollout_log_probs"], lengths)
     loss = correction * policy.loss
 
@@ -131,7 +149,7 @@ def _policy_gradient_loss(
         """Report the mean over the tokens that count."""
         metrics[name] = Mean(torch.where(is_counted, values, 0).sum(), is_counted.sum())
 
-    if "ref_log_probs" in columns:
+    if config.is_penalized_in_loss:
         kl, reference = config.kl, columns["ref_log_probs"]
         penalty = kl_penalty(new, reference, kl.estimator, unbiased_gradient=kl.unbiased_gradient)
         loss = loss + losses.kl_coefficient(context) * penalty
@@ -140,6 +158,8 @@ def _policy_gradient_loss(
         loss = loss - config.entropy_coefficient * torch.where(is_counted, outputs.entropies, 0.0)
     report(metric_name(context, "clip_fraction"), policy.is_clipped)
     report(metric_name(context, "entropy"), outputs.entropies.detach())
+    for name, values in policy.metrics.items():
+        report(metric_name(context, name), values.detach())
     if config.correction.type != "none":
         report("correction/weight", correction)
         report("correction/dropped", correction == 0)

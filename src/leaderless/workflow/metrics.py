@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from leaderless.algorithms.advantages import ADVANTAGES
+from leaderless.algorithms.algorithm import Algorithm
+from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.config import RecipeError, nearest
 from leaderless.workflow.stages import spec_of
 
@@ -25,6 +27,16 @@ class Metric(NamedTuple):
 _ROUNDS = "a workflow that repeats nodes, such as `dapo`"
 _CRITIC = "a workflow with a critic, such as `ppo`"
 _EVALUATION = "`evaluation.every_steps` above 0"
+
+
+def _of(setting: str, types: Mapping[str, type[Algorithm]], prefix: str = "") -> dict[str, Metric]:
+    """The metrics that the types of a setting of the algorithm declare."""
+    return {
+        f"{prefix}{name}": Metric(meaning, f"`algorithm.{setting}.type` set to `{kind}`")
+        for kind, found in types.items()
+        for name, meaning in found.metrics.items()
+    }
+
 
 METRICS: dict[str, Metric] = {
     "evaluation/mean@<k>": Metric("share of correct responses on held-out prompts", _EVALUATION),
@@ -59,11 +71,7 @@ METRICS: dict[str, Metric] = {
     "rollout/tokens_per_s": Metric("sampled tokens per second of rollout, over all ranks"),
     "rollout/staleness": Metric("mean number of optimizer updates between sampling a response and training on it"),
     "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
-    **{
-        name: Metric(meaning, f"`algorithm.advantage.type` set to `{kind}`")
-        for kind, advantage in ADVANTAGES.items()
-        for name, meaning in advantage.metrics.items()
-    },
+    **_of("advantage", ADVANTAGES),
     "sampling/kept": Metric("groups that dynamic sampling kept", _ROUNDS),
     "sampling/dropped_all_right": Metric("groups that it dropped because all rewards were equal and above 0", _ROUNDS),
     "sampling/dropped_all_wrong": Metric(
@@ -78,6 +86,7 @@ METRICS: dict[str, Metric] = {
     "<role>/learning_rate": Metric("largest learning rate of the step's updates"),
     "<role>/entropy": Metric("entropy of the next token, in nats, averaged over tokens"),
     "<role>/clip_fraction": Metric("share of tokens whose gradient the loss clips"),
+    **_of("policy_loss", POLICY_LOSSES, "<role>/"),
     "<role>/kl": Metric(
         "divergence from the reference in the loss, in nats per token",
         "`algorithm.kl.coefficient` above 0 and `algorithm.kl.place` set to `loss`",

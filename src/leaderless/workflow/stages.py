@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from leaderless.config import RecipeError, nearest
 from leaderless.config.data import TrainingSetConfig
 from leaderless.config.functions import is_function_name, load_function
-from leaderless.workflow.columns import EPISODE_IDS
+from leaderless.workflow.columns import COLUMNS, EPISODE_IDS
 from leaderless.workflow.stage import STAGE_ATTRIBUTE, StageSpec
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     algorithm = recipe.algorithm
     if recipe.batch.updates_per_step > 1:
         columns.append("old_log_probs")
-    if algorithm.uses_reference and algorithm.kl.place == "loss":
+    if algorithm.is_penalized_in_loss:
         columns.append("ref_log_probs")
-    return columns + _filter_reads(recipe)
+    return list(dict.fromkeys([*columns, *algorithm.policy_loss.reads, *_filter_reads(recipe)]))
 
 
 def _filter_reads(recipe: Recipe) -> list[str]:
@@ -55,7 +55,7 @@ def _filter_reads(recipe: Recipe) -> list[str]:
 def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rewards", "reward_valid", "response_lengths"]
     algorithm = recipe.algorithm
-    if algorithm.uses_reference and algorithm.kl.place == "reward":
+    if algorithm.is_penalized_in_reward:
         columns += ["old_log_probs", "ref_log_probs"]
     if algorithm.advantage.stage == node.run:
         columns += algorithm.advantage.reads
@@ -79,16 +79,21 @@ def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     algorithm, names = recipe.algorithm, ["group/no_signal"]
     if algorithm.overlong.buffer_tokens:
         names.append("reward/overlong_penalty")
-    if algorithm.uses_reference and algorithm.kl.place == "reward":
+    if algorithm.is_penalized_in_reward:
         names += ["reward/kl", *_adapted(recipe)]
     return [*names, *algorithm.advantage.metrics]
 
 
 def _update_metrics(recipe: Recipe, node: Node) -> list[str]:
+    own = recipe.algorithm.policy_loss.metrics
+    return [*_common_update_metrics(recipe, node), *(f"{node.role}/{name}" for name in own)]
+
+
+def _common_update_metrics(recipe: Recipe, node: Node) -> list[str]:
     algorithm = recipe.algorithm
     names = [*_sft_metrics(recipe, node), f"{node.role}/clip_fraction", "rollout/staleness"]
     names += [f"mismatch/{name}" for name in ("abs_mean", "abs_max", "kl")]
-    if algorithm.uses_reference and algorithm.kl.place == "loss":
+    if algorithm.is_penalized_in_loss:
         names += [f"{node.role}/kl", *_adapted(recipe)]
     if algorithm.correction.type != "none":
         names += ["correction/weight", "correction/dropped"]
@@ -181,9 +186,7 @@ def _check_update(recipe: Recipe, node: Node) -> None:
             f"is {recipe.algorithm.critic.warmup_steps}, so that node '{node.name}' would train nothing in "
             f"{recipe.steps} steps: set it below `steps`",
         )
-    loss = recipe.algorithm.policy_loss
-    if loss.type == "function":
-        load_function(loss.function, "algorithm.policy_loss.function", num_arguments=4)
+    _check_policy_loss(recipe, node)
     for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
         value = getattr(recipe.rollout, name)
         if value != neutral:
@@ -192,6 +195,25 @@ def _check_update(recipe: Recipe, node: Node) -> None:
                 f"is {value}, which cannot be combined with a ratio loss: the engine would sample from another "
                 f"distribution than the one that is trained; set {name}={neutral}",
             )
+
+
+def _check_policy_loss(recipe: Recipe, node: Node) -> None:
+    loss = recipe.algorithm.policy_loss
+    taken = {*_common_update_metrics(recipe, node)} & {f"{node.role}/{name}" for name in loss.metrics}
+    if taken:
+        raise RecipeError.at(
+            "algorithm.policy_loss.type",
+            f"is {loss.type}, whose metric '{min(taken)}' is reported by every update: give it another name",
+        )
+    for name in loss.reads:
+        column = COLUMNS.get(name)
+        if column and (column.kind == "object" or column.axis not in {None, "response_tokens"}):
+            raise RecipeError.at(
+                "algorithm.policy_loss.type",
+                f"is {loss.type}, which reads '{name}': a loss can only read columns with one value for each sample or "
+                "response token; compute one in a stage of the workflow, and read that",
+            )
+    loss.check(recipe)
 
 
 def _check_update_critic(recipe: Recipe, node: Node) -> None:

@@ -11,22 +11,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leaderless.algorithms import (
-    Aggregation,
-    PolicyLoss,
-    cispo_loss,
-    clip_cov_loss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    covariances,
-    cpgd_loss,
-    gmpo_loss,
-    gspo_loss,
-    kl_cov_loss,
-    kl_penalty,
-    reinforce_loss,
-    sapo_loss,
-)
+from leaderless.algorithms import Aggregation, LossOutput, clipped_value_loss, covariances, kl_penalty
+from leaderless.algorithms.losses.cispo import cispo_loss
+from leaderless.algorithms.losses.clip_cov import clip_cov_loss
+from leaderless.algorithms.losses.cpgd import cpgd_loss
+from leaderless.algorithms.losses.gmpo import gmpo_loss
+from leaderless.algorithms.losses.gspo import gspo_loss
+from leaderless.algorithms.losses.kl_cov import kl_cov_loss
+from leaderless.algorithms.losses.ppo import clipped_policy_loss
+from leaderless.algorithms.losses.reinforce import reinforce_loss
+from leaderless.algorithms.losses.sapo import sapo_loss
 
 AGGREGATIONS: tuple[Aggregation, ...] = (
     "token_mean",
@@ -54,7 +48,7 @@ class Case:
         is_per_response: Whether all tokens of a response must have the same advantage.
     """
 
-    loss: Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]
+    loss: Callable[[Tensor, Tensor, Tensor, Tensor], LossOutput]
     twin: Twin
     slope: Twin | None = None
     is_reinforce_on_policy: bool = True
@@ -143,7 +137,7 @@ def chosen(new: Tensor, gain: Tensor) -> Tensor:
     return covariances(new, gain, mean_log_prob=-1.0, mean_advantage=0.0) > 0.3
 
 
-def clip_cov(new: Tensor, old: Tensor, gain: Tensor, lengths: Tensor) -> PolicyLoss:
+def clip_cov(new: Tensor, old: Tensor, gain: Tensor, lengths: Tensor) -> LossOutput:
     return clip_cov_loss(new, old, gain, chosen(new, gain), clip_low=0.2, clip_high=0.3)
 
 
@@ -155,16 +149,16 @@ def clip_cov_slope(tokens: Sequence[Token]) -> list[float]:
 
 
 def penalty(estimator: str, *, unbiased: bool = False) -> Case:
-    def loss(new: Tensor, old: Tensor, gain: Tensor, lengths: Tensor) -> PolicyLoss:
+    def loss(new: Tensor, old: Tensor, gain: Tensor, lengths: Tensor) -> LossOutput:
         value = kl_penalty(new, old, estimator, unbiased_gradient=unbiased)
-        return PolicyLoss(value, torch.zeros_like(value, dtype=torch.bool))
+        return LossOutput(value, torch.zeros_like(value, dtype=torch.bool))
 
     twin = KL_TWINS[estimator]
     slope = each(lambda token: token[0] - token[1]) if unbiased else None
     return Case(loss, each(lambda token: twin(token[0] - token[1])), slope, is_reinforce_on_policy=False)
 
 
-def per_token(function: Callable[..., PolicyLoss], **settings: float) -> Callable[..., PolicyLoss]:
+def per_token(function: Callable[..., LossOutput], **settings: float) -> Callable[..., LossOutput]:
     return lambda new, old, gain, _: function(new, old, gain, **settings)
 
 

@@ -25,7 +25,6 @@ PLUMBING = {
     "repeat_per_token",
     "segment_mean",
     "segment_sum",
-    "threshold_of_top",
     "unpack",
 }
 """Public functions that are not algorithms, or that measure instead of training."""

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from tests.unit.algorithms.naive import Token, packed, random_batch, responses
 from torch import Tensor
 
-from leaderless.algorithms import (
-    CorrectionLevel,
-    clipped_policy_loss,
-    importance_ratios,
-    is_within,
-    masked_weights,
-    truncated_weights,
-)
+from leaderless.algorithms import CorrectionLevel, importance_ratios, is_within, masked_weights, truncated_weights
+from leaderless.algorithms.losses.ppo import clipped_policy_loss
 
 LEVELS: tuple[CorrectionLevel, ...] = ("token", "sequence", "geometric")
 

@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 from tests.unit.algorithms.naive import packed, random_batch
 from torch import Tensor
 
-from leaderless.algorithms import (
-    choose_for_clip_cov,
-    clip_cov_loss,
-    clipped_policy_loss,
-    covariances,
-    kl_cov_loss,
-    reinforce_loss,
-    threshold_of_top,
-)
+from leaderless.algorithms import covariances
+from leaderless.algorithms.losses.clip_cov import choose_for_clip_cov, clip_cov_loss
+from leaderless.algorithms.losses.kl_cov import kl_cov_loss, threshold_of_top
+from leaderless.algorithms.losses.ppo import clipped_policy_loss
+from leaderless.algorithms.losses.reinforce import reinforce_loss
 
 ROUNDS = 8
 

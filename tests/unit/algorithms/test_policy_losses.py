@@ -20,15 +20,12 @@ from tests.unit.algorithms.naive import (
     with_one_advantage,
 )
 
-from leaderless.algorithms import (
-    Denominators,
-    cispo_loss,
-    clipped_policy_loss,
-    cpgd_loss,
-    reinforce_loss,
-    sapo_loss,
-    token_weights,
-)
+from leaderless.algorithms import Denominators, token_weights
+from leaderless.algorithms.losses.cispo import cispo_loss
+from leaderless.algorithms.losses.cpgd import cpgd_loss
+from leaderless.algorithms.losses.ppo import clipped_policy_loss
+from leaderless.algorithms.losses.reinforce import reinforce_loss
+from leaderless.algorithms.losses.sapo import sapo_loss
 
 
 def test_clipped_loss_worked_by_hand() -> None:

@@ -10,7 +10,9 @@ from hypothesis import given
 from tests.unit.algorithms.naive import Token, packed, random_batch, responses, with_one_advantage
 from torch import Tensor
 
-from leaderless.algorithms import Denominators, gmpo_loss, gspo_loss, token_weights
+from leaderless.algorithms import Denominators, token_weights
+from leaderless.algorithms.losses.gmpo import gmpo_loss
+from leaderless.algorithms.losses.gspo import gspo_loss
 
 
 def response_mean(losses: Tensor, lengths: Tensor) -> Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 import torch
-from pydantic import BaseModel
 from tests.unit.recipes import make_recipe, only_problem
 
+from leaderless.algorithms import ChoiceInputs, LossInputs, PolicyLoss
 from leaderless.algorithms.advantages import ADVANTAGES
+from leaderless.algorithms.losses import POLICY_LOSSES
+from leaderless.algorithms.losses.kl_cov import KlCovLoss
+from leaderless.algorithms.policy_loss import compute
 from leaderless.config import RecipeError
-from leaderless.config.algorithm import AlgorithmConfig, CorrectionConfig, FunctionLoss, KlCovLoss, refusals
-from leaderless.stages.losses import LossInputs, chosen_tokens, correction_weights, needs_chosen_tokens, policy_loss
+from leaderless.config.algorithm import AlgorithmConfig, CorrectionConfig, refusals
+from leaderless.stages.losses import correction_weights
 from leaderless.workflow import builtin_workflows, load_recipe, resolve_workflow
 
 LENGTHS = torch.tensor([40, 0, 1, 50, 30, 30, 40])
@@ -32,14 +33,7 @@ OTHERS = {
 """Another value of each setting of a loss."""
 
 
-def sections(field: str) -> dict[str, type[BaseModel]]:
-    """The sections that a field accepts, by type."""
-    union = get_args(AlgorithmConfig.model_fields[field].annotation)
-    members = [get_args(member)[0] for member in union]
-    return {member.model_fields["type"].default: member for member in members}
-
-
-def losses_of(section: BaseModel) -> torch.Tensor:
+def losses_of(loss: PolicyLoss) -> torch.Tensor:
     """Values and gradients of a loss on some tokens."""
     generator = torch.Generator().manual_seed(1)
     total = int(LENGTHS.sum())
@@ -47,26 +41,20 @@ def losses_of(section: BaseModel) -> torch.Tensor:
     new = (old + 0.8 * torch.randn(total, generator=generator)).requires_grad_()
     gain = torch.randn(total, generator=generator) * 3
     is_chosen = torch.zeros(total, dtype=torch.bool)
-    if needs_chosen_tokens(section):
+    if loss.chooses_tokens:
         noise = torch.rand(total, generator=generator)
-        is_chosen = chosen_tokens(section, new.detach(), gain, noise, lambda values: values)
-    loss = policy_loss(section, LossInputs(new, old, gain, LENGTHS, is_chosen)).loss
-    (gradient,) = torch.autograd.grad(loss.sum(), new)
-    return torch.cat([loss.detach(), gradient])
+        is_chosen = loss.choose(ChoiceInputs(new.detach(), gain, noise, lambda values: values))
+    values = compute(loss, LossInputs(new, old, gain, LENGTHS, new > -torch.inf, is_chosen, {}, 1)).loss
+    (gradient,) = torch.autograd.grad(values.sum(), new)
+    return torch.cat([values.detach(), gradient])
 
 
-CASES = [
-    (kind, name)
-    for kind, section in sections("policy_loss").items()
-    if section is not FunctionLoss
-    for name in section.model_fields
-    if name != "type"
-]
+CASES = [(kind, name) for kind, section in POLICY_LOSSES.items() for name in section.model_fields if name != "type"]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_every_setting_of_a_loss_changes_it(kind, name):
-    section = sections("policy_loss")[kind]
+    section = POLICY_LOSSES[kind]
     base = {"fraction": 0.3, "lowest": 0.1} if kind == "clip_cov" else {"fraction": 0.3} if kind == "kl_cov" else {}
     other = OTHERS[name]
     assert not torch.equal(losses_of(section(**base)), losses_of(section(**base | {name: other})))
@@ -76,7 +64,7 @@ def test_every_setting_of_a_loss_changes_it(kind, name):
 def test_kl_cov_penalizes_at_least_one_token_at_its_default_share(num_tokens):
     noise = torch.Generator().manual_seed(1)
     columns = torch.randn(2, num_tokens, generator=noise)
-    is_chosen = chosen_tokens(KlCovLoss(), *columns, torch.rand(num_tokens), lambda values: values)
+    is_chosen = KlCovLoss().choose(ChoiceInputs(*columns, torch.rand(num_tokens), lambda values: values))
     assert int(is_chosen.sum()) == max(1, num_tokens // 500)
 
 
@@ -113,12 +101,11 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(settings, key):
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
-@pytest.mark.parametrize("loss", sections("policy_loss"))
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_all_other_combinations_are_accepted(advantage, loss):
-    own = {"function": "m:f"}
     settings = {
         "advantage": {"type": advantage},
-        "policy_loss": {"type": loss} | (own if loss == "function" else {}),
+        "policy_loss": {"type": loss},
     }
     if loss == "gmpo" and ADVANTAGES[advantage].is_per_token:
         return

@@ -1,0 +1,65 @@
+"""CPGD: a clipped log-ratio and a penalty for drift."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms.segments import log_ratio_of, ratio_of, widen, with_gradient_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CpgdLoss(PolicyLoss):
+    """A clipped log-ratio, and a penalty for drifting away from the old policy.
+
+    The penalty D has the value of the k3 estimate of KL(old || current), e^x - 1 - x, and its gradient (e^x - 1) times
+    that of log p, the factor cut at drift_clip.
+
+    Formula: -min(x A, clip(x, log(1 - clip_low), log(1 + clip_high)) A) + drift_coefficient D, with x the log-ratio.
+
+    Source: CPGD, arXiv 2505.12504. The paper has one clip range for both sides; equal ones give it. Only the
+    exponential in D is cut at +-20: x itself cannot overflow, and tokens far from the old policy keep their gradient.
+    """
+
+    type: Literal["cpgd"] = "cpgd"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip range: the log-ratio is at least log(1 - clip_low)."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Upper clip range: the log-ratio is at most log(1 + clip_high)."""
+    drift_coefficient: float = Field(default=0.1, ge=0)
+    """Weight of the penalty for policy drift."""
+    drift_clip: float = Field(default=1.0, gt=0)
+    """Largest factor in the penalty's gradient."""
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        """Compute the loss of each token of a micro-batch."""
+        options = self.model_dump(exclude={"type"})
+        return cpgd_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, **options)
+
+
+def cpgd_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    drift_coefficient: float,
+    drift_clip: float,
+) -> LossOutput:
+    """A clipped log-ratio in place of the ratio, and a penalty D for drifting away from the old policy.
+
+    As a logarithm is taken of 1 - clip_low, clip_low is below 1; drift_clip is above 0.
+    """
+    log_ratio = log_ratio_of(log_probs, old_log_probs)
+    unclipped = log_ratio * advantages
+    clipped = log_ratio.clamp(math.log(1 - clip_low), math.log(1 + clip_high)) * advantages
+    excess = ratio_of(log_ratio).detach() - 1
+    drift = with_gradient_of(excess - log_ratio, excess.clamp(max=drift_clip) * widen(log_probs))
+    return LossOutput(drift_coefficient * drift - torch.minimum(unclipped, clipped), unclipped > clipped)

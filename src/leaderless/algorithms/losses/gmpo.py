@@ -1,0 +1,69 @@
+"""GMPO: the geometric mean of clipped ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms.segments import log_ratio_of, ratio_of, repeat_per_token, segment_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from leaderless.config.algorithm import AlgorithmConfig
+
+
+class GmpoLoss(PolicyLoss):
+    """The geometric mean of the tokens' clipped ratios.
+
+    Formula: -A exp(mean of c), with c the log-ratio, at most clip_high if A > 0 and at least -clip_low if A < 0.
+
+    Source: GMPO, arXiv 2507.20673: the clipped product of its objective. For A < 0 its published code cuts at the other
+    bound, which has the same value in all its experiments; this follows the paper. The bounds are those of the
+    log-ratio: the paper's range (e^-0.4, e^0.4) is 0.4 and 0.4.
+    """
+
+    type: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(default=0.4, gt=0)
+    """Lower clip range: the log-ratio is at least -clip_low."""
+    clip_high: float = Field(default=0.4, gt=0)
+    """Upper clip range: the log-ratio is at most clip_high."""
+
+    is_per_response: ClassVar[bool] = True
+
+    def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
+        """Reasons why it cannot be combined with other settings of the algorithm."""
+        yield from super().refusals(algorithm)
+        if algorithm.advantage.is_per_token:
+            yield (
+                f"algorithm.policy_loss.type={self.type} needs one advantage for all tokens of a response, and "
+                f"advantage.type={algorithm.advantage.type} gives each token its own: use ppo, or another advantage"
+            )
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        """Compute the loss of each token of a micro-batch."""
+        options = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        return gmpo_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.lengths, **options)
+
+
+def gmpo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    lengths: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> LossOutput:
+    """The geometric mean of the tokens' ratios times the advantage, each ratio clipped by itself.
+
+    All tokens of a response have the same advantage, and get the same loss.
+    """
+    log_ratio = log_ratio_of(log_probs, old_log_probs)
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    mean = repeat_per_token(segment_mean(clipped, lengths), lengths)
+    return LossOutput(-ratio_of(mean) * advantages, (clipped != log_ratio) & (advantages != 0))

@@ -1,0 +1,31 @@
+"""REINFORCE: the plain policy gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms.segments import widen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ReinforceLoss(PolicyLoss):
+    """The plain policy gradient, without ratio or clipping.
+
+    Formula: -A log p.
+
+    Source: Williams, "Simple statistical gradient-following algorithms", 1992; GPG, arXiv 2504.02546, uses it too.
+    """
+
+    type: Literal["reinforce"] = "reinforce"
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        """Compute the loss of each token of a micro-batch."""
+        return reinforce_loss(inputs.log_probs, inputs.advantages)
+
+
+def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> LossOutput:
+    """The plain policy gradient."""
+    return LossOutput.without_clipping(-advantages * widen(log_probs))
