@@ -256,12 +256,6 @@ def test_what_generates_is_what_is_trained():
     assert "no role that generates on ranks 0-1 is trained behind it" in message
 
 
-def test_loops_do_not_roll_back_together():
-    with pytest.raises(ValueError, match=r"guards.grad_norm_action='roll_back' does not go.*take 'skip' or 'stop'"):
-        cut(guards={"grad_norm_action": "roll_back"})
-    assert len(cut(guards={"grad_norm_action": "stop"}).loops) == 2
-
-
 def test_a_capacity_is_at_least_one():
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         make_recipe(channels={"rollout": {"capacity": 0}})

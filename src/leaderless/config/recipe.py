@@ -114,12 +114,6 @@ class Recipe(Section):
                 "evaluation.responses_per_prompt > 1 needs evaluation.temperature > 0: "
                 "greedy decoding gives the same response every time"
             )
-        for name in GuardsConfig.model_fields if self.channels else ():
-            if getattr(self.guards, name) == "roll_back":
-                raise ValueError(
-                    f"guards.{name}='roll_back' does not go with `channels`, whose loops do not return together: "
-                    "take 'skip' or 'stop', or leave the channels out"
-                )
         return self
 
     def model_of(self, role: str) -> ModelConfig | None:
