@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.unit.recipes import end, make_recipe, only_problem, plan_of
+from tests.unit.recipes import end, make_recipe, only_problem, plan_of, write_model
 from tests.unit.test_schedule import Tables, rows_of
 
 from leaderless.config import RecipeError
@@ -102,6 +102,25 @@ def test_a_bound_on_staleness_may_be_larger_than_what_the_capacity_makes():
 def test_ranks_must_agree_on_channels():
     plans = [cut(1), cut(2), cut(channels={"rollout": {"capacity": 1, "max_staleness": 5}})]
     assert len({plan.hash() for plan in [*plans, plan_of("grpo", 4, layout=POOLS)]}) == 4
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_what_is_in_flight_is_part_of_the_memory(tmp_path, capacity):
+    def memory(part: str, num_prompts: int, **sections: object) -> tuple[Plan, list[int]]:
+        batch = {"prompts_per_step": num_prompts, "micro_batch_tokens": 2048}
+        shared = {"models": {"policy": write_model(tmp_path / "m")}, "batch": batch} | sections
+        assert "in flight" not in str(plan_of("grpo", 4, layout=POOLS, **shared).memory)
+        plan = cut(capacity, **shared)
+        kinds = (plan.memory.cpu, plan.memory.accelerator)
+        return plan, [(kind.resident | kind.host)[part] for kind in kinds]
+
+    plan, held = memory("rows in flight", 128, rollout={"max_sequences": 999})
+    rows = plan.channel("rollout->old")
+    tokens = 128 * 8 // 2 * 1024 * 8  # a rank has half of the samples, 8 for each prompt; a token takes 8 bytes
+    assert tokens < rows.max_bytes < 10 * tokens
+    assert held == [capacity * rows.max_bytes] * 2
+    plan, held = memory("weights in flight", 6, rollout={"max_sequences": 1})  # ranks that train hold most
+    assert held == [capacity * plan.sizes["policy"].num_parameters * 4 // 2] * 2
 
 
 def test_a_reader_sees_loops_and_channels():

@@ -8,6 +8,7 @@ from functools import partial
 
 from leaderless.config import Recipe
 from leaderless.planner.cuts import Cut, find_cut
+from leaderless.planner.edges import bytes_in_flight
 from leaderless.planner.entries import Action, Load, Pull, Push, Reshard, RunNode, SyncWeights
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.plan import Channel, Loop, PlannedNode, RoleInstance
@@ -90,7 +91,8 @@ def _cut_in_two(
     behind = with_history(nodes, [*behind[:arrives], *sent, *behind[arrives:]], [])
     arriving, behind[arrives : arrives + len(sent)] = behind[arrives : arrives + len(sent)], []
     reshards = tuple(entry for entry in arriving if isinstance(entry, Reshard))
-    rows = channel("->".join(names), "rows", *names, reshards=reshards)
+    size = bytes_in_flight(recipe, nodes, reshards)
+    rows = channel("->".join(names), "rows", *names, reshards=reshards, max_bytes=size)
     behind.insert(arrives, Pull(rows.name))
     behind += [sync for sync in syncs if sync.target_layout.ranks[0] not in ranks]
     behind += [Push(one.name) for one in weights]

@@ -10,16 +10,16 @@ from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import MAX_RESPONSES, EngineName
 from leaderless.planner.backends import check_backends
+from leaderless.planner.edges import edges_of
 from leaderless.planner.flow import Flow
 from leaderless.planner.layout import Cluster, Layout, make_layouts
 from leaderless.planner.loops import make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
-from leaderless.planner.plan import BatchSizes, Edge, EdgeKind, Loop, Plan, PlannedNode, RoleInstance
+from leaderless.planner.plan import BatchSizes, Plan, PlannedNode, RoleInstance
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded, keeps_groups
 from leaderless.workflow import Node, Workflow, spec_of
-from leaderless.workflow.columns import column_of
 
 _CRITIC_FIELDS = tuple(CriticConfig.model_fields.items())
 
@@ -71,14 +71,14 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         world_size=cluster.world_size,
         nodes=nodes,
         pruned=flow.pruned,
-        edges=_edges(recipe, nodes, loops),
+        edges=edges_of(recipe, nodes, loops),
         loops=loops,
         channels=channels,
         instances=instances,
         engine=engine,
         batch=batch,
         sizes=sizes,
-        memory=estimate_memory(recipe, instances, sizes, engine, batch.micro_batch_tokens),
+        memory=estimate_memory(recipe, instances, channels, sizes, engine, batch.micro_batch_tokens),
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
     )
 
@@ -275,31 +275,6 @@ def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
     agents = [instance.role for instance in instances if instance.generates]
     response = recipe.longest_response(agents) if agents else recipe.data.max_response_tokens
     return recipe.data.max_prompt_tokens + response
-
-
-def _edges(recipe: Recipe, nodes: Sequence[PlannedNode], loops: Sequence[Loop]) -> tuple[Edge, ...]:
-    layouts = {node.name: node.layout for node in nodes}
-    loop_of = {name: loop.name for loop in loops for name in loop.nodes}
-    edges: list[Edge] = []
-    for node in nodes:
-        is_sampled = is_expanded(nodes, node.row_set)
-        for source in sorted(set(node.reads.values())):
-            columns = tuple(column for column, provider in node.reads.items() if provider == source)
-            kind: EdgeKind = "channel" if loop_of.get(source, loop_of[node.name]) != loop_of[node.name] else "reshard"
-            if source == DATA or layouts[source].holds_rows_like(node.layout):
-                kind = "local"
-            size = sum(_max_bytes(recipe, column, node.node.agents, is_sampled=is_sampled) for column in columns)
-            edges.append(Edge(source, node.name, columns, kind, size))
-    return tuple(edges)
-
-
-def _max_bytes(recipe: Recipe, name: str, agents: Sequence[str], *, is_sampled: bool) -> int:
-    """Bytes of a column over all ranks, every sequence as long as it may be."""
-    column, data, batch = column_of(name), recipe.data, recipe.batch
-    response = recipe.longest_response(agents) if is_sampled else data.max_response_tokens
-    longest = {None: 1, "prompt_tokens": data.max_prompt_tokens}.get(column.axis, response)
-    siblings = batch.responses_per_prompt * max(1, len(agents)) if is_sampled and not column.is_prompt else 1
-    return batch.prompts_per_step * siblings * longest * column.item_bytes
 
 
 def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], longest_tokens: int) -> BatchSizes:

@@ -14,7 +14,7 @@ from leaderless.planner.layout import all_ranks
 from leaderless.planner.model_size import ModelSize
 
 if TYPE_CHECKING:
-    from leaderless.planner.plan import RoleInstance
+    from leaderless.planner.plan import Channel, RoleInstance
 
 FLOAT32_BYTES = 4
 MIB = 1 << 20
@@ -104,6 +104,7 @@ class MemoryEstimate:
 def estimate_memory(
     recipe: Recipe,
     instances: Sequence[RoleInstance],
+    channels: Sequence[Channel],
     sizes: Mapping[str, ModelSize | None],
     engine: EngineName,
     pass_tokens: int,
@@ -114,8 +115,9 @@ def estimate_memory(
     Weights, gradients and Adam's two moments are float32, and divided over the data-parallel ranks of a role if the
     training back end does that. A rank that generates holds a full copy of the weights for that phase, and its KV
     cache, both in the model's `compute_dtype`; engines in other processes have a copy of their own in any case. An
-    asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one. A pass has at most
-    `pass_tokens`; at most `max_sequences` are decoded at the same time, by default what the recipe allows each role.
+    asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one; what is in flight in
+    a channel is there too, on the ranks that push it. A pass has at most `pass_tokens`; at most `max_sequences` are
+    decoded at the same time, by default what the recipe allows each role.
     """
     models: list[_Model] = []
     for instance in instances:
@@ -129,11 +131,21 @@ def estimate_memory(
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
     ranks = all_ranks(*(instance.layout for instance in instances))
-    held = dict.fromkeys(tuple(i for i, x in enumerate(instances) if rank in x.layout) for rank in ranks)
+    sources = [frozenset(channel.source_ranks) for channel in channels]
+    held = dict.fromkeys(
+        (
+            tuple(place for place, instance in enumerate(instances) if rank in instance.layout),
+            tuple(place for place, pushing in enumerate(sources) if rank in pushing),
+        )
+        for rank in ranks
+    )
 
     def fullest(*, is_cpu: bool) -> Memory:
         bounds = engine, pass_tokens, max_sequences
-        estimates = (_Rank(recipe, [models[i] for i in own], models, *bounds, is_cpu).memory() for own in held)
+        estimates = (
+            _Rank(recipe, [models[i] for i in own], models, [channels[i] for i in pushed], *bounds, is_cpu).memory()
+            for own, pushed in held
+        )
         return max(estimates, key=lambda memory: memory.peak)
 
     return MemoryEstimate(fullest(is_cpu=True), fullest(is_cpu=False))
@@ -186,6 +198,7 @@ class _Rank:
     recipe: Recipe
     models: Sequence[_Model]
     everywhere: Sequence[_Model]
+    pushed: Sequence[Channel]
     engine: EngineName
     pass_tokens: int
     max_sequences: int | None
@@ -215,12 +228,25 @@ class _Rank:
         if self.is_cpu:
             resumed = resident | libraries | {"files being read": in_flight} if copied else {}
             apart = {"loading": libraries | {"whole weights": loading}, "resume": resumed, **self._commands(libraries)}
-            return Memory(resident | kept | libraries, phases, apart, {})
+            return Memory(resident | kept | self._in_flight() | libraries, phases, apart, {})
         resident["driver"] = CONTEXT_BYTES
         if len(all_ranks(*(model.instance.layout for model in self.everywhere))) > 1:
             resident["communication"] = COMMUNICATION_BYTES
-        host = libraries | kept | {"whole weights": loading}
+        host = libraries | kept | self._in_flight() | {"whole weights": loading}
         return Memory(resident, phases, self._commands({}), host)
+
+    def _in_flight(self) -> dict[str, int]:
+        """What waits in channels until other ranks take it: rows, and copies of a rank's share of float32 weights."""
+        parts: dict[str, int] = {}
+        for channel in self.pushed:
+            size = channel.max_bytes
+            if channel.sync is not None:
+                role = channel.sync.role
+                model = next(x for x in self.models if x.instance.role == role and x.instance.is_trained)
+                size = -(-model.size.num_parameters * FLOAT32_BYTES // model.shards)
+            name = f"{channel.kind} in flight"
+            parts[name] = parts.get(name, 0) + channel.capacity * size
+        return parts
 
     def _phases(self, model: _Model) -> Iterator[tuple[str, dict[str, int]]]:
         instance, role = model.instance, model.instance.role

@@ -121,6 +121,7 @@ class Channel:
         max_staleness: Most optimizer steps between the weights that sampled a row and those that are trained with it.
         reshards: What is sent of one iteration, in order, if it carries rows to other ranks.
         sync: What is sent of one iteration if it carries weights.
+        max_bytes: Most bytes of rows that a rank pushes in one iteration; weights have the size of their model.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Channel:
     max_staleness: int
     reshards: tuple[Reshard, ...] = ()
     sync: SyncWeights | None = None
+    max_bytes: int = 0
 
     @property
     def transfers(self) -> tuple[Reshard | SyncWeights, ...]:
@@ -344,6 +346,7 @@ class Plan:
                     "target": channel.target,
                     "capacity": channel.capacity,
                     "max_staleness": channel.max_staleness,
+                    "max_bytes": channel.max_bytes,
                     "sends": [str(transfer) for transfer in channel.transfers],
                 }
                 for channel in self.channels
