@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.registry import CUSTOM
 from leaderless.cli.main import app
 from leaderless.config import Recipe
@@ -339,8 +340,11 @@ CONDITIONS = {
     "algorithm.kl.coefficient=0.1": "`algorithm.kl.coefficient` is above 0",
     "algorithm.kl={coefficient: 0.1, place: reward}": "also `algorithm.kl.place` is `reward`",
     "algorithm.overlong.filter=true": "`algorithm.overlong.filter` is set",
-    "algorithm.advantage={type: gae}": "`algorithm.advantage.type` is `gae`",
-    "algorithm.advantage={type: remax}": "`algorithm.advantage.type` is `remax`",
+    **{
+        f"algorithm.advantage={{type: {kind}}}": f"`algorithm.advantage.type` is `{kind}`"
+        for kind, found in ADVANTAGES.items()
+        if found.reads or found.writes
+    },
 }
 """Settings that make stages read or write more, in words."""
 

@@ -36,6 +36,7 @@ def columns() -> dict[str, object]:
     return {
         **{name: torch.randn(len(PENALTIES), generator=noise) for name in per_token},
         "is_greedy": torch.tensor([False, False, True, False, True, False, True, False]),
+        "worth": torch.linspace(0.5, 1.5, len(REWARDS)),
         "policy_versions": torch.zeros(len(REWARDS), dtype=torch.int64),
         "prompt_tokens": tuple(torch.arange(3 + group) for group in GROUPS.tolist()),
         "rows": tuple({"question": str(group)} for group in GROUPS.tolist()),

@@ -27,7 +27,12 @@ def tokens(dtype: torch.dtype = torch.float64) -> LossInputs:
     new = old + 0.5 * torch.randn(len(old), generator=generator, dtype=torch.float64)
     gain = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64).repeat_interleave(LENGTHS)
     is_chosen = torch.rand(len(old), generator=generator) < 0.3
-    columns = {"rewards": torch.ones(len(old)), "truncated": is_chosen, "rollout_log_probs": old.to(dtype)}
+    columns = {
+        "rewards": torch.ones(len(old)),
+        "truncated": is_chosen,
+        "rollout_log_probs": old.to(dtype),
+        "doubt": 0.1 * is_chosen,
+    }
     new = new.to(dtype).requires_grad_()
     return LossInputs(new, old.to(dtype), gain.to(dtype), LENGTHS, torch.ones_like(is_chosen), is_chosen, columns, 1)
 

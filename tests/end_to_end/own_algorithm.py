@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
+from leaderless import Batch, Jagged, StageContext, Workflow, stage
 from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput, LossInputs, LossOutput, PolicyLoss
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.algorithm import AlgorithmConfig
@@ -19,7 +20,7 @@ class OwnAdvantage(Advantage):
     baseline: float = Field(default=0.5, ge=0)
     """What is subtracted."""
 
-    reads: ClassVar[tuple[str, ...]] = ("prompt_tokens", "rows", "rollout_log_probs", "policy_versions")
+    reads: ClassVar[tuple[str, ...]] = ("prompt_tokens", "rows", "rollout_log_probs", "policy_versions", "worth")
     metrics: ClassVar[Mapping[str, str]] = {"own/baseline": "mean of what is subtracted"}
 
     def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -39,16 +40,16 @@ class OwnAdvantage(Advantage):
         assert len(inputs.column("rollout_log_probs")) == int(inputs.lengths.sum())
         assert not inputs.column("policy_versions").lt(inputs.step - 1).any()
         baseline = inputs.rewards.new_tensor([self.baseline / len(prompt) for prompt in prompts])  # type: ignore[arg-type]
-        return AdvantageOutput(inputs.rewards - baseline, metrics={"own/baseline": baseline})
+        return AdvantageOutput(inputs.column("worth") * inputs.rewards - baseline, metrics={"own/baseline": baseline})
 
 
 class OwnLoss(PolicyLoss):
-    """The unclipped surrogate, stronger for rewarded responses."""
+    """The unclipped surrogate, stronger for rewarded responses and weaker for tokens in doubt."""
 
     strength: float = Field(default=1.0, gt=0)
     """Factor of responses with a reward."""
 
-    reads: ClassVar[tuple[str, ...]] = ("rewards", "truncated", "rollout_log_probs")
+    reads: ClassVar[tuple[str, ...]] = ("rewards", "truncated", "rollout_log_probs", "doubt")
     metrics: ClassVar[Mapping[str, str]] = {"ratio": "mean ratio"}
     is_per_response: ClassVar[bool] = True
 
@@ -58,6 +59,29 @@ class OwnLoss(PolicyLoss):
         assert rewards.shape == is_cut.shape == inputs.columns["rollout_log_probs"].shape == inputs.log_probs.shape
         assert not is_cut.is_floating_point()
         assert not inputs.columns["rollout_log_probs"][~inputs.is_counted].any()
+        gains = inputs.advantages * (1 - inputs.columns["doubt"])
         ratio = (inputs.log_probs - inputs.old_log_probs).exp()
-        loss = -ratio * inputs.advantages * torch.where(rewards > 0, self.strength, 1.0)
+        loss = -ratio * gains * torch.where(rewards > 0, self.strength, 1.0)
         return LossOutput.without_clipping(loss, {"ratio": ratio.detach()})
+
+
+@stage(reads=["rollout_log_probs", "response_lengths"], writes=["worth", "doubt"])
+def weigh(batch: Batch, context: StageContext) -> Batch:
+    """What the advantage and the loss read: one number for each response, and one for each of its tokens."""
+    lengths = batch.dense("response_lengths")
+    doubt = 1 - batch.jagged("rollout_log_probs").values.exp()
+    return batch.with_columns(worth=1 + lengths / 8, doubt=Jagged(doubt, lengths, "response_tokens"))
+
+
+def own_workflow() -> Workflow:
+    """A workflow with a stage that writes columns for the advantage and the loss."""
+    own = f"{weigh.__module__}:weigh"
+    return (
+        Workflow("own")
+        .node("rollout", run="rollout", role="policy")
+        .node("reward", run="reward", after="rollout")
+        .node("weigh", run=own, after="rollout")
+        .node("old", run="log_probs", role="policy", after="rollout")
+        .node("advantage", run="advantage", after=["reward", "weigh", "old"])
+        .node("policy", run="update", role="policy", after="advantage")
+    )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +15,7 @@ from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.tiny import tiny_model, write_recipe
+from tests.unit.algorithms.overlay import with_new_files
 
 from leaderless.algorithms.advantages import ADVANTAGES
 from leaderless.algorithms.losses import POLICY_LOSSES
@@ -46,11 +51,13 @@ CASES: dict[str, dict[str, object]] = {
     "token mean with entropy": {"algorithm.aggregation": "token_mean", "algorithm.entropy_coefficient": 0.1},
     "masked correction": {"algorithm.correction": {"type": "mask", "level": "geometric", "lowest": 0.999999}},
     "custom": {
+        "workflow": "tests.end_to_end.own_algorithm:own_workflow",
         "algorithm.advantage": {"type": "tests.end_to_end.own_algorithm:OwnAdvantage", "baseline": 1.5},
         "algorithm.policy_loss": {"type": "tests.end_to_end.own_algorithm:OwnLoss", "strength": 2.0},
     },
     "overlong": {"algorithm.overlong": {"buffer_tokens": 4, "filter": True}},
 }
+DIGITS = {"format": {"pattern": r".*\d.*"}}
 SETTINGS: dict[str, object] = {
     "batch.updates_per_step": 2,
     "reward": {"tests.end_to_end.own_reward:own_reward": 1.0},
@@ -99,8 +106,8 @@ def reported_by(path: Path) -> set[str]:
 def test_decoupled_ppo_runs_as_its_recipe_says_on_samples_of_older_weights(ranks: RankPool, tmp_path: Path) -> None:
     written = yaml.safe_load((ROOT / "recipes/quickstart/decoupled_ppo.yaml").read_text(encoding="utf-8"))
     settings = {name: written[name] for name in ("workflow", "algorithm")} | {"batch.updates_per_step": 2}
-    digits = {"reward": {"format": {"pattern": r".*\d.*"}}}  # not in every group, so that some wait for the next step
-    recipe = write_recipe(tmp_path, tiny_model(), {**settings, **digits, "rollout.max_response_tokens": 8})
+    # Not in every group, so that some wait for the next step.
+    recipe = write_recipe(tmp_path, tiny_model(), {**settings, "reward": DIGITS, "rollout.max_response_tokens": 8})
     (steps,) = ranks.run(1, walk_steps, str(recipe), "decoupled", 2, init_group=False)
     first, second = (step["numbers"] for step in steps)
     assert names_in(second) == reported_by(recipe)  # type: ignore[arg-type]
@@ -109,6 +116,22 @@ def test_decoupled_ppo_runs_as_its_recipe_says_on_samples_of_older_weights(ranks
     assert second["rollout/staleness"] > 0  # type: ignore[index]
     assert abs(second["correction/weight"] - 1) > 1e-3  # type: ignore[index]
     assert second["policy/grad_norm"] > 1e-4  # type: ignore[index]
+
+
+@pytest.mark.thorough
+def test_an_advantage_and_a_loss_of_one_new_file_each_train_on_two_ranks(tmp_path: Path) -> None:
+    algorithm = {"advantage": {"type": "harmonic", "power": 3}, "policy_loss": {"type": "root", "root": 3}}
+    changes = {"algorithm": algorithm, "reward": DIGITS, "batch.updates_per_step": 2}
+    recipe = write_recipe(tmp_path, tiny_model(), changes)
+    environment = {**os.environ, "PYTHONPATH": str(with_new_files(tmp_path / "src")), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "leaderless", "train", str(recipe), "--workers", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line) for line in lines)
+    assert first["policy/root"] == pytest.approx(1, abs=0.1)
+    assert first["harmonic/baseline"] > 0
+    assert second["policy/grad_norm"] > 0
 
 
 def test_every_type_of_advantage_and_loss_is_tried() -> None:

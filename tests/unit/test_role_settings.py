@@ -4,8 +4,8 @@ import pytest
 import yaml
 from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model, write_recipe
 
+from leaderless.algorithms.losses.gspo import GspoLoss
 from leaderless.config import RecipeError, dump_recipe, load_recipe
-from leaderless.config.algorithm import GspoLoss
 from leaderless.config.source import RecipeSource
 
 

@@ -13,8 +13,8 @@ from leaderless.workflow import COLUMNS, DATA_COLUMNS, DATA_RESPONSE_COLUMNS, No
 from leaderless.workflow.metrics import check_best_metric
 
 HINTS = {
-    "values": "a critic does: use the workflow ppo, add a node that runs the stage 'values', or set another "
-    "algorithm.advantage.type than gae",
+    "values": "a critic does: use the workflow ppo, add a node that runs the stage 'values', or set an "
+    "algorithm.advantage.type that reads none",
     "returns": "the stage 'advantage' does, with algorithm.advantage.type=gae: set it, or use a workflow without a "
     "critic, as grpo",
 }

@@ -1,0 +1,1 @@
+"""Files that tests add to the package."""
