@@ -31,6 +31,7 @@ class Replicated(BoundedPasses):
         super().__init__(setup.process_group, setup.device, setup.micro_batch_tokens)
         self.module, self._setup = model.to(setup.device), setup
         self.policy_version = 0
+        self.is_replica = False  # only the first rank writes tensors that all hold whole
         self.is_value_model = setup.is_critic
         self.vocab_size = model.vocab_size
         model.requires_grad_(setup.optimizer is not None)

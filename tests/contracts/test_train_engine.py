@@ -50,6 +50,7 @@ def setup_of(
         is_critic=is_critic,
         layout=Layout(transport.world.ranks, transport.world.size),
         process_group=transport.world,
+        axis_groups={"dp": transport.world},
         device=torch.device("cpu"),
         optimizer=OPTIMIZER if is_trained else None,
         num_updates=4,

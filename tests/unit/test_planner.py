@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.recipes import begin, end, only_problem, plan_of, write_model
 
 from leaderless.config import RecipeError
@@ -370,8 +373,12 @@ def test_sequences_longer_than_the_context_of_a_model_are_refused(tmp_path):
         ({"reward": {"ranks": "2-1"}}, "layout.reward.ranks", "range '2-1' runs backwards"),
         ({"reward": {"ranks": "1,0-1"}}, "layout.reward.ranks", "names a rank twice"),
         ({"rewards": {}}, "layout.rewards", "has no such node (did you mean 'reward'?)"),
-        ({"policy": {"tp": 2}}, "layout.policy", "divide their ranks by data parallelism only"),
-        ({"rollout": {"pp": 2}, "policy": {}}, "layout.rollout", "divide their ranks by data parallelism only"),
+        ({"policy": {"tp": 2}}, "layout.policy", "'fsdp' divides the ranks of a model by dp only; leave out tp"),
+        (
+            {"rollout": {"pp": 2}, "policy": {}},
+            "layout.rollout",
+            "of a model by dp only; leave out pp",
+        ),
         (
             {"reward": {"ranks": "0-9999999999"}},
             "layout.reward.ranks",
@@ -430,7 +437,7 @@ def test_a_stage_of_ones_own_with_a_role_divides_its_ranks_like_any_model(stages
     workflow = end(begin(), "reward").node("probe", run="probe", role="policy", after="policy")
     problem = refused(workflow, 4, layout={"probe": {"tp": 2}})
     assert problem.key == "layout.probe"
-    assert "ranks 0-3 dp=2 tp=2: models divide their ranks by data parallelism only" in problem.message
+    assert "ranks 0-3 dp=2 tp=2: the back end 'fsdp' divides the ranks of a model by dp only" in problem.message
     plan = plan_of(end(begin(), "reward").node("probe", run="probe", after="policy"), 4, layout={"probe": {"tp": 2}})
     assert plan["probe"].layout.ranks_per_shard == 2
 
@@ -452,12 +459,32 @@ def test_all_nodes_run_on_all_ranks_when_nothing_is_said():
 def test_model_parallel_peers_are_neighbours_that_share_a_shard():
     layout = Layout((2, 3, 6, 7), dp=2, tp=2)
     assert [layout.shard_of(rank) for rank in layout.ranks] == [0, 0, 1, 1]
-    assert [layout.is_first_of_shard(rank) for rank in layout.ranks] == [True, False, True, False]
+    assert [layout.represents(rank) for rank in layout.ranks] == [True, False, True, False]
     assert 6 in layout
     assert 4 not in layout
     assert str(layout) == "ranks 2-3,6-7 dp=2 tp=2"
     assert layout.holds_rows_like(Layout((2, 3, 6, 7), dp=2, cp=2))
     assert not layout.holds_rows_like(Layout((2, 3, 6, 7), dp=4))
+
+
+@given(*[st.integers(1, 3)] * 4)
+def test_a_layout_is_a_mesh_of_its_ranks(dp, pp, cp, tp):
+    ranks = tuple(range(5, 5 + 2 * dp * pp * cp * tp, 2))
+    layout = Layout(ranks, dp, tp, pp, cp)
+    axes = ("dp", "pp", "cp", "tp")
+    grid = np.array(ranks).reshape(dp, pp, cp, tp)
+    groups = {ranks}
+    for rank in ranks:
+        place = tuple(int(index[0]) for index in np.nonzero(grid == rank))
+        assert layout.coordinates(rank) == dict(zip(axes, place, strict=True))
+        assert layout.shard_of(rank) == place[0]
+        for number, axis in enumerate(axes):
+            along = tuple(slice(None) if number == other else index for other, index in enumerate(place))
+            assert layout.peers(rank, axis) == tuple(grid[along].tolist())
+            groups |= {layout.peers(rank, axis)} if axis in layout.axes else set()
+    assert set(layout.process_groups()) == groups
+    assert layout.axes == ("dp", *(axis for axis in axes[1:] if layout.sizes[axis] > 1))
+    assert layout.representatives == tuple(grid[:, -1, 0, 0].tolist()), "the last stage, and the first of the others"
 
 
 @pytest.mark.parametrize(("ranks", "text"), [((0,), "0"), ((0, 1, 2), "0-2"), ((0, 2, 3, 9), "0,2-3,9"), ((), "")])

@@ -310,7 +310,9 @@ def _place(process_group: ProcessGroup) -> int:
 
 
 def _own_shards(engine: Trainable) -> dict[str, Shard]:
-    """The shards that this rank writes; the first rank also writes the tensors that all hold whole."""
+    """The shards that this rank writes, if it is no replica; the first rank also writes what all hold whole."""
+    if engine.is_replica:
+        return {}
     is_first = _place(engine.process_group) == 0
     state = engine.state().items()
     return {name: Shard.of(value) for name, value in state if isinstance(value, DTensor) or is_first}

@@ -121,8 +121,7 @@ def agree_on_routes(
 
 def _represented(num_rows: int, layout: Layout, rank: int) -> slice:
     """The part of a rank's rows that it represents, as one of several that hold the same rows."""
-    size = layout.ranks_per_shard
-    place = layout.ranks.index(rank) % size
+    place, size = layout.place_in_shard(rank), layout.ranks_per_shard
     return slice(num_rows * place // size, num_rows * (place + 1) // size)
 
 

@@ -69,6 +69,13 @@ class ProcessGroup:
         """Number of ranks."""
         return len(self.ranks)
 
+    @property
+    def torch_group(self) -> dist.ProcessGroup:
+        """These ranks as torch has them."""
+        group = self.handle or dist.group.WORLD
+        assert group is not None
+        return group
+
     def warm_up(self) -> None:
         """Connect all ranks through the backend that moves payload. All of them call it together.
 

@@ -73,12 +73,7 @@ class Metrics:
     """What one rank reports of a step. All ranks of a pool report the same names in the same order."""
 
     _measures: dict[str, _Measure] = field(default_factory=dict)
-    _is_replica: bool = False
     _name: Callable[[str], str] = field(default=str)
-
-    def of_replica(self) -> Metrics:
-        """The same metrics for a node whose rows another rank reports: the names count, the values do not."""
-        return replace(self, _is_replica=True)
 
     def named(self, name: Callable[[str], str]) -> Metrics:
         """The same metrics for a node whose metrics have longer names, such as those of one of several roles."""
@@ -93,9 +88,8 @@ class Metrics:
             count: Number of the values of this rank.
         """
         measure = self._measures.setdefault(self._name(name), _Measure("mean"))
-        if not self._is_replica:
-            measure.total = measure.total + total
-            measure.count = measure.count + count
+        measure.total = measure.total + total
+        measure.count = measure.count + count
 
     def total(self, name: str, value: float | Tensor) -> None:
         """Add to a sum over all ranks.
@@ -105,8 +99,7 @@ class Metrics:
             value: Share of this rank.
         """
         measure = self._measures.setdefault(self._name(name), _Measure("total"))
-        if not self._is_replica:
-            measure.total = measure.total + value
+        measure.total = measure.total + value
 
     def spread(self, name: str, values: Tensor) -> None:
         """Report the mean and the standard deviation over the values of all ranks, as `name/mean` and `name/std`.
@@ -116,7 +109,7 @@ class Metrics:
             values: Values of this rank, of any shape.
         """
         measure = self._measures.setdefault(self._name(f"{name}/*"), _Measure("spread"))
-        values = values.double().flatten()[: 0 if self._is_replica else None]
+        values = values.double().flatten()
         measure.count = measure.count + values.numel()
         measure.total = measure.total + values.sum()
         measure.square = measure.square + values.square().sum()

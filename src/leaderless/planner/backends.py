@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.functions import is_function_name, load_function
+from leaderless.planner.layout import MODEL_AXES
 
 if TYPE_CHECKING:
-    from leaderless.planner.plan import RoleInstance
+    from leaderless.planner.plan import PlannedNode, RoleInstance
 
 BACKEND_ATTRIBUTE = "__leaderless_train_backend__"
 KEY = "training.backend"
@@ -29,6 +30,7 @@ class BackendSpec:
         scores: Whether it computes log-probabilities of language models.
         values: Whether it holds value models.
         shards_weights: Whether data-parallel ranks divide weights and optimizer, instead of holding all of them each.
+        axes: Axes of a layout besides `dp` along which an engine may have several ranks, which hold the same rows.
     """
 
     implementation: str
@@ -36,13 +38,19 @@ class BackendSpec:
     scores: bool = True
     values: bool = True
     shards_weights: bool = True
+    axes: tuple[str, ...] = ()
 
 
 BUILTIN_BACKENDS = {"fsdp": BackendSpec("leaderless.training.fsdp:make_engine")}
 
 
 def train_backend(
-    *, trains: bool = True, scores: bool = True, values: bool = False, shards_weights: bool = False
+    *,
+    trains: bool = True,
+    scores: bool = True,
+    values: bool = False,
+    shards_weights: bool = False,
+    axes: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
     """Declare a function as a training back end, which recipes name as `package.module:function`.
 
@@ -53,11 +61,20 @@ def train_backend(
         scores: Whether it computes log-probabilities of language models.
         values: Whether it holds value models.
         shards_weights: Whether data-parallel ranks divide weights and optimizer, instead of holding all of them each.
+        axes: Axes of a layout, of `tp`, `pp` and `cp`, along which an engine may have several ranks; they hold the same
+            rows, and compute or share what it takes to have the same results.
+
+    Raises:
+        ValueError: An axis is unknown.
     """
+    unknown = [axis for axis in axes if axis not in MODEL_AXES]
+    if unknown:
+        raise ValueError(f"@train_backend(axes={axes!r}): '{unknown[0]}' is none of {', '.join(MODEL_AXES)}")
 
     def declare(function: Function) -> Function:
         implementation = f"{function.__module__}:{function.__qualname__}"
-        setattr(function, BACKEND_ATTRIBUTE, BackendSpec(implementation, trains, scores, values, shards_weights))
+        spec = BackendSpec(implementation, trains, scores, values, shards_weights, tuple(axes))
+        setattr(function, BACKEND_ATTRIBUTE, spec)
         return function
 
     return declare
@@ -103,3 +120,21 @@ def check_backends(recipe: Recipe, instances: Sequence[RoleInstance]) -> None:
                     f"'{name}' cannot {capability}, as role '{role}' needs: use another back end, such as fsdp, or "
                     "declare it with @leaderless.train_backend(...) if it can",
                 )
+
+
+def check_axes(recipe: Recipe, node: PlannedNode) -> None:
+    """Refuse a layout of a node with a model that the model's back end cannot have.
+
+    Raises:
+        RecipeError: The back end is not declared to have several ranks along an axis.
+    """
+    role, layout = node.node.role, node.layout
+    backend = recipe.as_seen_by(role).training.backend
+    can = ("dp", *backend_of(backend).axes)
+    wrong = [axis for axis in layout.axes if axis not in can]
+    if role is not None and wrong:
+        raise RecipeError.at(
+            f"layout.{node.name}",
+            f"{layout}: the back end '{backend}' divides the ranks of a model by {' and '.join(can)} only; leave out "
+            f"{' and '.join(wrong)}",
+        )

@@ -268,8 +268,8 @@ class Flow:
         if is_own and len(node.agents) > 1:
             raise RecipeError.at(
                 f"nodes.{node.name}.after",
-                f"node '{node.name}' trains role '{node.role}' on samples of the roles {', '.join(node.agents)}: select "
-                f"those of one with where: {{agent: {node.role}}}",
+                f"node '{node.name}' trains role '{node.role}' on samples of the roles {', '.join(node.agents)}: "
+                f"select those of one with where: {{agent: {node.role}}}",
             )
 
     def _missing(self, name: str, column: str) -> Problem:

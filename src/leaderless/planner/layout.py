@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from math import prod
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
@@ -31,9 +32,13 @@ class Cluster:
             raise ValueError(f"world_size={self.world_size}: must be at least 1")
 
 
+MODEL_AXES = ("pp", "cp", "tp")
+"""Axes along which ranks hold the same rows, from the outermost: ranks of one `tp` are next to each other."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """A pool of ranks and how it is divided.
+    """A pool of ranks and how it is divided: a mesh with the axes `dp`, `pp`, `cp` and `tp`, from the outermost.
 
     Rows are divided into `dp` shards. The ranks of one shard are neighbors in `ranks`, which ascend, so that
     model-parallel peers (`tp`, `pp`, `cp`) share a host; they hold the same rows.
@@ -50,6 +55,35 @@ class Layout:
         """Ranks that hold the same rows."""
         return self.tp * self.pp * self.cp
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Size of each axis, from the outermost."""
+        return {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh: `dp`, and others along which there are several ranks."""
+        return ("dp", *(axis for axis in MODEL_AXES if self.sizes[axis] > 1))
+
+    def coordinates(self, rank: int) -> Mapping[str, int]:
+        """The place of a rank of the pool along each axis."""
+        place, coordinates = self._position[rank], dict[str, int]()
+        for axis in reversed(list(self.sizes)):
+            place, coordinates[axis] = divmod(place, self.sizes[axis])
+        return {axis: coordinates[axis] for axis in self.sizes}
+
+    def peers(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from one of the pool in their place along an axis only, it included, ascending."""
+        names = list(self.sizes)
+        stride = prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
+        first = self._position[rank] - self.coordinates(rank)[axis] * stride
+        return self.ranks[first : first + self.sizes[axis] * stride : stride]
+
+    def process_groups(self) -> tuple[tuple[int, ...], ...]:
+        """All ranks, and the peers along each axis of the mesh: the process groups that its collectives take."""
+        along = ((rank, axis) for axis in self.axes for rank in self.ranks)
+        return tuple(dict.fromkeys([self.ranks, *(self.peers(rank, axis) for rank, axis in along)]))
+
     @cached_property
     def _position(self) -> dict[int, int]:
         return {rank: position for position, rank in enumerate(self.ranks)}
@@ -61,9 +95,21 @@ class Layout:
         """The shard of rows that a rank of the pool holds."""
         return self._position[rank] // self.ranks_per_shard
 
-    def is_first_of_shard(self, rank: int) -> bool:
-        """Whether a rank stands for its shard, whose ranks hold the same rows."""
-        return self._position[rank] % self.ranks_per_shard == 0
+    def place_in_shard(self, rank: int) -> int:
+        """The place of a rank among those that hold the same rows."""
+        return self._position[rank] % self.ranks_per_shard
+
+    def represents(self, rank: int) -> bool:
+        """Whether a rank stands for its shard, whose ranks hold the same rows.
+
+        Of a pipeline only the last stage has the outputs of the model, so one of its ranks does.
+        """
+        return self.place_in_shard(rank) == (self.pp - 1) * self.cp * self.tp
+
+    @cached_property
+    def representatives(self) -> tuple[int, ...]:
+        """The ranks that stand for their shards."""
+        return tuple(rank for rank in self.ranks if self.represents(rank))
 
     @property
     def row_key(self) -> tuple[tuple[int, ...], int]:
@@ -76,7 +122,7 @@ class Layout:
 
     def __str__(self) -> str:
         """As in `ranks 0-3 dp=2 tp=2`."""
-        model_parallel = {"tp": self.tp, "pp": self.pp, "cp": self.cp}
+        model_parallel = {name: self.sizes[name] for name in ("tp", "pp", "cp")}
         sizes = [f"{name}={size}" for name, size in model_parallel.items() if size > 1]
         return " ".join([f"ranks {format_ranks(self.ranks)}", f"dp={self.dp}", *sizes])
 

@@ -9,7 +9,7 @@ from itertools import product
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import MAX_RESPONSES, EngineName
-from leaderless.planner.backends import check_backends
+from leaderless.planner.backends import check_axes, check_backends
 from leaderless.planner.edges import edges_of
 from leaderless.planner.flow import Flow
 from leaderless.planner.layout import Cluster, Layout, make_layouts
@@ -157,11 +157,8 @@ def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
     prompts = recipe.batch.prompts_per_step
     # A layout that is written is blamed before one that follows from it.
     for node in sorted(nodes, key=lambda node: node.name not in recipe.layout):
-        layout, key = node.layout, f"layout.{node.name}"
-        if node.node.role is not None and layout.ranks_per_shard > 1:
-            raise RecipeError.at(
-                key, f"{layout}: models divide their ranks by data parallelism only; leave out tp, pp and cp"
-            )
+        layout = node.layout
+        check_axes(recipe, node)
         siblings = recipe.batch.responses_per_prompt
         if not is_expanded(nodes, node.row_set) or keeps_groups(recipe, nodes, node.row_set, layout):
             siblings = 1

@@ -177,6 +177,7 @@ def _load(source: Source, device: torch.device) -> TrainEngine:
         is_critic=False,
         layout=Layout((0,), 1),
         process_group=ALONE,
+        axis_groups={"dp": ALONE},
         device=device,
         optimizer=None,
         num_updates=0,

@@ -37,7 +37,6 @@ def dynamic_sampling(batch: Batch, context: StageContext) -> Batch:
     episodes = Episodes.of(batch)
     rewards, is_valid = (episodes.rows.dense(name) for name in ("rewards", "reward_valid"))
     groups = Groups.of(rewards, is_valid, episodes.rows.group_ids)
-    is_reporting = context.node.layout.is_first_of_shard(context.process_group.rank)
     is_silent, is_right = (groups.count >= 2) & ~groups.has_signal, groups.mean > 0
     for name, counted in {
         "kept": groups.has_signal,
@@ -45,7 +44,7 @@ def dynamic_sampling(batch: Batch, context: StageContext) -> Batch:
         "dropped_all_wrong": is_silent & ~is_right,
         "dropped_failed": groups.count < 2,
     }.items():
-        context.metrics.total(f"sampling/{name}", counted.sum() if is_reporting else 0)
+        context.metrics.total(f"sampling/{name}", counted.sum())
     is_kept = episodes.of_samples(groups.has_signal[groups.index])
     assert isinstance(is_kept, Tensor)
     return batch.select(is_kept)

@@ -104,11 +104,11 @@ class StageContext:
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a tensor over the node's ranks; ranks that hold the same rows count once."""
         layout = self.node.layout
-        counted = values if layout.is_first_of_shard(self.process_group.rank) else torch.zeros_like(values)
+        counted = values if layout.represents(self.process_group.rank) else torch.zeros_like(values)
         return self.process_group.sum(counted, f"a sum in node '{self.node.name}'")
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, each once, from tensors [n, ...] in which n may differ between ranks."""
         layout = self.node.layout
-        counted = rows if layout.is_first_of_shard(self.process_group.rank) else rows[:0]
+        counted = rows if layout.represents(self.process_group.rank) else rows[:0]
         return torch.cat(self.process_group.gather(counted, f"rows in node '{self.node.name}'"))

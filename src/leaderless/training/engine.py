@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
@@ -48,6 +49,7 @@ class EngineSetup:
         is_critic: Whether it is a value model instead of a language model.
         layout: Ranks that hold the model, and how they divide rows and weights.
         process_group: These ranks, for collectives.
+        axis_groups: The peers of this rank along each axis of the layout's mesh, itself included, by axis.
         device: Device that computes.
         optimizer: Settings of the optimizer; None for a model that is only scored.
         num_updates: Optimizer steps of the whole run, for the schedule of the learning rate.
@@ -59,10 +61,20 @@ class EngineSetup:
     is_critic: bool
     layout: Layout
     process_group: ProcessGroup
+    axis_groups: Mapping[str, ProcessGroup]
     device: torch.device
     optimizer: OptimizerConfig | None
     num_updates: int
     micro_batch_tokens: int
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks of the layout as a mesh whose axes are those of the layout, `dp` the outermost."""
+        axes, kind = self.layout.axes, self.device.type
+        groups = [self.axis_groups[axis].torch_group for axis in axes]
+        if len(axes) == 1:
+            return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=axes)
+        ranks = torch.tensor(self.layout.ranks).reshape([self.layout.sizes[axis] for axis in axes])
+        return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=axes)
 
 
 class Trainable(Protocol):
@@ -131,6 +143,10 @@ class Trainable(Protocol):
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its name in `transformers`, whole, on every rank, one at a time."""
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether another rank has the same part of the weights and of the optimizer, and stands for it."""
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
         """Shape of every whole weight by its name in `transformers`, in an order that is the same on every rank."""

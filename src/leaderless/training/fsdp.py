@@ -64,11 +64,12 @@ class FsdpValueEngine(ShardedModel[ValueModel]):
 def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     """Load a model and shard it over the ranks of its layout."""
     where = setup.model, setup.process_group, setup.device, setup.micro_batch_tokens
+    mesh = setup.mesh() if setup.process_group.size > 1 else None
     if setup.is_critic:
         critic = load_value_model(setup.model, setup.role)
-        return FsdpValueEngine(critic, *where, optimizer=setup.optimizer, num_updates=setup.num_updates)
+        return FsdpValueEngine(critic, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, mesh=mesh)
     model = load_causal_lm(setup.model, setup.role)
-    return FsdpEngine(model, *where, optimizer=setup.optimizer, num_updates=setup.num_updates)
+    return FsdpEngine(model, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, mesh=mesh)
 
 
 def _inputs(engine: ShardedModel[Model_co], micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Attention, Tensor]:

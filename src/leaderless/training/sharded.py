@@ -24,7 +24,7 @@ from leaderless.training.engine import UpdateInfo
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.optimizer import learning_rate_at, make_optimizer
 from leaderless.training.passes import BoundedPasses
-from leaderless.weights.blocks import HeldWeights, LocalWeight, Pool, even_rows, everything
+from leaderless.weights.blocks import HeldWeights, LocalWeight, Pool, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import receive_weights
 
@@ -49,10 +49,12 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         *,
         optimizer: OptimizerConfig | None = None,
         num_updates: int = 0,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Shard a model, which is whole and the same on every rank; without an optimizer it is frozen.
 
-        A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule.
+        A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule. Weights are
+        divided along the axis `dp` of the mesh, which has this axis alone by default, and are the same along others.
         """
         super().__init__(process_group, device, micro_batch_tokens)
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
@@ -63,9 +65,14 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for parameter in self.model.parameters():
             parameter.requires_grad_(optimizer is not None)
         self.units: list[FSDPModule] = []
+        self.is_replica, self._num_shards = False, 1
         if process_group.size > 1 or config.compute_dtype != "float32":
             # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
-            self._shard(self.compute_dtype)
+            if mesh is None:
+                mesh = DeviceMesh.from_group(process_group.torch_group, device.type, mesh_dim_names=("dp",))
+            self._shard(mesh["dp"])
+            self._num_shards = mesh["dp"].size()
+            self.is_replica = any(mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names or () if axis != "dp")
             self.is_plain = False
         self.model.to(device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
@@ -80,10 +87,9 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """See `Trainable`."""
         return self.model.vocab_size
 
-    def _shard(self, compute_dtype: torch.dtype) -> None:
+    def _shard(self, mesh: DeviceMesh) -> None:
         """Make each decoder layer, and the rest of the model, a unit that is gathered at once."""
-        mesh = DeviceMesh.from_group(_handle(self._process_group), self.device.type)
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         layer_names = set(self.model.model._no_split_modules or ())  # noqa: SLF001
         for module in [m for m in self.model.modules() if type(m).__name__ in layer_names]:
             self.units.append(fully_shard(module, mesh=mesh, mp_policy=policy))
@@ -139,8 +145,9 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainable`."""
         held = HeldWeights.of(self.local_weights(), self.policy_version)
-        layout = Layout(self._process_group.ranks, self._process_group.size)
-        pools = Pool(layout, even_rows), Pool(layout, everything)
+        ranks = self._process_group.ranks
+        layout = Layout(ranks, self._num_shards, tp=len(ranks) // self._num_shards)
+        pools = Pool(layout, shard_rows), Pool(layout, everything)
         route = Route("trained", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True)
         yield from receive_weights(route, self._process_group, self._process_group, held)
 
@@ -183,9 +190,3 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if self._optimizer is not None:
             for moments in self._optimizer.state.values():
                 moments["step"].fill_(float(policy_version))
-
-
-def _handle(process_group: ProcessGroup) -> torch.distributed.ProcessGroup:
-    handle = process_group.handle or torch.distributed.group.WORLD
-    assert handle is not None
-    return handle

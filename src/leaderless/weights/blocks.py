@@ -67,9 +67,18 @@ def everything(name: str, shape: Shape, layout: Layout, rank: int) -> Block:  # 
 
 
 def even_rows(name: str, shape: Shape, layout: Layout, rank: int) -> Block:  # noqa: ARG001
-    """Give every rank equal numbers of rows, rounded up, the last ones fewer: as FSDP divides weights."""
-    size = -(-shape[0] // len(layout.ranks))
-    first = min(layout.ranks.index(rank) * size, shape[0])
+    """Give every rank equal numbers of rows, rounded up, the last ones fewer."""
+    return _rows_of(shape, layout.ranks.index(rank), len(layout.ranks))
+
+
+def shard_rows(name: str, shape: Shape, layout: Layout, rank: int) -> Block:  # noqa: ARG001
+    """Give every shard of the layout equal numbers of rows, as `even_rows`, and all of its ranks the same."""
+    return _rows_of(shape, layout.shard_of(rank), layout.dp)
+
+
+def _rows_of(shape: Shape, place: int, num_parts: int) -> Block:
+    size = -(-shape[0] // num_parts)
+    first = min(place * size, shape[0])
     return Block((first, *(0,) * (len(shape) - 1)), (min(size, shape[0] - first), *shape[1:]))
 
 

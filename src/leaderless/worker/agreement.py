@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
-from leaderless.planner import Plan, PlannedNode, flat, format_ranks
+from leaderless.planner import Loop, Plan, PlannedNode, RunNode, flat, format_ranks
 
 Judge = Callable[[Mapping[str, float], Sequence[PlannedNode]], None]
 """Receives the numbers of a pool and the nodes that run on it, on the pool's first rank."""
@@ -23,12 +23,17 @@ class StepMetrics:
     def __init__(self, plan: Plan, transport: Transport) -> None:
         self._plan, self._transport = plan, transport
         self._loop = plan.loop_of(transport.rank)
-        self._pools = list(dict.fromkeys(plan.ranks_of(action) for action in flat(self._loop.schedule)))
+        self._pools = list(metric_pools(plan, self._loop))
         self._metrics = {ranks: Metrics() for ranks in self._pools if transport.rank in ranks}
 
     def of(self, ranks: tuple[int, ...]) -> Metrics:
         """Metrics of the pool with these ranks."""
         return self._metrics[ranks]
+
+    def of_node(self, node: PlannedNode) -> Metrics:
+        """Metrics of a node: of the ranks with the same rows one reports, and what others collect is left out."""
+        rank, layout = self._transport.rank, node.layout
+        return self.of(layout.representatives) if layout.represents(rank) else Metrics()
 
     def reduce(self, judge: Judge) -> dict[str, float]:
         """Add up the step's numbers, and begin again with nothing. All ranks of the loop call it together.
@@ -41,10 +46,17 @@ class StepMetrics:
         for ranks in self._pools:
             own = self._metrics[ranks].reduce(self._transport.process_group(ranks)) if rank in ranks else {}
             if rank == ranks[0]:
-                judge(own, [node for node in self._plan.nodes if node.layout.ranks == ranks])
+                judge(own, [node for node in self._plan.nodes if node.layout.representatives == ranks])
             numbers |= to_first_rank(ranks, own, loop)
         self._metrics = {ranks: Metrics() for ranks in self._metrics}
         return numbers
+
+
+def metric_pools(plan: Plan, loop: Loop) -> Iterator[tuple[int, ...]]:
+    """The ranks that add up metrics together: those of each entry, and those that stand for a node's shards."""
+    entries = [*flat(loop.schedule)]
+    nodes = (plan[action.node].layout.representatives for action in entries if isinstance(action, RunNode))
+    yield from dict.fromkeys([*map(plan.ranks_of, entries), *nodes])
 
 
 def to_first_rank(ranks: tuple[int, ...], numbers: dict[str, float], loop: ProcessGroup) -> dict[str, float]:

@@ -163,7 +163,7 @@ class Chain:
 
     def _count_groups(self, repeat: Repeat) -> int:
         """Number of groups that the last node has chosen so far, with those of an earlier step."""
-        is_first = self._rank in repeat.layout and repeat.layout.is_first_of_shard(self._rank)
+        is_first = self._rank in repeat.layout and repeat.layout.represents(self._rank)
         own = torch.tensor([self.buffer.surplus.num_groups if is_first else 0])
         with self._span("repeat"):
             process_group = self._parts.transport.process_group(repeat.ranks)
@@ -183,13 +183,12 @@ class Chain:
 
     def _context(self, name: str) -> StageContext:
         parts, node = self._parts, self._parts.plan[name]
-        metrics = self.metrics.of(node.layout.ranks).named(partial(tagged, node=node.node))
         return StageContext(
             recipe=node.settings_of(parts.recipe),
             node=node,
             step=self._progress.step,
             process_group=parts.transport.process_group(node.layout.ranks),
-            metrics=metrics if node.layout.is_first_of_shard(self._rank) else metrics.of_replica(),
+            metrics=self.metrics.of_node(node).named(partial(tagged, node=node.node)),
             run_directory=parts.directory,
             tokenizer=parts.tokenizer,
             model=parts.roles.of(node.node.role, node.layout) if node.node.role else None,

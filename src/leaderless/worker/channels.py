@@ -148,7 +148,7 @@ class Channels:
             for iteration in self._in_flight():
                 for action, batch in self._rows.get((channel.name, iteration), {}).items():
                     layout, name = action.source_layout, _file_of(channel, iteration, action)
-                    if layout.is_first_of_shard(rank):
+                    if layout.represents(rank):
                         saves.append(
                             partial(save_rows, batch, name=name, shard=layout.shard_of(rank), num_shards=layout.dp)
                         )
@@ -212,7 +212,7 @@ class Channels:
         process_group = self._parts.transport.process_group(channel.source_ranks)
         groups, versions, num_rows = _NOTHING, _NOTHING, 0
         for action, batch in held.items():
-            if not action.source_layout.is_first_of_shard(process_group.rank):
+            if not action.source_layout.represents(process_group.rank):
                 continue
             groups, num_rows = torch.unique(batch.group_ids), len(batch)
             if "policy_versions" in batch.columns:

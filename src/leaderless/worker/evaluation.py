@@ -65,7 +65,7 @@ class Evaluator:
         graded = self._answer(mine, progress, record if process_group.rank == self.layout.ranks[0] else None)
         k = config.responses_per_prompt
         scores = Scores(self.recipe)
-        for index in range(len(mine)):
+        for index in range(len(mine) if self.layout.represents(process_group.rank) else 0):
             scores.add(graded[index * k : (index + 1) * k])
         return scores.numbers(scores.metrics.reduce(process_group))
 

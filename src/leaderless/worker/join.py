@@ -17,6 +17,7 @@ from leaderless.data.databuffer import WINDOWS
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import DeviceSetup, setup_device
 from leaderless.planner import Plan, Reshard, flat, format_ranks
+from leaderless.worker.agreement import metric_pools
 from leaderless.worker.channels import add_process_groups
 from leaderless.worker.place import Place
 
@@ -54,9 +55,11 @@ def join_workers(
     for action in flat(plan.schedule):
         transport.add_process_group(plan.ranks_of(action))
     for instance in plan.instances:
-        transport.add_process_group(instance.layout.ranks)
+        for ranks in instance.layout.process_groups():
+            transport.add_process_group(ranks)
     for loop in plan.loops:
-        transport.add_process_group(loop.ranks)
+        for ranks in (loop.ranks, *metric_pools(plan, loop)):
+            transport.add_process_group(ranks)
     add_process_groups(plan, transport)
     for action in plan.windowed.body if plan.windowed else ():
         if isinstance(action, Reshard):

@@ -129,7 +129,7 @@ class Keeper:
         plan, progress, rank = self._parts.plan, self._progress, self._parts.transport.rank
         repeat, surplus = plan.repeat, self._chain.buffer.surplus.batch
         rows: list[Callable[[Path], None]] = []
-        if repeat is not None and surplus is not None and repeat.layout.is_first_of_shard(rank):
+        if repeat is not None and surplus is not None and repeat.layout.represents(rank):
             shard = repeat.layout.shard_of(rank)
             rows.append(partial(save_rows, surplus, name=SURPLUS, shard=shard, num_shards=repeat.layout.dp))
         loop = plan.loop_of(rank)

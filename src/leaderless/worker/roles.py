@@ -19,7 +19,7 @@ from leaderless.stages.context import ModelRole
 from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import EngineSetup, Trainable, ValueEngine
 from leaderless.training.registry import make_train_engine, make_value_engine
-from leaderless.weights.blocks import HeldWeights, Pool, even_rows, everything
+from leaderless.weights.blocks import HeldWeights, Pool, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import fill_weights, send_weights
 
@@ -78,6 +78,10 @@ class Roles:
             is_critic=instance.is_critic,
             layout=instance.layout,
             process_group=self._transport.process_group(ranks),
+            axis_groups={
+                axis: self._transport.process_group(instance.layout.peers(self._transport.rank, axis))
+                for axis in instance.layout.axes
+            },
             device=self._around.device,
             optimizer=recipe.optimizer if instance.is_trained else None,
             num_updates=instance.num_updates,
@@ -140,7 +144,7 @@ class Roles:
         """The way of new weights, given what this rank has of old or new ones."""
         if action not in self._routes:
             backend = backend_of(self._recipe.as_seen_by(action.role).training.backend)
-            placement = even_rows if backend.shards_weights else everything
+            placement = shard_rows if backend.shards_weights else everything
             pools = Pool(action.source_layout, placement), Pool(action.target_layout, placement)
             self._routes[action] = Route(action.role, some.shapes, *pools, torch.float32, self._transport.rank)
         return self._routes[action]

@@ -1,0 +1,121 @@
+"""Layouts with several axes: their meshes, and a back end that divides weights along one of them only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.contracts.test_train_engine import OPTIMIZER, same, weights_of
+from tests.distributed.ranks import RankPool
+from tests.distributed.test_training import LENGTHS
+from tests.end_to_end.test_many_ranks import merged, walk_steps
+from tests.tiny import add_gradients, random_samples, tiny_model, write_recipe
+
+from leaderless import EngineSetup, train_backend
+from leaderless.checkpoint.reader import RunState, load_checkpoint
+from leaderless.checkpoint.writer import CheckpointWriter, Content
+from leaderless.config.models import ModelConfig
+from leaderless.config.run import CheckpointConfig
+from leaderless.data.transport import Transport
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.observability.run_directory import list_checkpoints
+from leaderless.planner import Layout
+from leaderless.planner.backends import BUILTIN_BACKENDS
+from leaderless.training.engine import TrainEngine
+from leaderless.training.registry import make_train_engine
+
+REPEATING = "tests.distributed.test_mesh:repeats_over_tp"
+
+
+@train_backend(shards_weights=True, axes=["tp"])
+def repeats_over_tp(setup: EngineSetup) -> TrainEngine:
+    """The built-in back end, whose ranks along `tp` all do the same."""
+    (backend,) = BUILTIN_BACKENDS
+    return make_train_engine(backend, setup)
+
+
+def setup_of(transport: Transport, layout: Layout, path: str) -> EngineSetup:
+    for ranks in layout.process_groups():
+        transport.add_process_group(ranks)
+    return EngineSetup(
+        role="policy",
+        model=ModelConfig(path=path),
+        is_critic=False,
+        layout=layout,
+        process_group=transport.process_group(layout.ranks),
+        axis_groups={axis: transport.process_group(layout.peers(transport.rank, axis)) for axis in layout.axes},
+        device=torch.device("cpu"),
+        optimizer=OPTIMIZER,
+        num_updates=4,
+        micro_batch_tokens=64,
+    )
+
+
+def check_mesh(sizes: dict[str, int], path: str) -> None:
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    layout = Layout((0, 1, 2, 3), **sizes)
+    mesh = setup_of(transport, layout, path).mesh()
+    assert mesh.mesh_dim_names == layout.axes
+    place = mesh.get_coordinate()
+    assert place is not None
+    assert dict(zip(layout.axes, place, strict=True)).items() <= layout.coordinates(transport.rank).items()
+    for axis in layout.axes:
+        peers = layout.peers(transport.rank, axis)
+        total = torch.tensor([transport.rank])
+        torch.distributed.all_reduce(total, group=mesh.get_group(axis))
+        assert mesh[axis].mesh.tolist() == list(peers)
+        assert int(total) == sum(peers), "its collectives are those of the peers"
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 1, "tp": 2, "pp": 2}, {"dp": 1, "cp": 4}])
+def test_a_mesh_has_the_coordinates_of_its_layout(ranks: RankPool, sizes: dict[str, int]) -> None:
+    ranks.run(4, check_mesh, sizes, tiny_model())
+
+
+def save_and_load(folder: str, path: str) -> int:
+    """The number of shards of a checkpoint; an engine that reads it has the weights of the one that wrote it."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    setup = setup_of(transport, Layout((0, 1, 2, 3), dp=2, tp=2), path)
+    engine, other = (repeats_over_tp(setup) for _ in range(2))
+    shard = torch.arange(len(LENGTHS)) % 2 == setup.layout.shard_of(transport.rank)
+    add_gradients(
+        engine, random_samples(LENGTHS).select(shard), lambda out, _: out.log_probs.sum() / 50, temperature=1.0
+    )
+    engine.optimizer_step()
+    tokenizer = load_tokenizer(setup.model, "policy")
+    writer = CheckpointWriter(
+        Path(folder), {"policy": engine}, transport.world, tokenizer, CheckpointConfig(), 30.0, {"recipe.yaml": ""}
+    )
+    writer.begin(Content(RunState(1, 0, 0.0)))
+    writer.finish()
+    (checkpoint,) = list_checkpoints(Path(folder))
+    load_checkpoint(checkpoint, {"policy": other})
+    assert same(weights_of(engine), weights_of(other))
+    return len(list((checkpoint / "policy").glob("*.safetensors")))
+
+
+def test_of_replicas_one_writes_the_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(4, save_and_load, str(tmp_path), tiny_model()) == [2] * 4
+
+
+def test_ranks_that_repeat_the_work_of_others_change_no_number(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {
+        "batch.updates_per_step": 2,
+        "reward": {"tests.end_to_end.own_reward:own_reward": 1.0},
+        "rollout.max_response_tokens": 8,
+    }
+    recipe = write_recipe(tmp_path, tiny_model(), settings)
+    expected = ranks.run(2, walk_steps, str(recipe), "two", 2, init_group=False)
+    divided = {"dp": 2, "tp": 2}
+    changes = {"training.backend": REPEATING, "layout": {"rollout": divided, "policy": divided}}
+    recipe = write_recipe(tmp_path, tiny_model(), {**settings, **changes})
+    found = ranks.run(4, walk_steps, str(recipe), "four", 2, init_group=False)
+    for step in range(2):
+        ours, theirs = merged(found, step), merged(expected, step)
+        assert ours["samples"] == theirs["samples"]
+        for name, value in theirs["numbers"].items():  # type: ignore[attr-defined]
+            if not name.startswith(("time", "throughput/tokens_per_s", "rollout/tokens_per_s", "data/", "memory")):
+                assert ours["numbers"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name  # type: ignore[index]
+        for name, weights in theirs["weights"].items():  # type: ignore[attr-defined]
+            torch.testing.assert_close(ours["weights"][name], weights, atol=1e-6, rtol=1e-5)  # type: ignore[index]
