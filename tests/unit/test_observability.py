@@ -15,7 +15,14 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from leaderless.observability.console import Display
-from leaderless.observability.run_directory import MANIFEST, RunDirectory, list_checkpoints, write_atomically
+from leaderless.observability.report.run_files import read_run
+from leaderless.observability.run_directory import (
+    MANIFEST,
+    RunDirectory,
+    list_checkpoints,
+    read_lines,
+    write_atomically,
+)
 from leaderless.observability.step_log import StepLog
 from leaderless.observability.trace import Tracer
 from leaderless.worker.place import Place
@@ -184,12 +191,49 @@ def test_lines_of_lost_steps_are_forgotten_with_their_samples(tmp_path: Path) ->
     with run.metrics.open("a") as file:
         file.write('[6]\n6\nnull\n{"loss": 1}\n{"step": "6"}\n{"step": 6, "los')
     log.open(4)
-    run.forget_samples(3)
+    run.forget_samples(3, 3)
     assert [record["step"] for record in run.read_metrics()] == [0, 1, 2, 3]
     assert len(run.metrics.read_text().splitlines()) == 4
     names = sorted(path.name for path in run.samples.iterdir())
     assert names == sorted(f"step-{step:06d}.rank-{rank}.jsonl" for step in range(4) for rank in (0, 12))
     assert json.loads((run.samples / "step-000003.rank-0.jsonl").read_text())["text"] == "naïve\n"
+
+
+def test_each_loop_forgets_what_its_own_ranks_do_again(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for step in range(1, 6):
+        for rank in (0, 1):
+            run.write_samples(step, rank, [])
+        run.write_samples(step, 0, [], "evaluation")
+    run.forget_samples(4, 2, lambda rank: rank == 0)  # two iterations ahead of training
+    run.forget_samples(2, 2, lambda rank: rank == 1)
+    assert sorted(path.name for path in run.samples.iterdir()) == [
+        *(f"evaluation-00000{step}.rank-0.jsonl" for step in (1, 2)),
+        *sorted(
+            f"step-00000{step}.rank-{rank}.jsonl" for rank, last in ((0, 4), (1, 2)) for step in range(1, last + 1)
+        ),
+    ]
+
+
+def test_the_logs_of_loops_are_read_as_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    logs = {name: StepLog(run, name, enable_tensorboard=False) for name in ("", "rollout", "evaluation")}
+    for step in range(1, 5):
+        logs["rollout"].write(step, {"rollout/truncated": step / 8, "time/step": 1.0})
+    for step in (0, 2):
+        logs["evaluation"].write(step, {"evaluation/mean@1": step / 4})
+    for step in (1, 2):
+        logs[""].write(step, {"policy/loss": -step, "time/step": 2.0})
+    assert list(run.read_metrics()) == [
+        {"step": 0, "evaluation/mean@1": 0.0},
+        {"step": 1, "rollout/truncated": 0.125, "time/step": 2.0, "policy/loss": -1},
+        {"step": 2, "evaluation/mean@1": 0.5, "rollout/truncated": 0.25, "time/step": 2.0, "policy/loss": -2},
+    ]
+    assert read_run(tmp_path).steps == (0, 1, 2)
+    assert set(read_run(tmp_path).series) == {"evaluation/mean@1", "rollout/truncated", "time/step", "policy/loss"}
+    assert read_run(tmp_path).series["time/step"].values == (2.0, 2.0)
+    logs["rollout"].open(3)
+    assert [record["step"] for record in read_lines(run.metrics_of("rollout"), "step")] == [1, 2]
 
 
 def test_metrics_are_json_whatever_their_values(tmp_path: Path) -> None:

@@ -164,24 +164,29 @@ class RunDirectory:
             except (json.JSONDecodeError, TypeError, AttributeError, KeyError):
                 continue
 
-    def forget_events(self, step: int, num_roll_backs: int = 0) -> None:
-        """Drop the events of later steps, which are about to be done again.
+    def forget_events(self, last_of: Callable[[str], int], num_roll_backs: int = 0) -> None:
+        """Drop the events of iterations that are about to be done again, given the last one of each node.
 
-        Those that ended an attempt at these steps, and those before the last roll-back, are history and stay.
+        Those that ended an attempt at these, and those before the last roll-back, are history and stay.
         """
         lines = list(self.read_events())
         history = [
             line
             for line, event in lines
-            if event is None or event.step <= step or event.num_roll_backs < num_roll_backs or event.action == "stop"
+            if event is None
+            or event.step <= last_of(event.node)
+            or event.num_roll_backs < num_roll_backs
+            or event.action == "stop"
         ]
         if len(history) < len(lines):
             write_atomically(self.events, "".join(f"{line}\n" for line in history))
 
-    def forget_samples(self, step: int) -> None:
-        """Drop the samples of later steps."""
+    def forget_samples(self, step: int, evaluated: int, is_own: Callable[[int], bool] = lambda _: True) -> None:
+        """Drop the samples of later steps and later evaluations, of ranks for which a function says that it is due."""
         for file in self.samples.glob("*-*.jsonl") if self.samples.exists() else ():
-            if int(file.name.partition("-")[2].partition(".")[0]) > step:
+            kind, _, rest = file.name.partition("-")
+            number, _, rank = rest.removesuffix(".jsonl").partition(".rank-")
+            if int(number) > (step if kind == "step" else evaluated) and is_own(int(rank)):
                 file.unlink()
 
     def write_samples(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.step_log import StepLog
-from leaderless.planner import Loop
+from leaderless.planner import Loop, Plan
 from leaderless.worker.parts import Progress
 
 
@@ -17,9 +17,9 @@ class LoopLog:
     earlier step than the iteration that it is at, so that it has a file for either.
     """
 
-    def __init__(self, directory: RunDirectory, loop: Loop, *, enable_tensorboard: bool) -> None:
+    def __init__(self, directory: RunDirectory, plan: Plan, loop: Loop, *, enable_tensorboard: bool) -> None:
         """Nothing is written yet."""
-        self._directory, self._is_ahead = directory, loop.lag > 0
+        self._directory, self._plan, self._loop = directory, plan, loop
         self._iterations = StepLog(directory, loop.name if loop.lag else "", enable_tensorboard=enable_tensorboard)
         self._evaluations = self._iterations
         if loop.lag:
@@ -28,11 +28,17 @@ class LoopLog:
     def open(self, progress: Progress, num_roll_backs: int) -> None:
         """Continue after the last iteration. What was written before the first one is written again."""
         self._iterations.open(progress.step + 1 if progress.step else 0)
-        if self._is_ahead:
+        if self._loop.lag:
             self._evaluations.open(progress.trained + 1 if progress.trained else 0)
         else:
-            self._directory.forget_events(progress.step or -1, num_roll_backs)
-            self._directory.forget_samples(progress.step or -1)
+            lags = {node: loop.lag for loop in self._plan.loops for node in loop.nodes}
+            self._directory.forget_events(lambda node: (progress.step or -1) + lags.get(node, 0), num_roll_backs)
+        self._directory.forget_samples(progress.step or -1, progress.trained or -1, self._is_own)
+
+    def _is_own(self, rank: int) -> bool:
+        """Whether a rank is in this loop; the one that trains also takes those that there are no more."""
+        loop = next((loop for loop in self._plan.loops if rank in loop.ranks), self._plan.leading)
+        return loop.name == self._loop.name
 
     def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of an iteration."""

@@ -48,7 +48,9 @@ class Worker:
         self._ranks = parts.transport.process_group(self._loop.ranks)
         is_first = self._rank == self._loop.ranks[0]
         self._guards = Guards(recipe.guards, directory, parts.display, is_first=is_first)
-        self._log = LoopLog(directory, self._loop, enable_tensorboard=recipe.run.tensorboard) if is_first else None
+        self._log: LoopLog | None = None
+        if is_first:
+            self._log = LoopLog(directory, parts.plan, self._loop, enable_tensorboard=recipe.run.tensorboard)
 
     def run(self, *, is_guest: bool = False) -> int | None:
         """Train to the last step, or until a signal asks to stop; the last state is written as a checkpoint.
