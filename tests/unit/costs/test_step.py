@@ -12,11 +12,13 @@ from tests.unit.costs.clusters import cluster, network, plan_for, pools_recipe, 
 from tests.unit.recipes import make_recipe, write_model
 
 from leaderless.config import RecipeError, all_keys
+from leaderless.config.channels import ChannelConfig
 from leaderless.planner import Layout, Load, Reshard
 from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.costs.moves import parcels_of
+from leaderless.planner.costs.network import Network
 from leaderless.planner.costs.rows import Placement, sample_workload
-from leaderless.planner.costs.step import Loaded, Moved, Worked, events_of
+from leaderless.planner.costs.step import Loaded, Moved, Worked, events_of, walk_peers
 
 CHANGES = {
     "controllers.one.pads_rows": False,
@@ -189,6 +191,28 @@ def test_every_constant_changes_something(tmp_path, key):
     if key == "host.memory_gib":
         section[last] = before["one"].host_bytes / 2**31
     assert step_of(recipe, 4, ComparedCluster.model_validate(settings)) != before
+
+
+def test_loops_work_at_the_same_time(tmp_path):
+    recipe = pools_recipe(tmp_path)
+    ahead = recipe.model_copy(update={"channels": {"rollout": ChannelConfig(capacity=1)}})
+    constants = everything_matters()
+    links, workload = Network(constants, 4), sample_workload(recipe, constants.workload)
+    lockstep = walk_peers(events_of(plan_for(recipe, 4), recipe, workload, links), links)
+    events = events_of(plan_for(ahead, 4), ahead, workload, links)
+    estimate = walk_peers(events, links)
+    assert (estimate.transitions, estimate.weights) == (lockstep.transitions, lockstep.weights), "the same is sent"
+    puts = sum(cost.seconds for name, cost in estimate.transitions.items() if name.startswith("put"))
+    moves = sum(cost.seconds for cost in estimate.transitions.values()) - puts
+    weights = sum(cost.seconds for cost in estimate.weights.values())
+    spent = {(0, 1): weights + puts, (2, 3): moves}  # what is sent through a channel keeps the ranks that take it busy
+    for event in events:
+        if isinstance(event, Loaded):
+            spent[event.action.layout.ranks] += float(event.seconds.max())
+        elif isinstance(event, Worked):
+            spent[event.node.layout.ranks] += float(event.seconds.max())
+    assert estimate.seconds == pytest.approx(max(spent.values()))
+    assert estimate.seconds < 0.7 * lockstep.seconds
 
 
 def test_repeated_nodes_cannot_be_simulated(tmp_path):

@@ -8,7 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.planner import Layout, Load, Plan, PlannedNode, Repeat, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.planner import (
+    Layout,
+    Load,
+    Plan,
+    PlannedNode,
+    Pull,
+    Push,
+    Repeat,
+    Reshard,
+    RunNode,
+    SyncWeights,
+    Windowed,
+    flat,
+)
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
 from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, weights_cost
@@ -46,25 +59,27 @@ class Worked:
 
 @dataclass(frozen=True)
 class Moved:
-    """Rows sent to another layout."""
+    """Rows sent to another layout; through a channel, while the ranks that send them go on."""
 
     action: Reshard
     routes: Routes
+    through_channel: bool = False
 
 
 @dataclass(frozen=True)
 class Synced:
-    """Weights sent to another layout."""
+    """Weights sent to another layout; through a channel, while the ranks that send them go on."""
 
     action: SyncWeights
     num_parameters: int
+    through_channel: bool = False
 
 
 Event = Loaded | Worked | Moved | Synced
 
 
 def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) -> tuple[Event, ...]:
-    """What happens in one step, in the order of the plan.
+    """What happens in one step, or in one iteration of every loop, in the order of the plan.
 
     Raises:
         RecipeError: The workflow repeats nodes, or the size of a model is not known.
@@ -88,8 +103,14 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
             case Reshard():
                 events.append(Moved(action, placement.reshard(action)))
             case SyncWeights():
-                num_parameters = models[action.role, action.source_layout.ranks].size.num_parameters
-                events.append(Synced(action, num_parameters))
+                events.append(Synced(action, _num_parameters(models, action)))
+            case Pull(name):
+                channel = plan.channel(name)
+                events += [Moved(move, placement.reshard(move), through_channel=True) for move in channel.reshards]
+                if channel.sync is not None:
+                    events.append(Synced(channel.sync, _num_parameters(models, channel.sync), through_channel=True))
+            case Push():  # sent while the ranks go on, and counted where it is pulled
+                continue
             case Windowed():  # overlap is not modeled: its entries follow each other
                 continue
             case Repeat():
@@ -99,6 +120,10 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
                     "simulation does not know: simulate a workflow without one, as grpo",
                 )
     return tuple(events)
+
+
+def _num_parameters(models: Models, action: SyncWeights) -> int:
+    return models[action.role, action.source_layout.ranks].size.num_parameters
 
 
 def _work(node: PlannedNode, models: Models, placement: Placement) -> Worked:
@@ -140,7 +165,7 @@ class Estimate:
     """One step.
 
     Attributes:
-        seconds: Duration of the step.
+        seconds: Duration of the step; of several loops, which work at the same time, that of the slowest.
         tokens_per_s: Prompt and response tokens per second, over all ranks.
         transition_seconds: Sum over all reshards, including those that run at the same time.
         interface_bytes: Bytes through the busiest interface in the busiest reshard, in and out together.
@@ -198,7 +223,7 @@ class Walk:
     def sync(self, event: Synced) -> None:
         """Weights go from rank to rank."""
         cost = weights_cost(event.action, event.num_parameters, self.network)
-        self.together(event.action.ranks, cost.seconds)
+        self.together(_busy_ranks(event), cost.seconds)
         self.weights[str(event.action)] = cost
 
     def move(self, name: str, cost: Cost, held_bytes: int) -> None:
@@ -225,6 +250,11 @@ class Walk:
         )
 
 
+def _busy_ranks(event: Moved | Synced) -> tuple[int, ...]:
+    """The ranks that do nothing else while something is sent."""
+    return event.action.target_layout.ranks if event.through_channel else event.action.ranks
+
+
 def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
     """Estimate a step in which every rank loads its own prompts, and rows go straight to their new owners."""
     walk = Walk(network)
@@ -243,7 +273,7 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
                     walk.move(f"put({node.name})", cost, int(walk.held.max()))
             case Moved(action, routes):
                 cost = peer_cost(routes, action.columns, np.array(action.ranks), network)
-                walk.together(action.ranks, cost.seconds)
+                walk.together(_busy_ranks(event), cost.seconds)
                 walk.move(str(action), cost, int(walk.held.max()))
                 # Counted for each row, a prompt that several of a rank's rows share is counted more than once.
                 sizes = routes.rows.held_bytes(action.columns) + routes.rows.prompt_bytes(action.columns)
