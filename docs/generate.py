@@ -64,6 +64,9 @@ PICTURES = {
     "workflow-grpo": Picture(GSM8K, 8),
     "workflow-grpo-pruned": Picture(GSM8K, 8, ("algorithm.kl.coefficient=0", "batch.updates_per_step=1")),
     "workflow-grpo-pools": Picture(GSM8K, 8, ("layout.rollout.ranks=0-3", "layout.policy.ranks=4-7")),
+    "workflow-grpo-channels": Picture(
+        GSM8K, 8, ("layout.rollout.ranks=0-3", "layout.policy.ranks=4-7", "channels.rollout.capacity=2")
+    ),
     "workflow-ppo": Picture("recipes/quickstart/ppo.yaml", 2, ("algorithm.kl.coefficient=0.001",)),
     "workflow-dapo": Picture("recipes/quickstart/dapo.yaml", 2),
     "workflow-remax": Picture("recipes/quickstart/grpo.yaml", 2, ("workflow=remax",)),

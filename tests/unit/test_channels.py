@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import dataclass, replace
 from unittest.mock import patch
+from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import assume, given
@@ -16,6 +17,7 @@ from tests.unit.test_schedule import Tables, rows_of
 
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, Layout, Plan, Pull, Push, Reshard, RunNode, SyncWeights, make_plan
+from leaderless.planner.picture import draw_plan
 from leaderless.planner.show import print_plan
 from leaderless.planner.waits import find_circle, lag_of
 from leaderless.workflow import BUILTIN_STAGES, Node, StageSpec, Workflow, resolve_workflow
@@ -142,6 +144,41 @@ def test_a_reader_sees_loops_and_channels():
     assert "old 2-3 trains: its iterations are the steps old, policy" in text
     assert "policy=>rollout weights 2 iterations 2 updates weights(policy->0-1)" in text
     assert "pull(rollout->old) -> old -> policy -> push(policy=>rollout)" in text
+
+
+def test_the_picture_has_a_lane_for_each_loop_and_channels_between_them():
+    plan = cut(2, layout=THREE, algorithm=KL)
+    lanes, wires, boxes = [], {}, {}
+    for part in ET.fromstring(draw_plan(plan)).iter():
+        kinds, rect, texts = part.get("class", "").split(), part.find("{*}rect"), part.findall("{*}text")
+        if kinds == ["lane"]:
+            lanes.append((texts[0].text, *sides(rect)))
+        elif "box" in kinds and texts and texts[0].get("class") == "name":
+            boxes[texts[0].text] = sides(rect)
+        elif "link" in kinds and texts and len(texts) == 2:
+            wires[texts[0].text] = texts[1].text, part.find("{*}path").get("d"), part.find("{*}title").text
+    assert [title for title, *_ in lanes] == [
+        "loop rollout, ranks 0, 2 iterations ahead",
+        "loop reward, ranks 1-3, trains: its iterations are the steps",
+    ]
+    (_, _, _, first_end, _), (_, second, *_) = lanes
+    assert first_end < second
+    for (_, left, top, right, bottom), loop in zip(lanes, plan.loops, strict=True):
+        for name in loop.nodes:
+            x1, y1, x2, y2 = boxes[name]
+            assert left < x1 < x2 < right
+            assert top < y1 < y2 < bottom
+    assert wires.keys() == {"rollout->reward", "policy=>rollout"}
+    assert {note for note, *_ in wires.values()} == {"2 in flight, at most 2 updates old"}
+    (_, rows, sent), (_, weights, _) = wires["rollout->reward"], wires["policy=>rollout"]
+    assert (rows.partition(" ")[0], rows.partition("H")[2]) == (f"M{first_end:.1f}", f"{second:.1f}")
+    assert (weights.partition(" ")[0], weights.partition("H")[2]) == (f"M{second:.1f}", f"{first_end:.1f}")
+    assert "tokens" in sent
+
+
+def sides(rect):
+    x, y, width, height = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
+    return x, y, x + width, y + height
 
 
 # What is refused

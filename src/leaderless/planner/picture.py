@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -12,10 +13,11 @@ from typing import Literal, NamedTuple
 from jinja2 import Environment
 
 from leaderless.planner.entries import Repeat, SyncWeights
+from leaderless.planner.lanes import FRAME, Frame, Wire, place_lanes
 from leaderless.planner.layering import Link, Point, place
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.memory import format_bytes
-from leaderless.planner.plan import Plan, PlannedNode
+from leaderless.planner.plan import Loop, Plan, PlannedNode
 from leaderless.planner.row_sets import DATA
 
 Kind = Literal["local", "reshard", "channel", "weights", "order"]
@@ -36,13 +38,10 @@ TEXTS = (("name", NAME_SIZE), ("", TEXT_SIZE), ("code", CODE_SIZE))
 LEGEND: dict[Kind, str] = {
     "local": "columns on the same ranks: nothing moves",
     "reshard": "columns to other ranks, with the most bytes of a step",
-    "channel": "columns to another loop, with iterations in flight",
+    "channel": "rows to another loop, some iterations in flight",
     "weights": "new weights, after each step",
     "order": "order only: no column is read",
 }
-FRAME = 12.0
-"""Room between the boxes of repeated nodes and the frame around them."""
-
 Values = dict[str, object]
 """What the template gets of one element."""
 
@@ -58,7 +57,7 @@ class _Line(NamedTuple):
 
     @property
     def label_width(self) -> float:
-        return text_width(self.label, CODE_SIZE) + 10
+        return max(text_width(text, CODE_SIZE) for text in self.label.split("\n")) + 10
 
 
 def draw_plan(plan: Plan) -> str:
@@ -75,17 +74,36 @@ def draw_plan(plan: Plan) -> str:
 class _Picture:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.lines = [*_edges(plan), *_weights(plan), *_orders(plan)]
-        self.position = {DATA: 0} | {node.name: index for index, node in enumerate(plan.nodes, start=1)}
-        self.texts = {DATA: _data_texts(plan)} | {node.name: _node_texts(node) for node in plan.nodes}
+        self.data = [DATA if lane == 0 else f"{DATA} {lane}" for lane in range(len(plan.loops))]
+        lanes = [list(_lines(plan, *lane)) for lane in zip(plan.loops, self.data, strict=True)]
+        self.lines = [line for lines in lanes for line in lines]
+        self.position = dict.fromkeys(self.data, 0)
+        self.position |= {node.name: index for index, node in enumerate(plan.nodes, start=1)}
+        self.texts = dict.fromkeys(self.data, _data_texts(plan)) | {node.name: _node_texts(node) for node in plan.nodes}
         self.pools = list(dict.fromkeys(node.layout.ranks for node in plan.nodes))
         self.widths = {name: _box_width(texts) for name, texts in self.texts.items()}
-        links = []
-        for line in self.lines:
-            # Weights go back up to the node that uses them, but a link is placed downwards.
-            upper, lower = sorted((line.source, line.target), key=self.position.__getitem__)
-            links.append(Link(upper, lower, line.label_width))
-        self.placement = place({name: (width, BOX_HEIGHT) for name, width in self.widths.items()}, links)
+        links = [[self._link(line) for line in lines] for lines in lanes]
+        names = [
+            [data] * any(line.source == data for line in lines) + list(loop.nodes)
+            for data, loop, lines in zip(self.data, plan.loops, lanes, strict=True)
+        ]
+        boxes = [{name: (self.widths[name], BOX_HEIGHT) for name in own} for own in names]
+        self.titles, self.channels = [_loop_text(loop) for loop in plan.loops], list(_channels(plan))
+        self.frames: tuple[Frame, ...] = ()
+        self.wires: tuple[Wire, ...] = ()
+        if len(plan.loops) == 1:
+            self.placement = place(boxes[0], links[0])
+            return
+        order = [loop.name for loop in plan.loops]
+        ends = [(order.index(line.source), order.index(line.target)) for line in self.channels]
+        label_width = max((line.label_width for line in self.channels), default=0.0)
+        titles = [text_width(title, TEXT_SIZE) for title in self.titles]
+        self.placement, self.frames, self.wires = place_lanes(boxes, links, ends, label_width, titles)
+
+    def _link(self, line: _Line) -> Link:
+        # Weights go back up to the node that uses them, but a link is placed downwards.
+        upper, lower = sorted((line.source, line.target), key=self.position.__getitem__)
+        return Link(upper, lower, line.label_width)
 
     def values(self) -> Values:
         """Everything that the template needs."""
@@ -106,6 +124,8 @@ class _Picture:
             "box_height": BOX_HEIGHT,
             "num_colors": NUM_COLORS,
             "frame": self._frame(),
+            "lanes": [{"text": self.titles[lane], "frame": frame} for lane, frame in enumerate(self.frames)],
+            "wires": [{"line": line, "wire": self.wires[place]} for place, line in enumerate(self.channels)],
             "links": list(self._links()),
             "boxes": list(self._boxes()),
             "pruned": pruned,
@@ -141,7 +161,7 @@ class _Picture:
     def _boxes(self) -> Iterator[Values]:
         for name, (x, y) in self.placement.centers.items():
             kind, tooltip = "data", "the dataloader: every rank reads its own prompts"
-            if name != DATA:
+            if name not in self.data:
                 node = self.plan[name]
                 kind, tooltip = f"pool-{self.pools.index(node.layout.ranks) % NUM_COLORS}", _node_tooltip(node)
             styled = zip(self.texts[name], TEXTS, strict=True)
@@ -163,7 +183,8 @@ class _Picture:
 
     def _legend(self, top: float) -> tuple[list[Values], float, float]:
         """The meaning of lines and colors, as far as they occur, with its width and its lower end."""
-        texts: dict[str, str] = {kind: text for kind, text in LEGEND.items() if any(x.kind == kind for x in self.lines)}
+        kinds = {line.kind for line in (*self.lines, *self.channels)}
+        texts: dict[str, str] = {kind: text for kind, text in LEGEND.items() if kind in kinds}
         if self.plan.repeat is not None:
             texts["repeat"] = _repeat_text(self.plan.repeat)
         items: list[Values] = []
@@ -180,36 +201,71 @@ class _Picture:
         return items, width, top
 
 
-def _edges(plan: Plan) -> Iterator[_Line]:
+def _lines(plan: Plan, loop: Loop, data: str) -> Iterator[_Line]:
+    """Lines between the nodes of a loop, and from the box of its data."""
+    yield from _edges(plan, loop, data)
+    yield from _weights(plan, loop)
+    yield from _orders(plan, loop, data)
+
+
+def _edges(plan: Plan, loop: Loop, data: str) -> Iterator[_Line]:
     for edge in plan.edges:
+        if edge.kind == "channel" or edge.target not in loop.nodes:
+            continue
         size = format_bytes(edge.max_bytes)
         moves = f"to other ranks, at most {size} a step" if edge.kind == "reshard" else "same ranks, nothing moves"
         label = _columns_label(edge.columns) + (f", {size}" if edge.kind == "reshard" else "")
         tooltip = f"{edge.source} -> {edge.target} ({moves})\n" + "\n".join(edge.columns)
-        yield _Line(edge.source, edge.target, edge.kind, label, tooltip)
+        yield _Line(data if edge.source == DATA else edge.source, edge.target, edge.kind, label, tooltip)
 
 
-def _weights(plan: Plan) -> Iterator[_Line]:
+def _weights(plan: Plan, loop: Loop) -> Iterator[_Line]:
     """From the node that trains a role to the first that uses a copy of it elsewhere."""
-    for action in plan.schedule:
+    for action in loop.schedule:
         if isinstance(action, SyncWeights):
-            users = [node for node in plan.nodes if node.node.role == action.role]
-            trainer = [node for node in users if node.spec.role_use == "train"][-1]
-            served = [node for node in users if node.layout.holds_rows_like(action.target_layout)]
-            ranks = f"{format_ranks(action.source_layout.ranks)} -> {format_ranks(action.target_layout.ranks)}"
-            names = ", ".join(node.name for node in served)
-            tooltip = f"weights of {action.role}, ranks {ranks}, after each step\nfor {names}"
-            yield _Line(trainer.name, served[0].name, "weights", "weights", tooltip)
+            trainer, served = _ends_of(plan, action)
+            yield _Line(trainer, served, "weights", "weights", _weights_text(plan, action))
 
 
-def _orders(plan: Plan) -> Iterator[_Line]:
+def _ends_of(plan: Plan, action: SyncWeights) -> tuple[str, str]:
+    """The node that trains a role, and the first that uses the copy."""
+    users = [node for node in plan.nodes if node.node.role == action.role]
+    trainer = [node for node in users if node.spec.role_use == "train"][-1]
+    return trainer.name, _users_of(plan, action)[0]
+
+
+def _users_of(plan: Plan, action: SyncWeights) -> list[str]:
+    users = [node for node in plan.nodes if node.node.role == action.role]
+    return [node.name for node in users if node.layout.holds_rows_like(action.target_layout)]
+
+
+def _weights_text(plan: Plan, action: SyncWeights) -> str:
+    ranks = f"{format_ranks(action.source_layout.ranks)} -> {format_ranks(action.target_layout.ranks)}"
+    names = ", ".join(_users_of(plan, action))
+    return f"weights of {action.role}, ranks {ranks}, after each step\nfor {names}"
+
+
+def _orders(plan: Plan, loop: Loop, data: str) -> Iterator[_Line]:
     """For a node that reads no column: what it comes after."""
     running = {node.name for node in plan.nodes}
     for node in plan.nodes:
-        if not node.reads:
-            for name in [name for name in node.node.after if name in running] or [DATA]:
-                tooltip = f"{node.name} comes after {name} and reads none of its columns"
-                yield _Line(name, node.name, "order", "", tooltip)
+        if not node.reads and node.name in loop.nodes:
+            for name in [name for name in node.node.after if name in running] or [data]:
+                if name == data or name in loop.nodes:
+                    tooltip = f"{node.name} comes after {DATA if name == data else name} and reads none of its columns"
+                    yield _Line(name, node.name, "order", "", tooltip)
+
+
+def _channels(plan: Plan) -> Iterator[_Line]:
+    """Lines between two loops; the label has two lines of text."""
+    for channel in plan.channels:
+        note = f"{channel.capacity} in flight, at most {_count(channel.max_staleness, 'update')} old"
+        line = partial(_Line, channel.source, channel.target, label=f"{channel.name}\n{note}")
+        if channel.sync is not None:
+            yield line(kind="weights", tooltip=_weights_text(plan, channel.sync))
+        elif channel.reshards:
+            sent = [f"{', '.join(move.columns) or 'rows'} of {move.source}" for move in channel.reshards]
+            yield line(kind="channel", tooltip="\n".join(sent))
 
 
 def _node_texts(node: PlannedNode) -> tuple[str, str, str]:
@@ -230,6 +286,11 @@ def _node_tooltip(node: PlannedNode) -> str:
     writes, what = ", ".join(node.writes), f"{node.name}: {node.spec.summary or node.node.run}"
     run = f"run {node.node.run}{_role(node)}"
     return "\n".join([what, run, str(node.layout), f"reads {reads or 'nothing'}", f"writes {writes or 'nothing'}"])
+
+
+def _loop_text(loop: Loop) -> str:
+    ahead = f"{_count(loop.lag, 'iteration')} ahead" if loop.lag else "trains: its iterations are the steps"
+    return f"loop {loop.name}, ranks {format_ranks(loop.ranks)}, {ahead}"
 
 
 def _repeat_text(repeat: Repeat) -> str:
