@@ -335,7 +335,7 @@ def agreement(machine: Machine) -> Result:
                 groups = generate(engine, requests, params)
             batch = sampled(requests, [completion.tokens for group in groups for completion in group])
             found = torch.tensor([score for group in groups for completion in group for score in completion.log_probs])
-            difference = (trainer.log_probs(batch, 1.0).values - found).abs()
+            difference = (trainer.log_probs(batch).values - found).abs()
             results[f"{key_bias:g}"] = {"mean": float(difference.mean()), "largest": float(difference.max())}
     return {"key_bias": results}
 
@@ -375,7 +375,7 @@ def training(machine: Machine) -> Result:
         step = machine.seconds(update)
         backward = machine.seconds(add_gradients)
         trainer.discard_gradient()
-        scoring = machine.seconds(lambda: trainer.log_probs(batch, 1.0))
+        scoring = machine.seconds(lambda: trainer.log_probs(batch))
         peak = torch.cuda.max_memory_allocated() if machine.device.type == "cuda" else 0
         weights = num_weights(trainer.model)
         planned = planned_memory(machine, folder)

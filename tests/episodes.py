@@ -11,6 +11,16 @@ from leaderless.stages.context import StageContext
 from leaderless.workflow import stage
 
 MAX_PARTS = 16
+EPISODES_WORKFLOW = """
+name: episodes
+nodes:
+  rollout: {run: rollout, role: policy}
+  play: {run: "tests.episodes:play", after: rollout}
+  reward: {run: reward, after: play}
+  old: {run: log_probs, role: policy, after: play}
+  advantage: {run: advantage, after: [reward, old]}
+  policy: {run: update, role: policy, after: advantage}
+"""
 
 
 def cut_into_samples(batch: Batch, cuts: Sequence[Sequence[int]]) -> Batch:

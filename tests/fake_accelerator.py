@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from tests.tiny import add_gradients, random_samples, tiny_model
+from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -114,12 +114,12 @@ def train(accelerator: Accelerator) -> dict[str, int]:
         model = moved(load_causal_lm(config, "policy"), dtype)
         engine = FsdpEngine(model, config, ALONE, DEVICE, 64, optimizer=OptimizerConfig(), num_updates=2)
         engine.compute_dtype = dtype
-        batch = random_samples(LENGTHS, siblings=3)
+        batch = at_temperature(random_samples(LENGTHS, siblings=3), 0.7)
         with varlen_attention(is_used=dtype == torch.bfloat16):
-            assert engine.log_probs(batch, 0.7).values.device.type == "cpu"
+            assert engine.log_probs(batch).values.device.type == "cpu"
             for entropy in ("value", "gradient"):
                 before = accelerator.num_reads
-                add_gradients(engine, batch, loss, temperature=0.7, entropy=entropy)
+                add_gradients(engine, batch, loss, entropy=entropy)
                 counts[f"reads in {dtype}"] = accelerator.num_reads - before
         counts["gradients"] = check_gradients(engine)
         engine.optimizer_step()

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from leaderless.config import LoadedRecipe
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.tiny import write_tiny_model
+from leaderless.training.micro_batches import response_lengths
 from leaderless.workflow import load_recipe
 
 if TYPE_CHECKING:
@@ -75,6 +76,13 @@ def add_gradients(
     """Pass all micro-batches of a batch through a model and back, with a loss of its outputs and of the micro-batch."""
     for micro_batch in engine.micro_batches(batch):
         loss(engine.forward(micro_batch, **options), micro_batch).backward()
+
+
+def at_temperature(batch: Batch, temperature: float | Tensor) -> Batch:
+    """The same samples, with the temperature at which their tokens were sampled: one, or [total]."""
+    lengths = response_lengths(batch.jagged("response_mask"))
+    values = torch.zeros(int(lengths.sum())) + temperature
+    return batch.with_columns(temperatures=Jagged(values, lengths, "response_tokens"))
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []

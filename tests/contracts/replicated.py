@@ -110,13 +110,13 @@ class ReplicatedPolicy(Replicated):
         assert isinstance(self.module, CausalLM)
         return self.module
 
-    def log_probs(self, batch: Batch, temperature: float) -> Jagged:
-        return self.scores(batch, lambda micro_batch: self.forward(micro_batch, temperature, "none").log_probs)
+    def log_probs(self, batch: Batch) -> Jagged:
+        return self.scores(batch, lambda micro_batch: self.forward(micro_batch, "none").log_probs)
 
-    def forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy = "value") -> TokenOutputs:
+    def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
         count = len(micro_batch.targets)
         targets = micro_batch.targets if count else torch.zeros(1, dtype=torch.int64)
-        outputs: TokenOutputs = self.module(*self.inputs(micro_batch), targets, temperature, entropy)
+        outputs: TokenOutputs = self.module(*self.inputs(micro_batch), targets, micro_batch.temperature, entropy)
         return TokenOutputs(outputs.log_probs[:count], outputs.entropies[:count])
 
     @contextmanager

@@ -37,7 +37,7 @@ def columns() -> dict[str, object]:
         **{name: torch.randn(len(PENALTIES), generator=noise) for name in per_token},
         "is_greedy": torch.tensor([False, False, True, False, True, False, True, False]),
         "worth": torch.linspace(0.5, 1.5, len(REWARDS)),
-        "policy_versions": torch.zeros(len(REWARDS), dtype=torch.int64),
+        "policy_versions": torch.zeros(len(PENALTIES), dtype=torch.int32),
         "prompt_tokens": tuple(torch.arange(3 + group) for group in GROUPS.tolist()),
         "rows": tuple({"question": str(group)} for group in GROUPS.tolist()),
     }

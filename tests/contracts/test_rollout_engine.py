@@ -269,6 +269,7 @@ def take(engine: RolloutEngine, numbers: dict[int, int], completions: list[list[
         completion = completions[numbers[delta.request]][delta.sibling]
         completion.tokens += delta.tokens
         completion.log_probs += delta.log_probs
+        completion.policy_versions += [delta.policy_version or 0] * len(delta.tokens)
         completion.finish_reason = delta.finish_reason
 
 
@@ -278,13 +279,20 @@ def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str
     path = tiny_model() if is_tied else untied_model(tiny_model())
     trainer = make_trainer(path)
     engine = native_of(trainer.model, path, 4) if name == "native" else engines.external(name, path)
+    first: Completion | None = None
     for seed in (1, 2):
         change_weights(trainer, seed)
         with engine.serving(trainer):
             results = generate(engine, requests(1), params())
+            if first is not None:  # three tokens by the earlier weights, and the rest by these
+                begun = Completion(first.tokens[:3], first.log_probs[:3], None, first.policy_versions[:3])
+                ((resumed,),) = generate(engine, [Request(requests(1)[0].prompt, [0], [begun])], params())
+                assert resumed.policy_versions == [1] * len(begun.tokens) + [2] * (len(resumed.tokens) - 3)
         for request, (completion,) in zip(requests(1), results, strict=True):
             expected = expected_log_probs(trainer, request, completion)
             assert completion.log_probs == pytest.approx(expected, abs=1e-4)
+            assert completion.policy_versions == [seed] * len(completion.tokens)
+        first = results[0][0]
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
@@ -330,7 +338,7 @@ def test_memory_is_given_back_while_nothing_is_generated(engines: Engines, name:
 def test_a_response_that_has_all_its_tokens_already_ends_at_once(
     make_engine: Callable[[str, int], RolloutEngine],
 ) -> None:
-    begun = Completion([5, 6, 7], [-1.0, -1.0, -1.0], "aborted")
+    begun = Completion([5, 6, 7], [-1.0, -1.0, -1.0], "aborted", [0, 0, 1])
     ((completion,),) = generate(make_engine(tiny_model(), 4), [Request([1, 2], [0], [begun])], params(max_tokens=3))
     assert (completion.tokens, completion.finish_reason) == ([5, 6, 7], "length")
 

@@ -13,7 +13,7 @@ from tests.distributed.test_critic import write_critic
 from tests.distributed.test_training import LENGTHS, SHARES
 from tests.end_to_end.cli import ROOT
 from tests.end_to_end.test_many_ranks import merged, walk_steps
-from tests.tiny import add_gradients, random_samples, tiny_model, write_recipe
+from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model, write_recipe
 from tests.unit.recipes import plan_of, write_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -62,7 +62,9 @@ def own_rows(engine: Trainable) -> Batch:
     """The samples of this rank; one of four ranks has none."""
     shares, rank = SHARES[engine.process_group.size], engine.process_group.rank
     first = sum(shares[:rank])
-    return random_samples(LENGTHS, siblings=3).select(torch.arange(first, first + shares[rank]))
+    return at_temperature(random_samples(LENGTHS, siblings=3), TEMPERATURE).select(
+        torch.arange(first, first + shares[rank])
+    )
 
 
 def add_policy_gradient(engine: TrainEngine) -> None:
@@ -76,7 +78,7 @@ def add_policy_gradient(engine: TrainEngine) -> None:
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
         return -(gain[micro_batch.response_index] * outputs.log_probs).sum()
 
-    add_gradients(engine, batch, loss, temperature=TEMPERATURE)
+    add_gradients(engine, batch, loss)
 
 
 def weights_of(engine: Trainable) -> Numbers:
@@ -91,7 +93,7 @@ def train_twice(backend: str, path: str) -> Numbers:
     """Log-probs of own samples, the norms of two gradients and the weights that come of them."""
     engine = make_train_engine(backend, setup_of(path))
     batch, numbers = own_rows(engine), Numbers()
-    for row, values in zip(batch.ids.tolist(), engine.log_probs(batch, TEMPERATURE).rows(), strict=True):
+    for row, values in zip(batch.ids.tolist(), engine.log_probs(batch).rows(), strict=True):
         numbers[f"log_probs.{row}"] = values
     assert engine.policy_version == 0
     for update in range(2):
@@ -154,7 +156,7 @@ def refuse_and_discard(backend: str, path: str) -> None:
     assert same(weights_of(engine), before)
     assert engine.policy_version == 0
     factor = float("nan") if engine.process_group.rank == 0 else 1.0
-    add_gradients(engine, own_rows(engine), lambda out, _: factor * out.log_probs.sum(), temperature=1.0)
+    add_gradients(engine, own_rows(engine), lambda out, _: factor * out.log_probs.sum())
     with pytest.raises(RuntimeError, match="gradient norm of update 0 is nan"):
         engine.optimizer_step()
     assert same(weights_of(engine), before)

@@ -56,7 +56,7 @@ def train(engine: FsdpEngine, num_updates: int) -> None:
     for _ in range(num_updates):
         rows = [row for row in range(len(LENGTHS)) if row % world.size == place]
         batch = random_samples(LENGTHS, seed=engine.policy_version).select(torch.tensor(rows))
-        add_gradients(engine, batch, lambda outputs, _: -outputs.log_probs.sum() / 16, temperature=1.0)
+        add_gradients(engine, batch, lambda outputs, _: -outputs.log_probs.sum() / 16)
         engine.optimizer_step()
 
 

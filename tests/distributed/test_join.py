@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,8 @@ def train_with_stale_samples(recipe_file: str) -> tuple[str, bool]:
 
         def stale(batch: Batch, context: StageContext) -> Batch:
             result = rollout(batch, context)
-            return result.with_columns(policy_versions=result.dense("policy_versions") - 1)
+            versions = result.jagged("policy_versions")
+            return result.with_columns(policy_versions=replace(versions, values=versions.values - 1))
 
         worker.run_step()
         before = {name: weight.clone() for name, weight in worker.parts.roles.trained()["policy"].full_weights()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
-from tests.tiny import add_gradients, random_samples, tiny_model
+from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -40,12 +40,12 @@ def train_one_update(model: str, micro_batch_tokens: int, settings: dict[str, ob
         num_updates=num_updates,
     )
     numbers: Numbers = {}
-    samples = random_samples(LENGTHS, siblings=3)
+    samples = at_temperature(random_samples(LENGTHS, siblings=3), 0.7)
     shares = SHARES[transport.world.size]
     first = sum(shares[: transport.rank])
     rows = torch.arange(first, first + shares[transport.rank])
     batch = samples.select(rows)
-    scores = engine.log_probs(batch, temperature=0.7)
+    scores = engine.log_probs(batch)
     for row, values in zip(rows.tolist(), scores.rows(), strict=True):
         numbers[f"log_probs.{row}"] = values
     for _ in range(num_updates):
@@ -73,7 +73,7 @@ def _accumulate(engine: FsdpEngine, batch: Batch, transport: Transport) -> None:
         )
         return (weights[micro_batch.response_index] * tokens.loss).sum()
 
-    add_gradients(engine, batch, loss, temperature=0.7)
+    add_gradients(engine, batch, loss)
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def refuse_bad_gradient(model: str) -> str:
     before = {name: value.clone() for name, value in engine.full_weights()}
     batch = random_samples(LENGTHS[:2])
     factor = float("nan") if transport.rank == 0 else 1.0
-    add_gradients(engine, batch, lambda out, _: factor * out.log_probs.sum(), temperature=1.0)
+    add_gradients(engine, batch, lambda out, _: factor * out.log_probs.sum())
     try:
         engine.optimizer_step()
     except RuntimeError as error:

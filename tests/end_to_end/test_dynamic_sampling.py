@@ -17,12 +17,12 @@ from tests.distributed.ranks import RankPool
 from tests.tiny import random_samples, tiny_model, write_additions, write_recipe
 from torch import Tensor
 
-from leaderless.data.batch import SIBLING_BITS, Batch
+from leaderless.data.batch import SIBLING_BITS, Batch, Jagged
 from leaderless.observability.console import Display
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Cluster, Repeat, make_plan
 from leaderless.stages.context import StageContext
-from leaderless.stages.update import _check_version
+from leaderless.stages.update import _check_versions
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow
@@ -100,7 +100,7 @@ def train(recipe_file: str, overrides: Sequence[str], rule: Callable[[int, int],
 
         def update(batch: Batch, context: StageContext) -> Batch:
             columns = {name: batch.jagged(name).rows() for name in ("tokens", "rollout_log_probs", "old_log_probs")}
-            versions = batch.dense("policy_versions").tolist()
+            versions = [row.tolist() for row in batch.jagged("policy_versions").rows()]
             for place, row in enumerate(batch.ids.tolist()):
                 values = {name: rows[place].tolist() for name, rows in columns.items()}
                 steps[-1].trained[row] = {**values, "version": versions[place]}
@@ -289,9 +289,9 @@ def test_carried_samples_are_as_they_were_sampled_and_one_step_old(run) -> None:
     assert steps[1].carried
     for number, step in enumerate(steps):
         now = 2 * number
-        old = {row for row, values in step.trained.items() if values["version"] != now}
+        old = {row for row, values in step.trained.items() if {now} != set(values["version"])}
         assert {row >> SIBLING_BITS for row in old} == (steps[number - 1].carried if number else set())
-        assert all(step.trained[row]["version"] == now - 2 for row in old)
+        assert all(set(step.trained[row]["version"]) == {now - 2} for row in old)
         assert step.numbers["rollout/staleness"] == pytest.approx(2 * len(old) / len(step.trained))
         for row, values in step.trained.items():
             sampled, scored = torch.tensor(values["rollout_log_probs"]), torch.tensor(values["old_log_probs"])
@@ -370,7 +370,9 @@ def test_failed_rewards_are_no_signal(run) -> None:
 
 @pytest.mark.parametrize(("version", "is_refused"), [(5, False), (4, False), (3, False), (2, True), (6, True)])
 def test_samples_may_be_as_old_as_surplus_may_be_and_no_older(version: int, is_refused: bool) -> None:
-    batch = random_samples([(2, 3)]).with_columns(policy_versions=torch.tensor([version]))
+    batch = random_samples([(2, 3)]).with_columns(
+        policy_versions=Jagged.from_lists([[5, version, 5]], torch.int32, "response_tokens")
+    )
     context = SimpleNamespace(
         role=SimpleNamespace(train_engine=SimpleNamespace(policy_version=5)),
         node=SimpleNamespace(name="policy", max_staleness=2),
@@ -379,7 +381,8 @@ def test_samples_may_be_as_old_as_surplus_may_be_and_no_older(version: int, is_r
         step=3,
     )
     if is_refused:
-        with pytest.raises(RuntimeError, match="but version 5 is trained and a sample may be 2 behind"):
-            _check_version(batch, context)
+        message = f"drawn by policy version {version}, but version 5 is trained and a token may be 2 behind"
+        with pytest.raises(RuntimeError, match=message):
+            _check_versions(batch, context)
     else:
-        _check_version(batch, context)
+        _check_versions(batch, context)

@@ -11,6 +11,7 @@ from tests.distributed.ranks import RankPool
 from tests.end_to_end.own_code import OWN_WORKFLOW
 from tests.end_to_end.test_algorithms_run import CASES as ALGORITHMS
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
+from tests.episodes import EPISODES_WORKFLOW
 from tests.tiny import tiny_model, write_additions, write_recipe
 
 NUM_STEPS = 2
@@ -43,6 +44,7 @@ FEATURES: dict[str, dict[str, object]] = {
     },
     "reference": {"algorithm.kl.coefficient": 0.1},
     "own workflow": {"workflow": "own.yaml", "batch.updates_per_step": 1},
+    "episodes of several samples": {"workflow": "episodes.yaml", "algorithm.aggregation": "sequence_mean_token_mean"},
     "windows": {"batch.windows_per_step": 3},
     "cool sampling": {"rollout.temperature": 0.7},
     "stop texts": {"rollout.stop": ["1", "a"]},
@@ -101,6 +103,9 @@ def walk(
             changes["models.reference"] = tiny_model("qwen3")
         if feature == "own workflow":
             changes["workflow"] = str(folder / "own.yaml")
+        if feature == "episodes of several samples":
+            (folder / "episodes.yaml").write_text(EPISODES_WORKFLOW)
+            changes["workflow"] = str(folder / "episodes.yaml")
         if feature == "rewards of sources":
             rows = [json.loads(line) for line in write_additions(folder / "all.jsonl").read_text().splitlines()]
             texts = [json.dumps(row | {"from": ("first", "second")[n % 2]}) for n, row in enumerate(rows)]

@@ -64,7 +64,8 @@ def train(recipe_file: str, overrides: Sequence[str], stop: Stop | None) -> Seen
         stages, run_step = worker.chain.stages, worker.run_step
 
         def update(batch: Batch, context: StageContext) -> Batch:
-            samples = zip(batch.jagged("tokens").to_lists(), batch.dense("policy_versions").tolist(), strict=True)
+            versions = [max(row, default=0) for row in batch.jagged("policy_versions").to_lists()]
+            samples = zip(batch.jagged("tokens").to_lists(), versions, strict=True)
             seen.trained[context.step] = dict(zip(batch.ids.tolist(), samples, strict=True))
             return stages["policy"](batch, context)
 

@@ -65,9 +65,9 @@ def train_one_update(model: str, compute_dtype: str, device_name: str) -> Number
     samples = random_samples(LENGTHS, siblings=3)
     mine = torch.arange(transport.rank, len(LENGTHS), transport.world.size)
     batch = samples.select(mine)
-    scores = engine.log_probs(batch, 1.0).rows()
+    scores = engine.log_probs(batch).rows()
     numbers = {f"log_probs.{row}": values for row, values in zip(mine.tolist(), scores, strict=True)}
-    add_gradients(engine, batch, lambda outputs, _: -outputs.log_probs.sum() / 50, temperature=1.0)
+    add_gradients(engine, batch, lambda outputs, _: -outputs.log_probs.sum() / 50)
     for name, parameter in engine.named_weights():
         assert parameter.grad is not None
         numbers[f"gradients.{name}"] = _whole(parameter.grad)

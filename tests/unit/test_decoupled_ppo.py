@@ -44,7 +44,7 @@ class Table:
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         return make_micro_batches(batch, 8, GROUP)
 
-    def forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy) -> TokenOutputs:  # noqa: ARG002
+    def forward(self, micro_batch: MicroBatch, entropy: Entropy) -> TokenOutputs:  # noqa: ARG002
         log_probs = self.log_probs[micro_batch.response_index]
         return TokenOutputs(log_probs, torch.zeros_like(log_probs))
 
@@ -67,7 +67,7 @@ def trained(policy: Table, prox: Tensor, behave: Tensor, gain: Tensor) -> dict[s
     columns = {"old_log_probs": prox, "rollout_log_probs": behave, "advantages": gain}
     batch = random_samples(LENGTHS).with_columns(
         reward_valid=torch.ones(len(LENGTHS), dtype=torch.bool),
-        policy_versions=torch.tensor([3, 2, 3, 2]),
+        policy_versions=Jagged(torch.tensor([3, 3, 2, 2, 2, 3, 3, 3, 2, 2, 2, 2]), lengths, "response_tokens"),
         **{name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()},
     )
     context = StageContext(
@@ -113,4 +113,4 @@ def test_the_update_of_the_recipe_is_the_objective_of_the_paper() -> None:
     assert policy.log_probs.grad is not None
     torch.testing.assert_close(policy.log_probs.grad, expected)
     assert numbers["correction/dropped"] == pytest.approx(1 / total)
-    assert numbers["rollout/staleness"] == 0.5
+    assert numbers["rollout/staleness"] == pytest.approx(7 / 12), "seven of twelve tokens are one update old"

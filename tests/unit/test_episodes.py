@@ -69,7 +69,7 @@ def episodes(draw: st.DrawFn, *, with_greedy: bool = False) -> tuple[Batch, list
             "truncated": torch.tensor([cut for cut, _ in flags]),
             "reward_valid": torch.tensor([valid for _, valid in flags]),
             "rewards": torch.tensor(rewards),
-            "policy_versions": torch.full((len(counts),), 3),
+            "policy_versions": Jagged(torch.full((total,), 3), lengths, "response_tokens"),
             "is_greedy": torch.tensor(is_first),
             **{name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()},
         },

@@ -153,14 +153,14 @@ def test_activations_are_recomputed_from_the_first_pass_on() -> None:
 
     for layer in layers:
         layer._gradient_checkpointing_func = counted
-    add_gradients(engine, random_samples([(3, 5)]), lambda outputs, _: -outputs.log_probs.sum(), temperature=1.0)
+    add_gradients(engine, random_samples([(3, 5)]), lambda outputs, _: -outputs.log_probs.sum())
     assert calls == len(layers)
 
 
 def test_there_is_no_dropout(tmp_path: Path) -> None:
     engine = engine_of(saved(tmp_path, transformers.GPT2Config(resid_pdrop=0.5, embd_pdrop=0.5, **SMALL)))
     batch = random_samples([(3, 5), (4, 6)])
-    assert torch.equal(engine.log_probs(batch, 1.0).values, engine.log_probs(batch, 1.0).values)
+    assert torch.equal(engine.log_probs(batch).values, engine.log_probs(batch).values)
 
 
 def test_weights_lie_at_the_same_alignment_in_every_process(tmp_path: Path) -> None:

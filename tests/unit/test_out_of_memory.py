@@ -97,10 +97,10 @@ def test_scores_are_those_of_a_bound_that_was_low_from_the_start() -> None:
     engine = engine_of(4096)
     engine.adapt_to_memory(bounds.append)
     fail_above(engine.model, 60)
-    scores = engine.log_probs(batch, 1.0)
+    scores = engine.log_probs(batch)
     assert bounds[0] == TOTAL // 2
     assert engine.micro_batch_tokens == bounds[-1] <= 60 < bounds[-2]
-    assert torch.equal(scores.values, engine_of(bounds[-1]).log_probs(batch, 1.0).values)
+    assert torch.equal(scores.values, engine_of(bounds[-1]).log_probs(batch).values)
 
 
 @pytest.mark.parametrize("is_auto", [True, False])
@@ -110,7 +110,7 @@ def test_a_pass_that_can_be_no_smaller_says_what_else_to_lower(is_auto: bool) ->
         engine.adapt_to_memory(lambda _: None)
     fail_above(engine.model, LONGEST - 1)
     with pytest.raises(MemoryExhausted, match=rf"of {LONGEST} tokens in .*rollout.max_response"):
-        engine.log_probs(random_samples(LENGTHS), 1.0)
+        engine.log_probs(random_samples(LENGTHS))
     assert LONGEST <= engine.micro_batch_tokens < 2 * LONGEST
 
 
@@ -119,7 +119,7 @@ def test_a_bound_that_was_set_is_not_changed_and_named() -> None:
     fail_above(engine.model, 60)
     said = rf"rank 0: a micro-batch of {TOTAL} tokens in 11 samples, the longest of 30, does not fit into the memory of"
     with pytest.raises(MemoryExhausted, match=said + r" cpu.*lower batch.micro_batch_tokens=4096 .*or set it to auto"):
-        engine.log_probs(random_samples(LENGTHS), 1.0)
+        engine.log_probs(random_samples(LENGTHS))
     assert engine.micro_batch_tokens == 4096
 
 
@@ -132,7 +132,7 @@ def test_other_errors_of_a_pass_are_left_as_they_are() -> None:
 
     engine.model.register_forward_pre_hook(refuse)
     with pytest.raises(KeyError):
-        engine.log_probs(random_samples(LENGTHS), 1.0)
+        engine.log_probs(random_samples(LENGTHS))
 
 
 def test_limits_only_fall_and_outlive_a_start(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_the_picture_shows_every_edge_and_how_it_travels():
     assert set(drawn) == {(f"{edge.source} -> {edge.target}", edge.kind) for edge in plan.edges}
     for edge in plan.edges:
         assert set(edge.columns) <= set(drawn[f"{edge.source} -> {edge.target}", edge.kind].split("\n"))
-    assert "at most 7.0 MiB a step" in drawn["rollout -> policy", "reshard"]
+    assert "at most 11 MiB a step" in drawn["rollout -> policy", "reshard"]
 
 
 def test_the_picture_shows_where_weights_go():
@@ -229,7 +229,7 @@ def test_the_print_shows_every_node_and_what_it_reads_and_writes():
         assert f" {node.node.run} " in line
         assert f" {node.layout} " in line
     columns = squeezed("\n".join(line[50:] for line in text.split("\n")))
-    assert "readspolicy_versions,prompt_tokens,response_mask,rollout_log_probs,tokens<-rollout" in columns
+    assert "readspolicy_versions,prompt_tokens,response_mask,rollout_log_probs,temperatures,tokens<-rollout" in columns
     assert "writesrewards,reward_valid,reward_details" in columns
     assert re.search(r"^ old +nobody reads what it writes", text, re.MULTILINE)
 
@@ -240,7 +240,7 @@ def test_the_print_shows_batch_sizes_edges_models_and_weights():
     assert "128 prompts, 1,024 samples; at most 64 prompts a rank" in text
     assert "at most 64 prompts, 512 samples" in text
     assert "6 updates" in text
-    assert re.search(r"^ rollout -> policy +reshard +7\.0 MiB +policy_versions", text, re.MULTILINE)
+    assert re.search(r"^ rollout -> policy +reshard +11 MiB +policy_versions", text, re.MULTILINE)
     assert re.search(r"^ data -> rollout +local +576 KiB +prompt_tokens, rows", text, re.MULTILINE)
     assert re.search(r"^ policy +ranks 2-3 dp=2 +scores, is trained", text, re.MULTILINE)
     assert "weights(policy->0-1)" in text

@@ -52,6 +52,7 @@ def test_grpo_resolves_every_column():
         "response_mask": "rollout",
         "reward_valid": "reward",
         "rollout_log_probs": "rollout",
+        "temperatures": "rollout",
         "tokens": "rollout",
     }
     assert {node.row_set for node in plan.nodes} == {"data", "rollout"}
@@ -86,7 +87,7 @@ def test_edges_say_what_goes_where_and_how():
     samples = 128 * 8
     assert edges["reward", "advantage"].max_bytes == samples * (1 + 4)
     assert edges["data", "rollout"].max_bytes == 128 * (512 * 8 + 512)
-    assert edges["rollout", "reward"].max_bytes == samples * (512 * 8 + 1) + 128 * 512
+    assert edges["rollout", "reward"].max_bytes == samples * (512 * 9 + 1) + 128 * 512
 
 
 def test_bytes_of_a_row_set_that_is_filtered_before_it_is_sampled_count_prompts(stages):

@@ -71,7 +71,7 @@ def samples(*, poison: float | None = None, truncated: tuple[int, ...] = ()) -> 
         reward_valid=~is_failed,
         rewards=rewards,
         truncated=torch.tensor([row in truncated for row in range(len(LENGTHS))]),
-        policy_versions=torch.full((len(LENGTHS),), 3),
+        policy_versions=Jagged(torch.full((int(lengths.sum()),), 3), lengths, "response_tokens"),
         **{name: Jagged(values, lengths, "response_tokens") for name, values in columns.items()},
     )
 
@@ -94,6 +94,7 @@ def context_of(
         tokenizer=cast("Tokenizer", None),
         model=cast("Any", model),
         grade=cast("Grader", None),
+        agents=("policy",),
         state=state,
     )
 
@@ -247,8 +248,8 @@ def test_whitening_leaves_out_responses_that_are_filtered_out_of_the_loss(kind):
 
 def test_the_guard_of_entropy_looks_at_tokens_that_train():
     class Uncertain(Table):
-        def forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy) -> TokenOutputs:
-            outputs = super().forward(micro_batch, temperature, entropy)
+        def forward(self, micro_batch: MicroBatch, entropy: Entropy) -> TokenOutputs:
+            outputs = super().forward(micro_batch, entropy)
             of_failed = (micro_batch.response_index >= 3) & (micro_batch.response_index < 7)
             return TokenOutputs(outputs.log_probs, torch.where(of_failed, 9.0, 0.25))
 
@@ -281,7 +282,7 @@ def test_remax_reports_the_rewards_of_responses_that_train():
 
 
 def test_remax_reports_the_lengths_of_responses_that_train(monkeypatch):
-    completions = [Completion([7] * length, [0.0] * length, "stop") for length in (*[2, 3] * 4, 9)]
+    completions = [Completion([7] * n, [0.0] * n, "stop", [3] * n) for n in (*[2, 3] * 4, 9)]
     completions[-1].finish_reason = "length"
     monkeypatch.setattr(rollout, "_complete", lambda *_: completions)
     context = context_of("rollout", {}, "remax", model=ModelRole(cast("TrainEngine", Table(numbers(9))), None))

@@ -71,7 +71,8 @@ def test_disjoint_pools_exchange_columns_and_weights():
     first, second = Layout((0, 1), 2), Layout((2, 3), 2)
     (moved,) = [action for action in plan.schedule if isinstance(action, Reshard) and action.source == "rollout"]
     assert (moved.source_layout, moved.target_layout, moved.row_set) == (first, second, "rollout")
-    assert moved.columns == ("policy_versions", "prompt_tokens", "response_mask", "rollout_log_probs", "tokens")
+    sampled = ("policy_versions", "prompt_tokens", "response_mask", "rollout_log_probs", "temperatures", "tokens")
+    assert moved.columns == sampled
     assert plan.schedule[-1] == SyncWeights("policy", second, first)
     assert [(x.role, x.layout, x.is_trained, x.generates, x.scores) for x in plan.instances] == [
         ("policy", first, False, True, False),

@@ -31,16 +31,20 @@ def inputs(*, bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, n
     return hidden, head, torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
 
 
-def plain(hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def plain(hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(temperature, Tensor):
+        temperature = temperature.unsqueeze(1)
     log_p = (head(hidden) / temperature).log_softmax(dim=-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(dim=-1)
 
 
 @pytest.mark.usefixtures("num_kept")
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, torch.linspace(0.4, 1.7, ROWS)], ids=["1", "0.6", "of each token"])
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
-def test_scores_and_gradients_are_those_of_the_plain_formula(bias: bool, temperature: float, entropy: Entropy) -> None:
+def test_scores_and_gradients_are_those_of_the_plain_formula(
+    bias: bool, temperature: float | Tensor, entropy: Entropy
+) -> None:
     hidden, head, targets = inputs(bias=bias)
     up, down = torch.linspace(-1, 2, ROWS).double(), torch.linspace(1, -3, ROWS).double()
     expected = plain(hidden, head, targets, temperature)

@@ -6,7 +6,7 @@ from inspect import signature
 
 import pytest
 import torch
-from tests.tiny import add_gradients, random_samples, tiny_model
+from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -248,13 +248,14 @@ def trained(batch: Batch, micro_batch_tokens: int, **settings: object) -> tuple[
     config = ModelConfig(path=tiny_model(), **settings)  # type: ignore[arg-type]
     model, group = load_causal_lm(config, "policy"), ProcessGroup((0,), 0)
     engine = FsdpEngine(model, config, group, CPU, micro_batch_tokens, optimizer=OptimizerConfig(), num_updates=1)
-    scores = engine.log_probs(batch, TEMPERATURE).values
+    batch = at_temperature(batch, TEMPERATURE)
+    scores = engine.log_probs(batch).values
     gain = gain_of(batch)
 
     def loss(outputs: TokenOutputs, micro_batch: MicroBatch) -> Tensor:
         return (outputs.log_probs * gain[micro_batch.response_index]).sum()
 
-    add_gradients(engine, batch, loss, temperature=TEMPERATURE)
+    add_gradients(engine, batch, loss)
     return scores, engine
 
 

@@ -17,6 +17,7 @@ from leaderless.data.batch import Batch, Column, Jagged, with_rows
 from leaderless.data.column_store import HeldRows, ragged_key
 from leaderless.data.table import sort_rows
 from leaderless.data.wire import DTYPES, Schema, schema_from_json, schema_of, schema_to_json
+from leaderless.workflow import COLUMNS
 
 GROUP_COLUMN = "<group id>"
 """Rows are written with the id of their prompt in a column of this name, which no stage would take."""
@@ -57,6 +58,13 @@ def _read(file: Path) -> Batch:
     with safe_open(file, framework="pt") as content:
         schemas = {name: schema_from_json(text) for name, text in content.metadata().items()}
         parts = {name: unpack(content.get_tensor(name), schema) for name, schema in schemas.items()}
+    for column in schemas["rows"]:
+        known = COLUMNS.get(column.name)
+        if known is not None and known.kind != column.kind:
+            raise RuntimeError(
+                f"{file}: column '{column.name}' is {column.kind} there, but {known.kind} in this version: continue "
+                "with the version that wrote the checkpoint, or start again with --fresh"
+            )
     rows, prompts = parts["rows"], parts.get("prompts")
     columns = {name: column for name, column in rows.columns.items() if name != GROUP_COLUMN}
     if prompts is None:

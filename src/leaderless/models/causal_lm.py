@@ -39,12 +39,13 @@ class CausalLM(Decoder):
         attention: Attention,
         select: Tensor,
         targets: Tensor | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         entropy: Entropy = "value",
     ) -> Tensor | TokenOutputs:
         """Compute logits [R, vocabulary] float32 at selected tokens, or scores of the targets, [R] int64, that follow.
 
-        The first arguments are those of `Decoder.hidden_states`; the temperature divides the logits.
+        The first arguments are those of `Decoder.hidden_states`; the temperature, one for all or [R], divides the
+        logits.
         """
         hidden = self.hidden_states(tokens, positions, attention, select)
         head = cast("nn.Linear", self.model.get_output_embeddings())

@@ -27,7 +27,7 @@ CPU_CHUNK_ELEMENTS = 1 << 21
 class _Settings(NamedTuple):
     """How tokens are scored."""
 
-    temperature: float
+    temperature: float | Tensor  # for all tokens, or [R] float32
     entropy: Entropy
     is_training: bool  # whether a backward pass may follow
     rows: int  # tokens of one chunk
@@ -38,19 +38,25 @@ class _Settings(NamedTuple):
         for first in range(0, count, self.rows):
             yield slice(first, min(first + self.rows, count))
 
+    def divisor(self, chunk: slice) -> float | Tensor:
+        """The temperature of the tokens of a chunk, one number or [rows]."""
+        return self.temperature[chunk] if isinstance(self.temperature, Tensor) else self.temperature
+
 
 def score_tokens(
-    hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float, entropy: Entropy
+    hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float | Tensor, entropy: Entropy
 ) -> tuple[Tensor, Tensor]:
     """Compute [R] log-probabilities of tokens, and [R] entropies of the distributions they were drawn from.
 
-    The tokens, targets [R] int64, are predicted at the hidden states [R, hidden_size]. Results are at least float32;
-    without entropies the latter are [0].
+    The tokens, targets [R] int64, are predicted at the hidden states [R, hidden_size]. The temperature is that of all
+    tokens, or [R] float32, above 0. Results are at least float32; without entropies the latter are [0].
     """
     vocabulary = head.weight.shape[0]
     # Where weights are converted to float32 for each chunk, large chunks are the faster ones.
     is_small = hidden.device.type == "cpu" and hidden.dtype.itemsize >= 4
     rows = max(1, (CPU_CHUNK_ELEMENTS if is_small else CHUNK_ELEMENTS) // vocabulary)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(torch.promote_types(hidden.dtype, torch.float32))
     is_training = torch.is_grad_enabled()
     num_kept = CHUNK_ELEMENTS // (rows * vocabulary) if is_training and entropy != "gradient" else 0
     settings = _Settings(temperature, entropy, is_training, rows, num_kept)
@@ -83,7 +89,7 @@ class _Scores(torch.autograd.Function):
         entropies = torch.empty_like(log_probs[:0] if settings.entropy == "none" else log_probs)
         kept: list[Tensor] = []
         for chunk in settings.chunks(len(hidden)):
-            logits, target = _scaled_logits(hidden[chunk], weight, bias, settings), targets[chunk].unsqueeze(1)
+            logits, target = _scaled_logits(hidden, weight, bias, settings, chunk), targets[chunk].unsqueeze(1)
             probabilities = logits.softmax(dim=-1)
             # The probability of the likeliest token is never rounded to 0.
             normalizers[chunk] = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
@@ -111,17 +117,18 @@ class _Scores(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(ctx.bias, dtype=dtype) if ctx.bias is not None else None
         for number, chunk in enumerate(settings.chunks(len(hidden))):
-            factor = grad_log_probs[chunk] / -settings.temperature
+            divisor = settings.divisor(chunk)
+            factor = grad_log_probs[chunk] / -divisor
             if number < len(kept):
                 slope = kept[number]
             else:
-                logits = _scaled_logits(hidden[chunk], weight, ctx.bias, settings)
+                logits = _scaled_logits(hidden, weight, ctx.bias, settings, chunk)
                 log_p = logits.sub_(normalizers[chunk].unsqueeze(1))
                 slope = log_p.exp()
                 if settings.entropy == "gradient":
                     bend = slope * (log_p + entropies[chunk].unsqueeze(1)) * grad_entropies[chunk].unsqueeze(1)
                     slope = _slope(slope, targets[chunk].unsqueeze(1)).mul_(grad_log_probs[chunk].unsqueeze(1)) + bend
-                    factor = torch.full_like(factor, -1 / settings.temperature)
+                    factor = torch.zeros_like(factor) - 1 / divisor
                 else:
                     slope = _slope(slope, targets[chunk].unsqueeze(1))
                 slope = slope.to(hidden.dtype)
@@ -140,9 +147,11 @@ class _Scores(torch.autograd.Function):
         )
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Tensor:
-    logits = linear_in_float32(hidden, weight, bias)
-    return logits if settings.temperature == 1 else logits.div_(settings.temperature)
+def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings, chunk: slice) -> Tensor:
+    logits, divisor = linear_in_float32(hidden[chunk], weight, bias), settings.divisor(chunk)
+    if isinstance(divisor, Tensor):
+        return logits.div_(divisor.unsqueeze(1))
+    return logits if divisor == 1 else logits.div_(divisor)
 
 
 def _slope(probabilities: Tensor, targets: Tensor) -> Tensor:

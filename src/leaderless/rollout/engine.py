@@ -24,11 +24,13 @@ class Completion:
         log_probs: Log-probability of each token under the distribution it was drawn from; for greedy decoding, under
             the model.
         finish_reason: Reason for its end; None before the end.
+        policy_versions: Version of the weights that sampled each token; a resumed response may have several.
     """
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    policy_versions: list[int] = field(default_factory=list)
 
     @property
     def is_truncated(self) -> bool:
@@ -58,12 +60,21 @@ class Request:
         for completion in self.begun:
             if completion.finish_reason in {"stop", "length"}:
                 raise ValueError(f"a response that ended with '{completion.finish_reason}' cannot be resumed")
+            if not len(completion.tokens) == len(completion.log_probs) == len(completion.policy_versions):
+                raise ValueError(
+                    f"a response that is resumed with {len(completion.tokens)} tokens needs a log-probability and a "
+                    f"policy version for each, but has {len(completion.log_probs)} and "
+                    f"{len(completion.policy_versions)}"
+                )
 
     def begin(self) -> list[Completion]:
         """Make the responses as they are before anything is sampled."""
         if not self.begun:
             return [Completion() for _ in self.sample_ids]
-        return [Completion(list(begun.tokens), list(begun.log_probs)) for begun in self.begun]
+        return [
+            Completion(list(begun.tokens), list(begun.log_probs), policy_versions=list(begun.policy_versions))
+            for begun in self.begun
+        ]
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,7 @@ class Delta(NamedTuple):
         tokens: New token ids.
         log_probs: Log-probability of each new token; see `Completion`.
         finish_reason: Reason for the end of the response; None if it continues.
+        policy_version: Version of the weights that sampled the new tokens; None without any.
     """
 
     request: int
@@ -99,6 +111,7 @@ class Delta(NamedTuple):
     tokens: Sequence[int]
     log_probs: Sequence[float]
     finish_reason: FinishReason | None
+    policy_version: int | None = None
 
 
 class RolloutEngine(Protocol):
@@ -140,10 +153,13 @@ def generate(
     try:
         while num_left:
             num_ended = 0
-            for request, sibling, tokens, log_probs, finish_reason in engine.step():
+            for request, sibling, tokens, log_probs, finish_reason, policy_version in engine.step():
                 completion = results[request][sibling]
                 completion.tokens += tokens
                 completion.log_probs += log_probs
+                if tokens:
+                    assert policy_version is not None, "each token has the version of the weights that sampled it"
+                    completion.policy_versions += [policy_version] * len(tokens)
                 completion.finish_reason = finish_reason
                 num_ended += finish_reason is not None
             num_left -= num_ended

@@ -173,7 +173,7 @@ class ExternalEngine:
         """Gather the trainer's weights with all ranks, load them if this rank needs them; return whether it worked."""
         trainer = self._trainer
         assert trainer is not None
-        expected = trainer.log_probs(_scored(self._probe), 1.0).values
+        expected = trainer.log_probs(_scored(self._probe)).values
         weights = trainer.full_weights()
         failure: EngineError | None = None
         found: list[float] = []
@@ -285,7 +285,7 @@ class ExternalEngine:
             if gain.finish_reason is None:
                 self._abort([gain.id])
         tokens, log_probs = completion.tokens[begin:], completion.log_probs[begin:]
-        self._deltas.append(Delta(response.request, response.sibling, tokens, log_probs, reason))
+        self._deltas.append(Delta(response.request, response.sibling, tokens, log_probs, reason, gain.policy_version))
 
     def abort(self, request: int) -> None:
         """See `RolloutEngine`."""

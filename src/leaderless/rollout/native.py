@@ -102,6 +102,7 @@ class NativeEngine:
         self._pass = forward_of(model, enable_compile=device.type == "cuda")
         self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
         self._num_requests = 0
+        self._version = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -118,6 +119,7 @@ class NativeEngine:
         """See `RolloutEngine`. The module is the trainer's own; its weights are gathered here."""
         with trainer.unsharded() as module:
             assert module is self.model
+            self._version = trainer.policy_version
             was_training = module.training
             module.eval()
             try:
@@ -281,7 +283,7 @@ class NativeEngine:
             completion.log_probs.append(log_prob)
             sequence.num_tokens += 1
             reason = self._finish_reason(completion, sequence.params)
-            self._deltas.append(Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason))
+            self._deltas.append(Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, self._version))
             if reason:
                 self._release(sequence)
 

@@ -60,7 +60,12 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
             "response_lengths": tokens.lengths,
             "truncated": truncated,
             "agent": torch.full((len(ids),), context.agents.index(context.node.node.role or "")),
-            "policy_versions": torch.full((len(ids),), context.role.train_engine.policy_version),
+            "policy_versions": Jagged.from_lists(
+                [c.policy_versions for c in completions], torch.int32, "response_tokens"
+            ),
+            "temperatures": Jagged(
+                torch.full((len(tokens.values),), context.recipe.rollout.temperature), tokens.lengths, "response_tokens"
+            ),
             "rollout_log_probs": Jagged.from_lists(
                 [c.log_probs for c in completions], torch.float32, "response_tokens"
             ),

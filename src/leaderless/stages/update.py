@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leaderless.algorithms import ChoiceInputs, LossInputs, Moments, clipped_value_loss, kl_penalty, repeat_per_token
 from leaderless.algorithms.policy_loss import compute
-from leaderless.data.batch import Batch, ragged_index
+from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.models.scoring import Entropy
 from leaderless.observability.metrics import Largest, Mean
 from leaderless.rollout.sampling import uniform_noise
@@ -28,16 +28,16 @@ from leaderless.stages.mini_batches import (
     only,
     take,
 )
-from leaderless.training.micro_batches import MicroBatch
+from leaderless.training.micro_batches import TEMPERATURES, MicroBatch, response_lengths
 
 
 def log_probs(batch: Batch, context: StageContext) -> Batch:
-    """Add the log-probabilities of the sampled tokens under the node's role, at the temperature of sampling.
+    """Add the log-probabilities of the sampled tokens under the node's role, at the temperatures of sampling.
 
     The column is `old_log_probs` for a role that is trained, `ref_log_probs` for the reference, and `<role>_log_probs`
     for any other.
     """
-    scores = context.role.train_engine.log_probs(batch, context.recipe.rollout.temperature)
+    scores = context.role.train_engine.log_probs(_with_temperatures(batch, context))
     (column,) = context.node.writes
     return batch.with_columns({column: scores})
 
@@ -51,16 +51,15 @@ def update(batch: Batch, context: StageContext) -> Batch:
     """Make `batch.updates_per_step` updates on the policy loss, with the recipe's penalties and corrections.
 
     Raises:
-        RuntimeError: A sample was drawn with other weights than those about to be trained, and is no surplus.
+        RuntimeError: A token was drawn with other weights than those about to be trained, and is no surplus.
     """
-    recipe, engine = context.recipe, context.role.train_engine
-    algorithm = recipe.algorithm
-    _check_version(batch, context)
+    engine, algorithm = context.role.train_engine, context.recipe.algorithm
+    _check_versions(batch, context)
     _report_size(batch, context)
     if context.step <= algorithm.critic.warmup_steps:
         return batch
     counted = Counted.of(batch, counted_samples(batch, context), context)
-    for mini_batch in mini_batches(batch, counted, algorithm.aggregation, context):
+    for mini_batch in mini_batches(_with_temperatures(batch, context), counted, algorithm.aggregation, context):
         own = losses.token_columns(mini_batch.rows, algorithm.policy_loss.reads)
         loss_of = partial(_policy_gradient_loss, context, mini_batch, own, _choose(mini_batch, context))
         make_update(engine, mini_batch, loss_of, context)
@@ -72,17 +71,28 @@ def update(batch: Batch, context: StageContext) -> Batch:
     return batch
 
 
-def _check_version(batch: Batch, context: StageContext) -> None:
-    """Samples must come from the weights about to be trained, or be as old as surplus may be."""
+def _with_temperatures(batch: Batch, context: StageContext) -> Batch:
+    """The batch with the temperature of each sampled token: the recipe's, where the rollout has not written any."""
+    if TEMPERATURES in batch:
+        return batch
+    lengths = response_lengths(batch.jagged("response_mask"))
+    values = torch.full((int(lengths.sum()),), context.recipe.rollout.temperature)
+    return batch.with_columns({TEMPERATURES: Jagged(values, lengths, "response_tokens")})
+
+
+def _check_versions(batch: Batch, context: StageContext) -> None:
+    """Each token must come from the weights about to be trained, or be as old as surplus may be."""
     version, limit = context.role.train_engine.policy_version, context.node.max_staleness
-    staleness = version - batch.dense("policy_versions")
+    versions = batch.jagged("policy_versions")
+    staleness = version - versions.values
     wrong = (staleness < 0) | (staleness > limit)
     if bool(wrong.any()):
+        sample = repeat_per_token(batch.ids, versions.lengths)[wrong][0]
         raise RuntimeError(
-            f"node '{context.node.name}', rank {context.process_group.rank}, step {context.step}: sample "
-            f"{int(batch.ids[wrong][0])} was drawn by policy version {int(batch.dense('policy_versions')[wrong][0])}, "
+            f"node '{context.node.name}', rank {context.process_group.rank}, step {context.step}: a token of sample "
+            f"{int(sample)} was drawn by policy version {int(versions.values[wrong][0])}, "
             f"but version {version} is trained"
-            + (f" and a sample may be {limit} behind" if limit else "")
+            + (f" and a token may be {limit} behind" if limit else "")
             + ": the rollout did not get the new weights"
         )
     context.metrics.mean("rollout/staleness", staleness.sum(), len(staleness))
@@ -99,7 +109,7 @@ def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
     if mini_batch.number == 1 and "old_log_probs" in rows:
         scores = rows.jagged("old_log_probs")
     else:
-        scores = context.role.train_engine.log_probs(rows, recipe.rollout.temperature)
+        scores = context.role.train_engine.log_probs(rows)
     positions = ragged_index(torch.zeros_like(advantages.lengths), advantages.lengths)
     # Independent of the noise that sampled the tokens.
     noise = uniform_noise(recipe.seed + context.step * 2**32, repeat_per_token(rows.ids, advantages.lengths), positions)
@@ -118,7 +128,7 @@ def _policy_gradient_loss(
     """The policy loss of a micro-batch, with its penalties; `own` are the columns that the loss itself reads."""
     config, metrics = context.recipe.algorithm, dict[str, Mean | Largest]()
     entropy: Entropy = "gradient" if config.entropy_coefficient > 0 else "value"
-    outputs = context.role.train_engine.forward(micro_batch, context.recipe.rollout.temperature, entropy)
+    outputs = context.role.train_engine.forward(micro_batch, entropy)
     weights = take(mini_batch.weights, micro_batch, outputs.log_probs)
     is_counted = weights > 0
     # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
@@ -183,7 +193,7 @@ def sft(batch: Batch, context: StageContext) -> Batch:
 
 def _imitation_loss(context: StageContext, mini_batch: MiniBatch, micro_batch: MicroBatch) -> Loss:
     """The negative log-likelihood of a micro-batch."""
-    outputs = context.role.train_engine.forward(micro_batch, temperature=1.0)
+    outputs = context.role.train_engine.forward(micro_batch)
     loss = -(take(mini_batch.weights, micro_batch, outputs.log_probs) * outputs.log_probs).sum()
     entropy = Mean(outputs.entropies.sum(), len(outputs.entropies))
     return Loss(loss, outputs.log_probs, {metric_name(context, "entropy"): entropy})

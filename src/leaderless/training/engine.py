@@ -174,15 +174,17 @@ class TrainEngine(Trainable, Protocol):
     def model(self) -> CausalLM:
         """The module that `unsharded` yields."""
 
-    def log_probs(self, batch: Batch, temperature: float) -> Jagged:
-        """Log-probabilities of the sampled tokens, float32, without gradient; the temperature divides the logits."""
+    def log_probs(self, batch: Batch) -> Jagged:
+        """Log-probabilities of the sampled tokens, float32, without gradient.
 
-    def forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy = "value") -> TokenOutputs:
+        Logits are divided by the column `temperatures` of the batch; without it, by 1.
+        """
+
+    def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
         """Log-probabilities and entropies at a micro-batch's sampled tokens, with a graph for the backward pass.
 
         Args:
             micro_batch: One of those that every rank passes through together.
-            temperature: Divisor of the logits.
             entropy: Whether entropies are computed, and whether the loss depends on them.
         """
 

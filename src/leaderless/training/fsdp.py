@@ -22,15 +22,17 @@ from leaderless.training.sharded import Model_co, ShardedModel
 class FsdpEngine(ShardedModel[CausalLM]):
     """See `TrainEngine`."""
 
-    def log_probs(self, batch: Batch, temperature: float) -> Jagged:
+    def log_probs(self, batch: Batch) -> Jagged:
         """See `TrainEngine`."""
-        return self.scores(batch, lambda micro_batch: self.forward(micro_batch, temperature, "none").log_probs)
+        return self.scores(batch, lambda micro_batch: self.forward(micro_batch, "none").log_probs)
 
-    def forward(self, micro_batch: MicroBatch, temperature: float, entropy: Entropy = "value") -> TokenOutputs:
+    def forward(self, micro_batch: MicroBatch, entropy: Entropy = "value") -> TokenOutputs:
         """See `TrainEngine`."""
-        targets = _at_least_one(micro_batch.targets).to(self.device)
+        targets, count = _at_least_one(micro_batch.targets).to(self.device), len(micro_batch.targets)
+        temperature = micro_batch.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(self.device)
         outputs: TokenOutputs = self.model(*_inputs(self, micro_batch), targets, temperature, entropy)
-        count = len(micro_batch.targets)
         return TokenOutputs(outputs.log_probs[:count], outputs.entropies[:count])
 
     @contextmanager

@@ -12,6 +12,9 @@ from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.shared_prompts import Family
 
+TEMPERATURES = "temperatures"
+"""Column of the temperatures at which sampled tokens are scored; without it they are 1."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -28,6 +31,7 @@ class MicroBatch:
         targets: [R] int64, the sampled tokens.
         response_index: [R] int64, their places in the batch's `response_tokens` columns.
         response_lengths: [m] int64, number of sampled tokens of each sample.
+        temperature: Temperature at which all tokens were sampled or, if they differ, [R] float32.
     """
 
     tokens: Tensor
@@ -37,6 +41,7 @@ class MicroBatch:
     targets: Tensor
     response_index: Tensor
     response_lengths: Tensor
+    temperature: float | Tensor = 1.0
 
     @classmethod
     def empty(cls) -> MicroBatch:
@@ -86,6 +91,7 @@ class _Samples:
     mask: Jagged
     inputs: Tensor  # tokens of the continuation before the last sampled one
     counts: Tensor  # sampled tokens
+    temperatures: Tensor | None  # [total] float32, of sampled tokens
 
     @classmethod
     def of(cls, batch: Batch) -> _Samples:
@@ -97,8 +103,9 @@ class _Samples:
         step = ragged_index(torch.zeros_like(mask.lengths), mask.lengths)
         row = torch.repeat_interleave(torch.arange(len(mask)), mask.lengths)
         inputs = torch.zeros_like(mask.lengths).scatter_reduce_(0, row, step * mask.values, reduce="amax")
-        continuations = batch.jagged("tokens")
-        return cls(prompts.jagged("prompt_tokens"), prompt_of_row, continuations, mask, inputs, response_lengths(mask))
+        continuations, counts = batch.jagged("tokens"), response_lengths(mask)
+        temperatures = batch.jagged(TEMPERATURES).values if TEMPERATURES in batch else None
+        return cls(prompts.jagged("prompt_tokens"), prompt_of_row, continuations, mask, inputs, counts, temperatures)
 
 
 @dataclass
@@ -167,6 +174,7 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
     step = ragged_index(torch.zeros_like(rows), continuations.lengths)[sampled]
     row = torch.repeat_interleave(torch.arange(len(rows)), continuations.lengths)[sampled]
     counts = samples.counts[rows]
+    response_index = ragged_index((samples.counts.cumsum(0) - samples.counts)[rows], counts)
     return MicroBatch(
         tokens=tokens,
         positions=positions,
@@ -176,6 +184,16 @@ def _pack(samples: _Samples, families: Sequence[_Siblings]) -> MicroBatch:
         ],
         select=torch.where(step == 0, starts[firsts][family_of_row[row]], starts[row] + step) - 1,
         targets=continuations.values[sampled],
-        response_index=ragged_index((samples.counts.cumsum(0) - samples.counts)[rows], counts),
+        response_index=response_index,
         response_lengths=counts,
+        temperature=1.0 if samples.temperatures is None else _common(samples.temperatures[response_index]),
     )
+
+
+def _common(temperatures: Tensor) -> float | Tensor:
+    """The temperature of all tokens, if they have the same one; else that of each, [R] float32."""
+    if not len(temperatures):
+        return 1.0
+    if bool((temperatures != temperatures[0]).any()):
+        return temperatures
+    return float(str(temperatures[0].numpy()))  # as it was set: 0.7, of which float32 has only the closest number

@@ -216,7 +216,7 @@ class Channels:
                 continue
             groups, num_rows = torch.unique(batch.group_ids), len(batch)
             if "policy_versions" in batch.columns:
-                versions = torch.unique(batch.dense("policy_versions"))
+                versions = torch.unique(batch.jagged("policy_versions").values).long()
         what = f"the rows of channel {channel.name}"
         groups = torch.unique(torch.cat(process_group.gather(groups, what)))
         versions = torch.unique(torch.cat(process_group.gather(versions, what)))

@@ -25,7 +25,7 @@ class Column:
     """
 
     kind: Literal["dense", "jagged", "object"]
-    dtype: Literal["int64", "float32", "bool", "json"]
+    dtype: Literal["int64", "int32", "float32", "bool", "json"]
     meaning: str
     axis: Axis | None = None
     is_prompt: bool = False
@@ -33,7 +33,7 @@ class Column:
     @property
     def item_bytes(self) -> int:
         """Bytes of one value; for objects an assumed size."""
-        return {"int64": 8, "float32": 4, "bool": 1, "json": 512}[self.dtype]
+        return {"int64": 8, "int32": 4, "float32": 4, "bool": 1, "json": 512}[self.dtype]
 
 
 EPISODE_IDS = "episode_ids"
@@ -48,7 +48,12 @@ COLUMNS: dict[str, Column] = {
     "truncated": Column("dense", "bool", "the response was cut at its longest allowed length"),
     "is_greedy": Column("dense", "bool", "the response was decoded greedily, as a baseline"),
     "agent": Column("dense", "int64", "which of the roles that sample responses has sampled this one"),
-    "policy_versions": Column("dense", "int64", "optimizer updates made before the response was sampled"),
+    "policy_versions": Column(
+        "jagged", "int32", "optimizer updates made before each token was sampled", "response_tokens"
+    ),
+    "temperatures": Column(
+        "jagged", "float32", "temperature at which each token is scored: the one it was sampled at", "response_tokens"
+    ),
     "rollout_log_probs": Column(
         "jagged", "float32", "log-probability of each sampled token under the engine", "response_tokens"
     ),

@@ -69,7 +69,7 @@ METRICS: dict[str, Metric] = {
     "rollout/response_tokens": Metric("mean number of sampled tokens per response"),
     "rollout/truncated": Metric("share of responses that were cut at `rollout.max_response_tokens`"),
     "rollout/tokens_per_s": Metric("sampled tokens per second of rollout, over all ranks"),
-    "rollout/staleness": Metric("mean number of optimizer updates between sampling a response and training on it"),
+    "rollout/staleness": Metric("mean number of optimizer updates between sampling a token and training on it"),
     "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
     **_of("advantage", ADVANTAGES),
     "sampling/kept": Metric("groups that dynamic sampling kept", _ROUNDS),

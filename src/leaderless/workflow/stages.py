@@ -246,6 +246,7 @@ ROLLOUT_WRITES = (
     "truncated",
     "agent",
     "policy_versions",
+    "temperatures",
     "rollout_log_probs",
 )
 ROLLOUT = StageSpec(
@@ -275,8 +276,8 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     ),
     "log_probs": StageSpec(
         "leaderless.stages.update:log_probs",
-        sampled_with=("temperature",),
         reads=SEQUENCE,
+        reads_if_made=("temperatures",),
         writes=lambda _, node, workflow: [log_probs_column(node, workflow)],
         role_use="score",
         streams=True,
@@ -346,7 +347,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "update": StageSpec(
         "leaderless.stages.update:update",
         reads=_update_reads,
-        reads_if_made=(EPISODE_IDS,),
+        reads_if_made=(EPISODE_IDS, "temperatures"),
         reads_if_carried=("old_log_probs",),
         role_use="train",
         idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,

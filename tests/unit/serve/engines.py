@@ -62,7 +62,7 @@ class ScriptedEngine:
         self.num_steps += 1
         for number, (request, params, count) in list(self.under_way.items()):
             reason = "length" if count + 1 == params.max_tokens else None
-            self._deltas += [Delta(number, i, (1,), (-0.5,), reason) for i in range(len(request.sample_ids))]  # type: ignore[arg-type]
+            self._deltas += [Delta(number, i, (1,), (-0.5,), reason, 0) for i in range(len(request.sample_ids))]  # type: ignore[arg-type]
             self.under_way[number] = (request, params, count + 1)
             if reason:
                 del self.under_way[number]
