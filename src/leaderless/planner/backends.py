@@ -102,12 +102,19 @@ def check_backends(recipe: Recipe, instances: Sequence[RoleInstance]) -> None:
     """Refuse back ends that cannot do what the models of a plan are for.
 
     Raises:
-        RecipeError: There is no such back end, or it lacks a capability.
+        RecipeError: There is no such back end, it lacks a capability, or ranks hold a model in two layouts.
     """
     for instance in instances:
         role, name = instance.role, recipe.as_seen_by(instance.role).training.backend
         key = f"roles.{role}.{KEY}" if "training" in recipe.sections_of(role) else KEY
         spec = backend_of(name, key)
+        other = next(x.layout for x in instances if (x.role, x.layout.ranks) == (role, instance.layout.ranks))
+        if other != instance.layout:
+            raise RecipeError.at(
+                "layout",
+                f"role '{role}' is divided as {other} and as {instance.layout}: the nodes of a role that share their "
+                "ranks must have one layout",
+            )
         lacking = {
             "train models": instance.is_trained and not spec.trains,
             "score tokens": instance.scores and not instance.is_critic and not spec.scores,
