@@ -289,7 +289,7 @@ def test_channels_that_cannot_work_are_refused_with_a_remedy(sections, key, mess
     ],
 )
 def test_each_loop_does_what_it_is_for(monkeypatch, use, role, ranks, message):
-    spec = StageSpec("x:y", reads=("prompt_tokens",), role_use=use, has_effect=True)
+    spec = StageSpec("x:y", reads=("prompt_tokens",), roles={"model": use}, has_effect=True)
     monkeypatch.setitem(BUILTIN_STAGES, "extra", spec)
     key, found = refused(
         resolve_workflow("grpo").node("extra", run="extra", role=role),
@@ -352,10 +352,11 @@ def cases(draw) -> Case:
         is_filter = index > 0 and not is_last and draw(st.integers(0, 5)) == 0
         rows = "expand" if index == 0 else "filter" if is_filter else "same"
         use = "generate" if index == 0 else "train" if is_last else "none"
+        uses = {} if use == "none" else {"model": use}
         writes = (f"a{index}", f"b{index}")
         whole = draw(st.booleans())
         specs[name] = StageSpec(
-            "x:y", reads=tuple(reads), writes=writes, rows=rows, needs_whole_groups=whole, role_use=use, has_effect=True
+            "x:y", reads=tuple(reads), writes=writes, rows=rows, needs_whole_groups=whole, roles=uses, has_effect=True
         )
         before[name] = set(known)
         role = "policy" if use != "none" else None

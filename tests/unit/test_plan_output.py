@@ -101,7 +101,7 @@ def test_a_node_that_reads_nothing_hangs_on_the_node_before():
 
 def test_names_cannot_break_the_picture(monkeypatch):
     monkeypatch.setitem(BUILTIN_STAGES, '<&">', StageSpec("x:y", ("rewards",), ("<b>",), summary="a < b & c"))
-    monkeypatch.setitem(BUILTIN_STAGES, "use", StageSpec("x:y", ("<b>",), has_effect=True))
+    monkeypatch.setitem(BUILTIN_STAGES, "use", StageSpec("x:y", ("<b>",), has_effect=True, roles={"model": "score"}))
     workflow = begin().node("a", run='<&">', after="reward").node("b", run="use", after="a", role="judge")
     models = {"policy": "p", "judge": "m"}
     svg = draw_plan(plan_of(Workflow('<w & "w">', workflow.nodes), models=models))

@@ -232,7 +232,7 @@ def test_a_stage_that_uses_a_model_needs_a_role():
 
 
 def test_a_role_without_a_model_is_refused(stages):
-    stages("judge", ["tokens"], role_use="score", has_effect=True)
+    stages("judge", ["tokens"], roles={"model": "score"}, has_effect=True)
     problem = refused(end(begin(), "reward").node("judge", run="judge", role="policies", after="rollout"))
     assert problem.key == "models"
     assert problem.message == "must name a model for role 'policies' (did you mean 'policy'?)"
@@ -426,7 +426,7 @@ def test_a_rank_with_nothing_to_do_is_refused_with_a_remedy_that_helps():
 
 
 def test_a_role_is_trained_on_one_layout(stages):
-    stages("more", ["tokens"], role_use="train", has_effect=True)
+    stages("more", ["tokens"], roles={"model": "train"}, has_effect=True)
     workflow = end(begin(), "reward").node("more", run="more", role="policy", after="policy")
     problem = refused(workflow, 4, layout={"policy": {"ranks": "0-3"}, "more": {"ranks": "0-1"}})
     assert problem.key == "layout.more"
@@ -434,8 +434,9 @@ def test_a_role_is_trained_on_one_layout(stages):
 
 
 def test_a_stage_of_ones_own_with_a_role_divides_its_ranks_like_any_model(stages):
+    stages("scores", ["tokens"], roles={"model": "score"}, has_effect=True)
     stages("probe", ["tokens"], has_effect=True)
-    workflow = end(begin(), "reward").node("probe", run="probe", role="policy", after="policy")
+    workflow = end(begin(), "reward").node("probe", run="scores", role="policy", after="policy")
     problem = refused(workflow, 4, layout={"probe": {"tp": 2}})
     assert problem.key == "layout.probe"
     assert "ranks 0-3 dp=2 tp=2: the back end 'fsdp' divides the ranks of a model by dp only" in problem.message

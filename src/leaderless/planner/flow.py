@@ -92,8 +92,6 @@ class Flow:
                 except RecipeError as error:
                     raise self._for_role(error, node) from error
             self._check_sampling(node)
-            if spec.role_use != "none" and node.role is None:
-                raise RecipeError.at(f"nodes.{node.name}.role", f"stage '{node.run}' needs a role, as role: policy")
 
     def _check_sampling(self, node: Node) -> None:
         """Samples of several roles must have been generated with the same of those settings that a stage assumes."""

@@ -151,7 +151,9 @@ def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[s
                 f"layout.{name}", f"the workflow '{workflow.name}' has no such node{nearest(name, names)}"
             )
     layouts = {name: _make_layout(f"layout.{name}", config, cluster) for name, config in recipe.layout.items()}
-    trainers = {node.role: node.name for node in workflow.nodes if spec_of(node).role_use == "train"}
+    trainers = {
+        role: node.name for node in workflow.nodes for name, role in node.roles if spec_of(node).roles[name] == "train"
+    }
     everywhere = _make_layout("layout", LayoutConfig(), cluster)
     for node in workflow.order():
         if node.name not in layouts:

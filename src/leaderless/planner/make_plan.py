@@ -19,7 +19,9 @@ from leaderless.planner.model_size import ModelSize, read_model_size
 from leaderless.planner.plan import BatchSizes, Plan, PlannedNode, RoleInstance
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded, keeps_groups
+from leaderless.planner.vocabulary import check_vocabularies
 from leaderless.workflow import Node, Workflow, spec_of
+from leaderless.workflow.stage import RoleUse
 
 _CRITIC_FIELDS = tuple(CriticConfig.model_fields.items())
 
@@ -62,6 +64,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine
     _check_engine(recipe, engine, instances, cluster)
     sizes = _model_sizes(recipe, instances)
+    check_vocabularies(recipe, nodes)
     batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
     loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)
     nodes = with_staleness(nodes, loops, channels, workflow.repeated)
@@ -97,16 +100,16 @@ def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
     """Refuse models of misspelled roles, which would be left out silently, and roles with two heads."""
     users: dict[str, Node] = {}
     for node in workflow.nodes:
-        if node.role and spec_of(node).role_use != "none":
-            other = users.setdefault(node.role, node)
+        for _, role in node.roles:
+            other = users.setdefault(role, node)
             if spec_of(node).is_critic != spec_of(other).is_critic:
                 critic, other = (node, other) if spec_of(node).is_critic else (other, node)
                 raise RecipeError.at(
                     f"nodes.{node.name}.role",
-                    f"role '{node.role}' is a critic for node '{critic.name}' ({critic.run}) and a language model for "
+                    f"role '{role}' is a critic for node '{critic.name}' ({critic.run}) and a language model for "
                     f"node '{other.name}' ({other.run}): give them different roles",
                 )
-    roles = {node.role for node in workflow.nodes if node.role}
+    roles = {role for node in workflow.nodes for _, role in node.roles}
     for role in recipe.models:
         if role not in roles:
             raise RecipeError.at(
@@ -218,10 +221,7 @@ def _check_evaluation(recipe: Recipe, workflow: Workflow, instances: Sequence[Ro
 
 def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleInstance, ...]:
     trained: dict[str, PlannedNode] = {}
-    for node in nodes:
-        role = node.node.role
-        if role is None or node.spec.role_use != "train":
-            continue
+    for node, role in [(one, role) for one in nodes for role, use in one.uses if use == "train"]:
         other = trained.setdefault(role, node)
         if not other.layout.holds_rows_like(node.layout):
             raise RecipeError.at(
@@ -229,19 +229,19 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
                 f"role '{role}' is trained by '{other.name}' on {other.layout} and by '{node.name}' on "
                 f"{node.layout}: give both nodes one layout",
             )
-    users: dict[tuple[str, Layout], list[PlannedNode]] = {}
+    users: dict[tuple[str, Layout], list[tuple[PlannedNode, RoleUse]]] = {}
     for node in nodes:
-        if node.node.role is not None:
-            users.setdefault((node.node.role, node.layout), []).append(node)
+        for role, use in node.uses:
+            users.setdefault((role, node.layout), []).append((node, use))
     return tuple(
         RoleInstance(
             role=role,
             layout=layout,
-            is_trained=any(x.spec.role_use == "train" for x in peers),
-            generates=any(x.spec.role_use == "generate" for x in peers),
-            scores=any(x.spec.role_use in {"score", "none"} for x in peers),
-            is_critic=any(x.spec.is_critic for x in nodes if x.node.role == role),
-            num_updates=sum(x.spec.num_updates(x.settings_of(recipe)) for x in peers if x.spec.role_use == "train"),
+            is_trained=any(use == "train" for _, use in peers),
+            generates=any(use == "generate" for _, use in peers),
+            scores=any(use == "score" for _, use in peers),
+            is_critic=any(x.spec.is_critic for x in nodes if role in dict(x.uses)),
+            num_updates=sum(x.spec.num_updates(x.settings_of(recipe)) for x, use in peers if use == "train"),
         )
         for (role, layout), peers in users.items()
     )

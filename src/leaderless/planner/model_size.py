@@ -72,7 +72,7 @@ def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool 
     A hub model is looked for in the local cache only. A critic has one output in place of the output embedding.
     Errors name `key`, the setting of the model.
     """
-    path = _config_path(model)
+    path = model_file(model, "config.json")
     if path is None:
         return None
     try:
@@ -87,15 +87,16 @@ def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool 
     raise RecipeError.at(key, f"{path}: {nothing} is {config[nothing]}, but must be at least 1: the file is damaged")
 
 
-def _config_path(model: ModelConfig) -> Path | None:
+def model_file(model: ModelConfig, name: str) -> Path | None:
+    """A file of a model's folder, on this machine or in the cache of the hub; None where there is none."""
     local = Path(model.path)
     if local.exists():
-        return local / "config.json" if (local / "config.json").exists() else None
+        return local / name if (local / name).exists() else None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+        cached = try_to_load_from_cache(model.path, name, revision=model.revision)
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None

@@ -229,13 +229,12 @@ def _weights(plan: Plan, loop: Loop) -> Iterator[_Line]:
 
 def _ends_of(plan: Plan, action: SyncWeights) -> tuple[str, str]:
     """The node that trains a role, and the first that uses the copy."""
-    users = [node for node in plan.nodes if node.node.role == action.role]
-    trainer = [node for node in users if node.spec.role_use == "train"][-1]
+    trainer = [node for node in plan.nodes if (action.role, "train") in node.uses][-1]
     return trainer.name, _users_of(plan, action)[0]
 
 
 def _users_of(plan: Plan, action: SyncWeights) -> list[str]:
-    users = [node for node in plan.nodes if node.node.role == action.role]
+    users = [node for node in plan.nodes if action.role in dict(node.uses)]
     return [node.name for node in users if node.layout.holds_rows_like(action.target_layout)]
 
 
@@ -273,7 +272,8 @@ def _node_texts(node: PlannedNode) -> tuple[str, str, str]:
 
 
 def _role(node: PlannedNode) -> str:
-    return f", role {node.node.role}" if node.node.role else ""
+    roles = dict.fromkeys(role for role, _ in node.uses)
+    return f", role{'s' * (len(roles) > 1)} {', '.join(roles)}" if roles else ""
 
 
 def _data_texts(plan: Plan) -> tuple[str, str, str]:

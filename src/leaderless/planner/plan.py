@@ -26,6 +26,7 @@ from leaderless.planner.layout import Layout, all_ranks, format_ranks
 from leaderless.planner.memory import MemoryEstimate
 from leaderless.planner.model_size import ModelSize
 from leaderless.workflow import EPISODE_IDS, Node, StageSpec
+from leaderless.workflow.stage import RoleUse
 
 EdgeKind = Literal["local", "reshard", "channel"]
 
@@ -57,6 +58,11 @@ class PlannedNode:
     def settings_of(self, recipe: Recipe) -> Recipe:
         """The recipe with the settings that hold for the node."""
         return self.spec.settings_of(recipe, self.node)
+
+    @property
+    def uses(self) -> tuple[tuple[str, RoleUse], ...]:
+        """The roles of the node, and their uses."""
+        return tuple((role, self.spec.roles[name]) for name, role in self.node.roles)
 
     @property
     def name(self) -> str:
@@ -383,7 +389,7 @@ class Plan:
             self.world_size,
             self.engine,
             [
-                [n.name, n.node.run, n.node.role, str(n.layout), dict(n.reads), n.writes, n.max_staleness]
+                [n.name, n.node.run, n.node.roles, str(n.layout), dict(n.reads), n.writes, n.max_staleness]
                 for n in self.nodes
             ],
             [

@@ -124,6 +124,7 @@ class RowSets:
 
     def _place(self, node: Node, rows: str) -> None:
         spec = spec_of(node)
+        node = _with_roles(node, spec)
         self._nodes[node.name], self.specs[node.name], self.of[node.name] = node, spec, rows
         self.after[node.name] = rows if spec.rows == "same" else node.name
         given = self._sets[rows]
@@ -232,6 +233,13 @@ class RowSets:
         taken = {*self._nodes, *(node.name for node in self._written.nodes)}
         names = (name if number == 1 else f"{name}{number}" for number in range(1, len(taken) + 2))
         return next(free for free in names if free not in taken)
+
+
+def _with_roles(node: Node, spec: StageSpec) -> Node:
+    """A node with the role of each parameter of its stage, and with its main role."""
+    roles = spec.roles_of(node)
+    main = next((role for name, role in roles.items() if spec.roles[name] == spec.role_use), None)
+    return replace(node, role=main, roles=tuple(roles.items()))
 
 
 def _check_agents(node: Node, values: Sequence[Value], known: Sequence[str]) -> None:

@@ -126,7 +126,7 @@ def _batch(plan: Plan, lowered: Mapping[str, int]) -> Table:
 
 def _nodes(plan: Plan) -> Table:
     rows = [
-        (Text(node.name, "bold"), node.node.run, node.node.role or "-", str(node.layout), _columns(node))
+        (Text(node.name, "bold"), node.node.run, ", ".join(dict(node.uses)) or "-", str(node.layout), _columns(node))
         for node in plan.nodes
     ]
     return _table("node", "run", "role", "layout", "columns", rows=rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,9 @@ from leaderless.planner import PlannedNode
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import RolloutEngine
+from leaderless.stages.limits import limited
 from leaderless.training.engine import TrainEngine, ValueEngine
+from leaderless.workflow.stage import RoleUse
 
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 """Function that computes rewards, given the responses and the source of each."""
@@ -37,6 +39,13 @@ class ModelRole:
     train_engine: TrainEngine
     rollout_engine: RolloutEngine | None
 
+    def limited_to(self, use: RoleUse, what: str) -> ModelRole:
+        """The same model for a stage that declares one use of it; other uses raise a RuntimeError that names `what`."""
+        trainer = limited(self.train_engine, use, what)
+        if use == "generate" or self.rollout_engine is None:
+            return ModelRole(trainer, self.rollout_engine)
+        return ModelRole(trainer, limited(self.rollout_engine, use, what))
+
 
 @dataclass(frozen=True)
 class StageContext:
@@ -50,12 +59,13 @@ class StageContext:
         metrics: Collector of the numbers that the stage reports.
         run_directory: Folder of the run and its files.
         tokenizer: Tokenizer of the policy.
-        model: Model of the node's role; None for a node without a role.
+        model: Model of the node's main role; None for a node without a role.
         grade: Function that computes the recipe's rewards.
         state: Numbers that the node keeps from step to step, the same on all of its ranks; they are checkpointed.
         events: Events reported by guards, the same on all ranks of the node.
         num_roll_backs: Number of times that the run has rolled back.
         agents: Roles that sample responses: the column `agent` holds places in it.
+        models: Models of the node's roles, by the names that the stage declares.
         progress: Function that takes the finished fraction of the node's work, for the progress line.
     """
 
@@ -72,6 +82,7 @@ class StageContext:
     events: MutableSequence[GuardEvent] = field(default_factory=list)
     num_roll_backs: int = 0
     agents: Sequence[str] = ()
+    models: Mapping[str, ModelRole | ValueEngine] = field(default_factory=dict)
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
 
     @property
@@ -79,6 +90,14 @@ class StageContext:
         """The language model of the node's role."""
         assert isinstance(self.model, ModelRole), f"node '{self.node.name}' has no role with a language model"
         return self.model
+
+    def language_model(self, name: str) -> ModelRole:
+        """The language model of one of the node's roles, by the name that the stage declares."""
+        model = self.models.get(name)
+        if not isinstance(model, ModelRole):
+            known = ", ".join(self.models) or "none"
+            raise KeyError(f"node '{self.node.name}' declares no language model '{name}' (known: {known})")
+        return model
 
     @property
     def critic(self) -> ValueEngine:

@@ -17,11 +17,14 @@ from leaderless.observability.console import FAILED
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Action, Load, Plan, Pull, Push, Repeat, Reshard, RunNode, SyncWeights, Windowed, flat
-from leaderless.stages.context import StageContext
+from leaderless.stages.context import ModelRole, StageContext
+from leaderless.stages.limits import limited
+from leaderless.training.engine import ValueEngine
 from leaderless.worker.agreement import StepMetrics
 from leaderless.worker.channels import Channels
 from leaderless.worker.parts import Parts, Progress
 from leaderless.workflow.metrics import tagged
+from leaderless.workflow.stage import RoleUse
 
 StageFunction = Callable[[Batch, StageContext], Batch]
 WAITING = "waiting"
@@ -183,6 +186,11 @@ class Chain:
 
     def _context(self, name: str) -> StageContext:
         parts, node = self._parts, self._parts.plan[name]
+        models = {
+            parameter: _limited(parts.roles.of(role, node.layout), node.spec.roles[parameter], f"'{role}' of {name}")
+            for parameter, role in node.node.roles
+        }
+        main = next((parameter for parameter, use in node.spec.roles.items() if use == node.spec.role_use), None)
         return StageContext(
             recipe=node.settings_of(parts.recipe),
             node=node,
@@ -191,7 +199,8 @@ class Chain:
             metrics=self.metrics.of_node(node).named(partial(tagged, node=node.node)),
             run_directory=parts.directory,
             tokenizer=parts.tokenizer,
-            model=parts.roles.of(node.node.role, node.layout) if node.node.role else None,
+            model=models.get(main) if main else None,
+            models=models,
             grade=parts.grade,
             state=self._progress.nodes[name],
             # Each event is reported once, by one of the ranks that know it.
@@ -212,6 +221,10 @@ class Chain:
         except Exception as error:
             error.add_note(f"at step {self._progress.step}, in {action}, on rank {self._rank}")
             raise
+
+
+def _limited(model: ModelRole | ValueEngine, use: RoleUse, what: str) -> ModelRole | ValueEngine:
+    return model.limited_to(use, what) if isinstance(model, ModelRole) else limited(model, use, what)
 
 
 def _load_stages(plan: Plan, rank: int) -> Mapping[str, StageFunction]:

@@ -46,9 +46,9 @@ def resolve_workflow(name: str) -> Workflow:
 def read_workflow(path: Path) -> Workflow:
     """Read a workflow from YAML.
 
-    The file has `name` and `nodes`; each node has `run` and may have `role`, `after` and `where`. There may be
-    `algorithm`, `repeat` (a list of nodes) and `base`: another workflow, whose nodes and settings are inherited where
-    the file has none.
+    The file has `name` and `nodes`; each node has `run` and may have `role` or `roles`, `after` and `where`. There may
+    be `algorithm`, `repeat` (a list of nodes) and `base`: another workflow, whose nodes and settings are inherited
+    where the file has none.
 
     Raises:
         RecipeError: The file is missing, is not YAML, or is not such a mapping.
@@ -84,6 +84,7 @@ def _workflow_of(settings: Mapping[str, Setting], base: Workflow) -> Workflow:
             role=node.get("role"),
             after=node.get("after") or (),
             where=node.get("where"),
+            roles=node.get("roles"),
         )
     return workflow
 
@@ -97,6 +98,8 @@ def write_workflow(workflow: Workflow) -> str:
             nodes[node.name]["role"] = node.role
         if node.after:
             nodes[node.name]["after"] = list(node.after)
+        if node.roles:
+            nodes[node.name]["roles"] = dict(node.roles)
         if node.where:
             nodes[node.name]["where"] = {column: list(values) for column, values in node.where}
     algorithm = {"algorithm": dict(workflow.algorithm)} if workflow.algorithm else {}
@@ -124,7 +127,7 @@ def _node_problems(key: str, node: object) -> Iterator[Problem]:
     if not isinstance(node, dict):
         yield Problem(key, "must be a mapping such as {run: reward, after: rollout}")
         return
-    known = ("run", "role", "after", "where")
+    known = ("run", "role", "roles", "after", "where")
     for inner in node:
         if inner not in known:
             yield Problem(f"{key}.{inner}", f"unknown key{nearest(str(inner), known)}")
@@ -133,6 +136,9 @@ def _node_problems(key: str, node: object) -> Iterator[Problem]:
     role = node.get("role")
     if role is not None and (not isinstance(role, str) or not role):
         yield Problem(f"{key}.role", "must name a role")
+    roles = node.get("roles")
+    if roles is not None and not (isinstance(roles, dict) and all(isinstance(r, str) and r for r in roles.values())):
+        yield Problem(f"{key}.roles", "must be a mapping from parameters to roles, such as {judge: reference}")
     after = [] if node.get("after") is None else node["after"]
     if not isinstance(after, str) and not (isinstance(after, list) and all(isinstance(a, str) for a in after)):
         yield Problem(f"{key}.after", "must name a node or list nodes")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+
+from leaderless.config import RecipeError
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 Rows = Literal["same", "expand", "filter", "regroup"]
 """Effect of a stage on rows: it keeps them, makes samples from prompts, drops some, or forms new groups."""
+RoleUse = Literal["generate", "score", "train"]
+"""Use of a role: to sample with it, to compute log-probabilities, or to change its weights."""
 RowEffect = Rows | Literal["join"]
 """The same, or adding them to rows of other nodes, which only nodes of the planner do."""
 
@@ -44,8 +48,8 @@ class StageSpec:
         needs_whole_episodes: Whether all samples of an episode must be, if some episodes have several.
         streams: Whether it can process some groups of a step before the others are there, as no number depends on other
             groups.
-        role_use: Use of the node's role: none, or to generate, score or train.
-        is_critic: Whether the role is a value model rather than a language model.
+        roles: Use of each role of the node, by the name of its parameter: to generate, score or train.
+        is_critic: Whether its role is a value model rather than a language model.
         idle_steps: Number of first steps in which it does not train its role, as a function of the recipe.
         has_effect: Whether it has an effect beyond its columns, such as an update, and runs even if no node reads them;
             may be a function of the recipe.
@@ -65,13 +69,46 @@ class StageSpec:
     needs_whole_groups: bool = False
     needs_whole_episodes: bool = False
     streams: bool = False
-    role_use: Literal["none", "generate", "score", "train"] = "none"
+    roles: Mapping[str, RoleUse] = field(default_factory=dict)
     is_critic: bool = False
     idle_steps: Callable[[Recipe], int] = field(default=lambda recipe: 0)  # noqa: ARG005
     has_effect: bool | Callable[[Recipe], bool] = False
     metrics: Names = ()
     check: Callable[[Recipe, Node], None] | None = None
     summary: str = ""
+
+    @property
+    def role_use(self) -> RoleUse | Literal["none"]:
+        """Use of the main role: the one that is trained, else the one that generates, else the one that scores."""
+        return next((use for use in ("train", "generate", "score") if use in self.roles.values()), "none")
+
+    def roles_of(self, node: Node) -> dict[str, str]:
+        """The role for each parameter.
+
+        Raises:
+            RecipeError: The node gives other roles than the stage declares.
+        """
+        key, declared = f"nodes.{node.name}", ", ".join(f"{name} ({use})" for name, use in self.roles.items())
+        given = dict(node.roles)
+        if node.role is not None and given:
+            raise RecipeError.at(f"{key}.roles", "comes next to `role`: give one of the two")
+        if not self.roles:
+            if node.role is not None or given:
+                raise RecipeError.at(
+                    f"{key}.role" if node.role else f"{key}.roles",
+                    f"stage '{node.run}' declares no use of a role: declare it, as "
+                    '@stage(roles={"policy": "score"}), or leave the role out',
+                )
+            return {}
+        if node.role is not None and len(self.roles) == 1:
+            return {next(iter(self.roles)): node.role}
+        if not given and len(self.roles) == 1:
+            raise RecipeError.at(f"{key}.role", f"stage '{node.run}' needs a role, as role: policy")
+        if given.keys() != self.roles.keys():
+            raise RecipeError.at(
+                f"{key}.roles", f"stage '{node.run}' uses the roles {declared}: give each, as roles: {{NAME: ROLE}}"
+            )
+        return given
 
     def settings_of(self, recipe: Recipe, node: Node) -> Recipe:
         """The recipe with the settings that hold for a node of this stage."""
@@ -102,49 +139,64 @@ class StageSpec:
         return self.has_effect(recipe) if callable(self.has_effect) else self.has_effect
 
 
-def stage(
+def stage(  # noqa: PLR0913 - what a user may say of a stage
     *,
-    reads: Sequence[str] = (),
-    writes: Sequence[str] = (),
+    reads: Names = (),
+    writes: WrittenColumns = (),
     rows: Rows = "same",
     needs_whole_groups: bool = False,
     streams: bool = False,
+    roles: Mapping[str, RoleUse] | None = None,
     has_effect: bool = False,
-    metrics: Sequence[str] = (),
+    metrics: Names = (),
+    check: Callable[[Recipe, Node], None] | None = None,
 ) -> Callable[[Function], Function]:
     """Declare a custom function as a stage, which workflows name as `package.module:function`.
 
     The function takes `(batch: Batch, context: StageContext)` and returns a `Batch` with the columns that it writes.
 
     Args:
-        reads: Columns that it needs.
-        writes: Columns that it adds or replaces; the function must return exactly these.
+        reads: Columns that it needs, or a function of the recipe and the node that gives them.
+        writes: Columns that it adds or replaces, or a function of the recipe, the node and its workflow that gives
+            them; the stage must return exactly these.
         rows: Effect on rows.
         needs_whole_groups: Whether all samples of a prompt must be on the same rank.
         streams: Whether it may be called several times in a step, each time with some groups; what it writes about a
             group must not depend on other groups.
-        has_effect: Whether it runs even if no node reads what it writes.
-        metrics: Metrics that it reports and that `checkpoint.best_metric` may name.
+        roles: Use of each role, by the name under which `context.models` has it: `generate`, `score` or `train`. A role
+            that is trained may be scored, too.
+        has_effect: Whether it runs even if no node reads what it writes; a stage that trains always does.
+        metrics: Metrics that it reports and that `checkpoint.best_metric` may name, or a function of the recipe and
+            the node that gives them.
+        check: Function that raises `RecipeError` for a recipe and a node with which the stage cannot work.
 
     Raises:
         ValueError: The declaration is contradictory or malformed.
     """
     for argument, names in (("reads", reads), ("writes", writes), ("metrics", metrics)):
-        _check_names(argument, names)
+        if not callable(names):
+            _check_names(argument, names)
     if rows not in get_args(Rows):
         raise ValueError(f"@stage(rows={rows!r}): must be one of {', '.join(get_args(Rows))}")
+    uses = dict(roles or {})
+    for name, use in uses.items():
+        if not name.isidentifier() or use not in get_args(RoleUse):
+            known = ", ".join(get_args(RoleUse))
+            raise ValueError(f"@stage(roles={uses!r}): must give plain names one of {known} each")
 
     def declare(function: Function) -> Function:
         summary = (function.__doc__ or "").strip().partition("\n")[0]
         spec = StageSpec(
             implementation=f"{function.__module__}:{function.__qualname__}",
-            reads=tuple(reads),
-            writes=tuple(writes),
+            reads=reads if callable(reads) else tuple(reads),
+            writes=writes if callable(writes) else tuple(writes),
             rows=rows,
             needs_whole_groups=needs_whole_groups,
             streams=streams,
-            has_effect=has_effect,
-            metrics=tuple(metrics),
+            roles=uses,
+            has_effect=has_effect or "train" in uses.values(),
+            metrics=metrics if callable(metrics) else tuple(metrics),
+            check=check,
             summary=summary,
         )
         setattr(function, STAGE_ATTRIBUTE, spec)

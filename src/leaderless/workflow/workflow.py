@@ -27,6 +27,8 @@ class Node:
         role: Model that it uses, if any.
         after: Nodes that it comes after; without any, it begins with the data.
         where: Conditions that its rows meet, all of them; the others are left out.
+        roles: Models of a stage that uses several: parameter and role. The planner completes it, and `role` is then the
+            main one of them.
         agents: Roles that sampled its rows, as the planner finds out.
         tag: Role that its metrics name, where several roles sample; the planner finds it out.
         sampler: Number of the node among those that make samples, from 0; the planner counts them.
@@ -37,6 +39,7 @@ class Node:
     role: str | None = None
     after: tuple[str, ...] = ()
     where: tuple[Condition, ...] = ()
+    roles: tuple[tuple[str, str], ...] = ()
     agents: tuple[str, ...] = ()
     tag: str = ""
     sampler: int = 0
@@ -71,6 +74,7 @@ class Workflow:
         role: str | None = None,
         after: str | Sequence[str] = (),
         where: Mapping[str, Value | Sequence[Value]] | None = None,
+        roles: Mapping[str, str] | None = None,
     ) -> Workflow:
         """This workflow with one more node.
 
@@ -81,13 +85,16 @@ class Workflow:
             after: Node or nodes that it comes after.
             where: Rows that it works on: the value, or the values, that they have in each of these columns. In the
                 column `agent` it is the name of the role that sampled them.
+            roles: Models of a stage that uses several: the role for each of its parameters.
         """
         after = (after,) if isinstance(after, str) else tuple(after)
         conditions = tuple(
             (column, (values,) if isinstance(values, Value) else tuple(values))
             for column, values in (where or {}).items()
         )
-        return replace(self, nodes=(*self.nodes, Node(name, run, role, after, conditions)))
+        return replace(
+            self, nodes=(*self.nodes, Node(name, run, role, after, conditions, tuple((roles or {}).items())))
+        )
 
     def repeat(self, *names: str) -> Workflow:
         """This workflow with some nodes repeated.
@@ -163,8 +170,10 @@ class Workflow:
 
 def _node_problems(node: Node, names: Sequence[str]) -> Iterator[Problem]:
     # Checkpoints have a folder for each role.
-    if node.role is not None and not PLAIN_WORD.fullmatch(node.role):
-        yield Problem(f"nodes.{node.name}.role", f"'{node.role}' must be a plain word, as `policy`")
+    named = {"role": node.role} | {f"roles.{name}": role for name, role in node.roles}
+    for key, role in named.items():
+        if role is not None and not PLAIN_WORD.fullmatch(role):
+            yield Problem(f"nodes.{node.name}.{key}", f"'{role}' must be a plain word, as `policy`")
     for column, values in node.where:
         if not values:
             yield Problem(f"nodes.{node.name}.where.{column}", "must name at least one value")
