@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from tests.end_to_end.own_code import OWN_WORKFLOW
+from tests.episodes import EPISODES_WORKFLOW
 from tests.tiny import tiny_model, tiny_recipe
 
 from leaderless.config import Recipe
@@ -34,6 +35,7 @@ WORKFLOWS: dict[str, dict[str, object]] = {
     "remax": {},
     "sft": {"data.train.response": "answer", "data.max_response_tokens": 4, "reward": {}},
     "own.yaml": {},
+    "episodes.yaml": {},
 }
 """Recipes that together contain every built-in stage, and a user's."""
 
@@ -98,11 +100,12 @@ def test_stages_keep_their_promises_in_a_step_of_each_workflow(tmp_path: Path, a
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "own.yaml").write_text(OWN_WORKFLOW)
-        name = str(folder / workflow) if workflow == "own.yaml" else workflow
+        (folder / "episodes.yaml").write_text(EPISODES_WORKFLOW)
+        name = str(folder / workflow) if workflow.endswith(".yaml") else workflow
         digits = {"reward": {"format": {"pattern": r".*\d.*"}}}  # an untrained model earns it now and then
         settings = {"workflow": name, "run.recorded_prompts": 2, **digits, **changes}
         seen |= set(stages_of_a_step(tiny_recipe(folder, tiny_model(), settings).recipe, alone))
-    assert seen >= {*BUILTIN_STAGES, OWN[0]}
+    assert seen >= {*BUILTIN_STAGES, OWN[0], "tests.episodes:play"}
 
 
 @pytest.mark.parametrize("name", [*BUILTIN_STAGES, *OWN])

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.episodes import cut_into_samples
+from tests.tiny import random_samples, tiny_model
 from tests.unit.algorithms.naive import AGGREGATIONS
 from tests.unit.recipes import end, make_recipe
 from tests.unit.test_decoupled_ppo import Table
@@ -19,8 +20,10 @@ from tests.unit.test_rows_that_do_not_count import ADVANTAGES, GROUP, IN_REWARD,
 from torch import Tensor
 
 from leaderless.algorithms.advantages import ADVANTAGES as BUILT_IN
+from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
+from leaderless.models.causal_lm import load_causal_lm
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Cluster, make_plan
 from leaderless.rewards.pool import Graded
@@ -30,7 +33,8 @@ from leaderless.stages.context import ModelRole, StageContext
 from leaderless.stages.episodes import Counted, Episodes
 from leaderless.stages.reward import reward
 from leaderless.stages.update import update
-from leaderless.training.engine import TrainEngine
+from leaderless.training.engine import TrainEngine, UpdateInfo
+from leaderless.training.fsdp import FsdpEngine
 from leaderless.workflow import Workflow, resolve_workflow
 
 CASES: dict[str, dict[str, Any]] = ADVANTAGES | {
@@ -147,6 +151,42 @@ def test_dynamic_sampling_keeps_the_same_groups_of_episodes(drawn: tuple[Batch, 
         kept = dynamic_sampling(batch, context)
         results.append((torch.unique(kept.group_ids).tolist(), context.metrics.reduce(GROUP)))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_model_gets_the_same_gradient_from_an_episode_in_several_samples(aggregation: str) -> None:
+    lengths = torch.tensor([6, 4, 9, 5, 1, 7])
+    total, noise = int(lengths.sum()), torch.Generator().manual_seed(4)
+    per_token = {
+        "advantages": torch.randn(total, generator=noise),
+        "rollout_log_probs": torch.randn(total, generator=noise) - 3,
+        "policy_versions": torch.zeros(total, dtype=torch.int32),
+        "temperatures": torch.rand(total, generator=noise) + 0.5,
+    }
+    whole = random_samples([(3, length) for length in lengths.tolist()], siblings=3).with_columns(
+        response_lengths=lengths,
+        truncated=torch.zeros(6, dtype=torch.bool),
+        reward_valid=torch.tensor([True, True, True, False, True, True]),
+        **{name: Jagged(values, lengths, "response_tokens") for name, values in per_token.items()},
+    )
+    cuts = [[2, 5], [], [0, 4, 4], [3], [1], [6]]
+    gradients = []
+    for batch in (whole, cut_into_samples(whole, cuts)):
+        config = ModelConfig(path=tiny_model(), compute_dtype="float32")
+        model, optimizer = load_causal_lm(config, "policy"), OptimizerConfig(learning_rate=1e-9)
+        engine = FsdpEngine(model, config, GROUP, torch.device("cpu"), 40, optimizer=optimizer, num_updates=1)
+        seen: dict[str, Tensor] = {}
+
+        def step(allow: object, engine: FsdpEngine = engine, seen: dict[str, Tensor] = seen) -> UpdateInfo:
+            seen |= {name: weight.grad.clone() for name, weight in engine.named_weights() if weight.grad is not None}
+            return UpdateInfo(1.0, 1e-9)
+
+        engine.optimizer_step = step  # type: ignore[assignment]
+        update(batch, context_for("grpo without deviation", "policy", aggregation, engine))
+        gradients.append(seen)
+    for name, gradient in gradients[0].items():
+        assert float((gradients[1][name] - gradient).norm()) < 1e-5 * max(1e-3, float(gradient.norm())), name
+    assert max(float(gradient.norm()) for gradient in gradients[0].values()) > 1e-2
 
 
 def test_three_samples_do_not_weigh_three_times() -> None:

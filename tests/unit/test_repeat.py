@@ -371,3 +371,13 @@ def test_settings_of_the_workflow_hold_unless_the_recipe_has_its_own(tmp_path):
     assert (algorithm.policy_loss.clip_low, algorithm.policy_loss.clip_high) == (0.2, 0.28)
     assert (algorithm.aggregation, algorithm.uses_reference) == ("token_mean", False)
     assert load_recipe(path, ["algorithm.repeat.max_rounds=2"]).recipe.algorithm.repeat.max_rounds == 2
+
+
+def test_rows_of_a_version_with_other_columns_are_refused(tmp_path):
+    rows = samples_of([1, 2])
+    old = rows.with_columns(policy_versions=torch.zeros(len(rows), dtype=torch.int64))
+    save_rows(old, tmp_path, "surplus", 0, 1)
+    with pytest.raises(
+        RuntimeError, match="'policy_versions' is dense there, but jagged in this version"
+    ):
+        load_rows(tmp_path, "surplus", 0, 1)

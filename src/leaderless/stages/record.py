@@ -98,6 +98,7 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
         place: dict[str, Json] = {
             "step": context.step,
             "group_id": int(batch.group_ids[index]),
+            "episode_id": int(batch.episode_ids[index]),
             "sample_id": int(batch.ids[index]),
             "advantage": float(advantages[0]) if len(advantages) else 0.0,
         }
