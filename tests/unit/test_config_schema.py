@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from leaderless.config import Recipe, all_keys
 from leaderless.config.rewards import RewardOptions
 
+OWN = "tests.unit.algorithms.test_custom_classes:Harmonic"
 MINIMAL = {"name": "a", "workflow": "w", "models": {"policy": "m"}, "data": {"train": {"path": "x"}}, "steps": 1}
 
 
@@ -49,8 +50,10 @@ def test_all_keys_are_named_once():
     )
 
 
-def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, object]) -> bool:
+def accepts(schema: Mapping[str, object] | bool, value: object, root: Mapping[str, object]) -> bool:
     """Whether a JSON Schema, of the keywords that pydantic writes, accepts the shape of a value."""
+    if isinstance(schema, bool):
+        return schema
     if "$ref" in schema:
         return accepts(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], value, root)
     if "anyOf" in schema:
@@ -64,11 +67,13 @@ def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, obje
     allowed = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
     if not any(isinstance(value, kinds[kind]) and (kind == "boolean" or value is not True) for kind in allowed):
         return False
+    if isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
+        return False
     if isinstance(value, dict):
         known, extra = schema.get("properties", {}), schema.get("additionalProperties", False)
         inner = [(known.get(key, extra), item) for key, item in value.items()]
         has_all = set(schema.get("required", ())) <= set(value)
-        return has_all and all(rule is not False and accepts(rule, item, root) for rule, item in inner)
+        return has_all and all(accepts(rule, item, root) for rule, item in inner)
     return not isinstance(value, list) or all(accepts(schema["items"], item, root) for item in value)
 
 
@@ -77,7 +82,7 @@ def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, obje
     [
         ({}, True),
         ({"models": {"policy": {"path": "a", "compute_dtype": "bfloat16"}}}, True),
-        ({"models": {"policy": "a", "critic": {"path": "a", "optimizer": {"beta1": 0.5}}}}, True),
+        ({"models": {"policy": "a"}, "roles": {"critic": {"optimizer": {"beta1": 0.5}}}}, True),
         ({"models": {"policy": 3}}, False),
         ({"models": {"policy": {}}}, False),
         ({"models": {"policy": {"path": "a", "dtype": "x"}}}, False),
@@ -89,6 +94,11 @@ def accepts(schema: Mapping[str, object], value: object, root: Mapping[str, obje
         ({"layout": {"rollout": {"ranks": "0-3", "tp": 2}, "policy": {"ranks": 4}}}, True),
         ({"layout": {"rollout": {"ranks": [0]}}}, False),
         ({"optimizer": {"schedule": "other"}}, False),
+        ({"algorithm": {"advantage": {"epsilon": 0.5}}}, True),
+        ({"algorithm": {"advantage": {"type": "gae", "epsilon": 0.5, "decay": 0.9}}}, True),
+        ({"algorithm": {"advantage": {"type": "gae", "k": 2}}}, False),
+        ({"algorithm": {"advantage": {"type": "gea"}}}, False),
+        ({"algorithm": {"advantage": {"type": OWN, "power": 3}, "policy_loss": {"type": "sapo"}}}, True),
         ({"stepz": 3}, False),
         ({"data": {"train": {"path": "x", "curriculum": "level", "streaming": False}}}, True),
         ({"data": {"train": {"path": "x", "weight": 2.0}}}, False),

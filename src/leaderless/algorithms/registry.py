@@ -8,8 +8,16 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Annotated, TypeVar, Union
 
-from pydantic import BeforeValidator, Discriminator, SerializeAsAny, Tag, ValidationError, WithJsonSchema
-from pydantic_core import InitErrorDetails
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    GetJsonSchemaHandler,
+    SerializeAsAny,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, InitErrorDetails
 
 from leaderless.algorithms.algorithm import Algorithm
 from leaderless.config.errors import RecipeError
@@ -52,7 +60,10 @@ def union_of(classes: Mapping[str, type[Kind]], base: type[Kind], default: str) 
         base: Class that all of them derive from.
         default: Type of settings that give none.
     """
-    members: list[object] = [Annotated[kind, Tag(name)] for name, kind in classes.items()]
+    members: list[object] = [
+        Annotated[kind, Tag(name)] if name == default else Annotated[kind, Tag(name), _TypeIsNeeded()]
+        for name, kind in classes.items()
+    ]
     members.append(Annotated[SerializeAsAny[base], Tag(CUSTOM), WithJsonSchema(_CUSTOM_SCHEMA)])  # type: ignore[misc, valid-type]
 
     def tag_of(value: object) -> object:
@@ -62,6 +73,16 @@ def union_of(classes: Mapping[str, type[Kind]], base: type[Kind], default: str) 
 
     custom = BeforeValidator(partial(_with_custom, base))
     return Annotated[Union[tuple(members)], Discriminator(tag_of), custom]  # noqa: UP007
+
+
+class _TypeIsNeeded:
+    """Marks types that are not the default: without `type`, editors would find that settings fit several of them."""
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
+        schema = handler(core)
+        section = handler.resolve_ref_schema(schema)
+        section["required"] = ["type", *section.get("required", ())]
+        return schema
 
 
 def _with_custom(base: type[Kind], value: object) -> object:
