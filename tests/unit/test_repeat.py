@@ -377,7 +377,5 @@ def test_rows_of_a_version_with_other_columns_are_refused(tmp_path):
     rows = samples_of([1, 2])
     old = rows.with_columns(policy_versions=torch.zeros(len(rows), dtype=torch.int64))
     save_rows(old, tmp_path, "surplus", 0, 1)
-    with pytest.raises(
-        RuntimeError, match="'policy_versions' is dense there, but jagged in this version"
-    ):
+    with pytest.raises(RuntimeError, match="'policy_versions' is dense there, but jagged in this version"):
         load_rows(tmp_path, "surplus", 0, 1)
