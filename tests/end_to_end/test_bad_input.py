@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,18 @@ FUNCTIONS = """
 def two_arguments(sample, other):
     return 1.0
 """
+PARTS = """
+from leaderless import stage, train_backend
+
+@train_backend(trains=False)
+def frozen(setup):
+    raise AssertionError("refused before")
+
+@stage(reads=["tokens"], has_effect=True)
+def trains_in_secret(batch, context):
+    context.role.train_engine.optimizer_step()
+    return batch
+"""
 EVALUATION = [f"data.evaluation.{key}" for key in ("path=train.jsonl", "prompt=question", "answer=answer")]
 TORCHRUN = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", 2)
 
@@ -21,8 +35,18 @@ TORCHRUN = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint"
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_rewards.py").write_text(FUNCTIONS)
+    (tmp_path / "own_parts.py").write_text(PARTS)
+    (tmp_path / "own.yaml").write_text(
+        "name: own\nbase: grpo\nnodes: {secret: {run: 'own_parts:trains_in_secret', role: policy, after: reward}}\n"
+    )
+    shutil.copytree(tiny_model(), tmp_path / "other")
+    tokenizer = json.loads((tmp_path / "other/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "broken_module.py").write_text("import nothing_of_that_name\n")
-    monkeypatch.delitem(__import__("sys").modules, "own_rewards", raising=False)
+    for module in ("own_rewards", "own_parts"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     return write_recipe(tmp_path, tiny_model())
 
 
@@ -86,6 +110,27 @@ PLANS = {
         ["channels.rollout={capacity: 1, max_staleness: 1}", "layout.policy.ranks=0-1"],
         ["channels.rollout", "'rollout' and 'policy' share rank 0", "give them disjoint ranks under `layout`"],
     ),
+    "roles of a node with different vocabularies": (
+        ["algorithm.kl.coefficient=0.1", "models.reference=other"],
+        [
+            "models.",
+            "node 'reference'",
+            "have different vocabularies",
+            "all roles of a node need one tokenizer",
+        ],
+    ),
+    "an engine that cannot span ranks": (
+        ["layout={rollout: {ranks: 0-1, tp: 2}, policy: {ranks: 2}}", "--world-size", "3"],
+        ["override layout=", "tp=2", "leave out tp"],
+    ),
+    "a back end that cannot train": (
+        ["training.backend=own_parts:frozen"],
+        ["training.backend", "'own_parts:frozen' cannot train models, as role 'policy' needs", "such as fsdp"],
+    ),
+    "a stage that trains a role without a word": (
+        ["workflow=own.yaml"],
+        ["nodes.secret.role", "declares no use of a role", '@stage(roles={"policy": "score"})'],
+    ),
     "a channel and roll-backs": (
         ["channels.rollout.capacity=1", "guards.non_finite_loss=roll_back"],
         ["guards.non_finite_loss", "is roll_back", "set warn, skip or stop"],
@@ -97,7 +142,7 @@ PLANS = {
 def test_a_plan_that_cannot_work_is_refused(tmp_path: Path, recipe: Path, case: str) -> None:
     settings, expected = PLANS[case]
     layout = [f"layout.{node}.ranks={ranks}" for node, ranks in POOLS.items()]
-    errors = refused(tmp_path, "plan", recipe, *layout, *settings, "--world-size", 2)
+    errors = refused(tmp_path, "plan", recipe, "--world-size", 2, *layout, *settings)
     assert "override " in errors or str(recipe) in errors, "where it was written"
     for words in expected:
         assert words in errors
