@@ -152,6 +152,9 @@ def refuse_and_discard(backend: str, path: str) -> None:
     assert not info.is_made
     assert info.grad_norm > 0.1
     add_policy_gradient(engine)
+    again = engine.optimizer_step(lambda _: False)
+    assert again.grad_norm == pytest.approx(info.grad_norm), "a refused gradient is gone"
+    add_policy_gradient(engine)
     engine.discard_gradient()
     assert same(weights_of(engine), before)
     assert engine.policy_version == 0

@@ -81,9 +81,7 @@ def save_and_load(folder: str, path: str) -> int:
     setup = setup_of(transport, Layout((0, 1, 2, 3), dp=2, tp=2), path)
     engine, other = (repeats_over_tp(setup) for _ in range(2))
     shard = torch.arange(len(LENGTHS)) % 2 == setup.layout.shard_of(transport.rank)
-    add_gradients(
-        engine, random_samples(LENGTHS).select(shard), lambda out, _: out.log_probs.sum() / 50, temperature=1.0
-    )
+    add_gradients(engine, random_samples(LENGTHS).select(shard), lambda out, _: out.log_probs.sum() / 50)
     engine.optimizer_step()
     tokenizer = load_tokenizer(setup.model, "policy")
     writer = CheckpointWriter(
