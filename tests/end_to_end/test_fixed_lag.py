@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_additions, write_recipe
 from torch import Tensor
 
+from leaderless.checkpoint.manifest import Manifest
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory
@@ -88,6 +90,30 @@ def train(recipe_file: str, overrides: Sequence[str], stop: Stop | None) -> Seen
         if trained is not None:
             seen.weights = {name: weight.clone() for name, weight in trained.full_weights()}
     return seen
+
+
+def train_in_known_times(recipe_file: str, overrides: Sequence[str], seconds: Mapping[str, float]) -> float:
+    """Be one worker of a run whose nodes take the given times; returns the seconds of all steps."""
+    recipe = load_recipe(recipe_file, overrides).recipe
+    place = Place.from_environment()
+    plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
+
+    def padded(stage: Callable[[Batch, StageContext], Batch], limit_s: float) -> Callable[[Batch, StageContext], Batch]:
+        def run(batch: Batch, context: StageContext) -> Batch:
+            begin = time.monotonic()
+            made = stage(batch, context)
+            time.sleep(max(0.0, limit_s - (time.monotonic() - begin)))
+            return made
+
+        return run
+
+    with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        stages = worker.chain.stages
+        known = {name: padded(stage, seconds[name]) for name, stage in stages.items() if name in seconds}
+        worker.chain.stages = {**stages, **known}
+        begin = time.monotonic()
+        worker.run()
+        return time.monotonic() - begin
 
 
 @dataclass(frozen=True)
@@ -242,3 +268,25 @@ def test_evaluations_are_those_of_the_step_that_they_are_logged_under(plain: Map
         assert [row["step"] for row in rows if "evaluation/mean@1" in row] == [0, 2, 4, 6]
         assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
         assert all("rollout/response_tokens" in row and "policy/loss" in row for row in rows[1:])
+
+
+def test_a_checkpoint_knows_the_numbers_of_both_loops(plain: Mapping[int, Seen], runs: Runs) -> None:
+    assert plain
+    metrics = Manifest.read(runs.directory("plain-1").checkpoints / f"step-{NUM_STEPS:06d}").metrics
+    assert {"policy/loss", "evaluation/mean@1"} <= metrics.keys()
+
+
+@pytest.mark.thorough
+def test_a_step_takes_as_long_as_the_slower_loop(ranks: RankPool, tmp_path: Path) -> None:
+    """Sleeping nodes, so that other work on the machine matters little."""
+    rollout_s, update_s, steps = 3.0, 2.0, 5
+    layout = {name: {"ranks": str(int(name == "policy"))} for name in ("rollout", "policy")}
+    wanted = {0: steps * (rollout_s + update_s), 1: steps * rollout_s + update_s}
+    for lag, seconds in wanted.items():
+        channels = {"channels": {"rollout": {"capacity": lag}}} if lag else {}
+        recipe = write_recipe(tmp_path, tiny_model(), {"layout": layout, **channels})
+        times = {"rollout": rollout_s, "policy": update_s}
+        overrides = [f"name=lag-{lag}", f"steps={steps}"]
+        took = max(ranks.run(2, train_in_known_times, str(recipe), overrides, times, init_group=False))
+        print(f"lag {lag}: {took:.1f} s, promised {seconds:.1f} s")
+        assert seconds <= took <= 1.1 * seconds
