@@ -31,13 +31,16 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
-from leaderless.models.causal_lm import CausalLM, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.scoring import score_tokens
+from leaderless.planner import Layout
 from leaderless.planner.memory import Memory
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.serving import Colocated
 from leaderless.rollout.weights import LocalStaging, make_buckets
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.weights.blocks import Pool, everything
 from leaderless.workflow import load_recipe, resolve_workflow
 
 sys.path.insert(0, str(Path(__file__).parent))  # where tests import it, too
@@ -329,8 +332,10 @@ def agreement(machine: Machine) -> Result:
     for key_bias in (0.0, 50.0):
         with machine.model_folder(key_bias) as folder, machine.trainer(folder) as trainer:
             requests = machine.requests(min(4, machine.preset.prompts))
-            engine = NativeEngine(trainer.model, None, frozenset(), 64, machine.device)  # type: ignore[arg-type]
-            with engine.serving(trainer):
+            own = empty_causal_lm(ModelConfig(path=str(folder)), "policy")
+            engine = NativeEngine(own, None, frozenset(), 64, machine.device)  # type: ignore[arg-type]
+            pool = Pool(Layout((0,), 1), everything)
+            with Colocated(engine, trainer, pool, machine.dtype).phase():
                 params = SamplingParams(SamplingConfig(), min(64, machine.preset.response_tokens))
                 groups = generate(engine, requests, params)
             batch = sampled(requests, [completion.tokens for group in groups for completion in group])

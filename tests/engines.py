@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +17,18 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.planner import Layout
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.child_server import ChildServer, EngineError
-from leaderless.rollout.engine import Completion, Request
-from leaderless.rollout.external import Driver, ExternalEngine, make_probe
+from leaderless.rollout.engine import Completion, Request, RolloutEngine
+from leaderless.rollout.external import Driver, ExternalEngine
+from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.sampling import sample_tokens
+from leaderless.rollout.serving import Colocated, make_probe
 from leaderless.rollout.weights import LocalStaging, make_buckets
 from leaderless.training.fsdp import FsdpEngine
+from leaderless.weights.blocks import Pool, even_rows
+from leaderless.weights.stream import WeightStream
 
 ALONE = ProcessGroup((0,), 0)
 BUCKET_BYTES = 20_000
@@ -86,7 +91,7 @@ class CopyDriver:
         self._open.clear()
         self._grown.clear()
 
-    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+    def load(self, weights: WeightStream) -> None:
         own = dict(self._model.named_parameters())
         for bucket in make_buckets(weights, torch.float32, LocalStaging(torch.device("cpu")), BUCKET_BYTES):
             self._called("load")
@@ -94,7 +99,7 @@ class CopyDriver:
                 for weight in bucket.weights:
                     if weight.name != self.loses:
                         own[weight.name].copy_(weight.view(bucket.data))
-        self._version = policy_version
+        self._version = weights.policy_version
 
     @torch.no_grad()
     def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
@@ -155,9 +160,16 @@ def make_external(driver: Driver, path: str | None = None, messages: list[str] |
     """An engine with a driver; its events are recorded."""
     config = ModelConfig(path=path or tiny_model())
     tokenizer = load_tokenizer(config, "policy")
-    probe, report = make_probe(len(tokenizer), MAX_TOKENS), (messages if messages is not None else []).append
-    ends = end_tokens(config, tokenizer)
-    return ExternalEngine("the engine", driver, tokenizer, ends, probe, 1e-3, torch.device("cpu"), report)
+    report, ends = (messages if messages is not None else []).append, end_tokens(config, tokenizer)
+    return ExternalEngine("the engine", driver, tokenizer, ends, 1e-3, torch.device("cpu"), report)
+
+
+def colocated(engine: RolloutEngine, trainer: FsdpEngine) -> Colocated:
+    """An engine on the ranks of a trainer; one that is not the native engine is probed, and may be started again."""
+    group, is_native = trainer.process_group, isinstance(engine, NativeEngine)
+    pool = Pool(Layout(group.ranks, group.size), even_rows)
+    probe = [] if is_native else make_probe(trainer.vocab_size, MAX_TOKENS)
+    return Colocated(engine, trainer, pool, trainer.compute_dtype, probe=probe, may_restart=not is_native)
 
 
 def change_weights(trainer: FsdpEngine, seed: int = 0) -> None:

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from leaderless.data.batch import Jagged as Jagged
     from leaderless.planner import Cluster as Cluster
     from leaderless.planner import make_plan as make_plan
+    from leaderless.planner import rollout_engine as rollout_engine
     from leaderless.planner import train_backend as train_backend
     from leaderless.rewards.protocol import RewardInput as RewardInput
     from leaderless.rewards.protocol import RewardResult as RewardResult
+    from leaderless.rollout.make import RolloutSetup as RolloutSetup
     from leaderless.run.run import Run as Run
     from leaderless.stages.context import StageContext as StageContext
     from leaderless.training.engine import EngineSetup as EngineSetup
@@ -35,11 +37,13 @@ _HOME = {
     "Recipe": "leaderless.config",
     "RewardInput": "leaderless.rewards.protocol",
     "RewardResult": "leaderless.rewards.protocol",
+    "RolloutSetup": "leaderless.rollout.make",
     "Run": "leaderless.run.run",
     "StageContext": "leaderless.stages.context",
     "Workflow": "leaderless.workflow",
     "load_recipe": "leaderless.workflow",
     "make_plan": "leaderless.planner",
+    "rollout_engine": "leaderless.planner",
     "stage": "leaderless.workflow",
     "train_backend": "leaderless.planner",
 }
@@ -52,11 +56,13 @@ __all__ = [
     "Recipe",
     "RewardInput",
     "RewardResult",
+    "RolloutSetup",
     "Run",
     "StageContext",
     "Workflow",
     "load_recipe",
     "make_plan",
+    "rollout_engine",
     "stage",
     "train_backend",
 ]

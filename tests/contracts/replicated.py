@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -118,10 +117,6 @@ class ReplicatedPolicy(Replicated):
         targets = micro_batch.targets if count else torch.zeros(1, dtype=torch.int64)
         outputs: TokenOutputs = self.module(*self.inputs(micro_batch), targets, micro_batch.temperature, entropy)
         return TokenOutputs(outputs.log_probs[:count], outputs.entropies[:count])
-
-    @contextmanager
-    def unsharded(self) -> Iterator[CausalLM]:
-        yield self.model
 
 
 class ReplicatedCritic(Replicated):

@@ -17,6 +17,7 @@ import torch
 from tests.engines import (
     CACHE_BYTES,
     change_weights,
+    colocated,
     expected_log_probs,
     fake_sglang_python,
     make_external,
@@ -27,17 +28,22 @@ from tests.engines import (
 from torch import Tensor
 
 from leaderless.config.models import ModelConfig
-from leaderless.config.rollout import SamplingConfig
+from leaderless.config.rollout import RolloutConfig, SamplingConfig
 from leaderless.models.attention import Attention
-from leaderless.models.causal_lm import CausalLM, load_causal_lm
+from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.planner.engines import engine_of
 from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external import Driver, ExternalEngine
+from leaderless.rollout.make import RolloutSetup
+from leaderless.rollout.make import make_engine as engine_by_name
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.segment_attention import DecodeAttention, PrefillAttention
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
+from leaderless.training.fsdp import FsdpEngine
+from leaderless.weights.stream import WeightStream
 
 PROMPT_LENGTHS = (5, 9, 3, 17, 16, 1)
 
@@ -50,6 +56,25 @@ def native_of(model: CausalLM, path: str, max_sequences: int) -> NativeEngine:
     config = ModelConfig(path=path)
     tokenizer = load_tokenizer(config, "policy")
     return NativeEngine(model, tokenizer, end_tokens(config, tokenizer), max_sequences, torch.device("cpu"))
+
+
+def own_engine(path: str, max_sequences: int) -> RolloutEngine:
+    """The engine of a user, made as for a recipe that names it."""
+    config = ModelConfig(path=path)
+    setup = RolloutSetup(
+        role="policy",
+        rollout=RolloutConfig(max_sequences=max_sequences),
+        model=config,
+        max_tokens=64,
+        tokenizer=load_tokenizer(config, "policy"),
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        logs=Path(),
+        report=print,
+        beat=lambda: None,
+    )
+    return engine_by_name(OWN, setup)
 
 
 class Engines:
@@ -66,8 +91,8 @@ class Engines:
         self.stack.close()
         if name == "native":
             return make_native(path, max_sequences)
-        engine = self.external(name, path)
-        self.stack.enter_context(engine.serving(make_trainer(path)))
+        engine = own_engine(path, max_sequences) if name == OWN else self.external(name, path)
+        self.stack.enter_context(colocated(engine, make_trainer(path)).phase())
         return engine
 
     def external(self, name: str, path: str) -> ExternalEngine:
@@ -101,7 +126,8 @@ class Engines:
             engine.close()
 
 
-ENGINES = ("native", "sglang", "vllm", "vllm-in-process")
+OWN = "tests.contracts.plain_engine:make"
+ENGINES = ("native", OWN, "sglang", "vllm", "vllm-in-process")
 """Engines to test; `sglang` talks to a fake server."""
 VLLM_PYTHON = os.environ.get("LEADERLESS_VLLM_PYTHON")
 """Python of an environment with vLLM."""
@@ -278,11 +304,17 @@ def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str
     engines.stack.close()
     path = tiny_model() if is_tied else untied_model(tiny_model())
     trainer = make_trainer(path)
-    engine = native_of(trainer.model, path, 4) if name == "native" else engines.external(name, path)
+    is_native = name == "native"
+    engine = (
+        native_of(empty_causal_lm(ModelConfig(path=path), "policy"), path, 4)
+        if is_native
+        else engines.external(name, path)
+    )
+    serving = colocated(engine, trainer)
     first: Completion | None = None
     for seed in (1, 2):
         change_weights(trainer, seed)
-        with engine.serving(trainer):
+        with serving.phase():
             results = generate(engine, requests(1), params())
             if first is not None:  # three tokens by the earlier weights, and the rest by these
                 begun = Completion(first.tokens[:3], first.log_probs[:3], None, first.policy_versions[:3])
@@ -295,12 +327,56 @@ def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str
         first = results[0][0]
 
 
+@pytest.mark.parametrize("name", ["native", OWN])
+def test_weights_may_change_between_two_tokens(name: str) -> None:
+    assert engine_of(name).takes_weights_while_generating
+    path, trainer = tiny_model(), make_trainer(tiny_model())
+    engine = native_of(empty_causal_lm(ModelConfig(path=path), "policy"), path, 4)
+    engine = engine if name == "native" else own_engine(path, 4)
+    request = Request([3, 2], [0])
+    before, after = [request.begin()], [request.begin()]
+    engine.load_weights(WeightStream(whole_weights(trainer), 0))
+    numbers = {engine.submit(request, params(max_tokens=8, temperature=0)): 0}
+    take(engine, numbers, before)
+    change_weights(trainer, 3)
+    engine.load_weights(WeightStream(whole_weights(trainer), 1))
+    assert engine.policy_version == 1
+    while before[0][0].finish_reason is None:
+        take(engine, numbers, before)
+    fresh = {engine.submit(request, params(max_tokens=8, temperature=0)): 0}
+    while after[0][0].finish_reason is None:
+        take(engine, fresh, after)
+    assert after[0][0].log_probs == pytest.approx(expected_log_probs(trainer, request, after[0][0]), abs=1e-4)
+    if name == OWN:  # it computes everything anew for each token
+        old, new = before[0][0].log_probs, expected_log_probs(trainer, request, before[0][0])
+        assert old[1:] == pytest.approx(new[1:], abs=1e-4)
+        assert abs(old[0] - new[0]) > 1e-3
+
+
+def whole_weights(trainer: FsdpEngine) -> Iterator[tuple[str, Tensor]]:
+    """Copies of a trainer's weights."""
+    return ((name, weight.clone()) for name, weight in trainer.full_weights())
+
+
+def test_weights_that_are_missing_or_unknown_are_refused() -> None:
+    trainer, config = make_trainer(tiny_model()), ModelConfig(path=tiny_model())
+    weights = dict(whole_weights(trainer))
+    for engine in (native_of(empty_causal_lm(config, "policy"), tiny_model(), 4), own_engine(tiny_model(), 4)):
+        name = "model.norm.weight"
+        some = {other: weight for other, weight in weights.items() if other != name}
+        with pytest.raises(RuntimeError, match=f"such as {name}"):
+            engine.load_weights(WeightStream(iter(some.items()), 0))
+    native = native_of(empty_causal_lm(config, "policy"), tiny_model(), 4)
+    with pytest.raises(RuntimeError, match="weight 'other' was sent, which the model does not have"):
+        native.load_weights(WeightStream(iter([("other", torch.zeros(1))]), 0))
+
+
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_a_server_that_dies_is_reported_and_started_again(engines: Engines, name: str) -> None:
     engines.stack.close()
     engine, trainer = engines.external(name, tiny_model()), make_trainer(tiny_model())
     engines.messages.clear()
-    with engine.serving(trainer):
+    with colocated(engine, trainer).phase():
         number = engine.submit(requests()[0], params())
         completions = requests()[0].begin()
         take(engine, {number: 0}, [completions])
@@ -324,9 +400,9 @@ def test_memory_is_given_back_while_nothing_is_generated(engines: Engines, name:
     engines.stack.close()
     engine, trainer = engines.external(name, tiny_model()), make_trainer(tiny_model())
     server = engines.kept[name, tiny_model()][1]
-    sizes: list[int] = []
+    sizes, serving = list[int](), colocated(engine, trainer)
     for _ in range(2):
-        with engine.serving(trainer):
+        with serving.phase():
             process = psutil.Process(server._process.pid if server and server._process else None)
             generate(engine, requests(1), params())
             awake = process.memory_info().rss

@@ -222,18 +222,18 @@ class Engine:
     def optimizer_step(self) -> str:
         return "trained"
 
-    def serving(self) -> str:
+    def phase(self) -> str:
         return "served"
 
 
 @pytest.mark.parametrize(
     ("use", "allowed"),
-    [("score", {"log_probs"}), ("train", {"log_probs", "optimizer_step"}), ("generate", {"serving"})],
+    [("score", {"log_probs"}), ("train", {"log_probs", "optimizer_step"}), ("generate", {"phase"})],
 )
 def test_an_engine_does_what_is_declared(use, allowed) -> None:
     engine = limited(Engine(), use, "'policy' of x")
     assert engine.policy_version == 3
-    for name in ("log_probs", "optimizer_step", "serving"):
+    for name in ("log_probs", "optimizer_step", "phase"):
         if name in allowed:
             assert getattr(engine, name)()
         else:

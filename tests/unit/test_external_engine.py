@@ -5,14 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
-from tests.engines import CopyDriver, change_weights, expected_log_probs, make_external, make_trainer
+from tests.engines import ALONE, CopyDriver, change_weights, colocated, expected_log_probs, make_external, make_trainer
 from tests.tiny import tiny_model
 
+from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.transport import Transport
+from leaderless.models.causal_lm import empty_causal_lm
+from leaderless.planner import Layout
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Request, SamplingParams, generate
-from leaderless.rollout.external import PROBE_TOLERANCE, derive_seed, make_probe
+from leaderless.rollout.external import PROBE_TOLERANCE, derive_seed
+from leaderless.rollout.serving import Fed, held_by, make_probe, probe_of, shapes_of
+from leaderless.weights.blocks import Pool, even_rows, everything
+from leaderless.weights.route import Route
+from leaderless.weights.stream import send_weights
 
 REQUESTS = [Request([5, 6, 7], [1, 2]), Request([9, 8], [3])]
 PARAMS = SamplingParams(SamplingConfig(), 6)
@@ -21,15 +28,16 @@ PARAMS = SamplingParams(SamplingConfig(), 6)
 def test_weights_are_loaded_once_for_each_policy_version() -> None:
     driver, trainer = CopyDriver(tiny_model()), make_trainer(tiny_model())
     engine = make_external(driver)
+    serving = colocated(engine, trainer)
     for _ in range(2):
-        with engine.serving(trainer):
+        with serving.phase():
             assert driver.is_awake
         assert not driver.is_awake
     once = driver.calls["load"]
     assert once > 1, "in several buckets"
     assert driver.calls["prompt_log_probs"] == 1
     change_weights(trainer)
-    with engine.serving(trainer):
+    with serving.phase():
         results = generate(engine, REQUESTS, PARAMS)
     assert driver.calls["load"] == 2 * once
     for request, group in zip(REQUESTS, results, strict=True):
@@ -41,9 +49,10 @@ def test_weights_are_loaded_once_for_each_policy_version() -> None:
 def test_weights_are_kept_only_where_no_update_comes_next() -> None:
     driver, trainer = CopyDriver(tiny_model()), make_trainer(tiny_model())
     engine, kept = make_external(driver), list[bool]()
+    serving = colocated(engine, trainer)
     for num_servings in (2, 2, 1, 2):
         for _ in range(num_servings):
-            with engine.serving(trainer):
+            with serving.phase():
                 results = generate(engine, REQUESTS, PARAMS)
             kept.append(float(next(driver._model.parameters()).detach().std()) > 1e-6)
             expected = expected_log_probs(trainer, REQUESTS[0], results[0][0])
@@ -54,29 +63,31 @@ def test_weights_are_kept_only_where_no_update_comes_next() -> None:
 
 
 def test_a_single_token_may_differ_by_more_than_all_do_on_average() -> None:
-    engine, trainer = make_external(CopyDriver(tiny_model())), make_trainer(tiny_model())
+    engine = make_external(CopyDriver(tiny_model()))
     found = torch.zeros(31)
     found[3] = 14.0
     engine._tolerance = PROBE_TOLERANCE["bfloat16"]
-    engine._check(found, torch.zeros(31), trainer)
+    engine._check(found, torch.zeros(31), 7)
     with pytest.raises(RuntimeError, match=r"by 0\.517 on average"):
-        engine._check(found + 0.065, torch.zeros(31), trainer)
+        engine._check(found + 0.065, torch.zeros(31), 7)
 
 
 def test_weights_that_do_not_arrive_are_noticed_by_the_probe() -> None:
     driver = CopyDriver(tiny_model(), loses="model.layers.1.mlp.up_proj.weight")
-    engine, trainer = make_external(driver), make_trainer(tiny_model())
+    trainer = make_trainer(tiny_model())
+    serving = colocated(make_external(driver), trainer)
     trainer.policy_version = 7
-    message = r"rank 0: the engine does not use the weights of policy version 7 .* on average, .* explains 0.001"
-    with pytest.raises(RuntimeError, match=message), engine.serving(trainer):
+    message = r"the engine does not use the weights of policy version 7 .* on average, .* explains 0.001"
+    with pytest.raises(RuntimeError, match=message), serving.phase():
         pass
 
 
 def test_weights_that_are_no_numbers_do_not_pass_the_probe() -> None:
-    engine, trainer = make_external(CopyDriver(tiny_model())), make_trainer(tiny_model())
+    trainer = make_trainer(tiny_model())
+    serving = colocated(make_external(CopyDriver(tiny_model())), trainer)
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="by inf on average"), engine.serving(trainer):
+    with pytest.raises(RuntimeError, match="by inf on average"), serving.phase():
         pass
 
 
@@ -87,7 +98,8 @@ def test_an_engine_that_fails_is_started_again_and_nothing_is_lost(failing: tupl
     messages: list[str] = []
     trainer, driver = make_trainer(tiny_model()), CopyDriver(tiny_model(), [failing])
     engine = make_external(driver, messages=messages)
-    with engine.serving(trainer):
+    serving = colocated(engine, trainer)
+    with serving.phase():
         results = generate(engine, REQUESTS, PARAMS)
     assert driver.calls["start"] == 2
     assert messages == [f"{failing[0]} was to fail\nthe engine is started again"]
@@ -96,7 +108,7 @@ def test_an_engine_that_fails_is_started_again_and_nothing_is_lost(failing: tupl
             assert completion.finish_reason in {"stop", "length"}
             expected = expected_log_probs(trainer, request, completion)
             assert completion.log_probs == pytest.approx(expected, abs=1e-4)
-    with engine.serving(trainer):
+    with serving.phase():
         assert [[c.tokens for c in group] for group in generate(engine, REQUESTS, PARAMS)] == [
             [c.tokens for c in group] for group in generate(engine, REQUESTS, PARAMS)
         ]
@@ -105,7 +117,8 @@ def test_an_engine_that_fails_is_started_again_and_nothing_is_lost(failing: tupl
 def test_an_engine_that_fails_twice_while_it_serves_ends_the_run() -> None:
     driver, messages = CopyDriver(tiny_model(), [("step", 2), ("step", 3)]), list[str]()
     engine = make_external(driver, messages=messages)
-    with pytest.raises(EngineError, match="step was to fail"), engine.serving(make_trainer(tiny_model())):
+    serving = colocated(engine, make_trainer(tiny_model()))
+    with pytest.raises(EngineError, match="step was to fail"), serving.phase():
         generate(engine, REQUESTS, PARAMS)
     assert len(messages) == 1
 
@@ -113,15 +126,16 @@ def test_an_engine_that_fails_twice_while_it_serves_ends_the_run() -> None:
 def test_an_engine_that_fails_in_each_step_may_be_started_again_in_each() -> None:
     driver, trainer = CopyDriver(tiny_model(), [("step", 2), ("step", 12)]), make_trainer(tiny_model())
     engine = make_external(driver)
+    serving = colocated(engine, trainer)
     for _ in range(2):
-        with engine.serving(trainer):
+        with serving.phase():
             generate(engine, REQUESTS, PARAMS)
     assert driver.calls["start"] == 3
 
 
 def test_an_engine_that_does_not_start_is_not_tried_again() -> None:
     driver = CopyDriver(tiny_model(), [("start", 1)])
-    with pytest.raises(EngineError), make_external(driver).serving(make_trainer(tiny_model())):
+    with pytest.raises(EngineError), colocated(make_external(driver), make_trainer(tiny_model())).phase():
         pass
     assert driver.calls["start"] == 1
 
@@ -139,7 +153,8 @@ def test_a_response_that_an_engine_gives_up_is_asked_for_again(monkeypatch: pyte
         return gain
 
     monkeypatch.setattr(driver, "_draw", give_up)
-    with engine.serving(make_trainer(tiny_model())):
+    serving = colocated(engine, make_trainer(tiny_model()))
+    with serving.phase():
         results = generate(engine, REQUESTS, PARAMS)
     assert {c.finish_reason for group in results for c in group} <= {"stop", "length"}
     assert driver.calls["start"] == 2
@@ -148,9 +163,10 @@ def test_a_response_that_an_engine_gives_up_is_asked_for_again(monkeypatch: pyte
 def test_tokens_of_other_weights_are_refused() -> None:
     driver = CopyDriver(tiny_model())
     engine = make_external(driver)
+    serving = colocated(engine, make_trainer(tiny_model()))
     with (  # noqa: PT012
         pytest.raises(RuntimeError, match="version 5, but version 0 was loaded"),
-        engine.serving(make_trainer(tiny_model())),
+        serving.phase(),
     ):
         driver._version = 5
         generate(engine, REQUESTS, PARAMS)
@@ -159,12 +175,13 @@ def test_tokens_of_other_weights_are_refused() -> None:
 def test_an_error_in_between_leaves_the_engine_asleep_and_with_nothing_under_way() -> None:
     driver, trainer = CopyDriver(tiny_model()), make_trainer(tiny_model())
     engine = make_external(driver)
-    with pytest.raises(KeyError), engine.serving(trainer):  # noqa: PT012
+    serving = colocated(engine, trainer)
+    with pytest.raises(KeyError), serving.phase():  # noqa: PT012
         engine.submit(REQUESTS[0], PARAMS)
         engine.step()
         raise KeyError
     assert not driver.is_awake
-    with engine.serving(trainer):
+    with serving.phase():
         assert engine.step() == []
 
 
@@ -174,8 +191,9 @@ def serve_with_failures(path: str) -> tuple[list[list[list[int]]], int, list[str
     rank, messages = transport.rank, list[str]()
     driver = CopyDriver(path, [("load", 2), ("step", 2)][rank : rank + 1])
     engine, trainer = make_external(driver, path, messages), make_trainer(path, transport.world)
+    serving = colocated(engine, trainer)
     mine = [Request(request.prompt, [10 * rank + i for i in request.sample_ids]) for request in REQUESTS]
-    with engine.serving(trainer):
+    with serving.phase():
         results = generate(engine, mine, PARAMS)
     return [[completion.tokens for completion in group] for group in results], driver.calls["start"], messages
 
@@ -185,6 +203,57 @@ def test_all_ranks_bring_weights_to_an_engine_that_has_failed(ranks: RankPool) -
         assert num_starts == 2
         assert len(messages) == 1
         assert all(1 <= len(response) <= 6 for group in tokens for response in group)
+
+
+def serve_fed(path: str, failing: tuple[str, int] | None) -> tuple[list[list[list[float]]], int, int, list[str]]:
+    """Rank 0 trains, rank 1 only generates: log-probs of its responses as found and as expected, versions, starts."""
+    transport, messages = Transport(torch.device("cpu"), 60.0), list[str]()
+    layouts = [Layout((rank,), 1) for rank in (0, 1)]
+    for layout in layouts:
+        transport.add_process_group(layout.ranks)
+    trainer = make_trainer(path, transport.process_group((transport.rank,)))
+    change_weights(trainer)
+    route = Route(
+        "policy",
+        shapes_of(empty_causal_lm(ModelConfig(path=path), "policy")),
+        Pool(layouts[0], even_rows),
+        Pool(layouts[1], everything),
+        torch.float32,
+        transport.rank,
+        is_gathered=True,
+    )
+    if transport.rank == 0:
+        send_weights(route, held_by(trainer), transport.world)
+        return [], 0, 0, messages
+    driver = CopyDriver(path, [failing] if failing else [])
+    serving = Fed(make_external(driver, path, messages), route, transport.process_group((1,)), may_restart=True)
+    serving.receive(transport.world, None, probe_of(trainer, make_probe(trainer.vocab_size, 64)))
+    with serving.phase() as engine:
+        results = generate(engine, REQUESTS, PARAMS)
+    pairs = [
+        [completion.log_probs, expected_log_probs(trainer, request, completion)]
+        for request, group in zip(REQUESTS, results, strict=True)
+        for completion in group
+    ]
+    return pairs, serving.policy_version, driver.calls["start"], messages
+
+
+@pytest.mark.parametrize("failing", [None, ("load", 2), ("step", 2), ("submit", 1)])
+def test_an_engine_without_a_trainer_keeps_its_weights_for_a_restart(
+    ranks: RankPool, failing: tuple[str, int] | None
+) -> None:
+    _, (pairs, version, num_starts, messages) = ranks.run(2, serve_fed, tiny_model(), failing)
+    assert (version, num_starts, len(messages)) == (1, 2 if failing else 1, 1 if failing else 0)
+    assert len(pairs) == 3
+    for found, expected in pairs:
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_engine_that_was_sent_no_weights_generates_nothing() -> None:
+    route = Route("policy", {}, *[Pool(Layout((0,), 1), everything)] * 2, torch.float32, 0, is_gathered=True)
+    serving = Fed(make_external(CopyDriver(tiny_model())), route, ALONE)
+    with pytest.raises(RuntimeError, match="rank 0: role 'policy' has been sent no weights yet"), serving.phase():
+        pass
 
 
 def test_seeds_of_responses_depend_on_seed_sample_and_position() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,15 +15,15 @@ from tests.tiny import tiny_model, tiny_recipe
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.config.rollout import EngineName, ExternalConfig
+from leaderless.config.rollout import ExternalConfig
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
-from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.planner import Cluster, Layout, Plan, make_plan, rollout_engine
+from leaderless.planner.engines import check_engine
 from leaderless.rollout import choose, make
 from leaderless.rollout.choose import choose_engine
-from leaderless.rollout.engine import RolloutEngine
 from leaderless.rollout.external import ExternalEngine
-from leaderless.rollout.make import Surroundings, make_engine
+from leaderless.rollout.make import RolloutSetup, make_engine
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
@@ -35,22 +36,34 @@ def recipe_of(tmp_path: Path, changes: Mapping[str, object]) -> Recipe:
     return tiny_recipe(tmp_path, tiny_model(), changes).recipe
 
 
-def plan_of(tmp_path: Path, changes: Mapping[str, object], world_size: int = 1, engine: EngineName = "native") -> Plan:
+def plan_of(tmp_path: Path, changes: Mapping[str, object], world_size: int = 1, engine: str = "native") -> Plan:
     recipe = recipe_of(tmp_path, changes)
     return make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(world_size, engine))
 
 
-def engine_of(tmp_path: Path, name: EngineName, changes: Mapping[str, object], world_size: int = 1) -> ExternalEngine:
-    around = Surroundings(0, world_size, torch.device("cpu"), tmp_path, print, lambda: None)
-    engine = made(name, recipe_of(tmp_path, changes), around)
+def setup_of(
+    tmp_path: Path, recipe: Recipe, *, world_size: int = 1, max_tokens: int = 0, device: str = "cpu"
+) -> RolloutSetup:
+    config = recipe.models["policy"]
+    return RolloutSetup(
+        role="policy",
+        rollout=recipe.rollout,
+        model=config,
+        max_tokens=max_tokens or recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
+        tokenizer=load_tokenizer(config, "policy"),
+        rank=0,
+        world_size=world_size,
+        device=torch.device(device),
+        logs=tmp_path,
+        report=print,
+        beat=lambda: None,
+    )
+
+
+def engine_of(tmp_path: Path, name: str, changes: Mapping[str, object], world_size: int = 1) -> ExternalEngine:
+    engine = make_engine(name, setup_of(tmp_path, recipe_of(tmp_path, changes), world_size=world_size))
     assert isinstance(engine, ExternalEngine)
     return engine
-
-
-def made(name: EngineName, recipe: Recipe, around: Surroundings) -> RolloutEngine:
-    config, max_tokens = recipe.models["policy"], recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    model, tokenizer = load_causal_lm(config, "policy"), load_tokenizer(config, "policy")
-    return make_engine(name, recipe.rollout, config, "policy", max_tokens, model, tokenizer, around)
 
 
 def test_the_plan_says_what_generates(tmp_path: Path) -> None:
@@ -113,10 +126,9 @@ def test_an_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_every_setting_of_external_engines_changes_something(tmp_path: Path, setting: str, value: object) -> None:
     described = []
     for changes in ({}, {f"rollout.external.{setting}": value}):
-        rollout = recipe_of(tmp_path, {**PYTHON, **changes}).rollout
-        around = Surroundings(0, 1, torch.device("cuda", 0), tmp_path, print, lambda: None)
-        settings = make._settings(rollout, ModelConfig(path=tiny_model()), 64, around)
-        driver = make._driver("vllm", rollout, settings, "policy", around)
+        recipe = recipe_of(tmp_path, {**PYTHON, **changes})
+        setup = setup_of(tmp_path, recipe, max_tokens=64, device="cuda:0")
+        settings, driver = make._settings(setup), make._driver("vllm", setup)
         assert isinstance(driver, VllmServer)
         server = driver._server
         described.append((settings, server._start_timeout_s, server.answer_timeout_s))
@@ -139,19 +151,16 @@ def test_sglang_is_told_what_the_recipe_says(tmp_path: Path) -> None:
 
 
 def test_the_cache_in_host_memory_is_what_the_longest_sequences_need(tmp_path: Path) -> None:
-    around = Surroundings(0, 1, torch.device("cpu"), tmp_path, print, lambda: None)
-    config = ModelConfig(path=tiny_model())
-    settings = make._settings(recipe_of(tmp_path, PYTHON).rollout, config, 130, around)
+    settings = make._settings(setup_of(tmp_path, recipe_of(tmp_path, PYTHON), max_tokens=130))
     values_per_token = 2 * 2 * 2 * 8  # keys and values, layers, heads, width
     assert settings.kv_cache_bytes == (16 * 2 + 1) * 128 * values_per_token * 4
     little = recipe_of(tmp_path, {**PYTHON, "rollout.external.memory_fraction": 1e-6})
     bytes_of_host = psutil.virtual_memory().total
-    assert make._settings(little.rollout, config, 130, around).kv_cache_bytes == int(1e-6 * bytes_of_host)
+    assert make._settings(setup_of(tmp_path, little, max_tokens=130)).kv_cache_bytes == int(1e-6 * bytes_of_host)
 
 
 def test_the_native_engine_is_made_where_nothing_else_is_asked_for(tmp_path: Path) -> None:
-    around = Surroundings(0, 1, torch.device("cpu"), tmp_path, print, lambda: None)
-    assert isinstance(made("native", recipe_of(tmp_path, {}), around), NativeEngine)
+    assert isinstance(make_engine("native", setup_of(tmp_path, recipe_of(tmp_path, {}))), NativeEngine)
 
 
 def test_sglang_needs_an_interpreter_that_has_it(tmp_path: Path) -> None:
@@ -159,3 +168,54 @@ def test_sglang_needs_an_interpreter_that_has_it(tmp_path: Path) -> None:
         recipe_of(tmp_path, {"rollout.engine": "sglang"})
     with pytest.raises(RecipeError, match=r"rollout\.external\.python.*SGLang"):
         engine_of(tmp_path, "sglang", {})
+
+
+OWN = "tests.contracts.plain_engine:make"
+
+
+def test_an_engine_of_ones_own_is_named_in_the_recipe(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"rollout.engine": OWN})
+    assert plan.engine == OWN
+    assert plan.memory is not None
+    assert plan.memory.cpu.phases["policy generates"]["engine's weights"] > 0
+    engine = make_engine(OWN, setup_of(tmp_path, recipe_of(tmp_path, {"rollout.engine": OWN})))
+    assert type(engine).__name__ == "PlainEngine"
+
+
+@rollout_engine()
+def makes_nothing(setup: RolloutSetup) -> object:
+    return object()
+
+
+def undeclared(setup: RolloutSetup) -> object:
+    return object()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nativ", r"rollout.engine: unknown engine 'nativ'.*did you mean 'native'"),
+        ("tests.contracts.plain_engine:mak", r"rollout.engine: module 'tests.contracts.plain_engine' has no function"),
+        (f"{__name__}:undeclared", r"must be declared with @leaderless.rollout_engine"),
+        ("my engine", "must be the name of an engine, such as native, or package.module:function"),
+    ],
+)
+def test_an_engine_that_is_none_is_refused_when_the_recipe_is_read(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        plan_of(tmp_path, {"rollout.engine": name})
+
+
+def test_what_is_made_must_be_an_engine(tmp_path: Path) -> None:
+    name = f"{__name__}:makes_nothing"
+    message = "made object for role 'policy', which is no RolloutEngine: it lacks abort, close, load_weights"
+    with pytest.raises(RecipeError, match=message):
+        make_engine(name, setup_of(tmp_path, recipe_of(tmp_path, {})))
+
+
+def test_an_engine_that_cannot_span_ranks_is_refused_where_it_has_to(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {})
+    (instance,) = make_plan(recipe, resolve_workflow("grpo"), Cluster(1)).instances
+    check_engine("native", [instance])
+    wide = replace(instance, layout=Layout((0, 1), 1, tp=2))
+    with pytest.raises(RecipeError, match=r"rollout.engine: 'native' cannot span ranks, as role 'policy' needs"):
+        check_engine("native", [wide])

@@ -147,8 +147,7 @@ def test_a_rank_that_generates_holds_all_weights_and_the_cache(model):
     slots = 256 * (512 + 256) + 32 * 512
     assert alone.phases["policy generates"]["kv cache"] == slots * per_token
     assert alone.phases["policy generates"]["unsharded weights"] == 0
-    # The unit that is gathered last exists twice.
-    assert divided.phases["policy generates"]["unsharded weights"] == (COUNT + 1000 * 64 + 64) * 4
+    assert divided.phases["policy generates"]["unsharded weights"] == COUNT * 4
     few = memory_of("grpo", 64, model)
     assert few.phases["policy generates"]["kv cache"] == (16 * (512 + 256) + 2 * 512) * per_token
 
@@ -291,7 +290,11 @@ def test_the_estimate_is_of_the_rank_that_holds_most(model):
     estimate = memory_of("grpo", 3, model, layout=layout, rollout={"max_sequences": 1024})
     assert "policy generates" in estimate.phases
     assert "policy trains" not in estimate.phases
-    assert estimate.resident["policy weights"] == COUNT * 4
+    assert estimate.resident["policy engine's weights"] == COUNT * 4
+    assert "policy weights" not in estimate.resident, "a rank that only generates holds nothing but the engine's copy"
+    half = {"policy": {"path": model, "compute_dtype": "bfloat16"}}
+    estimate = memory_of("grpo", 3, model, layout=layout, rollout={"max_sequences": 1024}, models=half)
+    assert estimate.resident["policy engine's weights"] == COUNT * 2
     few = {"rollout": {"max_sequences": 1}, "batch": {**MANY, "micro_batch_tokens": 10**6}}
     estimate = memory_of("grpo", 3, model, layout=layout, **few)
     assert "policy trains" in estimate.phases

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from leaderless.config.base import Section
+from leaderless.config.functions import is_function_name
 
 MAX_RESPONSES = 1 << 16
 """Largest number of siblings in the id of a sample."""
@@ -64,9 +65,6 @@ class SamplingConfig(Section):
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
-EngineName = Literal["native", "vllm", "sglang"]
-
-
 class ExternalConfig(Section):
     """Settings of engines other than the native one."""
 
@@ -87,9 +85,10 @@ class ExternalConfig(Section):
 class RolloutConfig(SamplingConfig):
     """Generation of the samples that are trained on."""
 
-    engine: Literal["auto", "native", "vllm", "sglang"] = "auto"
-    """Engine that generates. `auto` is vLLM if there is a CUDA device and either vLLM can be imported or
-    `external.python` is given; else the native engine, which runs the trainer's own module."""
+    engine: str = "auto"
+    """Engine that generates: `native`, `vllm`, `sglang`, or a custom one as `package.module:function`. `auto` is vLLM
+    if there is a CUDA device and either vLLM can be imported or `external.python` is given; else the native engine,
+    which runs this package's own modules."""
     external: ExternalConfig = ExternalConfig()
     """Settings of vLLM and SGLang."""
 
@@ -99,6 +98,13 @@ class RolloutConfig(SamplingConfig):
     """Texts after which a response ends, besides the end-of-sequence token."""
     max_sequences: int = Field(default=256, ge=1)
     """Number of sequences that one rank decodes at the same time; it bounds the KV cache."""
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_is_named(cls, value: str) -> str:
+        if not value.isidentifier() and not is_function_name(value):
+            raise ValueError("must be the name of an engine, such as native, or package.module:function")
+        return value
 
     @model_validator(mode="after")
     def _engine_is_given(self) -> RolloutConfig:

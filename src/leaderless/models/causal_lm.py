@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from leaderless.config.models import ModelConfig
 from leaderless.models.attention import Attention
-from leaderless.models.decoder import Decoder, load_decoder
+from leaderless.models.decoder import Decoder, empty_decoder, load_decoder
 from leaderless.models.products import linear_in_float32
 from leaderless.models.scoring import Entropy, score_tokens
 
@@ -57,3 +57,8 @@ class CausalLM(Decoder):
 def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:
     """Load a language model; see `load_decoder`."""
     return CausalLM(load_decoder(AutoModelForCausalLM, config, role))
+
+
+def empty_causal_lm(config: ModelConfig, role: str) -> CausalLM:
+    """Make a language model whose weights have only names and shapes; see `empty_decoder`."""
+    return CausalLM(empty_decoder(AutoModelForCausalLM, config, role))

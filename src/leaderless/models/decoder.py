@@ -9,7 +9,14 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedModel, modeling_utils
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_utils,
+)
 from transformers.utils import logging as transformers_logging
 
 from leaderless.config import RecipeError
@@ -123,6 +130,57 @@ def load_decoder(
     return model
 
 
+def load_model_config(config: ModelConfig, role: str) -> PreTrainedConfig:
+    """Read the description of a model.
+
+    Raises:
+        RecipeError: It cannot be found or read.
+    """
+    unreachable = unreachable_hub(config.path)
+    try:
+        described: PreTrainedConfig = AutoConfig.from_pretrained(
+            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:
+        # `transformers` raises errors of every kind for damaged folders.
+        raise RecipeError.at(f"models.{role}", f"'{config.path}' cannot be read: {error}{unreachable}") from error
+    return described
+
+
+def empty_decoder(auto_class: type[AutoModel], config: ModelConfig, role: str) -> PreTrainedModel:
+    """Make a model like `load_decoder`, but with weights that have only names and shapes, on torch's device `meta`.
+
+    What it computes from its description, such as the frequencies of positions, has values.
+    """
+    described = load_model_config(config, role)
+    with _without_weights():
+        model: PreTrainedModel = auto_class.from_config(
+            described,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=config.trust_remote_code,
+        )
+    model.requires_grad_(False)
+    _prepare(model.eval(), gradient_checkpointing=False)
+    return model
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Move each parameter to the device `meta` as its module gets it, before it is given values."""
+    register = nn.Module.register_parameter
+
+    def without_values(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        is_new = param is not None and not param.is_meta  # one that two modules share stays the same object
+        register(self, name, nn.Parameter(param.to("meta")) if param is not None and is_new else param)
+
+    nn.Module.register_parameter = without_values  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 def load_value_model(config: ModelConfig, role: str) -> ValueModel:
     """Load a value model; see `load_decoder`.
 
@@ -158,7 +216,7 @@ def _prepare(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
     """Make a model compute the same in every process, and in training, sampling and scoring."""
     for tensor in (*model.parameters(), *model.buffers()):
         # Kernels may add up in another order at addresses that depend on the heap: put weights where torch would.
-        if tensor.data_ptr() % ALIGNMENT_BYTES:
+        if not tensor.is_meta and tensor.data_ptr() % ALIGNMENT_BYTES:
             tensor.data = tensor.data.clone()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

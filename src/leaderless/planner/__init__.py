@@ -1,6 +1,7 @@
 """Where a workflow runs: layouts, columns, chains, bytes and memory. Pure Python, no torch."""
 
 from leaderless.planner.backends import train_backend as train_backend
+from leaderless.planner.engines import rollout_engine as rollout_engine
 from leaderless.planner.entries import Action as Action
 from leaderless.planner.entries import Load as Load
 from leaderless.planner.entries import Pull as Pull

@@ -10,7 +10,6 @@ from math import prod
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
-from leaderless.config.rollout import EngineName
 from leaderless.workflow import Workflow, spec_of
 from leaderless.workflow.stages import JOIN, ROW_STAGES
 
@@ -25,7 +24,7 @@ class Cluster:
     """
 
     world_size: int
-    engine: EngineName = "native"
+    engine: str = "native"
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

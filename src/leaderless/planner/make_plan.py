@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
-from leaderless.config.rollout import MAX_RESPONSES, EngineName
+from leaderless.config.rollout import MAX_RESPONSES
 from leaderless.planner.backends import check_axes, check_backends
 from leaderless.planner.edges import edges_of
+from leaderless.planner.engines import check_engine
 from leaderless.planner.flow import Flow
 from leaderless.planner.layout import Cluster, Layout, make_layouts
 from leaderless.planner.loops import make_loops, with_staleness
@@ -62,7 +64,8 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_critic(recipe, workflow, instances)
     _check_evaluation(recipe, workflow, instances)
     engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine
-    _check_engine(recipe, engine, instances, cluster)
+    check_engine(engine, instances)
+    _check_vllm(recipe, engine, instances, cluster)
     sizes = _model_sizes(recipe, instances)
     check_vocabularies(recipe, nodes)
     batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
@@ -117,7 +120,7 @@ def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
             )
 
 
-def _check_engine(recipe: Recipe, engine: EngineName, instances: Sequence[RoleInstance], cluster: Cluster) -> None:
+def _check_vllm(recipe: Recipe, engine: str, instances: Sequence[RoleInstance], cluster: Cluster) -> None:
     """Inside the ranks' processes, vLLM needs exactly one engine on every rank."""
     if engine != "vllm" or recipe.rollout.external.python is not None:
         return
@@ -233,7 +236,7 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
     for node in nodes:
         for role, use in node.uses:
             users.setdefault((role, node.layout), []).append((node, use))
-    return tuple(
+    instances = (
         RoleInstance(
             role=role,
             layout=layout,
@@ -244,6 +247,10 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
             num_updates=sum(x.spec.num_updates(x.settings_of(recipe)) for x, use in peers if use == "train"),
         )
         for (role, layout), peers in users.items()
+    )
+    return tuple(
+        replace(one, is_engine_only=one.generates and not one.is_trained and not one.scores and one.role in trained)
+        for one in instances
     )
 
 

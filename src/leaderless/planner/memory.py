@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
-from leaderless.config.rollout import EngineName, RolloutConfig
+from leaderless.config.rollout import RolloutConfig
 from leaderless.planner.backends import backend_of
+from leaderless.planner.engines import RolloutEngineSpec, engine_of
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.model_size import ModelSize
 
@@ -106,7 +107,7 @@ def estimate_memory(
     instances: Sequence[RoleInstance],
     channels: Sequence[Channel],
     sizes: Mapping[str, ModelSize | None],
-    engine: EngineName,
+    engine: str,
     pass_tokens: int,
     max_sequences: int | None = None,
 ) -> MemoryEstimate | None:
@@ -114,10 +115,10 @@ def estimate_memory(
 
     Weights, gradients and Adam's two moments are float32, and divided over the data-parallel ranks of a role if the
     training back end does that. A rank that generates holds a full copy of the weights for that phase, and its KV
-    cache, both in the model's `compute_dtype`; engines in other processes have a copy of their own in any case. An
-    asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one; what is in flight in
-    a channel is there too, on the ranks that push it. A pass has at most `pass_tokens`; at most `max_sequences` are
-    decoded at the same time, by default what the recipe allows each role.
+    cache, both in the model's `compute_dtype`; engines in other processes have a copy in any case, and a rank that only
+    generates holds nothing else of the model. An asynchronous checkpoint is written from a copy, in host memory, that
+    is kept for the next one; what is in flight in a channel is there too, on the ranks that push it. A pass has at most
+    `pass_tokens`; at most `max_sequences` are decoded at the same time, by default what the recipe allows each role.
     """
     models: list[_Model] = []
     for instance in instances:
@@ -162,10 +163,6 @@ class _Model:
     shards: int
     sampling: RolloutConfig
 
-    def copy_bytes(self, *, is_needed: bool) -> int:
-        """A whole copy that computes, and a buffer with the unit that is gathered last."""
-        return (self.size.num_parameters + self.size.num_root_parameters) * self.width * is_needed
-
     def gathered_bytes(self) -> int:
         """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer."""
         if self.shards == 1 and self.width == FLOAT32_BYTES:
@@ -199,21 +196,26 @@ class _Rank:
     models: Sequence[_Model]
     everywhere: Sequence[_Model]
     pushed: Sequence[Channel]
-    engine: EngineName
+    engine: str
     pass_tokens: int
     max_sequences: int | None
     is_cpu: bool
 
     def memory(self) -> Memory:
         resident, phases = dict[str, int](), dict[str, dict[str, int]]()
-        loading = whole = copied = 0
+        loading = whole = copied = again = 0
         for model in self.models:
             role, weights = model.instance.role, model.size.num_parameters * FLOAT32_BYTES
             share = -(-weights // model.shards)
-            # Models are loaded whole, one after the other, and then divided.
-            loading = max(loading, whole + weights)
-            whole += share
-            resident[f"{role} weights"] = resident.get(f"{role} weights", 0) + share
+            if model.instance.is_engine_only:
+                resident[f"{role} engine's weights"] = model.size.num_parameters * model.width
+            else:
+                # Models are loaded whole, one after the other, and then divided.
+                loading = max(loading, whole + weights)
+                whole += share
+                resident[f"{role} weights"] = resident.get(f"{role} weights", 0) + share
+            if model.instance.is_engine_only and self._spec.may_restart:
+                again += model.size.num_parameters * model.width
             if model.instance.is_trained:
                 resident[f"{role} optimizer"] = 2 * share
                 copied += 3 * share
@@ -223,8 +225,10 @@ class _Rank:
         written, kept = {"files being written": in_flight}, dict[str, int]()
         if copied and self.recipe.checkpoint.asynchronous:
             kept = {"checkpoint copy": copied, **written}
+        if again:
+            kept["weights for a restart"] = again
         if copied and self.is_cpu:
-            phases["checkpoint"] = {} if kept else written
+            phases["checkpoint"] = {} if self.recipe.checkpoint.asynchronous else written
         if self.is_cpu:
             resumed = resident | libraries | {"files being read": in_flight} if copied else {}
             apart = {"loading": libraries | {"whole weights": loading}, "resume": resumed, **self._commands(libraries)}
@@ -262,11 +266,19 @@ class _Rank:
 
     def _generation(self, model: _Model) -> dict[str, int]:
         size, num_sequences = model.size, self._num_sequences(model)
-        if self.engine != "native":
+        own, is_resident = size.num_parameters * model.width, model.instance.is_engine_only
+        if self._spec.keeps_weights:
             cache = num_sequences * self._longest(model) * size.kv_values_per_token * model.width
-            return {"engine's weights": size.num_parameters * model.width, "kv cache": cache}
-        copy = model.copy_bytes(is_needed=model.shards > 1 or model.width != FLOAT32_BYTES)
-        return {"unsharded weights": copy, **self._decoding(model, num_sequences)}
+            return {"engine's weights": 0 if is_resident else own, "kv cache": cache}
+        decoding = self._decoding(model, num_sequences)
+        if is_resident:
+            return decoding
+        is_copied = model.shards > 1 or model.width != FLOAT32_BYTES
+        return {"unsharded weights": own * is_copied, **decoding}
+
+    @property
+    def _spec(self) -> RolloutEngineSpec:
+        return engine_of(self.engine)
 
     def _decoding(self, model: _Model, num_sequences: int) -> dict[str, int]:
         """Keys and values are in slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too."""
@@ -356,10 +368,8 @@ class _Rank:
     def _commands(self, libraries: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """Parts of other commands with the model that answers, on one rank."""
         model = next((x for x in self.models if not x.instance.is_critic), self.models[0])
-        weights, copy = (
-            model.size.num_parameters * FLOAT32_BYTES,
-            model.copy_bytes(is_needed=model.width != FLOAT32_BYTES),
-        )
+        weights = model.size.num_parameters * FLOAT32_BYTES
+        copy = model.size.num_parameters * model.width * (model.width != FLOAT32_BYTES)
         serve = {"weights": weights, "unsharded weights": copy, **self._decoding(model, self._bound(model))}
         # An export is written tensor by tensor, straight from the weights.
         exported = {"export": {**libraries, "weights": weights}} if self.is_cpu else {}

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from leaderless.config import Recipe
-from leaderless.config.rollout import EngineName
 from leaderless.planner.entries import (
     Action,
     Load,
@@ -161,8 +160,9 @@ class RoleInstance:
     """A model of a role on the ranks of a layout.
 
     A trained instance has an optimizer; every other one is frozen or follows it. An instance scores if a node uses it
-    that neither trains it nor generates with it. A critic is a value model instead of a language model. `num_updates`
-    are the optimizer steps of the whole run.
+    that neither trains it nor generates with it. It is only an engine if it does nothing but generate, and a trained
+    instance sends its weights. A critic is a value model instead of a language model. `num_updates` are the optimizer
+    steps of the whole run.
     """
 
     role: str
@@ -172,6 +172,7 @@ class RoleInstance:
     scores: bool
     is_critic: bool
     num_updates: int
+    is_engine_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class Plan:
     loops: tuple[Loop, ...]
     channels: tuple[Channel, ...]
     instances: tuple[RoleInstance, ...]
-    engine: EngineName
+    engine: str
     batch: BatchSizes
     sizes: Mapping[str, ModelSize | None]
     memory: MemoryEstimate | None

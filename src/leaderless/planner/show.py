@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from leaderless.config import Json
-from leaderless.config.rollout import EngineName
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.entries import Action, Pull, Push, Repeat, Reshard, SyncWeights, Windowed
 from leaderless.planner.layout import format_ranks
@@ -225,7 +224,7 @@ def _instances(plan: Plan) -> Table:
     return _table("role", "layout", "use", rows=rows)
 
 
-def _use(instance: RoleInstance, engine: EngineName) -> str:
+def _use(instance: RoleInstance, engine: str) -> str:
     uses = {
         "is a critic": instance.is_critic,
         f"generates with {engine}": instance.generates,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
-from leaderless.training.engine import TrainEngine
+from leaderless.weights.stream import WeightStream
 
 FinishReason = Literal["stop", "length", "aborted"]
 """`stop` for an end token or a stop text, `length` for a response that was cut off, `aborted` for any other."""
@@ -115,13 +114,38 @@ class Delta(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """Generates responses, step by step, with the weights of one policy version."""
+    """Generates responses, step by step, with the weights that it was given last."""
 
-    def serving(self, trainer: TrainEngine) -> AbstractContextManager[None]:
-        """Generate with the trainer's current weights within a context. All ranks of the trainer call it together.
+    @property
+    def policy_version(self) -> int | None:
+        """Number of optimizer steps that led to its weights; None while it has none, or has lost them."""
+
+    def wake(self, reload: Callable[[], None]) -> None:
+        """Take the memory that generation needs. An engine that is awake stays so.
+
+        Args:
+            reload: Function that calls `load_weights` again with the same weights, for an engine that loses them before
+                it sleeps again. Ranks that share a trainer take part, so an engine calls it only from `submit` or
+                `step`.
+        """
+
+    def load_weights(self, weights: WeightStream) -> None:
+        """Use other weights from the next token on.
+
+        Requests are in progress only if the engine declares that it takes weights while it generates.
+
+        An engine that fails while it loads may start again, without weights: then its policy version is None, and it
+        is called again.
 
         Raises:
-            RuntimeError: The engine does not use these weights after they were loaded.
+            RuntimeError: Weights are missing or damaged, or the engine does not use them after they were loaded.
+        """
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Release memory, and all requests in progress.
+
+        Args:
+            keep_weights: Whether the same weights are wanted again; an engine may release them all the same.
         """
 
     def submit(self, request: Request, params: SamplingParams) -> int:
@@ -143,7 +167,7 @@ def generate(
     params: SamplingParams,
     progress: Callable[[int], None] | None = None,
 ) -> list[list[Completion]]:
-    """Sample responses to their ends with an engine within `serving`.
+    """Sample responses to their ends with an engine that is awake and has weights.
 
     After every step `progress` gets the number of responses that ended since its last call, also 0, as a sign of life.
     The responses of each request are returned in the order of its sample ids.

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
 from leaderless.device import release_memory
 from leaderless.rollout.apart.messages import Ask, Gain
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
-from leaderless.training.engine import TrainEngine
+from leaderless.weights.stream import WeightStream
 
-PROBE_TOKENS = 32
-"""Length of the text whose log-probabilities show that an engine has the trainer's weights."""
 PROBE_TOLERANCE = {"float32": 5e-4, "bfloat16": 0.5}
 """Largest mean difference of log-probabilities that rounding explains, by the type in which the engine computes. The
 text is unlikely, so its log-probabilities are large and a single one may differ by more. Without the right weights,
@@ -40,7 +36,7 @@ class Driver(Protocol):
     def sleep(self, *, keep_weights: bool) -> None:
         """Abort everything in progress and release memory, except for weights that are needed again."""
 
-    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+    def load(self, weights: WeightStream) -> None:
         """Use whole weights, named as in `transformers`, from now on."""
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
@@ -74,8 +70,8 @@ class _Response:
 class ExternalEngine:
     """See `RolloutEngine`.
 
-    An engine that dies, hangs or answers with an error is started again, once in each `serving`: all ranks send the
-    weights to it, and responses in progress continue from the tokens that they had.
+    An engine that dies, hangs or answers with an error is started again, once from one `wake` to the next: it is given
+    its weights again, and responses in progress continue from the tokens that they had.
     """
 
     def __init__(
@@ -84,60 +80,31 @@ class ExternalEngine:
         driver: Driver,
         tokenizer: Tokenizer,
         end_tokens: frozenset[int],
-        probe: Sequence[int],
         tolerance: float,
         device: torch.device,
         report: Callable[[str], None],
     ) -> None:
-        """Start nothing before `serving`.
+        """Start nothing before `wake`.
 
-        The engine's log-probabilities of `probe` (see `make_probe`) may differ from the trainer's by `tolerance` on
+        The engine's log-probabilities of a probe may differ from those that come with the weights by `tolerance` on
         average. `report` shows the user that the engine is started again.
         """
         self._name, self._driver, self._device, self._report = name, driver, device, report
         self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
-        self._probe, self._tolerance = probe, tolerance
-        self._is_started = False
-        self._version: int | None = None
-        self._served_version = -1
-        self._num_servings, self._expected_servings = 0, math.inf
+        self._tolerance = tolerance
+        self._is_started = self._is_awake = False
+        self.policy_version: int | None = None
         self._may_restart = False
-        self._trainer: TrainEngine | None = None
+        self._reload: Callable[[], None] = lambda: None
         self._responses: dict[int, _Response] = {}
         self._deltas: list[Delta] = []
         self._num_requests = self._num_responses = 0
 
-    @contextmanager
-    def serving(self, trainer: TrainEngine) -> Iterator[None]:
-        """See `RolloutEngine`. The weights are loaded unless the engine has kept those of this policy version."""
-        self._trainer, self._may_restart = trainer, True
-        if self._served_version != trainer.policy_version:
-            self._served_version = trainer.policy_version
-            self._expected_servings, self._num_servings = self._num_servings or math.inf, 0
-        self._num_servings += 1
-        self._wake()
-        self._send_weights(needs_weights=self._version != trainer.policy_version)
-        try:
-            yield
-        except BaseException:
-            self._forget()
-            if self._is_started:
-                with suppress(EngineError):  # the error that is being raised says more
-                    self._driver.sleep(keep_weights=True)
-            raise
-        # Another rank's engine may need its weights again: no rank leaves before all engines have them.
-        self._send_weights(needs_weights=False)
-        self._forget()
-        # If this version has served as often as the one before it, an update comes next, and new weights with it.
-        keep_weights = self._num_servings < self._expected_servings
-        try:
-            self._driver.sleep(keep_weights=keep_weights)
-        except EngineError as error:
-            self._restart(error)
-        if not keep_weights:
-            self._version = None
-
-    def _wake(self) -> None:
+    def wake(self, reload: Callable[[], None]) -> None:
+        """See `RolloutEngine`."""
+        self._reload, self._may_restart = reload, True
+        if self._is_awake:
+            return
         release_memory(self._device)
         if not self._is_started:
             self._driver.start()
@@ -147,11 +114,40 @@ class ExternalEngine:
         except EngineError as error:
             self._restart(error)
             self._driver.wake()
+        self._is_awake = True
+
+    def load_weights(self, weights: WeightStream) -> None:
+        """See `RolloutEngine`."""
+        self.policy_version = None
+        try:
+            self._driver.load(weights)
+            if weights.probe is not None:
+                found = torch.tensor(self._driver.prompt_log_probs(weights.probe.tokens))
+                self._check(found, weights.probe.log_probs, weights.policy_version)
+        except EngineError as error:
+            self._restart(error)
+            self._driver.wake()
+            self._is_awake = True
+        else:
+            self.policy_version = weights.policy_version
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """See `RolloutEngine`."""
+        self._forget()
+        if not self._is_awake:
+            return
+        try:
+            self._driver.sleep(keep_weights=keep_weights)
+        except EngineError as error:
+            self._restart(error)
+        self._is_awake = False
+        if not keep_weights:
+            self.policy_version = None
 
     def _restart(self, error: EngineError) -> None:
         """Start the engine again, asleep and without weights; raise the error of a second failure."""
         self._driver.close()
-        self._version, self._is_started = None, False
+        self.policy_version, self._is_started, self._is_awake = None, False, False
         if not self._may_restart:
             raise error
         self._may_restart = False
@@ -159,50 +155,15 @@ class ExternalEngine:
         self._driver.start()
         self._is_started = True
 
-    def _send_weights(self, *, needs_weights: bool) -> None:
-        """Send weights to engines until no rank needs any. All ranks of the trainer call it together."""
-        while self._anyone(needs_weights=needs_weights):
-            needs_weights = not self._send_weights_once(is_mine=needs_weights)
-
-    def _anyone(self, *, needs_weights: bool) -> bool:
-        """Whether some rank needs weights."""
-        assert self._trainer is not None
-        return bool(self._trainer.process_group.max(torch.tensor([int(needs_weights)]), "which engines need weights"))
-
-    def _send_weights_once(self, *, is_mine: bool) -> bool:
-        """Gather the trainer's weights with all ranks, load them if this rank needs them; return whether it worked."""
-        trainer = self._trainer
-        assert trainer is not None
-        expected = trainer.log_probs(_scored(self._probe)).values
-        weights = trainer.full_weights()
-        failure: EngineError | None = None
-        found: list[float] = []
-        if is_mine:
-            try:
-                self._driver.load(weights, trainer.policy_version)
-                found = self._driver.prompt_log_probs(self._probe)
-            except EngineError as error:
-                failure = error
-        for _ in weights:
-            trainer.process_group.activity.beat()  # all ranks gather each weight, wherever it goes
-        if failure is not None:
-            self._restart(failure)
-            self._driver.wake()
-            return False
-        if is_mine:
-            self._check(torch.tensor(found), expected, trainer)
-            self._version = trainer.policy_version
-        return True
-
-    def _check(self, found: Tensor, expected: Tensor, trainer: TrainEngine) -> None:
+    def _check(self, found: Tensor, expected: Tensor, policy_version: int) -> None:
         """Compare log-probabilities of the probe by the engine with those by the trainer."""
         difference = float((found - expected).abs().nan_to_num(nan=torch.inf).mean())
         if difference > self._tolerance:
             raise RuntimeError(
-                f"rank {trainer.process_group.rank}: {self._name} does not use the weights of policy version "
-                f"{trainer.policy_version} that were loaded: its log-probabilities of {len(found)} tokens differ from "
-                f"the trainer's by {difference:.3g} on average, and rounding explains {self._tolerance:g}; "
-                "use another version of the engine, or rollout.engine: native"
+                f"{self._name} does not use the weights of policy version {policy_version} that were loaded: its "
+                f"log-probabilities of {len(found)} tokens differ from the trainer's by {difference:.3g} on average, "
+                f"and rounding explains {self._tolerance:g}; use another version of the engine, or rollout.engine: "
+                "native"
             )
 
     def submit(self, request: Request, params: SamplingParams) -> int:
@@ -254,10 +215,8 @@ class ExternalEngine:
         """Start the engine again with the same weights, and ask for all responses in progress."""
         self._restart(error)
         self._driver.wake()
-        has_weights = False
-        while not has_weights:
-            self._anyone(needs_weights=True)
-            has_weights = self._send_weights_once(is_mine=True)
+        self._is_awake = True
+        self._reload()
         self._driver.submit([self._ask(number) for number in self._responses])
 
     def _take(self, gain: Gain) -> None:
@@ -265,10 +224,10 @@ class ExternalEngine:
         response = self._responses.get(gain.id)
         if response is None:
             return  # it has been aborted or has stopped in the meantime
-        if gain.policy_version != self._version:
+        if gain.policy_version != self.policy_version:
             raise RuntimeError(
                 f"{self._name} has sampled with weights of policy version {gain.policy_version}, but version "
-                f"{self._version} was loaded: another program has changed its weights"
+                f"{self.policy_version} was loaded: another program has changed its weights"
             )
         if gain.finish_reason not in {None, "stop", "length"}:
             raise EngineError(f"the engine has aborted a response by itself: finish reason '{gain.finish_reason}'")
@@ -306,27 +265,10 @@ class ExternalEngine:
         """See `RolloutEngine`."""
         self._forget()
         self._driver.close()
-        self._version, self._is_started = None, False
+        self.policy_version, self._is_started, self._is_awake = None, False, False
 
 
 def derive_seed(seed: int, sample_id: int, position: int) -> int:
     """Derive the seed of the noise of a response that has `position` tokens: 31 bits, which every engine takes."""
     digest = hashlib.blake2b(f"{seed}/{sample_id}/{position}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def make_probe(num_tokens: int, max_tokens: int) -> list[int]:
-    """Make a text of at least two tokens, the same on every rank, that leaves one token of the context free."""
-    length = max(2, min(PROBE_TOKENS, max_tokens - 1))
-    return [derive_seed(0, 0, position) % num_tokens for position in range(length)]
-
-
-def _scored(probe: Sequence[int]) -> Batch:
-    """Make a sample of the probe in which all tokens except the first are scored."""
-    prompt, tokens = (
-        Jagged.from_lists([list(part)], torch.int64, axis)
-        for part, axis in ((probe[:1], "prompt_tokens"), (probe[1:], "tokens"))
-    )
-    mask = Jagged(torch.ones(len(probe) - 1, dtype=torch.bool), tokens.lengths, "tokens")
-    columns = {"prompt_tokens": prompt, "tokens": tokens, "response_mask": mask}
-    return Batch(torch.zeros(1, dtype=torch.int64), columns)

@@ -5,24 +5,28 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
 
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
-from leaderless.config.rollout import EngineName, RolloutConfig
+from leaderless.config.rollout import RolloutConfig
 from leaderless.data.encode import Tokenizer
-from leaderless.models.causal_lm import CausalLM
+from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.tokenizer import end_tokens
+from leaderless.planner.engines import engine_of
 from leaderless.planner.model_size import read_model_size
 from leaderless.rollout.apart.messages import Settings
 from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.external import PROBE_TOLERANCE, Driver, ExternalEngine, make_probe
+from leaderless.rollout.external import PROBE_TOLERANCE, Driver, ExternalEngine
 from leaderless.rollout.native import NativeEngine
+from leaderless.rollout.serving import make_probe
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
 
@@ -33,12 +37,28 @@ CPU_BLOCK_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """The rank on which an engine is made.
+class RolloutSetup:
+    """What is needed to make a rollout engine on one of the ranks that generate with a model.
 
-    The output of engines goes to `logs`, what the user should know to `report`; `beat` is called as a sign of life.
+    Attributes:
+        role: Role of the model.
+        rollout: Settings of generation.
+        model: Model, and how it computes; its weights come later.
+        max_tokens: Most tokens of a prompt with its response.
+        tokenizer: Tokenizer of the model.
+        rank: This rank.
+        world_size: Number of ranks of the run.
+        device: Device that computes.
+        logs: Folder for the output of other processes.
+        report: Function that shows a message to the user.
+        beat: Function to be called as a sign of life in long waits.
     """
 
+    role: str
+    rollout: RolloutConfig
+    model: ModelConfig
+    max_tokens: int
+    tokenizer: Tokenizer
     rank: int
     world_size: int
     device: torch.device
@@ -46,34 +66,59 @@ class Surroundings:
     report: Callable[[str], None]
     beat: Callable[[], None]
 
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a response."""
+        return end_tokens(self.model, self.tokenizer)
 
-def make_engine(
-    name: EngineName,
-    rollout: RolloutConfig,
-    config: ModelConfig,
-    role: str,
-    max_tokens: int,
-    model: CausalLM,
-    tokenizer: Tokenizer,
-    around: Surroundings,
-) -> RolloutEngine:
-    """Make an engine for at most `max_tokens` of prompt and response; one in another process starts when it is needed.
+    @property
+    def probe(self) -> list[int]:
+        """A text that fits, for the log-probabilities that show that an engine has the right weights."""
+        return make_probe(len(self.tokenizer), max(self.max_tokens, LEAST_TOKENS))
+
+
+def make_engine(name: str, setup: RolloutSetup) -> RolloutEngine:
+    """Make an engine; one in another process starts when it is needed.
 
     Raises:
-        RecipeError: The engine is not installed here.
+        RecipeError: There is no such engine, it is not installed here, or what is made is no `RolloutEngine`.
     """
-    ends = end_tokens(config, tokenizer)
-    if name == "native":
-        return NativeEngine(model, tokenizer, ends, rollout.max_sequences, around.device)
-    max_tokens = max(max_tokens, LEAST_TOKENS)
-    driver = _driver(name, rollout, _settings(rollout, config, max_tokens, around), role, around)
-    title, probe = {"vllm": "vLLM", "sglang": "SGLang"}[name], make_probe(len(tokenizer), max_tokens)
-    tolerance = PROBE_TOLERANCE[config.compute_dtype]
-    return ExternalEngine(title, driver, tokenizer, ends, probe, tolerance, around.device, around.report)
+    module, _, function = engine_of(name).implementation.partition(":")
+    engine: object = getattr(import_module(module), function)(setup)
+    missing = sorted(member for member in vars(RolloutEngine) if member[0] != "_" and not hasattr(engine, member))
+    if missing:
+        raise RecipeError.at(
+            "rollout.engine",
+            f"'{name}' made {type(engine).__name__} for role '{setup.role}', which is no RolloutEngine: it lacks "
+            f"{', '.join(missing)}",
+        )
+    return cast("RolloutEngine", engine)
 
 
-def _settings(rollout: RolloutConfig, config: ModelConfig, max_tokens: int, around: Surroundings) -> Settings:
-    external, is_cpu = rollout.external, around.device.type == "cpu"
+def make_native(setup: RolloutSetup) -> RolloutEngine:
+    """Make the native engine."""
+    model = empty_causal_lm(setup.model, setup.role)
+    return NativeEngine(model, setup.tokenizer, setup.end_tokens, setup.rollout.max_sequences, setup.device)
+
+
+def make_vllm(setup: RolloutSetup) -> RolloutEngine:
+    """Make an engine with vLLM."""
+    return _make_external("vllm", "vLLM", setup)
+
+
+def make_sglang(setup: RolloutSetup) -> RolloutEngine:
+    """Make an engine with SGLang."""
+    return _make_external("sglang", "SGLang", setup)
+
+
+def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
+    driver, tolerance = _driver(name, setup), PROBE_TOLERANCE[setup.model.compute_dtype]
+    return ExternalEngine(title, driver, setup.tokenizer, setup.end_tokens, tolerance, setup.device, setup.report)
+
+
+def _settings(setup: RolloutSetup) -> Settings:
+    rollout, config, max_tokens = setup.rollout, setup.model, max(setup.max_tokens, LEAST_TOKENS)
+    external, is_cpu = rollout.external, setup.device.type == "cpu"
     return Settings(
         model=config.path,
         revision=config.revision,
@@ -84,7 +129,7 @@ def _settings(rollout: RolloutConfig, config: ModelConfig, max_tokens: int, arou
         memory_fraction=external.memory_fraction,
         kv_cache_bytes=_host_cache_bytes(rollout, config, max_tokens) if is_cpu else None,
         enable_graphs=external.graphs and not is_cpu,
-        is_one_of_many=external.python is None and around.world_size > 1,
+        is_one_of_many=external.python is None and setup.world_size > 1,
     )
 
 
@@ -100,8 +145,8 @@ def _host_cache_bytes(rollout: RolloutConfig, config: ModelConfig, max_tokens: i
     return min(most, num_blocks * CPU_BLOCK_TOKENS * size.kv_values_per_token * width)
 
 
-def _driver(name: EngineName, rollout: RolloutConfig, settings: Settings, role: str, around: Surroundings) -> Driver:
-    external = rollout.external
+def _driver(name: str, setup: RolloutSetup) -> Driver:
+    rollout, external, settings = setup.rollout, setup.rollout.external, _settings(setup)
     if external.python is None:
         if name == "sglang":
             raise RecipeError.at("rollout.external.python", "must name the interpreter of an environment with SGLang")
@@ -111,12 +156,12 @@ def _driver(name: EngineName, rollout: RolloutConfig, settings: Settings, role: 
                 f"{rollout.engine}: vLLM cannot be imported here: install it, or name the interpreter of an "
                 "environment that has it in rollout.external.python",
             )
-        return InProcessVllm(settings, around.device)
+        return InProcessVllm(settings, setup.device)
     python = shutil.which(external.python)
     if python is None:
         raise RecipeError.at("rollout.external.python", f"'{external.python}' is not a program on this machine")
-    log = around.logs / f"{name}-{role}-rank-{around.rank}.log"
-    title = f"rank {around.rank}: the {name} server of role '{role}'"
-    server = ChildServer(title, log, external.start_timeout_s, external.answer_timeout_s, around.beat)
+    log = setup.logs / f"{name}-{setup.role}-rank-{setup.rank}.log"
+    title = f"rank {setup.rank}: the {name} server of role '{setup.role}'"
+    server = ChildServer(title, log, external.start_timeout_s, external.answer_timeout_s, setup.beat)
     kind = SglangServer if name == "sglang" else VllmServer
-    return kind(python, settings, around.device, server)
+    return kind(python, settings, setup.device, server)

@@ -1,15 +1,14 @@
-"""The native engine: the trainer's own module, with continuous batching and one prefill for each prompt."""
+"""The native engine: this package's own modules, with continuous batching and one prefill for each prompt."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
@@ -28,7 +27,7 @@ from leaderless.rollout.segment_attention import (
     SharedPrompts,
     round_up,
 )
-from leaderless.training.engine import TrainEngine
+from leaderless.weights.stream import WeightStream
 
 PREFILL_TOKENS = 8192
 """Most tokens of a pass that reads prompts; a longer prompt is read in parts."""
@@ -80,7 +79,7 @@ class _Rows(NamedTuple):
 
 
 class NativeEngine:
-    """Samples with the weights that are being trained, without a second copy of them.
+    """Samples with weights that it is given: it keeps the tensors themselves, and makes no second copy of them.
 
     In float32 the same seed and sample id give the same tokens on any number of ranks, with any batching, aborted and
     resumed, as far as sums in another order agree. In bfloat16 products of other shapes round differently, and tokens
@@ -96,13 +95,20 @@ class NativeEngine:
         device: torch.device,
         rounding: Rounding | None = None,
     ) -> None:
-        """Decode at most `max_sequences` responses at a time; the shapes of passes are rounded as suits the device."""
+        """Decode at most `max_sequences` responses at a time; the shapes of passes are rounded as suits the device.
+
+        A model without weights, as of `empty_causal_lm`, gets them by `load_weights`.
+        """
+        self._weights = {name: parameter.shape for name, parameter in model.model.named_parameters()}
+        is_empty = any(parameter.is_meta for parameter in model.parameters())
+        self.policy_version: int | None = None if is_empty else 0
+        self._parameters = _with_memory(model)
+        model.to(device)
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
         self._pass = forward_of(model, enable_compile=device.type == "cuda")
         self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
         self._num_requests = 0
-        self._version = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -114,19 +120,30 @@ class NativeEngine:
         self._active: dict[Segment, _Sequence] = {}
         self._rows: _Rows | None = None
 
-    @contextmanager
-    def serving(self, trainer: TrainEngine) -> Iterator[None]:
-        """See `RolloutEngine`. The module is the trainer's own; its weights are gathered here."""
-        with trainer.unsharded() as module:
-            assert module is self.model
-            self._version = trainer.policy_version
-            was_training = module.training
-            module.eval()
-            try:
-                yield
-            finally:
-                module.train(was_training)
-                self.close()
+    def wake(self, reload: Callable[[], None]) -> None:
+        """See `RolloutEngine`. Memory is taken as it is needed."""
+
+    def load_weights(self, weights: WeightStream) -> None:
+        """See `RolloutEngine`. Keys and values of tokens that were read stay as they are."""
+        self.policy_version, missing = None, set(self._weights)
+        for name, tensor in weights:
+            if name not in self._weights:
+                raise RuntimeError(f"weight '{name}' was sent, which the model does not have")
+            self._parameters[name].data = tensor.to(self.device).view(self._weights[name])
+            missing.discard(name)
+        if missing:
+            raise RuntimeError(f"{len(missing)} of the model's weights have not been sent, such as {min(missing)}")
+        if self._graphs is not None:
+            self._graphs = DecodeGraphs(self._pass)  # a graph reads from the memory of earlier weights
+        self.policy_version = weights.policy_version
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """See `RolloutEngine`."""
+        self._forget()
+        if not keep_weights:
+            self.policy_version = None
+            for parameter in self._parameters.values():
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
     def submit(self, request: Request, params: SamplingParams) -> int:
         """See `RolloutEngine`."""
@@ -166,7 +183,7 @@ class NativeEngine:
 
     def close(self) -> None:
         """See `RolloutEngine`."""
-        self._forget()
+        self.sleep(keep_weights=False)
 
     @torch.no_grad()
     def step(self) -> list[Delta]:
@@ -176,7 +193,7 @@ class NativeEngine:
                 self._decode()
             self._admit()
         except BaseException:
-            self.close()  # a pass that was interrupted cannot be continued
+            self._forget()  # a pass that was interrupted cannot be continued
             raise
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -283,7 +300,9 @@ class NativeEngine:
             completion.log_probs.append(log_prob)
             sequence.num_tokens += 1
             reason = self._finish_reason(completion, sequence.params)
-            self._deltas.append(Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, self._version))
+            self._deltas.append(
+                Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, self.policy_version)
+            )
             if reason:
                 self._release(sequence)
 
@@ -292,6 +311,17 @@ class NativeEngine:
         if tokens[-1] in self.end_tokens or has_stopped(tokens, params.stop, self.tokenizer):
             return "stop"
         return "length" if len(tokens) >= params.max_tokens else None
+
+
+def _with_memory(model: CausalLM) -> dict[str, nn.Parameter]:
+    """The parameters by name, where they have none of the device `meta`; those that modules share stay shared."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                own = replaced.setdefault(parameter, nn.Parameter(torch.empty(0), requires_grad=False))
+                setattr(module, name, own)
+    return dict(model.model.named_parameters())
 
 
 def _draws(sequences: Sequence[_Sequence]) -> _Draws:

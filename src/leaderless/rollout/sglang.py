@@ -7,7 +7,7 @@ import json
 import pickle
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import cast
 
@@ -18,6 +18,7 @@ from leaderless.config import Json
 from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.child_server import ChildServer, EngineError, bound_command
 from leaderless.rollout.weights import LocalStaging, make_buckets
+from leaderless.weights.stream import WeightStream
 
 START = (
     "import runpy\n"
@@ -84,14 +85,14 @@ class SglangServer:
         self._forget()
         self._server.call("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
 
-    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+    def load(self, weights: WeightStream) -> None:
         """See `Driver`. SGLang gets CUDA IPC handles of the buckets; on the CPU, their bytes."""
         for bucket in make_buckets(weights, self._settings.torch_dtype, LocalStaging(self._device)):
             tensors = [(weight.name, weight.view(bucket.data)) for weight in bucket.weights]
             body: Json = {
                 "serialized_named_tensors": [_serialize(tensors, self._device)],
                 "flush_cache": False,
-                "weight_version": str(policy_version),
+                "weight_version": str(weights.policy_version),
             }
             answer = self._server.call("/update_weights_from_tensor", body)
             if not isinstance(answer, Mapping) or answer.get("success") is not True:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from leaderless.config import Json
 from leaderless.device import own_device_environment
@@ -18,6 +17,7 @@ from leaderless.rollout.apart.messages import Ask, Gain, Settings
 from leaderless.rollout.apart.vllm_worker import VllmWorker
 from leaderless.rollout.child_server import ChildServer, bound_command
 from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, make_buckets
+from leaderless.weights.stream import WeightStream
 
 FOLDER = Path(apart.__file__).parent
 START = (
@@ -38,11 +38,11 @@ class InProcessVllm(VllmWorker):
         super().__init__(settings)
         self._device = device
 
-    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+    def load(self, weights: WeightStream) -> None:
         """See `Driver`. Weights go through a bucket from the trainer's memory into vLLM's."""
         for bucket in make_buckets(weights, self.settings.torch_dtype, LocalStaging(self._device)):
             self.load_bucket(bucket.weights, bucket.data, bucket.checksum)
-        self.finish_load(policy_version)
+        self.finish_load(weights.policy_version)
 
 
 class VllmServer:
@@ -67,7 +67,7 @@ class VllmServer:
         """See `Driver`."""
         self._server.call("/sleep", {"keep_weights": keep_weights})
 
-    def load(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+    def load(self, weights: WeightStream) -> None:
         """See `Driver`. Weights are packed in memory that both processes see: of the device, or of the host."""
         staging = CudaStaging(self._device) if self._device.type == "cuda" else HostStaging()
         try:
@@ -75,7 +75,7 @@ class VllmServer:
                 packed: Json = [asdict(weight) for weight in bucket.weights]
                 body = {"place": staging.place(), "weights": packed, "bytes": len(bucket.data)}
                 self._server.call("/load", body | {"checksum": bucket.checksum})
-            self._server.call("/finish_load", {"policy_version": policy_version})
+            self._server.call("/finish_load", {"policy_version": weights.policy_version})
         finally:
             staging.close()
 

@@ -38,8 +38,8 @@ def answer(
     params = SamplingParams(sampling, longest, recipe.rollout.stop, recipe.seed)
     with open_model(source, None, None, print_line) as served:
         requests = _requests(recipe, prompts, served, longest)
-        with served.engine.serving(served.trainer):
-            groups = generate(served.engine, requests, params)
+        with served.serving.phase() as engine:
+            groups = generate(engine, requests, params)
         texts = transcripts(served.tokenizer, [group[0].tokens for group in groups], recipe)
         return [response_in(text) for text in texts]
 

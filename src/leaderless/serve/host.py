@@ -12,9 +12,9 @@ from typing import Self
 
 from leaderless.data.errors import is_out_of_memory
 from leaderless.rollout.child_server import EngineError
-from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingParams
+from leaderless.rollout.engine import Delta, Request, SamplingParams
+from leaderless.rollout.serving import Serving
 from leaderless.serve.errors import STOPPING, ApiError
-from leaderless.training.engine import TrainEngine
 
 TOO_MUCH = "out of memory: ask for fewer tokens, or start the server with a lower --max-sequences or --max-context"
 
@@ -60,8 +60,8 @@ class EngineHost:
     to the event loop at once.
     """
 
-    def __init__(self, engine: RolloutEngine, trainer: TrainEngine) -> None:
-        self._engine, self._trainer = engine, trainer
+    def __init__(self, serving: Serving) -> None:
+        self._serving, self._engine = serving, serving.engine
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._under_way: dict[int, _UnderWay] = {}
         self.is_stopping = False
@@ -117,7 +117,7 @@ class EngineHost:
 
     def _run(self) -> None:
         try:
-            with self._engine.serving(self._trainer):
+            with self._serving.phase():
                 self._loop.call_soon_threadsafe(self._begun.set)
                 while not self.is_stopping:
                     self._take_orders()

@@ -11,24 +11,27 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
 from leaderless.checkpoint.reader import STATE_FILE, find_damage, load_checkpoint, read_role_state
 from leaderless.config import RecipeError, load_recipe, nearest
 from leaderless.config.models import ComputeType, ModelConfig
-from leaderless.config.rollout import EngineName, RolloutConfig
+from leaderless.config.rollout import RolloutConfig
 from leaderless.config.training import TrainingConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import setup_device
-from leaderless.models.decoder import Decoder
+from leaderless.models.decoder import load_model_config
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.run_directory import list_checkpoints
 from leaderless.planner import Layout
+from leaderless.planner.engines import engine_of
 from leaderless.rollout.choose import choose_engine
-from leaderless.rollout.engine import RolloutEngine
-from leaderless.rollout.make import Surroundings, make_engine
+from leaderless.rollout.make import RolloutSetup, make_engine
+from leaderless.rollout.serving import Colocated, Serving
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.registry import make_train_engine
+from leaderless.weights.blocks import Pool, everything
 from leaderless.worker.join import join_nobody
 from leaderless.worker.roles import check_vocabulary
 
@@ -71,14 +74,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded model, its engine, and the train engine that holds its weights."""
+    """A loaded model, and its engine with the source of its weights."""
 
     name: str
     tokenizer: Tokenizer
     vocabulary: int  # tokens with an embedding
     max_context: int  # tokens of prompt and response together
-    engine: RolloutEngine
-    trainer: TrainEngine
+    serving: Serving
 
 
 def find_model(target: str, role: str, say: Callable[[str], None]) -> Source:
@@ -133,7 +135,7 @@ def _newest_good(run: Path, say: Callable[[str], None]) -> Path:
 
 @contextmanager
 def open_model(
-    source: Source, engine: EngineName | None, max_context: int | None, say: Callable[[str], None]
+    source: Source, engine: str | None, max_context: int | None, say: Callable[[str], None]
 ) -> Iterator[Served]:
     """Load a model on this machine's first device.
 
@@ -150,23 +152,36 @@ def open_model(
         tokenizer = load_tokenizer(source.config, source.role)
         trainer = _load(source, device)
         check_vocabulary(trainer, tokenizer, source.role)
-        longest = _longest(trainer.model, max_context)
+        longest = _longest(load_model_config(source.config, source.role), max_context)
         if source.checkpoint is not None:
             load_checkpoint(source.checkpoint, {source.role: trainer})
-        generator = make_engine(
-            engine or choose_engine(source.rollout),
-            source.rollout,
-            source.config,
-            source.role,
-            longest,
-            trainer.model,
-            tokenizer,
-            Surroundings(0, 1, device, Path(logs), say, lambda: None),
+        name = engine or choose_engine(source.rollout)
+        setup = RolloutSetup(
+            role=source.role,
+            rollout=source.rollout,
+            model=source.config,
+            max_tokens=longest,
+            tokenizer=tokenizer,
+            rank=0,
+            world_size=1,
+            device=device,
+            logs=Path(logs),
+            report=say,
+            beat=lambda: None,
+        )
+        spec, dtype = engine_of(name), getattr(torch, source.config.compute_dtype)
+        serving = Colocated(
+            make_engine(name, setup),
+            trainer,
+            Pool(Layout((0,), 1), everything),
+            dtype,
+            probe=setup.probe if spec.is_probed else (),
+            may_restart=spec.may_restart,
         )
         try:
-            yield Served(source.name, tokenizer, trainer.vocab_size, longest, generator, trainer)
+            yield Served(source.name, tokenizer, trainer.vocab_size, longest, serving)
         finally:
-            generator.close()
+            serving.close()
 
 
 def _load(source: Source, device: torch.device) -> TrainEngine:
@@ -186,9 +201,9 @@ def _load(source: Source, device: torch.device) -> TrainEngine:
     return make_train_engine(TrainingConfig().backend, setup)
 
 
-def _longest(model: Decoder, wanted: int | None) -> int:
+def _longest(described: PreTrainedConfig, wanted: int | None) -> int:
     """Return the number of tokens that the model takes or the user wants, and refuse to exceed the model's."""
-    config = model.model.config.get_text_config()
+    config = described.get_text_config()
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
     longest: int = min(limit for limit in limits if limit is not None)
     if wanted is not None and wanted > longest:

@@ -47,7 +47,7 @@ class ModelServer(uvicorn.Server):
 
     def __init__(self, served: Served, token: str | None) -> None:
         """Prepare the server without starting anything; see `make_app` for the token."""
-        self._host = EngineHost(served.engine, served.trainer)
+        self._host = EngineHost(served.serving)
         super().__init__(
             uvicorn.Config(
                 make_app(served, self._host, token),

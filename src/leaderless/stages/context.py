@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from leaderless.planner import PlannedNode
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.serving import Serving
 from leaderless.stages.limits import limited
 from leaderless.training.engine import TrainEngine, ValueEngine
 from leaderless.workflow.stage import RoleUse
@@ -32,19 +34,38 @@ class ModelRole:
     """A language model on the ranks of a node.
 
     Attributes:
-        train_engine: Engine that scores and trains it.
-        rollout_engine: Engine that generates with its weights; None if no node does.
+        trainer: Engine that scores and trains it; None on ranks that only generate.
+        serving: Engine that generates, with the source of its weights; None if nothing is generated.
     """
 
-    train_engine: TrainEngine
-    rollout_engine: RolloutEngine | None
+    trainer: TrainEngine | None
+    serving: Serving | None
+
+    @property
+    def train_engine(self) -> TrainEngine:
+        """The engine that scores and trains the model."""
+        assert self.trainer is not None, "ranks that only generate can neither score nor train"
+        return self.trainer
+
+    def generating(self) -> AbstractContextManager[RolloutEngine]:
+        """The engine that generates, with the newest weights. All ranks of the node use it together."""
+        assert self.serving is not None, "the planner gives an engine to roles that generate"
+        return self.serving.phase()
+
+    @property
+    def policy_version(self) -> int:
+        """Number of optimizer steps that led to the weights that this rank scores, trains or generates with."""
+        if self.trainer is not None:
+            return self.trainer.policy_version
+        assert self.serving is not None, "a role has a trainer or an engine that generates"
+        return self.serving.policy_version
 
     def limited_to(self, use: RoleUse, what: str) -> ModelRole:
         """The same model for a stage that declares one use of it; other uses raise a RuntimeError that names `what`."""
-        trainer = limited(self.train_engine, use, what)
-        if use == "generate" or self.rollout_engine is None:
-            return ModelRole(trainer, self.rollout_engine)
-        return ModelRole(trainer, limited(self.rollout_engine, use, what))
+        trainer = None if self.trainer is None else limited(self.trainer, use, what)
+        if use == "generate" or self.serving is None:
+            return ModelRole(trainer, self.serving)
+        return ModelRole(trainer, limited(self.serving, use, what))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ NEEDS: dict[str, RoleUse] = {
     "discard_gradient": "train",
     "state": "train",
     "state_loaded": "train",
-    "serving": "generate",
+    "phase": "generate",
     "submit": "generate",
     "step": "generate",
 }

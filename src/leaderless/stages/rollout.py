@@ -80,7 +80,6 @@ def _complete(
 ) -> list[Completion]:
     """The responses to the first prompt in the order of the distributions, then those to the next."""
     recipe, role = context.recipe, context.role
-    assert role.rollout_engine is not None
     prompts = batch.jagged("prompt_tokens").to_lists()
     results: list[list[Completion]] = [[Completion()] * len(distributions) for _ in prompts]
     done = 0
@@ -90,7 +89,7 @@ def _complete(
         done += count
         context.progress(done / (len(prompts) * len(distributions)))
 
-    with memory_explained(TOO_MUCH), role.rollout_engine.serving(role.train_engine):
+    with memory_explained(TOO_MUCH), role.generating() as engine:
         for distribution in dict.fromkeys(distributions):
             places = [place for place, wanted in enumerate(distributions) if wanted == distribution]
             requests = [
@@ -98,7 +97,7 @@ def _complete(
                 for prompt, sample_ids in zip(prompts, ids, strict=True)
             ]
             params = SamplingParams(distribution, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
-            for result, answers in zip(results, generate(role.rollout_engine, requests, params, report), strict=True):
+            for result, answers in zip(results, generate(engine, requests, params, report), strict=True):
                 for place, answer in zip(places, answers, strict=True):
                     result[place] = answer
     return [completion for result in results for completion in result]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
-from leaderless.models.causal_lm import CausalLM, TokenOutputs
+from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
 from leaderless.training.micro_batches import MicroBatch
@@ -168,11 +167,7 @@ class Trainable(Protocol):
 
 
 class TrainEngine(Trainable, Protocol):
-    """A language model: it scores tokens, is trained, and makes its weights available for generation."""
-
-    @property
-    def model(self) -> CausalLM:
-        """The module that `unsharded` yields."""
+    """A language model: it scores tokens, and is trained."""
 
     def log_probs(self, batch: Batch) -> Jagged:
         """Log-probabilities of the sampled tokens, float32, without gradient.
@@ -187,9 +182,6 @@ class TrainEngine(Trainable, Protocol):
             micro_batch: One of those that every rank passes through together.
             entropy: Whether entropies are computed, and whether the loss depends on them.
         """
-
-    def unsharded(self) -> AbstractContextManager[CausalLM]:
-        """The module with whole weights on every rank, for generation."""
 
 
 class ValueEngine(Trainable, Protocol):

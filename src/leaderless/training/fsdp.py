@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -34,20 +31,6 @@ class FsdpEngine(ShardedModel[CausalLM]):
             temperature = temperature.to(self.device)
         outputs: TokenOutputs = self.model(*_inputs(self, micro_batch), targets, temperature, entropy)
         return TokenOutputs(outputs.log_probs[:count], outputs.entropies[:count])
-
-    @contextmanager
-    def unsharded(self) -> Iterator[CausalLM]:
-        """See `TrainEngine`."""
-        for unit in self.units:
-            unit.set_reshard_after_forward(False, recurse=False)
-            unit.unshard()
-        try:
-            yield self.model
-        finally:
-            for unit in self.units:
-                unit.set_reshard_after_forward(unit is not self.units[-1], recurse=False)
-                unit.reshard()
-            self.trim_memory()
 
 
 class FsdpValueEngine(ShardedModel[ValueModel]):

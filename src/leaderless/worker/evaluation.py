@@ -13,6 +13,7 @@ from leaderless.data.batch import make_sample_ids
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.errors import memory_explained
+from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Plan, RoleInstance
 from leaderless.rewards.pool import Graded
 from leaderless.rollout.engine import Request, SamplingParams, generate
@@ -44,6 +45,7 @@ class Evaluator:
     dataset: Dataset
     model: ModelRole
     layout: Layout
+    process_group: ProcessGroup
     tokenizer: Tokenizer
     grade: Grader
 
@@ -58,7 +60,7 @@ class Evaluator:
             `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;
             `evaluation/failed` counts the responses that could not be graded, which are left out; see `Scores`.
         """
-        config, process_group = self.recipe.evaluation, self.model.train_engine.process_group
+        config, process_group = self.recipe.evaluation, self.process_group
         rows = self.dataset.rows[: config.max_prompts].tolist()
         shard = self.layout.shard_of(process_group.rank)
         mine = rows[len(rows) * shard // self.layout.dp : len(rows) * (shard + 1) // self.layout.dp]
@@ -87,9 +89,7 @@ class Evaluator:
             done += count
             progress(done / len(ids))
 
-        engine = self.model.rollout_engine
-        assert engine is not None
-        with memory_explained(TOO_MUCH), engine.serving(self.model.train_engine):
+        with memory_explained(TOO_MUCH), self.model.generating() as engine:
             groups = generate(engine, requests, params, report)
         completions = [completion for group in groups for completion in group]
         texts = transcripts(self.tokenizer, [c.tokens for c in completions], self.recipe)

@@ -59,6 +59,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         stack.callback(builder.roles.close)
         if plan.batch.adapts_to_memory:
             builder.roles.adapt_to_memory(directory, pass_tokens)
+        builder.roles.sync_all()
         stack.callback(display.stop)
         parts = Parts(
             recipe=recipe,
@@ -161,7 +162,9 @@ class _Builder:
         model = self.roles.of(self.instance.role, self.instance.layout)
         assert isinstance(model, ModelRole), "checked by the planner"
         settings = self.recipe.as_seen_by(self.instance.role)
-        return Evaluator(settings, dataset, model, self.instance.layout, self.tokenizer, grade)
+        layout = self.instance.layout
+        process_group = self.transport.process_group(layout.ranks)
+        return Evaluator(settings, dataset, model, layout, process_group, self.tokenizer, grade)
 
     def _say_source(self, verb: str, path: str, *, on_hub: bool) -> None:
         self.display.say(f"{verb} [bold]{escape(path)}[/]{' from the hub' if on_hub else ''}")

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from leaderless.config import Recipe, RecipeError
+from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
 from leaderless.planner.backends import backend_of
-from leaderless.rollout.make import Surroundings, make_engine
+from leaderless.planner.engines import engine_of
+from leaderless.rollout.make import RolloutSetup, make_engine
+from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, probe_of, shapes_of
 from leaderless.stages.context import ModelRole
 from leaderless.supervision.limits import lower_limit, read_limits
-from leaderless.training.engine import EngineSetup, Trainable, ValueEngine
+from leaderless.training.engine import EngineSetup, Trainable, TrainEngine, ValueEngine
 from leaderless.training.registry import make_train_engine, make_value_engine
-from leaderless.weights.blocks import HeldWeights, Pool, everything, shard_rows
+from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
 from leaderless.weights.route import Route
-from leaderless.weights.stream import fill_weights, send_weights
+from leaderless.weights.stream import Probe, fill_weights, send_weights
+from leaderless.worker.evaluation import evaluated_instance
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
@@ -45,12 +52,13 @@ class Roles:
         report: Callable[[str], None],
     ) -> None:
         """Load and shard the models; engines print into `logs`."""
-        beat = transport.activity.beat
-        self._around = Surroundings(transport.rank, transport.world.size, device, logs, report, beat)
+        self._device, self._logs, self._report = device, logs, report
         self._recipe, self._plan, self._transport, self._tokenizer = recipe, plan, transport, tokenizer
         self.engines: dict[InstanceKey, Trainable] = {}
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
         self._routes: dict[SyncWeights, Route] = {}
+        self._spec = engine_of(plan.engine)
+        self._generating = [*(one for one in plan.instances if one.generates), evaluated_instance(plan)]
         for instance in plan.instances:
             if transport.rank in instance.layout:
                 self._add(instance)
@@ -72,6 +80,9 @@ class Roles:
         recipe = self._recipe.as_seen_by(role)
         config = recipe.model_of(role)
         assert config is not None
+        if instance.is_engine_only:
+            self._models[role, ranks] = ModelRole(None, self._fed(instance, recipe))
+            return
         setup = EngineSetup(
             role=role,
             model=config,
@@ -82,7 +93,7 @@ class Roles:
                 axis: self._transport.process_group(instance.layout.peers(self._transport.rank, axis))
                 for axis in instance.layout.axes
             },
-            device=self._around.device,
+            device=self._device,
             optimizer=recipe.optimizer if instance.is_trained else None,
             num_updates=instance.num_updates,
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
@@ -94,17 +105,54 @@ class Roles:
             return
         engine = make_train_engine(recipe.training.backend, setup)
         check_vocabulary(engine, self._tokenizer, role)
-        max_tokens = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-        generator = make_engine(
-            self._plan.engine, recipe.rollout, config, role, max_tokens, engine.model, self._tokenizer, self._around
+        serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
+        self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
+
+    def _setup(self, role: str, recipe: Recipe, config: ModelConfig) -> RolloutSetup:
+        return RolloutSetup(
+            role=role,
+            rollout=recipe.rollout,
+            model=config,
+            max_tokens=recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
+            tokenizer=self._tokenizer,
+            rank=self._transport.rank,
+            world_size=self._transport.world.size,
+            device=self._device,
+            logs=self._logs,
+            report=self._report,
+            beat=self._transport.activity.beat,
         )
-        self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, generator)
+
+    def _colocated(self, instance: RoleInstance, recipe: Recipe, trainer: TrainEngine) -> Serving:
+        """An engine on ranks that also train or score the model."""
+        config = recipe.model_of(instance.role)
+        assert config is not None, "checked by the planner"
+        setup = self._setup(instance.role, recipe, config)
+        return Colocated(
+            make_engine(self._plan.engine, setup),
+            trainer,
+            Pool(instance.layout, _placement(recipe)),
+            getattr(torch, config.compute_dtype),
+            probe=setup.probe if self._spec.is_probed else (),
+            may_restart=self._spec.may_restart,
+        )
+
+    def _fed(self, instance: RoleInstance, recipe: Recipe) -> Fed:
+        """An engine on ranks that only generate."""
+        role, layout = instance.role, instance.layout
+        config = recipe.model_of(role)
+        assert config is not None, "checked by the planner"
+        (trained,) = (one for one in self._plan.instances if one.role == role and one.is_trained)
+        route = self._way_to_engines(role, recipe, trained.layout, layout, shapes_of(empty_causal_lm(config, role)))
+        engine = make_engine(self._plan.engine, self._setup(role, recipe, config))
+        group = self._transport.process_group(layout.ranks)
+        return Fed(engine, route, group, may_restart=self._spec.may_restart)
 
     def close(self) -> None:
-        """End the engines, and with them their servers."""
+        """End the engines that generate, and with them their servers."""
         for model in self._models.values():
-            if isinstance(model, ModelRole) and model.rollout_engine is not None:
-                model.rollout_engine.close()
+            if isinstance(model, ModelRole) and model.serving is not None:
+                model.serving.close()
 
     def of(self, role: str, layout: Layout) -> ModelRole | ValueEngine:
         """The instance of a role on a layout."""
@@ -124,39 +172,96 @@ class Roles:
         Without a process group of these ranks, that of the main thread is used.
         """
         source = self.engines.get((action.role, action.source_layout.ranks))
-        target = self.engines.get((action.role, action.target_layout.ranks))
-        held = HeldWeights.of(source.local_weights(), source.policy_version) if source else None
         process_group = process_group or self._transport.process_group(action.ranks)
-        if target is not None:
-            wanted = HeldWeights.of(target.local_weights(), target.policy_version)
-            target.state_loaded(fill_weights(self._route(action, wanted), wanted, process_group, held))
-        elif held is not None:
-            send_weights(self._route(action, held), held, process_group)
+        self._exchange(action, held_by(source) if source else None, self._log_probs(action, source), process_group)
 
     def copy_weights(self, action: SyncWeights) -> Callable[[ProcessGroup], None]:
         """Copy the weights of now to host memory; the function that is returned sends them, in any thread."""
         source = self.engines[action.role, action.source_layout.ranks]
-        copied = HeldWeights.of(source.local_weights(), source.policy_version).copied()
-        route = self._route(action, copied)
-        return lambda process_group: send_weights(route, copied, process_group)
+        copied, log_probs = held_by(source).copied(), self._log_probs(action, source)
+        return lambda process_group: self._exchange(action, copied, log_probs, process_group)
 
-    def _route(self, action: SyncWeights, some: HeldWeights) -> Route:
-        """The way of new weights, given what this rank has of old or new ones."""
-        if action not in self._routes:
-            backend = backend_of(self._recipe.as_seen_by(action.role).training.backend)
-            placement = shard_rows if backend.shards_weights else everything
-            pools = Pool(action.source_layout, placement), Pool(action.target_layout, placement)
-            self._routes[action] = Route(action.role, some.shapes, *pools, torch.float32, self._transport.rank)
-        return self._routes[action]
+    def _exchange(
+        self, action: SyncWeights, held: HeldWeights | None, log_probs: Tensor | None, process_group: ProcessGroup
+    ) -> None:
+        """Send, receive or both, as this rank is in one layout or the other."""
+        role, target = action.role, self._models.get((action.role, action.target_layout.ranks))
+        recipe = self._recipe.as_seen_by(role)
+        source_layout, target_layout = action.source_layout, action.target_layout
+        if not self._is_engine_only(action):
+            copy = self.engines.get((role, target_layout.ranks))
+            wanted = held_by(copy) if copy else None
+            some = held or wanted
+            assert some is not None, "a rank without any of these weights does not take part"
+            placement = _placement(recipe)
+            pools = Pool(source_layout, placement), Pool(target_layout, placement)
+            route = self._routes.setdefault(
+                action, Route(role, some.shapes, *pools, torch.float32, self._transport.rank)
+            )
+            if copy is not None and wanted is not None:
+                copy.state_loaded(fill_weights(route, wanted, process_group, held))
+            elif held is not None:
+                send_weights(route, held, process_group)
+            return
+        probe = self._probe(action, recipe, log_probs, process_group)
+        if isinstance(target, ModelRole):
+            assert isinstance(target.serving, Fed), "an instance that is only an engine is fed"
+            target.serving.receive(process_group, held, probe)
+        elif held is not None:
+            if action not in self._routes:
+                self._routes[action] = self._way_to_engines(role, recipe, source_layout, target_layout, held.shapes)
+            send_weights(self._routes[action], held, process_group)
+
+    def _way_to_engines(
+        self, role: str, recipe: Recipe, source: Layout, target: Layout, shapes: Mapping[str, Shape]
+    ) -> Route:
+        config = recipe.model_of(role)
+        assert config is not None, "checked by the planner"
+        pools, dtype = (Pool(source, _placement(recipe)), Pool(target, everything)), config.compute_dtype
+        return Route(role, shapes, *pools, getattr(torch, dtype), self._transport.rank, is_gathered=True)
+
+    def _is_engine_only(self, action: SyncWeights) -> bool:
+        """Whether the ranks that get weights only generate."""
+        key = action.role, action.target_layout
+        return any(one.is_engine_only and (one.role, one.layout) == key for one in self._plan.instances)
+
+    def _log_probs(self, action: SyncWeights, source: Trainable | None) -> Tensor | None:
+        """The trainer's log-probabilities of a probe, where an engine is to be asked for its own."""
+        if source is None or not self._spec.is_probed or not self._is_engine_only(action):
+            return None
+        recipe = self._recipe.as_seen_by(action.role)
+        probe = probe_of(cast("TrainEngine", source), self._probe_tokens(action, recipe))
+        return None if probe is None else probe.log_probs
+
+    def _probe_tokens(self, action: SyncWeights, recipe: Recipe) -> Sequence[int]:
+        config = recipe.model_of(action.role)
+        assert config is not None, "checked by the planner"
+        return self._setup(action.role, recipe, config).probe
+
+    def _probe(
+        self, action: SyncWeights, recipe: Recipe, log_probs: Tensor | None, process_group: ProcessGroup
+    ) -> Probe | None:
+        """The probe with the trainer's log-probabilities, on all ranks of both layouts."""
+        if not self._spec.is_probed:
+            return None
+        tokens = self._probe_tokens(action, recipe)
+        known = torch.zeros(len(tokens) - 1) if log_probs is None else log_probs
+        what = f"the probe of role '{action.role}'"
+        return Probe(tokens, process_group.broadcast(known, action.source_layout.ranks[0], what))
 
     def sync_all(self) -> None:
-        """Send the trained weights to every serving instance, as after loading a checkpoint."""
+        """Send the trained weights to every other instance of a role, as at the start."""
         for action in self._plan.schedule:
             if isinstance(action, SyncWeights) and self._transport.rank in action.ranks:
                 self.sync(action)
         for channel in self._plan.channels:
             if channel.sync is not None and self._transport.rank in channel.sync.ranks:
                 self.sync(channel.sync, self._transport.lane(channel.name, channel.sync.ranks))
+
+
+def _placement(recipe: Recipe) -> Placement:
+    """How the back end of a role divides its weights."""
+    return shard_rows if backend_of(recipe.training.backend).shards_weights else everything
 
 
 def check_vocabulary(engine: Trainable, tokenizer: Tokenizer, role: str) -> None:

@@ -324,12 +324,15 @@ def test_weights_cross_once_and_in_buckets():
     action = SyncWeights("policy", Layout((0, 1), 2), Layout((2, 3, 4, 5), 4))
     count = 10**9
     links = network(6, **ONE_A_HOST)
-    cost = weights_cost(action, count, links)
+    cost = weights_cost(action, 4 * count, links, is_gathered=False)
     assert cost.interface_bytes == 4 * count // 2, "each of the two that train sends half of it"
     assert cost.seconds == pytest.approx(2 + (2 + 1) / 1000), "over 1 GB/s; packed, and unpacked in quarters"
     assert cost.process_bytes == 2 * WEIGHT_BUCKET_BYTES
-    late = weights_cost(action, count, network(6, **ONE_A_HOST, links__network__latency_us=1000)).seconds
+    slow = network(6, **ONE_A_HOST, links__network__latency_us=1000)
+    late = weights_cost(action, 4 * count, slow, is_gathered=False).seconds
     assert late - cost.seconds == pytest.approx(60 * 2 * 1e-3), "120 buckets, two at a time, to two receivers"
+    gathered = weights_cost(action, 4 * count, links, is_gathered=True).seconds
+    assert gathered - cost.seconds == pytest.approx(3), "each of four receives the three quarters of the others"
 
 
 def test_a_prediction_is_that_of_the_way_that_is_named():

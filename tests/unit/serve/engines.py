@@ -5,12 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from unittest.mock import Mock
 
-from leaderless.rollout.engine import Delta, Request, SamplingParams
-from leaderless.training.engine import TrainEngine
+from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingParams
+from leaderless.weights.stream import WeightStream
 
-TRAINER = Mock(spec=TrainEngine)
+
+class ScriptedServing:
+    """See `Serving`."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine, self.policy_version = engine, 0
+
+    @contextmanager
+    def phase(self) -> Iterator[RolloutEngine]:
+        self.engine.threads.add(threading.current_thread().name)
+        self.engine.start()
+        yield self.engine
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 def raising(error: Exception) -> Callable[[], None]:
@@ -39,15 +52,18 @@ class ScriptedEngine:
         self.num_steps = 0
         self.aborted: list[int] = []
         self.threads: set[str] = set()
+        self.policy_version: int | None = 0
         self._deltas: list[Delta] = []
         self._number = 0
 
-    @contextmanager
-    def serving(self, trainer: TrainEngine) -> Iterator[None]:
-        assert trainer is TRAINER
-        self.threads.add(threading.current_thread().name)
-        self.start()
-        yield
+    def wake(self, reload: Callable[[], None]) -> None:
+        """It needs nothing."""
+
+    def load_weights(self, weights: WeightStream) -> None:
+        """It has no weights."""
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """It holds nothing."""
 
     def submit(self, request: Request, params: SamplingParams) -> int:
         self.threads.add(threading.current_thread().name)

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from starlette.types import ASGIApp, Message
-from tests.unit.serve.engines import TRAINER, ScriptedEngine
+from tests.unit.serve.engines import ScriptedEngine, ScriptedServing
 
 import leaderless
 from leaderless.config import RecipeError
@@ -21,7 +21,7 @@ from leaderless.serve.host import EngineHost
 from leaderless.serve.load import Served
 from leaderless.serve.server import ModelServer, take_port
 
-SERVED = Served("m", Mock(spec=Tokenizer, chat_template=None), 10, 20, ScriptedEngine(), TRAINER)
+SERVED = Served("m", Mock(spec=Tokenizer, chat_template=None), 10, 20, ScriptedServing(ScriptedEngine()))
 ASK = b'{"model": "m", "prompt": [1]}'
 
 
@@ -42,7 +42,7 @@ def ask(app: ASGIApp, method: str, path: str, headers: dict[str, str], body: byt
 
 
 def app(token: str | None = None) -> ASGIApp:
-    return make_app(SERVED, EngineHost(SERVED.engine, TRAINER), token)
+    return make_app(SERVED, EngineHost(SERVED.serving), token)
 
 
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer secre", "Bearer secret2", "Basic secret", "Bearer s\xe9cret"])
@@ -147,7 +147,7 @@ def test_a_server_ends_when_its_engine_fails() -> None:
         raise RuntimeError("the device is gone")
 
     engine.before_step = fail
-    served = Served("m", SERVED.tokenizer, 10, 20, engine, TRAINER)
+    served = Served("m", SERVED.tokenizer, 10, 20, ScriptedServing(engine))
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
     async def client(port: int) -> bytes:

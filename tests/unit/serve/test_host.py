@@ -7,7 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
-from tests.unit.serve.engines import TRAINER, ScriptedEngine, raising
+from tests.unit.serve.engines import ScriptedEngine, ScriptedServing, raising
 
 from leaderless.config.rollout import SamplingConfig
 from leaderless.rollout.child_server import EngineError
@@ -26,7 +26,7 @@ async def all_of(ticket: Ticket) -> list[Delta]:
 
 def with_host(engine: ScriptedEngine, test: Callable[[EngineHost], Awaitable[None]]) -> None:
     async def run() -> None:
-        with EngineHost(engine, TRAINER) as host:
+        with EngineHost(ScriptedServing(engine)) as host:
             await asyncio.wait_for(test(host), 20)
 
     asyncio.run(run())

@@ -195,9 +195,11 @@ def _hops(num_hops: int, num_bytes: int, ranks: Int, network: Network) -> Cost:
     return Cost(took, 2 * num_bytes * is_between_hosts, 0)
 
 
-def weights_cost(action: SyncWeights, num_parameters: int, network: Network) -> Cost:
-    """Cost of new weights: each row goes straight from the rank that trains it to the rank that serves it."""
-    num_bytes = 4 * num_parameters
+def weights_cost(action: SyncWeights, num_bytes: int, network: Network, *, is_gathered: bool) -> Cost:
+    """Cost of new weights: each row goes straight from the rank that trains it to one that wants it.
+
+    Ranks that want whole weights then gather what each has received.
+    """
     sources, targets = (np.array(layout.ranks) for layout in (action.source_layout, action.target_layout))
     borders = [num_bytes * np.arange(len(ranks) + 1) // len(ranks) for ranks in (sources, targets)]
     cuts = np.unique(np.concatenate(borders))
@@ -213,4 +215,6 @@ def weights_cost(action: SyncWeights, num_parameters: int, network: Network) -> 
     # All ranks make bytes of weights that go, and weights of bytes that have come, at the same time.
     packed = 2 * link.latency_us * MICRO + seconds(int(sent.max()) + int(received.max()), link.bandwidth_gb_per_s)
     took = latency + network.transfer_seconds(transfer) + packed
+    if is_gathered:
+        took += network.gather_seconds(num_bytes, targets)
     return Cost(took, int(np.max(sum(network.interface_bytes(transfer)))), held)

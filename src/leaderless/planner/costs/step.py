@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
 from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, weights_cost
 from leaderless.planner.costs.network import Float, Network, sums
 from leaderless.planner.costs.rows import Int, Placement, Routes, Rows, Workload, sending_ranks
+from leaderless.planner.memory import FLOAT32_BYTES, number_bytes
 
 Models = Mapping[tuple[str | None, tuple[int, ...]], ModelCost]
 """The cost of every model, by its role and ranks."""
@@ -71,7 +72,8 @@ class Synced:
     """Weights sent to another layout; through a channel, while the ranks that send them go on."""
 
     action: SyncWeights
-    num_parameters: int
+    num_bytes: int
+    is_gathered: bool
     through_channel: bool = False
 
 
@@ -103,12 +105,12 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
             case Reshard():
                 events.append(Moved(action, placement.reshard(action)))
             case SyncWeights():
-                events.append(Synced(action, _num_parameters(models, action)))
+                events.append(_synced(plan, recipe, models, action))
             case Pull(name):
                 channel = plan.channel(name)
                 events += [Moved(move, placement.reshard(move), through_channel=True) for move in channel.reshards]
                 if channel.sync is not None:
-                    events.append(Synced(channel.sync, _num_parameters(models, channel.sync), through_channel=True))
+                    events.append(replace(_synced(plan, recipe, models, channel.sync), through_channel=True))
             case Push():  # sent while the ranks go on, and counted where it is pulled
                 continue
             case Windowed():  # overlap is not modeled: its entries follow each other
@@ -122,8 +124,14 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
     return tuple(events)
 
 
-def _num_parameters(models: Models, action: SyncWeights) -> int:
-    return models[action.role, action.source_layout.ranks].size.num_parameters
+def _synced(plan: Plan, recipe: Recipe, models: Models, action: SyncWeights) -> Synced:
+    """New weights: float32, but what engines compute in where ranks only generate."""
+    num_parameters = models[action.role, action.source_layout.ranks].size.num_parameters
+    key, config = (action.role, action.target_layout), recipe.model_of(action.role)
+    assert config is not None, "checked by the planner"
+    is_gathered = any(one.is_engine_only and (one.role, one.layout) == key for one in plan.instances)
+    width = number_bytes(config) if is_gathered else FLOAT32_BYTES
+    return Synced(action, num_parameters * width, is_gathered)
 
 
 def _work(node: PlannedNode, models: Models, placement: Placement) -> Worked:
@@ -222,7 +230,7 @@ class Walk:
 
     def sync(self, event: Synced) -> None:
         """Weights go from rank to rank."""
-        cost = weights_cost(event.action, event.num_parameters, self.network)
+        cost = weights_cost(event.action, event.num_bytes, self.network, is_gathered=event.is_gathered)
         self.together(_busy_ranks(event), cost.seconds)
         self.weights[str(event.action)] = cost
 

@@ -1,0 +1,113 @@
+"""What rollout engines can do, as far as the planner needs to know. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from leaderless.config import RecipeError, nearest
+from leaderless.config.functions import is_function_name, load_function
+
+if TYPE_CHECKING:
+    from leaderless.planner.plan import RoleInstance
+
+ENGINE_ATTRIBUTE = "__leaderless_rollout_engine__"
+KEY = "rollout.engine"
+"""Setting that names an engine."""
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class RolloutEngineSpec:
+    """The contract of a rollout engine: what the planner needs to know to use it.
+
+    Attributes:
+        implementation: Function that makes it, as `package.module:function`; only workers import it.
+        spans_ranks: Whether the ranks of a shard make one engine together.
+        keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
+        may_restart: Whether it may lose its weights and ask for them again.
+        is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
+        takes_weights_while_generating: Whether it may be given weights while requests are in progress.
+    """
+
+    implementation: str
+    spans_ranks: bool = False
+    keeps_weights: bool = True
+    may_restart: bool = False
+    is_probed: bool = False
+    takes_weights_while_generating: bool = False
+
+
+BUILTIN_ENGINES = {
+    "native": RolloutEngineSpec(
+        "leaderless.rollout.make:make_native", keeps_weights=False, takes_weights_while_generating=True
+    ),
+    "vllm": RolloutEngineSpec("leaderless.rollout.make:make_vllm", may_restart=True, is_probed=True),
+    "sglang": RolloutEngineSpec("leaderless.rollout.make:make_sglang", may_restart=True, is_probed=True),
+}
+
+
+def rollout_engine(
+    *,
+    spans_ranks: bool = False,
+    keeps_weights: bool = True,
+    may_restart: bool = False,
+    is_probed: bool = False,
+    takes_weights_while_generating: bool = False,
+) -> Callable[[Function], Function]:
+    """Declare a function as one that makes a rollout engine, which recipes name as `package.module:function`.
+
+    The function takes a `RolloutSetup` and returns a `RolloutEngine`.
+
+    Args:
+        spans_ranks: Whether the ranks of a shard make one engine together.
+        keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
+        may_restart: Whether it may lose its weights and ask for them again.
+        is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
+        takes_weights_while_generating: Whether it may be given weights while requests are in progress.
+    """
+
+    def declare(function: Function) -> Function:
+        implementation = f"{function.__module__}:{function.__qualname__}"
+        spec = RolloutEngineSpec(
+            implementation, spans_ranks, keeps_weights, may_restart, is_probed, takes_weights_while_generating
+        )
+        setattr(function, ENGINE_ATTRIBUTE, spec)
+        return function
+
+    return declare
+
+
+def engine_of(name: str) -> RolloutEngineSpec:
+    """The contract of an engine: a built-in one, or a function declared with `@rollout_engine`.
+
+    Raises:
+        RecipeError: There is no such engine, or the function cannot be used as one.
+    """
+    if name in BUILTIN_ENGINES:
+        return BUILTIN_ENGINES[name]
+    if not is_function_name(name):
+        hint = nearest(name, BUILTIN_ENGINES)
+        raise RecipeError.at(KEY, f"unknown engine '{name}'{hint}; a custom one is 'package.module:function'")
+    spec = getattr(load_function(name, KEY, num_arguments=1), ENGINE_ATTRIBUTE, None)
+    if not isinstance(spec, RolloutEngineSpec):
+        raise RecipeError.at(KEY, f"'{name}' must be declared with @leaderless.rollout_engine(...)")
+    return spec
+
+
+def check_engine(name: str, instances: Sequence[RoleInstance]) -> None:
+    """Refuse an engine that cannot do what the models of a plan are for.
+
+    Raises:
+        RecipeError: There is no such engine, or it lacks a capability.
+    """
+    spec = engine_of(name)
+    for instance in instances:
+        if instance.generates and instance.layout.ranks_per_shard > 1 and not spec.spans_ranks:
+            raise RecipeError.at(
+                KEY,
+                f"'{name}' cannot span ranks, as role '{instance.role}' needs on {instance.layout}: leave out tp, pp "
+                "and cp, use another engine, or declare it with @leaderless.rollout_engine(spans_ranks=True) if it can",
+            )

@@ -1,0 +1,249 @@
+"""An engine with the source of its weights: a trainer on the same ranks, or trained ranks elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.transport import ProcessGroup
+from leaderless.device import trim_host_memory
+from leaderless.models.causal_lm import CausalLM
+from leaderless.rollout.child_server import EngineError
+from leaderless.rollout.engine import RolloutEngine
+from leaderless.training.engine import Trainable, TrainEngine
+from leaderless.weights.blocks import HeldWeights, Pool, Shape, everything
+from leaderless.weights.route import Route
+from leaderless.weights.stream import NO_VERSION, Probe, WeightStream, receive_weights
+
+PROBE_TOKENS = 32
+"""Length of the text whose log-probabilities show that an engine has the trainer's weights."""
+
+
+class Serving(Protocol):
+    """An engine that generates with the newest weights that its ranks know."""
+
+    engine: RolloutEngine
+
+    @property
+    def policy_version(self) -> int:
+        """Number of optimizer steps that led to the weights with which it generates now."""
+
+    def phase(self) -> AbstractContextManager[RolloutEngine]:
+        """The engine, awake and with weights. All ranks of the instance call it together.
+
+        Raises:
+            RuntimeError: The engine does not use these weights after they were loaded.
+        """
+
+    def close(self) -> None:
+        """End the engine."""
+
+
+class Colocated:
+    """See `Serving`. The ranks also train or score the model, and each phase begins with the trainer's weights.
+
+    The weights are a part of each phase: between phases, memory belongs to the trainer. On one rank whose engine
+    computes in the type of the trainer's weights, these are used as they are.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        trainer: TrainEngine,
+        pool: Pool,
+        dtype: torch.dtype,
+        *,
+        probe: Sequence[int] = (),
+        may_restart: bool = False,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            engine: Engine of this rank.
+            trainer: Instance of the model on the same ranks.
+            pool: Its ranks, and how they divide its weights.
+            dtype: Type in which the engine computes.
+            probe: Text whose log-probabilities show that the engine has the weights; none if it is not asked.
+            may_restart: Whether engines fail and start again by themselves, so that ranks ask each other.
+        """
+        self.engine, self._trainer, self._probe, self._may_restart = engine, trainer, probe, may_restart
+        group = trainer.process_group
+        shapes = HeldWeights.of(trainer.local_weights(), 0).shapes
+        takers = Pool(pool.layout, everything)
+        self._route = Route("of the trainer", shapes, pool, takers, dtype, group.rank, is_gathered=True)
+        self._is_copied = len(self._route.local) < len(shapes) or dtype != torch.float32
+        self._served_version = -1
+        self._num_phases, self._expected_phases = 0, math.inf
+
+    @property
+    def policy_version(self) -> int:
+        """See `Serving`."""
+        return self._trainer.policy_version
+
+    @contextmanager
+    def phase(self) -> Iterator[RolloutEngine]:
+        """See `Serving`."""
+        version = self._trainer.policy_version
+        if self._served_version != version:
+            self._served_version = version
+            self._expected_phases, self._num_phases = self._num_phases or math.inf, 0
+        self._num_phases += 1
+        self.engine.wake(self._reload)
+        self._bring(is_needed=self.engine.policy_version != version)
+        try:
+            yield self.engine
+        except BaseException:
+            with suppress(EngineError):  # the error that is being raised says more
+                self.engine.sleep(keep_weights=True)
+            raise
+        if self._may_restart:
+            # Another rank's engine may need its weights again: no rank leaves before all engines have them.
+            self._bring(is_needed=False)
+        # If this version has served as often as the one before it, an update comes next, and new weights with it.
+        self.engine.sleep(keep_weights=self._num_phases < self._expected_phases)
+        if self._is_copied and self._trainer.process_group.payload_device.type == "cpu":
+            trim_host_memory()  # the memory of whole weights would lie next to all that follows
+
+    def _bring(self, *, is_needed: bool) -> None:
+        """Give weights to engines until none needs any. All ranks of the trainer call it together."""
+        if not self._may_restart:
+            if is_needed:
+                self._bring_once(is_mine=True)
+            return
+        while self._does_anyone_need(is_needed=is_needed):
+            is_needed = not self._bring_once(is_mine=is_needed)
+
+    def _does_anyone_need(self, *, is_needed: bool) -> bool:
+        what = "which engines need weights"
+        return bool(self._trainer.process_group.max(torch.tensor([int(is_needed)]), what))
+
+    def _bring_once(self, *, is_mine: bool) -> bool:
+        """Gather weights on all ranks, and load them if this rank needs them; returns whether its engine has them."""
+        trainer, group = self._trainer, self._trainer.process_group
+        stream = receive_weights(self._route, group, group, held_by(trainer))
+        stream.probe = probe_of(trainer, self._probe)
+        if is_mine:
+            self.engine.load_weights(stream)
+        stream.drain(group.activity.beat)  # all ranks gather each weight, wherever it is used
+        return not is_mine or self.engine.policy_version == trainer.policy_version
+
+    def _reload(self) -> None:
+        """Bring weights to this rank's engine during a phase, at whose end the other ranks wait for it."""
+        has_weights = False
+        while not has_weights:
+            self._does_anyone_need(is_needed=True)
+            has_weights = self._bring_once(is_mine=True)
+
+    def close(self) -> None:
+        """See `Serving`."""
+        self.engine.close()
+
+
+class Fed:
+    """See `Serving`. The ranks only generate; those that train the model elsewhere send its weights.
+
+    There is no trainer here to ask for weights again. For an engine that may fail and start again, its rank keeps a
+    copy of them in host memory.
+    """
+
+    def __init__(self, engine: RolloutEngine, route: Route, takers: ProcessGroup, *, may_restart: bool = False) -> None:
+        """Have no weights yet.
+
+        Args:
+            engine: Engine of this rank.
+            route: Way of whole weights to the ranks that generate.
+            takers: These ranks.
+            may_restart: Whether the engine fails and starts again by itself.
+        """
+        self.engine, self._route, self._takers, self._may_restart = engine, route, takers, may_restart
+        self._kept: list[tuple[str, Tensor]] = []
+        self._probe: Probe | None = None
+        self._version = NO_VERSION
+
+    @property
+    def policy_version(self) -> int:
+        """See `Serving`."""
+        return self._version
+
+    def receive(self, process_group: ProcessGroup, held: HeldWeights | None, probe: Probe | None) -> None:
+        """Take new weights. All ranks of the route call it, or `send_weights`, together.
+
+        Args:
+            process_group: All ranks of the route.
+            held: Weights that this rank sends, if it trains the model, too.
+            probe: A text with its log-probabilities, if the engine is asked for them.
+
+        Raises:
+            RuntimeError: They were damaged, or the engine does not use them.
+        """
+        self.engine.wake(self._reload)
+        stream = receive_weights(self._route, process_group, self._takers, held)
+        if self._may_restart:
+            self._kept.clear()
+            kept = WeightStream(self._keeping(stream), probe=probe)
+            kept.drain(process_group.activity.beat)
+            self._probe, self._version = probe, stream.policy_version
+            self._reload()
+        else:
+            stream.probe = probe
+            self.engine.load_weights(stream)
+            stream.drain(process_group.activity.beat)
+            self._version = stream.policy_version
+
+    def _keeping(self, stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            self._kept.append((name, tensor.to("cpu", copy=True)))
+            yield name, tensor
+
+    def _reload(self) -> None:
+        while self.engine.policy_version != self._version:
+            self.engine.load_weights(WeightStream(iter(self._kept), self._version, self._probe))
+
+    @contextmanager
+    def phase(self) -> Iterator[RolloutEngine]:
+        """See `Serving`. The engine stays awake, since nothing else needs its memory."""
+        if self._version == NO_VERSION:
+            raise RuntimeError(f"rank {self._route.rank}: role '{self._route.role}' has been sent no weights yet")
+        self.engine.wake(self._reload)
+        yield self.engine
+
+    def close(self) -> None:
+        """See `Serving`."""
+        self.engine.close()
+
+
+def shapes_of(model: CausalLM) -> dict[str, Shape]:
+    """The shapes of a model's weights, by name, as they are sent."""
+    return {name: tuple(parameter.shape) or (1,) for name, parameter in model.model.named_parameters()}
+
+
+def held_by(trainer: Trainable) -> HeldWeights:
+    """The weights of a trainer as this rank holds them now; training changes them."""
+    return HeldWeights.of(trainer.local_weights(), trainer.policy_version)
+
+
+def make_probe(num_tokens: int, max_tokens: int) -> list[int]:
+    """Make a text of at least two tokens, the same on every rank, that leaves one token of the context free."""
+    length = max(2, min(PROBE_TOKENS, max_tokens - 1))
+    digests = (hashlib.blake2b(f"0/0/{place}".encode(), digest_size=4).digest() for place in range(length))
+    return [(int.from_bytes(digest, "big") >> 1) % num_tokens for digest in digests]
+
+
+def probe_of(trainer: TrainEngine, tokens: Sequence[int]) -> Probe | None:
+    """The probe with a trainer's log-probabilities; None without a text. All ranks of the trainer call it together."""
+    if not tokens:
+        return None
+    prompt, scored = (
+        Jagged.from_lists([list(part)], torch.int64, axis)
+        for part, axis in ((tokens[:1], "prompt_tokens"), (tokens[1:], "tokens"))
+    )
+    mask = Jagged(torch.ones(len(tokens) - 1, dtype=torch.bool), scored.lengths, "tokens")
+    columns = {"prompt_tokens": prompt, "tokens": scored, "response_mask": mask}
+    return Probe(tokens, trainer.log_probs(Batch(torch.zeros(1, dtype=torch.int64), columns)).values)

@@ -1,0 +1,85 @@
+"""A rollout engine as a user might write one: `transformers` without a cache, one token of each response at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from leaderless import RolloutSetup, rollout_engine
+from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
+from leaderless.rollout.sampling import sample_tokens, uniform_noise
+from leaderless.weights.stream import WeightStream
+
+
+class PlainEngine:
+    """See `RolloutEngine`. It keeps its weights while it sleeps."""
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        self.setup, self.policy_version = setup, None
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(setup.model.path))
+        self.open: dict[tuple[int, int], tuple[Request, SamplingParams, Completion]] = {}
+        self.deltas: list[Delta] = []
+        self.num_requests = 0
+
+    def wake(self, reload: Callable[[], None]) -> None:
+        """It needs nothing."""
+
+    @torch.no_grad()
+    def load_weights(self, weights: WeightStream) -> None:
+        own = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            own.pop(name).copy_(tensor)
+        if own:
+            raise RuntimeError(f"weights are missing, such as {min(own)}")
+        self.policy_version = weights.policy_version
+
+    def sleep(self, *, keep_weights: bool) -> None:  # noqa: ARG002
+        self.close()
+
+    def close(self) -> None:
+        self.open.clear()
+        self.deltas.clear()
+
+    def submit(self, request: Request, params: SamplingParams) -> int:
+        self.num_requests += 1
+        for sibling, completion in enumerate(request.begin()):
+            if len(completion.tokens) >= params.max_tokens:
+                self.deltas.append(Delta(self.num_requests, sibling, (), (), "length"))
+            else:
+                self.open[self.num_requests, sibling] = request, params, completion
+        return self.num_requests
+
+    def abort(self, request: int) -> None:
+        for key in [key for key in self.open if key[0] == request]:
+            del self.open[key]
+            self.deltas.append(Delta(*key, (), (), "aborted"))
+
+    @torch.no_grad()
+    def step(self) -> list[Delta]:
+        for key in list(self.open)[: self.setup.rollout.max_sequences]:
+            self.draw(*key)
+        deltas, self.deltas = self.deltas, []
+        return deltas
+
+    def draw(self, number: int, sibling: int) -> None:
+        request, params, completion = self.open[number, sibling]
+        logits = self.model(torch.tensor([[*request.prompt, *completion.tokens]])).logits[0, -1:]
+        sample_id, place = torch.tensor([request.sample_ids[sibling]]), torch.tensor([len(completion.tokens)])
+        token, log_prob = sample_tokens(logits, uniform_noise(params.seed, sample_id, place), params.distribution)
+        completion.tokens.append(int(token))
+        reason: FinishReason | None = None
+        if int(token) in self.setup.end_tokens or has_stopped(completion.tokens, params.stop, self.setup.tokenizer):
+            reason = "stop"
+        elif len(completion.tokens) >= params.max_tokens:
+            reason = "length"
+        if reason:
+            del self.open[number, sibling]
+        self.deltas.append(Delta(number, sibling, (int(token),), (float(log_prob),), reason, self.policy_version))
+
+
+@rollout_engine(takes_weights_while_generating=True)
+def make(setup: RolloutSetup) -> PlainEngine:
+    """Make the engine of a rank."""
+    return PlainEngine(setup)
