@@ -95,6 +95,27 @@ def test_a_critic_trains_behind_the_channel():
     assert [channel.name for channel in plan.channels] == ["rollout->old", "policy=>rollout"]
 
 
+def test_several_policies_may_generate_and_train_each_on_its_side():
+    workflow = Workflow("two").node("a", run="rollout", role="x").node("b", run="rollout", role="y")
+    workflow = workflow.node("reward", run="reward", after=["a", "b"])
+    workflow = workflow.node("advantage", run="advantage", after="reward")
+    for role in "xy":
+        own = {"role": role, "where": {"agent": role}}
+        workflow = workflow.node(f"old_{role}", run="log_probs", after="reward", **own)
+        workflow = workflow.node(f"train_{role}", run="update", after=["advantage", f"old_{role}"], **own)
+    layout = {name: {"ranks": "0-1"} for name in "ab"} | {f"train_{role}": {"ranks": "2-3"} for role in "xy"}
+    channels = {"a": {"capacity": 1}}
+    plan = cut(workflow=workflow, layout=layout, channels=channels, models=dict.fromkeys("xy", "/no/such/model"))
+    assert [channel.name for channel in plan.channels] == ["a->old_x", "x=>a", "y=>b"]
+    assert names(plan)[0][:2] == ["pull(x=>a)", "pull(y=>b)"]
+    assert names(plan)[1][-2:] == ["push(x=>a)", "push(y=>b)"]
+    # What joins the rows of two pools goes through iterations with both of them.
+    apart = layout | {"b": {"ranks": "2-3"}, "train_y": {"ranks": "2-3"}}
+    key, message = refused(workflow, layout=apart, channels=channels, models=dict.fromkeys("xy", "/no/such/model"))
+    assert key == "channels.a"
+    assert "without a channel, so that" in message
+
+
 def test_a_bound_on_staleness_may_be_larger_than_what_the_capacity_makes():
     plan = cut(channels={"rollout": {"capacity": 2, "max_staleness": 5}})
     assert {channel.max_staleness for channel in plan.channels} == {5}

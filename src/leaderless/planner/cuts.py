@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.channels import ChannelConfig
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.plan import PlannedNode, RoleInstance
 from leaderless.planner.row_sets import DATA
+from leaderless.planner.schedule import makers
 
 Pool = frozenset[int]
 """Ranks of nodes that share ranks, directly or through other nodes."""
@@ -53,11 +55,17 @@ class _Cutter:
         self.recipe, self.nodes = recipe, {node.name: node for node in nodes}
         pools = _pools(nodes)
         self.pool = {node.name: next(pool for pool in pools if node.layout.ranks[0] in pool) for node in nodes}
+        sources = {node.name: {*node.reads.values(), *(x.name for x in makers(nodes, node.row_set))} for node in nodes}
         self.edges = [
             (source, node.name)
             for node in nodes
-            for source in sorted({node.row_set, *node.reads.values()} - {DATA})
+            for source in sorted(sources[node.name] - {DATA})
             if self.pool[source] != self.pool[node.name]
+        ]
+        # Nodes that join rows put them into one table.
+        shared = (makers(nodes, node.row_set_after) for node in nodes if node.spec.rows == "join")
+        self.joins = [
+            (self.pool[first.name], self.pool[second.name]) for made in shared for first, second in pairwise(made)
         ]
         of_instance = {instance: next(p for p in pools if instance.layout.ranks[0] in p) for instance in instances}
         self.weights = [
@@ -75,7 +83,7 @@ class _Cutter:
             if not any(self.pool[source] == pool for source, _ in cut):
                 raise self._without_edge(name)
         kept = [(self.pool[source], self.pool[target]) for source, target in self.edges if (source, target) not in cut]
-        kept += [pair for pair in self.weights if named.keys().isdisjoint(pair)]
+        kept += [pair for pair in self.weights if named.keys().isdisjoint(pair)] + self.joins
         part_of = _joined(set(self.pool.values()), kept)
         for source, target in cut:
             if part_of[self.pool[source]] == part_of[self.pool[target]]:
@@ -152,7 +160,8 @@ class _Cutter:
     def _joined_anyway(self, name: str, edge: tuple[str, str], cut: Sequence[tuple[str, str]]) -> RecipeError:
         """Why the two ends of a channel would have to go through iterations together all the same."""
         pool = self.pool[edge[0]]
-        source, target = next((a, b) for a, b in self.edges if self.pool[b] == pool and (a, b) not in cut)
+        ways = ((a, b) for a, b in self.edges if self.pool[b] == pool and (a, b) not in cut)
+        source, target = next(ways, edge)  # else the rows of both ends are joined into one table
         is_circle = self.pool[source] in self._after(edge[1])
         reason = (
             "it would wait for its own iteration to come back, and none could begin"

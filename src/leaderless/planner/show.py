@@ -180,7 +180,7 @@ def _channels(plan: Plan) -> Table:
         )
         for channel in plan.channels
     ]
-    return _table("channel", "carries", "in flight", "at most as old as", "sends", rows=rows)
+    return _table("channel", "carries", "in flight", "oldest", "sends", rows=rows)
 
 
 def _edges(plan: Plan) -> Table:
