@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -150,6 +150,23 @@ def test_a_loss_that_depends_on_no_output_still_has_a_backward_pass() -> None:
     batch = batch.only(name for name in batch.names() if name != "ref_log_probs")
     gradient, _ = trained(batch, algorithm, numbers(9))
     assert not gradient.any()
+
+
+class ReadsReference(PolicyLoss):
+    """A loss that reads what a KL penalty would."""
+
+    reads: ClassVar[tuple[str, ...]] = ("ref_log_probs",)
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        return LossOutput.without_clipping(-inputs.log_probs * inputs.columns["ref_log_probs"])
+
+
+def test_a_loss_that_reads_the_reference_is_no_penalty() -> None:
+    _, metrics = trained(samples(), {"policy_loss": {"type": f"{__name__}:ReadsReference"}}, numbers(9))
+    assert metrics["policy/grad_norm"] >= 0
+    assert "policy/kl" not in metrics
+    _, metrics = trained(samples(), {"policy_loss": {"type": f"{__name__}:ReadsReference"}, "kl": KL}, numbers(9))
+    assert "policy/kl" in metrics
 
 
 def advantages_of(batch: Batch, algorithm: Mapping[str, Any]) -> tuple[Tensor, dict[str, float], float]:
