@@ -21,7 +21,7 @@ from leaderless.stages.limits import limited
 from leaderless.workflow import Node, read_workflow, spec_of, write_workflow
 
 HERE = "tests.contracts.test_stages_with_models:"
-SEQUENCE = ["prompt_tokens", "tokens", "response_mask"]
+SEQUENCE = ["prompt_tokens", "tokens", "response_mask", "temperatures"]
 
 
 def refuse_sampling_without_noise(recipe: Recipe, node: Node) -> None:
@@ -42,7 +42,7 @@ def reinforce_reads(recipe: Recipe, node: Node) -> list[str]:
 )
 def reinforce(batch: Batch, context: StageContext) -> Batch:
     """Raise the probability of responses by their reward: one step on the mean over all samples."""
-    engine, temperature = context.role.train_engine, context.recipe.rollout.temperature
+    engine = context.role.train_engine
     count = float(context.sum(torch.tensor(float(len(batch)))))
     weights = torch.repeat_interleave(batch.dense("rewards") / count, batch.dense("response_lengths"))
 
@@ -50,7 +50,7 @@ def reinforce(batch: Batch, context: StageContext) -> Batch:
         engine.discard_gradient()
         losses = []
         for micro_batch in micro_batches:  # type: ignore[attr-defined]
-            outputs = engine.forward(micro_batch, temperature)
+            outputs = engine.forward(micro_batch)
             loss = -(weights[micro_batch.response_index] * outputs.log_probs).sum()
             loss.backward()
             losses.append(loss.detach())
@@ -70,7 +70,7 @@ def reinforce(batch: Batch, context: StageContext) -> Batch:
 def prefer(batch: Batch, context: StageContext) -> Batch:
     """Whether the judge likes a response better than the policy does."""
     scores = [
-        torch.stack([row.sum() for row in context.language_model(name).train_engine.log_probs(batch, 1.0).rows()])
+        torch.stack([row.sum() for row in context.language_model(name).train_engine.log_probs(batch).rows()])
         if len(batch)
         else torch.zeros(0)
         for name in ("policy", "judge")

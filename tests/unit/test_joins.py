@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model
+from tests.unit.test_schedule import Tables, rows_of
 
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, make_sample_ids
@@ -256,3 +259,55 @@ def test_a_row_is_in_one_of_the_parts_that_are_joined():
     assert joined.ids.tolist() == sorted([*ids.tolist(), *(ids + 1).tolist()])
     with pytest.raises(ValueError, match="is in several of the parts"):
         Table.joined([Table.of(part, "n"), Table.of(part, "n")])
+
+
+class JoinedTables(Tables):
+    """Which columns are where, and which table's groups are on which shards: those that were loaded or resharded."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.divided_by = {}
+
+    def run(self, node):
+        key, made = (node.row_set, rows_of(node.layout)), (node.row_set_after, rows_of(node.layout))
+        before = self.columns.get(made), self.has_whole_groups.get(made)
+        if node.spec.rows != "join":
+            super().run(node)
+            self.divided_by.setdefault(made, self.divided_by.get(key, key))
+            return
+        assert {(source, column) for column, source in node.reads.items()} <= self.columns[key]
+        columns, whole = {(node.row_set_after, column) for column in node.reads}, self.has_whole_groups[key]
+        if before[0] is not None:
+            assert columns == before[0], "all parts have the same columns"
+            meets = node.layout.dp == 1 or self.divided_by[made] == self.divided_by.get(key, key)
+            whole = whole and before[1] and meets
+        self.columns[made], self.has_whole_groups[made] = columns, whole
+        self.divided_by[made] = self.divided_by.get(key, key)
+
+
+RANKS = st.sampled_from(["0", "1", "0-1", "2-3", "0-3", "1-2"])
+NODES = ("rollout_a", "rollout_b", "old_a", "old_b", "reward", "advantage", "a", "b")
+
+
+@given(layout=st.dictionaries(st.sampled_from(NODES), RANKS), is_apart=st.booleans())
+@example(layout={"a": "0-1", "b": "2-3"}, is_apart=False)
+@example(layout={"rollout_a": "0-1", "rollout_b": "2-3", "reward": "1-2"}, is_apart=False)
+def test_joined_rows_and_whole_groups_are_found_on_any_layouts(layout, is_apart):
+    workflow = two(old=True)
+    if is_apart:
+        for role in "ab":
+            workflow = workflow.node(f"gain_{role}", run="advantage", after="reward", where={"agent": role})
+            workflow = workflow.node(role, run="update", role=role, after=f"gain_{role}")
+        workflow = workflow.node("advantage", run="record", after=["gain_a", "gain_b"])
+    else:
+        workflow = trained(workflow.node("advantage", run="advantage", after="reward"))
+    ranks = {name: {"ranks": own} for name, own in layout.items()}
+    try:
+        plan = plan_of(workflow, 4, **MODELS, **UPDATES, layout=ranks)
+    except RecipeError as error:
+        message = only_problem(error).message
+        assume(not any(part in message for part in ("runs no node", "whole groups are needed")))
+        raise
+    tables = JoinedTables(plan)
+    for action in plan.schedule:
+        tables.execute(action)
