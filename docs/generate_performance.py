@@ -10,6 +10,7 @@ MARKS = "<!-- training step: begin -->", "<!-- training step: end -->"
 ALT = "Seconds of generation, log-probs and update of a step, ours next to TRL's, for four workloads"
 MEMORY_MARKS = "<!-- real size: begin -->", "<!-- real size: end -->"
 MEMORY = Path(__file__).parent / "performance/real_size.json"
+LAG_MARKS = "<!-- fixed lag: begin -->", "<!-- fixed lag: end -->"
 
 
 def with_real_size(page: str) -> str:
@@ -30,6 +31,18 @@ def _memory_table() -> str:
             measured, planned = (sizes[kind] / 2**30 for kind in ("measured", "planned"))
             lines.append(f"| {workers} | {phase} | {measured:.2f} | {planned:.2f} | {measured / planned:.2f} |")
     return "\n".join(lines)
+
+
+def with_fixed_lag(page: str) -> str:
+    """A page with the newest results of `benchmarks/fixed_lag.py` between its two marks."""
+    from benchmarks.fixed_lag_report import MEAN_S, load, table
+
+    before, _, rest = page.partition(LAG_MARKS[0])
+    results, content = load(), "There are no results yet: the script has not been run."
+    if results is not None:
+        on = f"{results['cores']} cores, {results['iterations']} iterations, {MEAN_S:g} s of each kind on average."
+        content = f"{on}\n\n{table(results)}"
+    return f"{before}{LAG_MARKS[0]}\n\n{content}\n\n{LAG_MARKS[1]}{rest.partition(LAG_MARKS[1])[2]}"
 
 
 def with_training_step(page: str) -> str:
