@@ -80,8 +80,17 @@ def next_to_another() -> Workflow:
 
 
 WORKFLOWS = {"joined": joined, "apart": apart, "alone": alone, "next to another": next_to_another}
+WORKFLOWS["two back ends"] = joined
 CHANGES: Mapping[str, dict[str, object]] = {
     "alone": {"models": {"first": tiny_model()}, "roles": {}},
+    "two back ends": {
+        "roles": {
+            "second": {
+                **SETTINGS["roles"]["second"],  # type: ignore[index]
+                "training": {"backend": "tests.contracts.replicated:make_engine"},
+            }
+        }
+    },
     "next to another": {"roles": {"second": {"rollout": {"temperature": 0.7}}}},
 }
 Walk = Callable[[str, str], list[list[Step]]]
@@ -153,3 +162,14 @@ def test_a_policy_learns_the_same_next_to_one_that_is_not_trained(walk: Walk) ->
         assert all(result["weights"][name].equal(weights) for name, weights in expected["weights"].items())
         assert result["numbers"]["first/loss"] == expected["numbers"]["first/loss"]
         assert result["numbers"]["rollout/truncated/first"] == expected["numbers"]["rollout/truncated"]
+
+
+def test_two_policies_may_have_different_back_ends(walk: Walk) -> None:
+    single, several = walk("joined", "1 rank"), walk("two back ends", "2 ranks")
+    for step in range(NUM_STEPS):
+        expected, result = merged(single, step), merged(several, step)
+        for name in ("first/loss", "second/loss", "first/grad_norm", "second/grad_norm", "reward/mean"):
+            assert result["numbers"][name] == pytest.approx(expected["numbers"][name], rel=1e-3, abs=1e-4), name
+        for name, weights in expected["weights"].items():
+            difference = (result["weights"][name] - weights).norm() / weights.norm().clamp(min=1e-3)
+            assert float(difference) < 1e-4, f"{name}, step {step + 1}"
