@@ -44,7 +44,7 @@ class Wire:
     def counting(self) -> Iterator[None]:
         """Count until the end of the context."""
         with ExitStack() as stack:
-            for name in ("sum", "max", "gather", "broadcast_text", "exchange", "exchange_rounds"):
+            for name in ("sum", "max", "gather", "gather_equal", "broadcast", "broadcast_text", "_begin"):
                 stack.enter_context(patch.object(ProcessGroup, name, self._labelled(getattr(ProcessGroup, name))))
             stack.enter_context(self._labels(MODEL))
             yield

@@ -152,7 +152,8 @@ def test_no_rank_carries_more_than_its_share_of_an_edge(observed: Observed) -> N
 
 def test_no_rank_carries_more_than_its_share_of_a_collective(observed: Observed) -> None:
     agreed = [account.agreed for account in observed.accounts]
-    assert all(account[MODEL][0] > 0 for account in agreed), "FSDP's own collectives are counted"
+    trainers = observed.plan["policy"].layout
+    assert all((MODEL in account) == (rank in trainers) for rank, account in enumerate(agreed)), "FSDP's count"
     for pool in observed.pools:
         for what in sorted({what for rank in pool for what in agreed[rank]}):
             for place in (0, 1):
