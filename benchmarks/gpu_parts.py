@@ -299,9 +299,8 @@ def decoding(machine: Machine) -> Result:
     is_cuda = machine.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * is_cuda
     with machine.model_folder() as folder:
-        model = machine.sampler(folder)
         for name, has_graphs in (("graphs", True), ("no graphs", False)):
-            engine = machine.native(model, has_graphs=has_graphs)
+            engine = machine.native(machine.sampler(folder), has_graphs=has_graphs)
             for request in machine.requests():
                 engine.submit(request, SamplingParams(SamplingConfig(), 10 * steps))
             for _ in range(steps):

@@ -119,6 +119,7 @@ def bring_weights(model: str, is_whole: bool) -> Peak:
 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_weights_pass_through_little_memory(ranks: RankPool, medium_model: Path, is_whole: bool) -> None:
+    num_buckets = 4 if is_whole else 2  # messages, and the weights that are made of them
     for peak in ranks.run(2, bring_weights, str(medium_model), is_whole):
-        assert peak.on_top < 2 * BUCKET_BYTES + SLACK, peak
+        assert peak.on_top < num_buckets * BUCKET_BYTES + SLACK, peak
     assert 4 * BUCKET_BYTES + SLACK < 256 * MIB

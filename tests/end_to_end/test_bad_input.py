@@ -206,9 +206,9 @@ def test_a_finished_run_survives_what_is_wrong_afterwards(tmp_path: Path, recipe
             tmp_path, "export", "runs/tiny", "out", "--role", role
         )
     assert "recipe.yaml is not empty: name another one" in refused(tmp_path, "export", "runs/tiny", recipe)
-    other = tmp_path / "other"
-    shutil.copytree(tiny_model("qwen3"), other)
-    errors = refused(tmp_path, "eval", recipe, *EVALUATION, f"models.policy={other}", "--checkpoint", "runs/tiny")
+    family = tmp_path / "family"
+    shutil.copytree(tiny_model("qwen3"), family)
+    errors = refused(tmp_path, "eval", recipe, *EVALUATION, f"models.policy={family}", "--checkpoint", "runs/tiny")
     assert "does not fit" in errors
     after = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
     assert after == before

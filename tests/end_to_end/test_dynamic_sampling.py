@@ -292,7 +292,9 @@ def test_carried_samples_are_as_they_were_sampled_and_one_step_old(run) -> None:
         old = {row for row, values in step.trained.items() if {now} != set(values["version"])}
         assert {row >> SIBLING_BITS for row in old} == (steps[number - 1].carried if number else set())
         assert all(set(step.trained[row]["version"]) == {now - 2} for row in old)
-        assert step.numbers["rollout/staleness"] == pytest.approx(2 * len(old) / len(step.trained))
+        num_tokens = {row: len(values["version"]) for row, values in step.trained.items()}
+        staleness = 2 * sum(num_tokens[row] for row in old) / sum(num_tokens.values())
+        assert step.numbers["rollout/staleness"] == pytest.approx(staleness)
         for row, values in step.trained.items():
             sampled, scored = torch.tensor(values["rollout_log_probs"]), torch.tensor(values["old_log_probs"])
             is_same = torch.allclose(sampled, scored, atol=1e-4)

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def ppo_recipe(folder: Path, changes: dict[str, object] | None = None) -> str:
-    critic = {"models.critic": {"path": tiny_model(), **CRITIC}}
+    critic = {"models.critic": tiny_model(), "roles.critic": CRITIC}
     return str(write_recipe(folder, tiny_model(), SETTINGS | critic | (changes or {})))
 
 
@@ -152,6 +152,6 @@ def test_a_checkpoint_of_two_ranks_is_exported_in_the_form_of_transformers(ranks
     assert not info["missing_keys"]
     assert (critic.config.num_labels, critic.config.architectures) == (1, ["Qwen2ForTokenClassification"])
     assert critic.score.weight.abs().sum() > 0
-    again = ppo_recipe(tmp_path, {"models.critic": {"path": str(path), **CRITIC}})
+    again = ppo_recipe(tmp_path, {"models.critic": str(path)})
     (first,) = ranks.run(1, walk_steps, again, "again", 1, init_group=False)[0]
     assert numbers_of(first)["critic/value_mean"] != 0.0, "the exported critic already expects something"

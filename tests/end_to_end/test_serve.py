@@ -11,18 +11,22 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import openai
 import pytest
+import torch
 from examples.serve.ask import ask, ask_streaming
 from openai import AsyncOpenAI, OpenAI
 
+from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
+from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tiny import write_tiny_model
+from leaderless.models.tokenizer import end_tokens
 from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
 from leaderless.serve.app import sample_ids
@@ -44,7 +48,9 @@ class Watched:
         self.aborted: list[int] = []
         self.num_awaited = 0
         """Nothing is sampled until this number of requests has arrived."""
-        self.serving, self.close = engine.serving, engine.close
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.engine, name)
 
     def submit(self, request: Request, params: SamplingParams) -> int:
         self.num_submitted += 1
@@ -68,11 +74,13 @@ class Site:
 
     Attributes:
         url: URL of its API.
+        folder: Folder of its model.
         served: Model that it serves.
         engine: Engine that samples.
     """
 
     url: str
+    folder: Path
     served: Served
     engine: Watched
 
@@ -82,9 +90,9 @@ class Site:
 
     def expected(self, prompt: list[int], n: int, seed: int, max_tokens: int, **sampling: float) -> list[Completion]:
         """The samples of the engine without a server."""
-        native = self.engine.engine
-        assert isinstance(native, NativeEngine)
-        engine = NativeEngine(native.model, native.tokenizer, native.end_tokens, 8, native.device)
+        config = ModelConfig(path=str(self.folder))
+        model, tokenizer = load_causal_lm(config, "policy"), self.served.tokenizer
+        engine = NativeEngine(model, tokenizer, end_tokens(config, tokenizer), 8, torch.device("cpu"))
         params = SamplingParams(SamplingConfig(**sampling), max_tokens)  # type: ignore[arg-type]
         return generate(engine, [Request(prompt, sample_ids(seed, n))], params)[0]
 
@@ -97,11 +105,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A model whose tokens are parts of characters, which it combines at random."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_tiny_model(folder, "0123456789+=abé你😀 :\nu", hidden_size=32, chat_template=TEMPLATE)
-    with open_model(find_model(str(folder), "policy", print), "native", None, print) as opened:
-        watched = Watched(opened.engine)
-        served = replace(opened, engine=watched)
+    with open_model(find_model(str(folder), "policy", print), "native", None, print) as served:
+        served.serving.engine = watched = Watched(served.serving.engine)
         with running(served, None) as url:
-            yield Site(url, served, watched)
+            yield Site(url, folder, served, watched)
 
 
 @contextmanager

@@ -158,6 +158,7 @@ class _Delivery:
         for _ in self._group.exchanging(rounds(), self.what):
             turns, rooms, arrived = under_way.popleft()
             self._take(arrived, rooms)
+            del arrived, rooms  # or they would stay while the next rounds are begun
             yield turns
 
     def _copy_own(self, pieces: Sequence[Piece], rooms: Rooms) -> None:
@@ -241,7 +242,8 @@ class _Gathering:
         under_way: deque[tuple[Sequence[Turn], PendingGather | None]] = deque()
         for turns in self._delivery.deliver(self._open_rooms):
             under_way.append((turns, self._gather()))
-            if len(under_way) == GATHERS_AHEAD:
+            # What needs no gathering is complete, and would only take memory.
+            while under_way and (under_way[0][1] is None or len(under_way) == GATHERS_AHEAD):
                 yield from self._finish(*under_way.popleft())
         while under_way:
             yield from self._finish(*under_way.popleft())
