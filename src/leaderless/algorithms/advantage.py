@@ -117,8 +117,8 @@ class Advantage(Algorithm):
         compares_siblings: Whether a response is compared with the others of its group.
         writes: Columns that it writes besides `advantages`, one value per response token.
         stage: Built-in stage that computes it.
-        judges: What it does with rewards in place of adding them up, such as "asks whether a response is correct";
-            then nothing may be subtracted from them. Empty if penalties can be.
+        judges: Its use of rewards if it does not add them up, such as "asks whether a response is correct"; then no
+            penalty can be subtracted from them. Empty if penalties can be.
     """
 
     is_per_token: ClassVar[bool] = False

@@ -32,7 +32,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     """Decide what every rank does, and what is sent between ranks.
 
     Args:
-        recipe: What the user set.
+        recipe: Settings of the user.
         workflow: The graph that the recipe names.
         cluster: The ranks there are.
 

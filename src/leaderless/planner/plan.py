@@ -119,13 +119,13 @@ class Channel:
     Attributes:
         name: `rollout->policy` for rows, after the two loops; `policy=>rollout` for weights, after the role and the
             first node that uses the copy.
-        kind: What it carries.
+        kind: Content.
         source: Loop that pushes.
         target: Loop that pulls. Surplus groups are rows that a loop keeps for its own next iteration.
         capacity: Most iterations in flight: pushed, and not pulled yet.
         max_staleness: Most optimizer steps between the weights that sampled a row and those that are trained with it.
-        reshards: What is sent of one iteration, in order, if it carries rows to other ranks.
-        sync: What is sent of one iteration if it carries weights.
+        reshards: Transfers of one iteration, in order, if it carries rows to other ranks.
+        sync: Transfer of one iteration if it carries weights.
         max_bytes: Most bytes of rows that a rank pushes in one iteration; weights have the size of their model.
     """
 
@@ -212,7 +212,7 @@ class Plan:
         pruned: Nodes that do not run, because no node reads what they write.
         edges: The columns between nodes.
         loops: Loops that the nodes form, the one that generates first.
-        channels: What joins loops.
+        channels: Links between loops, and between iterations of one.
         instances: The models and where they are.
         engine: Engine that generates.
         batch: Derived batch sizes.
