@@ -30,7 +30,7 @@ from leaderless.weights.route import BUCKET_BYTES, Route
 from leaderless.weights.stream import fill_weights, receive_weights, send_weights
 
 MIB = 1 << 20
-SLACK = 24 * MIB
+SLACK = 32 * MIB
 """Memory of Python, torch and the allocator."""
 
 
