@@ -24,7 +24,7 @@ from leaderless.worker.chain import StageFunction
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import resolve_workflow
-from leaderless.workflow.stage import STAGE_ATTRIBUTE
+from leaderless.workflow.stage import STAGES
 from leaderless.workflow.stages import BUILTIN_STAGES
 
 OWN = ("tests.end_to_end.own_code:bonus_for_even_sums", "tests.end_to_end.failing:fail")
@@ -114,6 +114,6 @@ def test_a_stage_is_a_function_of_a_batch_and_a_context(name: str) -> None:
     module, _, function = place.partition(":")
     stage = getattr(import_module(module), function)
     assert inspect.get_annotations(stage, eval_str=True) == {"batch": Batch, "context": StageContext, "return": Batch}
-    spec = BUILTIN_STAGES.get(name) or getattr(stage, STAGE_ATTRIBUTE)
+    spec = STAGES.find(name, "run", BUILTIN_STAGES)
     assert spec.implementation == place
     assert spec.summary or name in OWN, "what `leaderless plan` says of it"

@@ -3,13 +3,63 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from leaderless.config.errors import RecipeError, nearest
 
 Base = TypeVar("Base")
+Contract = TypeVar("Contract")
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class Declarations(Generic[Contract]):
+    """Functions of one kind that recipes and workflows name, each with a contract that a decorator gives to it.
+
+    Attributes:
+        noun: Name of the kind, for errors.
+        contract: Type of the contracts.
+        decorator: Decorator of custom functions, as a user writes it.
+        num_arguments: Number of arguments of such a function.
+    """
+
+    noun: str
+    contract: type[Contract]
+    decorator: str
+    num_arguments: int = 1
+
+    def declare(self, function: Function, contract: Contract) -> Function:
+        """Give a function its contract, and return it."""
+        setattr(function, self._attribute, contract)
+        return function
+
+    def find(self, name: str, key: str, built_in: Mapping[str, Contract]) -> Contract:
+        """The contract of a built-in function, or of a custom one named as `package.module:function`.
+
+        Raises:
+            RecipeError: There is no such function, or it has no such contract; the error is at the setting `key`.
+        """
+        if name in built_in:
+            return built_in[name]
+        if not is_function_name(name):
+            hint = nearest(name, built_in)
+            raise RecipeError.at(key, f"unknown {self.noun} '{name}'{hint}; a custom one is 'package.module:function'")
+        contract = getattr(load_function(name, key, self.num_arguments), self._attribute, None)
+        if not isinstance(contract, self.contract):
+            raise RecipeError.at(key, f"'{name}' must be declared with {self.decorator}")
+        return contract
+
+    @property
+    def _attribute(self) -> str:
+        return f"__leaderless_{self.contract.__name__}__"
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """The name of a function or class, as `package.module:function`."""
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 def is_function_name(name: str) -> bool:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from leaderless.config import Recipe, RecipeError, nearest
-from leaderless.config.functions import is_function_name, load_function
+from leaderless.config import Recipe, RecipeError
+from leaderless.config.functions import Declarations, Function, name_of
 from leaderless.planner.layout import MODEL_AXES
 
 if TYPE_CHECKING:
     from leaderless.planner.plan import PlannedNode, RoleInstance
 
-BACKEND_ATTRIBUTE = "__leaderless_train_backend__"
 KEY = "training.backend"
 """Setting that names a back end."""
-
-Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,7 @@ class BackendSpec:
     axes: tuple[str, ...] = ()
 
 
+BACKENDS = Declarations("back end", BackendSpec, "@leaderless.train_backend(...)")
 BUILTIN_BACKENDS = {"fsdp": BackendSpec("leaderless.training.fsdp:make_engine")}
 
 
@@ -72,10 +70,8 @@ def train_backend(
         raise ValueError(f"@train_backend(axes={axes!r}): '{unknown[0]}' is none of {', '.join(MODEL_AXES)}")
 
     def declare(function: Function) -> Function:
-        implementation = f"{function.__module__}:{function.__qualname__}"
-        spec = BackendSpec(implementation, trains, scores, values, shards_weights, tuple(axes))
-        setattr(function, BACKEND_ATTRIBUTE, spec)
-        return function
+        spec = BackendSpec(name_of(function), trains, scores, values, shards_weights, tuple(axes))
+        return BACKENDS.declare(function, spec)
 
     return declare
 
@@ -87,15 +83,7 @@ def backend_of(name: str, key: str = KEY) -> BackendSpec:
         RecipeError: There is no such back end, or the function cannot be used as one; the error is at the setting
             `key`.
     """
-    if name in BUILTIN_BACKENDS:
-        return BUILTIN_BACKENDS[name]
-    if not is_function_name(name):
-        hint = nearest(name, BUILTIN_BACKENDS)
-        raise RecipeError.at(key, f"unknown back end '{name}'{hint}; a custom one is 'package.module:function'")
-    spec = getattr(load_function(name, key, num_arguments=1), BACKEND_ATTRIBUTE, None)
-    if not isinstance(spec, BackendSpec):
-        raise RecipeError.at(key, f"'{name}' must be declared with @leaderless.train_backend(...)")
-    return spec
+    return BACKENDS.find(name, key, BUILTIN_BACKENDS)
 
 
 def check_backends(recipe: Recipe, instances: Sequence[RoleInstance]) -> None:

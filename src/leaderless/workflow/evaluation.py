@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from leaderless.workflow.stage import STAGE_ATTRIBUTE
+from leaderless.config.functions import name_of
+from leaderless.workflow.stage import STAGES
 from leaderless.workflow.stages import BUILTIN_STAGES
 from leaderless.workflow.workflow import Workflow
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def evaluation_workflow(role: str) -> Workflow:
     """A workflow of one node, in which a role answers."""
-    return Workflow("evaluation").node("answer", run=f"{__name__}:{answer.__name__}", role=role)
+    return Workflow("evaluation").node("answer", run=name_of(answer), role=role)
 
 
 def answer(batch: Batch, context: StageContext) -> Batch:
@@ -26,4 +27,4 @@ def answer(batch: Batch, context: StageContext) -> Batch:
     return rollout(batch, context)
 
 
-setattr(answer, STAGE_ATTRIBUTE, replace(BUILTIN_STAGES["rollout"], has_effect=True, check=None))
+STAGES.declare(answer, replace(BUILTIN_STAGES["rollout"], has_effect=True, check=None))

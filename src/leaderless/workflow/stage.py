@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from leaderless.config import RecipeError
+from leaderless.config.functions import Declarations, Function, name_of
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -24,10 +25,6 @@ Names = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
 
 WrittenColumns = Sequence[str] | Callable[["Recipe", "Node", "Workflow"], Sequence[str]]
 """Names of columns, or a function of the recipe, the node and its workflow that gives them."""
-
-Function = TypeVar("Function", bound=Callable[..., object])
-
-STAGE_ATTRIBUTE = "__leaderless_stage__"
 
 
 @dataclass(frozen=True)
@@ -139,6 +136,9 @@ class StageSpec:
         return self.has_effect(recipe) if callable(self.has_effect) else self.has_effect
 
 
+STAGES = Declarations("stage", StageSpec, "@leaderless.stage(reads=..., writes=...)", num_arguments=2)
+
+
 def stage(  # noqa: PLR0913 - what a user may say of a stage
     *,
     reads: Names = (),
@@ -187,7 +187,7 @@ def stage(  # noqa: PLR0913 - what a user may say of a stage
     def declare(function: Function) -> Function:
         summary = (function.__doc__ or "").strip().partition("\n")[0]
         spec = StageSpec(
-            implementation=f"{function.__module__}:{function.__qualname__}",
+            implementation=name_of(function),
             reads=reads if callable(reads) else tuple(reads),
             writes=writes if callable(writes) else tuple(writes),
             rows=rows,
@@ -199,8 +199,7 @@ def stage(  # noqa: PLR0913 - what a user may say of a stage
             check=check,
             summary=summary,
         )
-        setattr(function, STAGE_ATTRIBUTE, spec)
-        return function
+        return STAGES.declare(function, spec)
 
     return declare
 

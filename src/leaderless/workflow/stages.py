@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from leaderless.config import RecipeError, nearest
+from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
-from leaderless.config.functions import is_function_name, load_function
 from leaderless.workflow.columns import COLUMNS, EPISODE_IDS
-from leaderless.workflow.stage import STAGE_ATTRIBUTE, StageSpec
+from leaderless.workflow.stage import STAGES, StageSpec
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
@@ -398,16 +397,6 @@ def spec_of(node: Node) -> StageSpec:
     Raises:
         RecipeError: The stage is unknown, or the function cannot be used as one.
     """
-    key = f"nodes.{node.name}.run"
-    if node.run in BUILTIN_STAGES:
-        return BUILTIN_STAGES[node.run]
     if node.run in ROW_STAGES:
         return ROW_STAGES[node.run]
-    if not is_function_name(node.run):
-        hint = nearest(node.run, BUILTIN_STAGES)
-        raise RecipeError.at(key, f"unknown stage '{node.run}'{hint}; a custom one is 'package.module:function'")
-    function = load_function(node.run, key, num_arguments=2)
-    spec = getattr(function, STAGE_ATTRIBUTE, None)
-    if not isinstance(spec, StageSpec):
-        raise RecipeError.at(key, f"'{node.run}' must be declared with @leaderless.stage(reads=..., writes=...)")
-    return spec
+    return STAGES.find(node.run, f"nodes.{node.name}.run", BUILTIN_STAGES)
