@@ -79,7 +79,7 @@ class PlainEngine:
         self.deltas.append(Delta(number, sibling, (int(token),), (float(log_prob),), reason, self.policy_version))
 
 
-@rollout_engine(takes_weights_while_generating=True)
+@rollout_engine()
 def make(setup: RolloutSetup) -> PlainEngine:
     """Make the engine of a rank."""
     return PlainEngine(setup)

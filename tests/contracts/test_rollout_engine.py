@@ -32,7 +32,6 @@ from leaderless.config.rollout import RolloutConfig, SamplingConfig
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
-from leaderless.planner.engines import engine_of
 from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external import Driver, ExternalEngine
@@ -329,7 +328,6 @@ def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str
 
 @pytest.mark.parametrize("name", ["native", OWN])
 def test_weights_may_change_between_two_tokens(name: str) -> None:
-    assert engine_of(name).takes_weights_while_generating
     path, trainer = tiny_model(), make_trainer(tiny_model())
     engine = native_of(empty_causal_lm(ModelConfig(path=path), "policy"), path, 4)
     engine = engine if name == "native" else own_engine(path, 4)

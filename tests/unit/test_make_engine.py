@@ -212,10 +212,24 @@ def test_what_is_made_must_be_an_engine(tmp_path: Path) -> None:
         make_engine(name, setup_of(tmp_path, recipe_of(tmp_path, {})))
 
 
-def test_an_engine_that_cannot_span_ranks_is_refused_where_it_has_to(tmp_path: Path) -> None:
+@rollout_engine(axes=["tp"])
+def spans_ranks(setup: RolloutSetup) -> object:
+    return object()
+
+
+def test_an_engine_spans_ranks_only_along_the_axes_it_declares(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {})
     (instance,) = make_plan(recipe, resolve_workflow("grpo"), Cluster(1)).instances
+    wide = [replace(instance, layout=layout) for layout in (Layout((0, 1), 1, tp=2), Layout((0, 1), 1, cp=2))]
     check_engine("native", [instance])
-    wide = replace(instance, layout=Layout((0, 1), 1, tp=2))
-    with pytest.raises(RecipeError, match=r"rollout.engine: 'native' cannot span ranks, as role 'policy' needs"):
-        check_engine("native", [wide])
+    check_engine(f"{__name__}:spans_ranks", [instance, wide[0]])
+    message = "rollout.engine: 'native' cannot span ranks along tp, as role 'policy' needs on ranks 0-1 dp=1 tp=2"
+    with pytest.raises(RecipeError, match=f"{message}: leave out tp, use another"):
+        check_engine("native", wide[:1])
+    with pytest.raises(RecipeError, match="cannot span ranks along cp"):
+        check_engine(f"{__name__}:spans_ranks", wide)
+
+
+def test_an_engine_spans_no_unknown_axis() -> None:
+    with pytest.raises(ValueError, match=r"@rollout_engine\(axes=\['ep'\]\): 'ep' is none of pp, cp, tp"):
+        rollout_engine(axes=["ep"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
-from leaderless.planner.layout import MODEL_AXES
+from leaderless.planner.layout import check_model_axes
 
 if TYPE_CHECKING:
     from leaderless.planner.plan import PlannedNode, RoleInstance
@@ -65,9 +65,7 @@ def train_backend(
     Raises:
         ValueError: An axis is unknown.
     """
-    unknown = [axis for axis in axes if axis not in MODEL_AXES]
-    if unknown:
-        raise ValueError(f"@train_backend(axes={axes!r}): '{unknown[0]}' is none of {', '.join(MODEL_AXES)}")
+    check_model_axes("train_backend", axes)
 
     def declare(function: Function) -> Function:
         spec = BackendSpec(name_of(function), trains, scores, values, shards_weights, tuple(axes))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from leaderless.config import RecipeError, nearest
 from leaderless.config.functions import is_function_name, load_function
+from leaderless.planner.layout import check_model_axes
 
 if TYPE_CHECKING:
     from leaderless.planner.plan import RoleInstance
@@ -25,25 +26,21 @@ class RolloutEngineSpec:
 
     Attributes:
         implementation: Function that makes it, as `package.module:function`; only workers import it.
-        spans_ranks: Whether the ranks of a shard make one engine together.
+        axes: Axes of a layout besides `dp` along which one engine may have several ranks, which take the same requests.
         keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
         may_restart: Whether it may lose its weights and ask for them again.
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
-        takes_weights_while_generating: Whether it may be given weights while requests are in progress.
     """
 
     implementation: str
-    spans_ranks: bool = False
+    axes: tuple[str, ...] = ()
     keeps_weights: bool = True
     may_restart: bool = False
     is_probed: bool = False
-    takes_weights_while_generating: bool = False
 
 
 BUILTIN_ENGINES = {
-    "native": RolloutEngineSpec(
-        "leaderless.rollout.make:make_native", keeps_weights=False, takes_weights_while_generating=True
-    ),
+    "native": RolloutEngineSpec("leaderless.rollout.make:make_native", keeps_weights=False),
     "vllm": RolloutEngineSpec("leaderless.rollout.make:make_vllm", may_restart=True, is_probed=True),
     "sglang": RolloutEngineSpec("leaderless.rollout.make:make_sglang", may_restart=True, is_probed=True),
 }
@@ -51,29 +48,30 @@ BUILTIN_ENGINES = {
 
 def rollout_engine(
     *,
-    spans_ranks: bool = False,
+    axes: Sequence[str] = (),
     keeps_weights: bool = True,
     may_restart: bool = False,
     is_probed: bool = False,
-    takes_weights_while_generating: bool = False,
 ) -> Callable[[Function], Function]:
     """Declare a function as one that makes a rollout engine, which recipes name as `package.module:function`.
 
     The function takes a `RolloutSetup` and returns a `RolloutEngine`.
 
     Args:
-        spans_ranks: Whether the ranks of a shard make one engine together.
+        axes: Axes of a layout, of `tp`, `pp` and `cp`, along which one engine may have several ranks, which are given
+            the same requests and return the same tokens.
         keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
         may_restart: Whether it may lose its weights and ask for them again.
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
-        takes_weights_while_generating: Whether it may be given weights while requests are in progress.
+
+    Raises:
+        ValueError: An axis is unknown.
     """
+    check_model_axes("rollout_engine", axes)
 
     def declare(function: Function) -> Function:
         implementation = f"{function.__module__}:{function.__qualname__}"
-        spec = RolloutEngineSpec(
-            implementation, spans_ranks, keeps_weights, may_restart, is_probed, takes_weights_while_generating
-        )
+        spec = RolloutEngineSpec(implementation, tuple(axes), keeps_weights, may_restart, is_probed)
         setattr(function, ENGINE_ATTRIBUTE, spec)
         return function
 
@@ -105,9 +103,11 @@ def check_engine(name: str, instances: Sequence[RoleInstance]) -> None:
     """
     spec = engine_of(name)
     for instance in instances:
-        if instance.generates and instance.layout.ranks_per_shard > 1 and not spec.spans_ranks:
+        wrong = [axis for axis in instance.layout.axes if axis not in ("dp", *spec.axes)]
+        if instance.generates and wrong:
             raise RecipeError.at(
                 KEY,
-                f"'{name}' cannot span ranks, as role '{instance.role}' needs on {instance.layout}: leave out tp, pp "
-                "and cp, use another engine, or declare it with @leaderless.rollout_engine(spans_ranks=True) if it can",
+                f"'{name}' cannot span ranks along {' and '.join(wrong)}, as role '{instance.role}' needs on "
+                f"{instance.layout}: leave out {' and '.join(wrong)}, use another engine, or declare it with "
+                "@leaderless.rollout_engine(axes=...) if it can",
             )

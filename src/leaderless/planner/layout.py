@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -124,6 +124,17 @@ class Layout:
         model_parallel = {name: self.sizes[name] for name in ("tp", "pp", "cp")}
         sizes = [f"{name}={size}" for name, size in model_parallel.items() if size > 1]
         return " ".join([f"ranks {format_ranks(self.ranks)}", f"dp={self.dp}", *sizes])
+
+
+def check_model_axes(decorator: str, axes: Sequence[str]) -> None:
+    """Refuse axes that a decorator is given and that no layout has besides `dp`.
+
+    Raises:
+        ValueError: An axis is unknown.
+    """
+    unknown = [axis for axis in axes if axis not in MODEL_AXES]
+    if unknown:
+        raise ValueError(f"@{decorator}(axes={axes!r}): '{unknown[0]}' is none of {', '.join(MODEL_AXES)}")
 
 
 def all_ranks(*layouts: Layout) -> tuple[int, ...]:

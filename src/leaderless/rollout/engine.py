@@ -132,7 +132,7 @@ class RolloutEngine(Protocol):
     def load_weights(self, weights: WeightStream) -> None:
         """Use other weights from the next token on.
 
-        Requests are in progress only if the engine declares that it takes weights while it generates.
+        Requests are in progress only where the engine asks for weights again by `reload`.
 
         An engine that fails while it loads may start again, without weights: then its policy version is None, and it
         is called again.
