@@ -7,19 +7,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from unittest.mock import patch
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.counts import counting_traffic
 from tests.distributed.ranks import RankPool
+from tests.unit.test_weight_route import columns, in_pairs
 from torch import Tensor
 
 from leaderless.data.transport import PendingGather, ProcessGroup, Round, Transport
 from leaderless.planner import Layout
 from leaderless.weights import route as routes
 from leaderless.weights.blocks import (
-    Block,
     HeldWeights,
     LocalWeight,
     Placement,
@@ -34,29 +33,6 @@ from leaderless.weights.stream import NO_VERSION, fill_weights, receive_weights,
 
 WORLD_SIZE = 4
 VERSION = 7
-
-
-def columns(name: str, shape: Shape, layout: Layout, rank: int) -> Block:
-    """Every rank has some columns, as with tensor parallelism; vectors are on all ranks."""
-    if len(shape) == 1:
-        return whole_block(shape)
-    turned = even_rows(name, shape[1::-1] + shape[2:], layout, rank)
-    swapped = [(part[1], part[0], *part[2:]) for part in (turned.offsets, turned.sizes)]
-    return Block(*swapped)
-
-
-def in_pairs(name: str, shape: Shape, layout: Layout, rank: int) -> Block:
-    """Two ranks each have the same rows."""
-    pairs = Layout(tuple(range(-(-len(layout.ranks) // 2))), 1)
-    return even_rows(name, shape, pairs, layout.ranks.index(rank) // 2)
-
-
-def uneven_rows(name: str, shape: Shape, layout: Layout, rank: int) -> Block:
-    """The first rank has most of the rows, and the others one each, as far as there are any."""
-    place, last = layout.ranks.index(rank), len(layout.ranks) - 1
-    first = max(1, shape[0] - last)
-    begin, end = (0, first) if place == 0 else (min(shape[0], first + place - 1), min(shape[0], first + place))
-    return Block((begin, *(0,) * (len(shape) - 1)), (end - begin, *shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -87,7 +63,7 @@ def pools(*placements: Placement) -> st.SearchStrategy[Pool]:
 cases = st.builds(
     Case,
     st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6),
-    pools(even_rows, everything, columns, in_pairs, uneven_rows),
+    pools(even_rows, everything, columns, in_pairs),
     pools(everything, everything, even_rows, columns, in_pairs),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([1, 100, 1 << 25]),
@@ -260,24 +236,3 @@ def test_a_rank_that_holds_something_else_is_noticed_before_anything_is_sent(ran
     for rank, message in enumerate(ranks.run(2, bring_misplaced)):
         assert f"rank {rank}: holds Block(offsets=(0, {2 * rank}), sizes=(9, 2)) of 'weight 0' (9, 4)" in message
         assert "correct the placement of its back end" in message
-
-
-def test_blocks_that_leave_a_gap_are_refused() -> None:
-    def half(name: str, shape: Shape, layout: Layout, rank: int) -> Block:
-        return Block((0,) * len(shape), (1, *shape[1:]))
-
-    pool = Pool(Layout((0, 1), 2), half)
-    route = Route(
-        "policy", {"kernel": (4, 2)}, pool, Pool(Layout((2,), 1), everything), torch.float32, 2, is_gathered=True
-    )
-    with pytest.raises(ValueError, match=r"role 'policy': the blocks of 'kernel' \(4, 2\) on ranks \(0, 1\) must be"):
-        _ = route.legs
-
-
-def test_each_rank_finds_its_part_of_the_way_quickly_among_many() -> None:
-    shapes = {f"weight {index}": (4096, 4096) for index in range(20)}
-    holders, takers = Pool(Layout(tuple(range(512)), 512), even_rows), Layout(tuple(range(512, 640)), 128)
-    route = Route("policy", shapes, holders, Pool(takers, everything), torch.bfloat16, 600, is_gathered=True)
-    pieces = [piece for leg in route.legs for some in leg.received.values() for piece in some]
-    assert len(pieces) == 20 * 4, "each server receives from four trainers"
-    assert sum(piece.block.numel for piece in pieces) * 128 == 20 * 4096 * 4096

@@ -90,6 +90,10 @@ class Layout:
     def __contains__(self, rank: int) -> bool:
         return rank in self._position
 
+    def place(self, rank: int) -> int:
+        """The place of a rank of the pool among its ranks."""
+        return self._position[rank]
+
     def shard_of(self, rank: int) -> int:
         """The shard of rows that a rank of the pool holds."""
         return self._position[rank] // self.ranks_per_shard

@@ -53,33 +53,74 @@ def whole_block(shape: Shape) -> Block:
     return Block((0,) * len(shape), shape)
 
 
-Placement = Callable[[str, Shape, Layout, int], Block]
-"""From the name and shape of a weight, a layout and one of its ranks to the block that the rank has.
+@dataclass(frozen=True)
+class Division:
+    """Which block of a weight each rank of a layout has, by the place of the rank among the others.
 
-It is a pure function, so that every rank knows what each other one has. The blocks of the ranks of a layout are equal
-or disjoint, and cover the weight.
+    Blocks have equal sizes along one dimension, rounded up; the last ones may be smaller or empty. So it follows from
+    the index of an element which ranks have it, without a look at each of them.
+
+    Attributes:
+        shape: Shape of the weight.
+        num_ranks: Ranks of the layout.
+        ranks_per_block: Neighbors that have the same block.
+        dim: Dimension that is divided.
+    """
+
+    shape: Shape
+    num_ranks: int
+    ranks_per_block: int = 1
+    dim: int = 0
+
+    @property
+    def _size(self) -> int:
+        """Size of the first block along the dimension that is divided."""
+        return -(-self.shape[self.dim] // -(-self.num_ranks // self.ranks_per_block))
+
+    def number_of(self, place: int) -> int:
+        """The number of the block that the rank at a place has."""
+        return place // self.ranks_per_block
+
+    def places(self, number: int) -> range:
+        """The places of the ranks that have a block."""
+        first = number * self.ranks_per_block
+        return range(first, min(first + self.ranks_per_block, self.num_ranks))
+
+    def block(self, number: int) -> Block:
+        """The elements of a block; no later one has more rows or elements than the first."""
+        dim, first = self.dim, min(number * self._size, self.shape[self.dim])
+        size = min(self._size, self.shape[dim] - first)
+        offsets = (*(0,) * dim, first, *(0,) * (len(self.shape) - dim - 1))
+        return Block(offsets, (*self.shape[:dim], size, *self.shape[dim + 1 :]))
+
+    def touching(self, block: Block) -> range:
+        """The numbers of the blocks that share elements with another block of the weight."""
+        if not block.numel:
+            return range(0)
+        first, size = block.offsets[self.dim], block.sizes[self.dim]
+        return range(first // self._size, (first + size - 1) // self._size + 1)
+
+
+Placement = Callable[[str, Shape, Layout], Division]
+"""From the name and shape of a weight and a layout to the block that each rank has.
+
+It is a pure function, so that every rank knows what each other one has.
 """
 
 
-def everything(name: str, shape: Shape, layout: Layout, rank: int) -> Block:  # noqa: ARG001
+def everything(name: str, shape: Shape, layout: Layout) -> Division:  # noqa: ARG001
     """Give every rank the whole weight."""
-    return whole_block(shape)
+    return Division(shape, len(layout.ranks), len(layout.ranks))
 
 
-def even_rows(name: str, shape: Shape, layout: Layout, rank: int) -> Block:  # noqa: ARG001
+def even_rows(name: str, shape: Shape, layout: Layout) -> Division:  # noqa: ARG001
     """Give every rank equal numbers of rows, rounded up, the last ones fewer."""
-    return _rows_of(shape, layout.ranks.index(rank), len(layout.ranks))
+    return Division(shape, len(layout.ranks))
 
 
-def shard_rows(name: str, shape: Shape, layout: Layout, rank: int) -> Block:  # noqa: ARG001
+def shard_rows(name: str, shape: Shape, layout: Layout) -> Division:  # noqa: ARG001
     """Give every shard of the layout equal numbers of rows, as `even_rows`, and all of its ranks the same."""
-    return _rows_of(shape, layout.shard_of(rank), layout.dp)
-
-
-def _rows_of(shape: Shape, place: int, num_parts: int) -> Block:
-    size = -(-shape[0] // num_parts)
-    first = min(place * size, shape[0])
-    return Block((first, *(0,) * (len(shape) - 1)), (min(size, shape[0] - first), *shape[1:]))
+    return Division(shape, len(layout.ranks), layout.ranks_per_shard)
 
 
 @dataclass(frozen=True)
@@ -89,9 +130,14 @@ class Pool:
     layout: Layout
     placement: Placement
 
+    def division(self, name: str, shape: Shape) -> Division:
+        """Which block of a weight each rank has."""
+        return self.placement(name, shape, self.layout)
+
     def block(self, name: str, shape: Shape, rank: int) -> Block:
         """The block of a weight that a rank has."""
-        return self.placement(name, shape, self.layout, rank)
+        division = self.division(name, shape)
+        return division.block(division.number_of(self.layout.place(rank)))
 
 
 @dataclass(frozen=True)

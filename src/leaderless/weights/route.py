@@ -1,6 +1,7 @@
 r"""Which rank sends which part of which weight to whom.
 
-Every rank computes the same route from names, shapes and layouts, without communication. Weights are sent in buckets,
+Every rank computes its part of the route from names, shapes and layouts, without communication, and without a look at
+ranks with which it exchanges nothing. Weights are sent in buckets,
 in their order. If each rank wants its own block of a weight, it receives it from the ranks that hold it. If all ranks
 of a layout want whole weights, each holder still sends every element once: to one of these ranks, which then gather
 what each of them has received. Ranks that hold what they would receive send nothing.
@@ -12,7 +13,6 @@ what each of them has received. Ranks that hold what they would receive send not
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 
 from leaderless.planner.layout import all_ranks
-from leaderless.weights.blocks import Block, Pool, Shape, even_rows, whole_block
+from leaderless.weights.blocks import Block, Division, Pool, Shape, even_rows, whole_block
 
 BUCKET_BYTES = 1 << 25
 """Most bytes of a bucket on one rank, except that a row is never divided."""
@@ -103,22 +103,20 @@ class Route:
 
     def rows(self, name: str) -> int:
         """Rows of the largest block that a rank receives."""
-        shape, ranks = self.shapes[name], self.receivers.layout.ranks
-        if self.is_gathered:
-            return -(-shape[0] // len(ranks))
-        return max(self.receivers.block(name, shape, rank).sizes[0] for rank in ranks)
+        return self.receivers.division(name, self.shapes[name]).block(0).sizes[0]
 
     @cached_property
     def local(self) -> frozenset[str]:
         """Weights that are not sent, since all takers hold all of them."""
-        ranks = self.takers.layout.ranks
-        if not self.is_gathered or not set(ranks) <= set(self.holders.layout.ranks):
+        holders, takers = self.holders.layout, self.takers.layout
+        if not self.is_gathered or not set(takers.ranks) <= set(holders.ranks):
             return frozenset()
-        return frozenset(
-            name
-            for name, shape in self.shapes.items()
-            if all(self.holders.block(name, shape, rank).sizes == shape for rank in ranks)
-        )
+        # If the last of them holds a whole weight, those before it do, too.
+        last = takers.ranks[-1]
+        return frozenset(name for name, shape in self.shapes.items() if self._held(name, last).sizes == shape)
+
+    def _held(self, name: str, rank: int) -> Block:
+        return self.holders.block(name, self.shapes[name], rank)
 
     @cached_property
     def buckets(self) -> Sequence[Sequence[Turn]]:
@@ -144,8 +142,8 @@ class Route:
             return 0
         if self.is_gathered:
             return whole_block(shape).numel * self.dtype.itemsize
-        blocks = (pool.block(name, shape, rank) for pool in (self.holders, self.takers) for rank in pool.layout.ranks)
-        return max(block.numel for block in blocks) * self.dtype.itemsize
+        largest = (pool.division(name, shape).block(0) for pool in (self.holders, self.takers))
+        return max(block.numel for block in largest) * self.dtype.itemsize
 
     @cached_property
     def legs(self) -> Sequence[Leg]:
@@ -164,53 +162,34 @@ class Route:
         return legs
 
     def _parts(self, turn: Turn) -> Iterator[tuple[int, int, Block]]:
-        """Sender, receiver and elements of what is sent in a turn, as far as this rank may be one of the two."""
+        """Sender, receiver and elements of what this rank sends, receives or both holds and wants in a turn."""
         if turn.name in self.local:
             return
-        shape, holding = self.shapes[turn.name], _Holding.of(self, turn.name)
-        for receiver in self.receivers.layout.ranks if self.rank in self.holders.layout else (self.rank,):
-            wanted = self.receivers.block(turn.name, shape, receiver).rows(turn.first, turn.last)
-            if wanted.numel:
-                yield from ((sender, receiver, block) for sender, block in holding.senders(wanted, receiver))
+        shape = self.shapes[turn.name]
+        held, wanted = (pool.division(turn.name, shape) for pool in (self.holders, self.receivers))
+        if self.rank in self.receivers.layout:
+            block = self.receivers.block(turn.name, shape, self.rank).rows(turn.first, turn.last)
+            for number in held.touching(block):
+                yield self._sender(held, number, self.rank), self.rank, block.common(held.block(number))
+        if self.rank in self.holders.layout:
+            number = held.number_of(self.holders.layout.place(self.rank))
+            for receiver in self._receivers(held, number, wanted):
+                block = self.receivers.block(turn.name, shape, receiver).rows(turn.first, turn.last)
+                common = block.common(held.block(number))
+                if common.numel and receiver != self.rank and self._sender(held, number, receiver) == self.rank:
+                    yield self.rank, receiver, common
 
+    def _sender(self, held: Division, number: int, receiver: int) -> int:
+        """The rank that sends a block, or a part of it: the receiver itself, or one of those that hold it, in turn."""
+        layout, places = self.holders.layout, held.places(number)
+        if receiver in layout and layout.place(receiver) in places:
+            return receiver
+        return layout.ranks[places[self.receivers.layout.place(receiver) % len(places)]]
 
-@dataclass(frozen=True)
-class _Holding:
-    """The different blocks of a weight, by their offsets, with the ranks that hold each.
-
-    Attributes:
-        blocks: Blocks, by their offsets.
-        ranks: Ranks that hold each block.
-        first: First row of each block.
-        tallest: Most rows of a block.
-    """
-
-    blocks: Sequence[Block]
-    ranks: Sequence[Sequence[int]]
-    first: Sequence[int]
-    tallest: int
-
-    @classmethod
-    def of(cls, route: Route, name: str) -> _Holding:
-        shape, held = route.shapes[name], dict[Block, list[int]]()
-        for rank in route.holders.layout.ranks:
-            block = route.holders.block(name, shape, rank)
-            if block.numel:
-                held.setdefault(block, []).append(rank)
-        if sum(block.numel for block in held) != whole_block(shape).numel:
-            raise ValueError(
-                f"role '{route.role}': the blocks of '{name}' {shape} on ranks {route.holders.layout.ranks} must be "
-                "equal or disjoint, and cover it: correct the placement of its back end"
-            )
-        blocks = sorted(held, key=lambda block: block.offsets)
-        tallest = max((block.sizes[0] for block in blocks), default=0)
-        return cls(blocks, [held[block] for block in blocks], [block.offsets[0] for block in blocks], tallest)
-
-    def senders(self, wanted: Block, receiver: int) -> Iterator[tuple[int, Block]]:
-        """The holders of a block's elements, and the elements: the receiver itself, or one of several."""
-        first, last = wanted.offsets[0], wanted.offsets[0] + wanted.sizes[0]
-        # First rows ascend, and a block has at most as many rows as the tallest: only these can have any in common.
-        for place in range(bisect_right(self.first, first - self.tallest), bisect_left(self.first, last)):
-            common, ranks = wanted.common(self.blocks[place]), self.ranks[place]
-            if common.numel:
-                yield receiver if receiver in ranks else ranks[receiver % len(ranks)], common
+    def _receivers(self, held: Division, number: int, wanted: Division) -> Iterator[int]:
+        """The ranks to which this rank sends from its block, and those that it would send to if they had none."""
+        layout, places, numbers = self.receivers.layout, held.places(number), wanted.touching(held.block(number))
+        if numbers:
+            first, last = wanted.places(numbers[0])[0], wanted.places(numbers[-1])[-1]
+            turn = (places.index(self.holders.layout.place(self.rank)) - first) % len(places)
+            yield from layout.ranks[first + turn : last + 1 : len(places)]

@@ -1,0 +1,173 @@
+"""The route of weights: what each rank computes from its own place is what a list of all ranks gives."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leaderless.planner import Layout
+from leaderless.weights import route as routes
+from leaderless.weights.blocks import Block, Division, Placement, Pool, Shape, even_rows, everything, shard_rows
+from leaderless.weights.route import Leg, Piece, Route, Turn
+
+
+def columns(name: str, shape: Shape, layout: Layout) -> Division:
+    """Every rank has some columns; vectors are on all ranks."""
+    return everything(name, shape, layout) if len(shape) == 1 else Division(shape, len(layout.ranks), dim=1)
+
+
+def in_pairs(name: str, shape: Shape, layout: Layout) -> Division:
+    """Two ranks each have the same rows."""
+    return Division(shape, len(layout.ranks), ranks_per_block=2)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The ranks of a pool with the block of a weight that each has, one after the other, as `torch.chunk` cuts it."""
+
+    blocks: dict[int, Block]
+
+    @classmethod
+    def of(cls, pool: Pool, shape: Shape) -> Listed:
+        ranks, placement = pool.layout.ranks, pool.placement
+        dim = int(placement is columns and len(shape) > 1)
+        num_same = {even_rows: 1, columns: 1 if dim else len(ranks), in_pairs: 2, everything: len(ranks)}.get(
+            placement, pool.layout.ranks_per_shard
+        )
+        chunks = torch.arange(shape[dim]).chunk(math.ceil(len(ranks) / num_same))
+        blocks: dict[int, Block] = {}
+        for place, rank in enumerate(ranks):
+            number = place // num_same
+            first, size = (int(chunks[number][0]), len(chunks[number])) if number < len(chunks) else (shape[dim], 0)
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[dim], sizes[dim] = first, size
+            blocks[rank] = Block(tuple(offsets), tuple(sizes))
+        return cls(blocks)
+
+    def holders(self) -> dict[Block, list[int]]:
+        """The ranks that have each block."""
+        holders: dict[Block, list[int]] = {}
+        for rank, block in self.blocks.items():
+            holders.setdefault(block, []).append(rank)
+        return {block: ranks for block, ranks in holders.items() if block.numel}
+
+
+def listed_leg(route: Route, bucket: Sequence[Turn]) -> Leg:
+    """What a rank sends and receives of a bucket, found by a walk over all pairs of ranks."""
+    sent, received, own = dict[int, list[Piece]](), dict[int, list[Piece]](), list[Piece]()
+    for turn in bucket:
+        holders = Listed.of(route.holders, route.shapes[turn.name]).holders()
+        wanted = Listed.of(route.receivers, route.shapes[turn.name]).blocks
+        for place, (receiver, block) in enumerate(wanted.items()):
+            for held, ranks in holders.items():
+                common = block.rows(turn.first, turn.last).common(held)
+                sender = receiver if receiver in ranks else ranks[place % len(ranks)]
+                if not common.numel or turn.name in route.local:
+                    continue
+                if sender == receiver == route.rank:
+                    own.append(Piece(turn.name, common))
+                elif sender == route.rank:
+                    sent.setdefault(receiver, []).append(Piece(turn.name, common))
+                elif receiver == route.rank:
+                    received.setdefault(sender, []).append(Piece(turn.name, common))
+    return Leg(dict(sorted(sent.items())), dict(sorted(received.items())), own)
+
+
+layouts = st.builds(
+    lambda ranks, tp: Layout(tuple(sorted(ranks))[: len(ranks) // tp * tp], len(ranks) // tp, tp=tp),
+    st.lists(st.integers(0, 15), min_size=3, max_size=12, unique=True),
+    st.integers(1, 3),
+)
+
+
+def pools(*placements: Placement) -> st.SearchStrategy[Pool]:
+    return st.builds(Pool, layouts, st.sampled_from(placements))
+
+
+shapes_drawn = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
+
+
+@settings(max_examples=60)
+@given(
+    shapes_drawn,
+    pools(even_rows, shard_rows, everything, columns, in_pairs),
+    pools(everything, everything, even_rows, shard_rows, columns, in_pairs),
+    st.sampled_from([1, 40, 1 << 25]),
+)
+def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(
+    drawn: list[Shape], holders: Pool, takers: Pool, bucket_bytes: int
+) -> None:
+    shapes, is_gathered = (
+        {f"weight {index}": shape for index, shape in enumerate(drawn)},
+        takers.placement is everything,
+    )
+    with patch.object(routes, "BUCKET_BYTES", bucket_bytes):
+        for rank in sorted({*holders.layout.ranks, *takers.layout.ranks}):
+            route = Route("policy", shapes, holders, takers, torch.float32, rank, is_gathered=is_gathered)
+            assert route.legs == [listed_leg(route, bucket) for bucket in route.buckets]
+    for name, shape in shapes.items():
+        held, wanted, received = (
+            Listed.of(pool, shape).blocks for pool in (route.holders, route.takers, route.receivers)
+        )
+        assert {rank: route.holders.block(name, shape, rank) for rank in held} == held
+        assert route.rows(name) == max(block.sizes[0] for block in received.values())
+        is_there = is_gathered and all(rank in held and held[rank].sizes == shape for rank in wanted)
+        assert (name in route.local) == is_there
+        turns = [turn for bucket in route.buckets for turn in bucket if turn.name == name]
+        assert [turn.first for turn in turns[1:]] == [turn.last for turn in turns[:-1]]
+        assert (turns[0].first, turns[-1].last) == (0, route.rows(name))
+        assert [turn.is_last for turn in turns] == [False] * (len(turns) - 1) + [True]
+        largest = math.prod(shape) if is_gathered else max(b.numel for b in (*held.values(), *wanted.values()))
+        count = 1 if is_there else min(math.ceil(4 * largest / bucket_bytes), route.rows(name))
+        assert len(turns) == count, "as many turns as the rank with most of a weight needs"
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """How often functions of Python are entered in a call."""
+    count = 0
+
+    def note(_: FrameType, event: str, __: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_the_way_takes_no_more_work_among_a_thousand_ranks() -> None:
+    shapes = {f"weight {index}": (4096, 64) for index in range(20)}
+
+    def calls(num_trainers: int, num_servers: int) -> list[int]:
+        ranks = range(num_trainers + num_servers)
+        layouts = (Layout(tuple(some), len(some)) for some in (ranks[:num_trainers], ranks[num_trainers:]))
+        holders, takers = (Pool(layout, place) for layout, place in zip(layouts, (shard_rows, everything), strict=True))
+        made = [
+            Route("policy", shapes, holders, takers, torch.bfloat16, rank, is_gathered=True)
+            for rank in (0, num_trainers // 2, num_trainers)
+        ]
+        return [calls_of(lambda route=route: route.legs) for route in made]  # type: ignore[misc]
+
+    for few, many in zip(calls(3, 1), calls(750, 250), strict=True):
+        assert many < 2 * few
+
+
+def test_each_server_receives_its_share_from_the_trainers_that_hold_it() -> None:
+    shapes = {f"weight {index}": (4096, 4096) for index in range(20)}
+    holders, takers = Pool(Layout(tuple(range(512)), 512), even_rows), Layout(tuple(range(512, 640)), 128)
+    route = Route("policy", shapes, holders, Pool(takers, everything), torch.bfloat16, 600, is_gathered=True)
+    pieces = [piece for leg in route.legs for some in leg.received.values() for piece in some]
+    assert len(pieces) == 20 * 4, "each server receives from four trainers"
+    assert sum(piece.block.numel for piece in pieces) * 128 == 20 * 4096 * 4096
