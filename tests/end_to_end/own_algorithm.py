@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from leaderless import Batch, Jagged, StageContext, Workflow, stage
-from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput, LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms import Advantage, AdvantageInputs, AdvantageOutput, LossInputs, LossOutput, ResponseLoss
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.algorithm import AlgorithmConfig
 
@@ -43,7 +43,7 @@ class OwnAdvantage(Advantage):
         return AdvantageOutput(inputs.column("worth") * inputs.rewards - baseline, metrics={"own/baseline": baseline})
 
 
-class OwnLoss(PolicyLoss):
+class OwnLoss(ResponseLoss):
     """The unclipped surrogate, stronger for rewarded responses and weaker for tokens in doubt."""
 
     strength: float = Field(default=1.0, gt=0)
@@ -51,7 +51,6 @@ class OwnLoss(PolicyLoss):
 
     reads: ClassVar[tuple[str, ...]] = ("rewards", "truncated", "rollout_log_probs", "doubt")
     metrics: ClassVar[Mapping[str, str]] = {"ratio": "mean ratio"}
-    is_per_response: ClassVar[bool] = True
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""

@@ -17,9 +17,12 @@ from tests.unit.algorithms.naive import AGGREGATIONS
 from tests.unit.recipes import end, make_recipe
 from tests.unit.test_decoupled_ppo import Table
 from tests.unit.test_rows_that_do_not_count import ADVANTAGES, GROUP, IN_REWARD, PER_TOKEN, context_of
+from tests.unit.test_rows_that_do_not_count import CASES as LOSSES
 from torch import Tensor
 
+from leaderless.algorithms import ResponseLoss
 from leaderless.algorithms.advantages import ADVANTAGES as BUILT_IN
+from leaderless.algorithms.losses import POLICY_LOSSES
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.encode import Tokenizer
@@ -127,6 +130,52 @@ def test_cutting_episodes_into_samples_changes_neither_advantages_nor_gradients(
 
 def test_every_advantage_is_cut() -> None:
     assert {*BUILT_IN, "remax"} <= {*(case["advantage"]["type"] for case in CASES.values()), "remax"}
+
+
+def gradients(case: str, strength: float) -> list[tuple[Tensor, Tensor]]:
+    """Gradients and metrics of an update, of whole episodes and of the same ones cut into samples.
+
+    Log-probabilities differ by about the strength between the policy, the trainer's before it and the engine's.
+    """
+    counts = [5, 8, 0, 6]
+    noise = torch.Generator().manual_seed(3)
+    columns = {name: strength * torch.randn(sum(counts), generator=noise) - 2 for name in PER_TOKEN}
+    columns["advantages"] = torch.tensor([1.0, -0.5, 2.0, -1.0]).repeat_interleave(torch.tensor(counts))
+    whole = random_samples([(2, count) for count in counts], siblings=4).with_columns(
+        response_lengths=torch.tensor(counts),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        reward_valid=torch.ones(4, dtype=torch.bool),
+        policy_versions=Jagged(torch.full((sum(counts),), 3), torch.tensor(counts), "response_tokens"),
+        **{name: Jagged(values, torch.tensor(counts), "response_tokens") for name, values in columns.items()},
+    )
+    scores, results = strength * torch.randn(sum(counts), generator=noise) - 2, []
+    for batch in (whole, cut_into_samples(whole, [[2], [1, 1, 5], [], [3]])):
+        policy = Table(scores)
+        context = context_of("policy", LOSSES[case], model=ModelRole(cast("TrainEngine", policy), None))
+        update(batch, context)
+        assert policy.log_probs.grad is not None
+        numbers = sorted(context.metrics.reduce(GROUP).items())
+        report = [value for name, value in numbers if name != "throughput/tokens"]
+        results.append((policy.log_probs.grad, torch.tensor(report)))
+    return results
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_changes_with_the_samples_of_an_episode_only_if_it_judges_them_as_a_whole(case: str) -> None:
+    loss = POLICY_LOSSES[LOSSES[case].get("policy_loss", {}).get("type", "ppo")]
+    judges_samples = issubclass(loss, ResponseLoss) or case.endswith((" sequence", " geometric"))
+    whole, cut = gradients(case, strength=1.0)
+    assert float(whole[0].abs().max()) > 1e-3
+    if judges_samples:
+        assert not torch.allclose(cut[0], whole[0], rtol=1e-3)
+    else:
+        torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-6)
+    # Each ratio is 1 where nothing has moved: the weights of an episode's samples add up to that of the episode.
+    torch.testing.assert_close(*gradients(case, strength=0.0), rtol=1e-5, atol=1e-6)
+
+
+def test_every_loss_is_cut() -> None:
+    assert {case["policy_loss"]["type"] for case in LOSSES.values() if "policy_loss" in case} == {*POLICY_LOSSES}
 
 
 @given(drawn=episodes(with_greedy=True))

@@ -66,8 +66,8 @@ def token_weights(
     """The weight of each token, [total] float32, such that the loss is the weighted sum over all tokens of all ranks.
 
     Because the weights contain the global denominators, the loss and its gradient do not depend on micro-batches, ranks
-    or packing, nor on how an episode's tokens are divided into samples. With N episodes that have tokens, o_i the
-    tokens of one of them, and T tokens in all:
+    or packing. The weights do not depend on how an episode's tokens are divided into samples. With N episodes that have
+    tokens, o_i the tokens of one of them, and T tokens in all:
 
     - `token_mean`: 1 / T; DAPO, arXiv 2503.14476, equation 8.
     - `sequence_mean_token_mean`: 1 / (N |o_i|); GRPO, arXiv 2402.03300, equation 3.

@@ -34,7 +34,9 @@ def importance_ratios(
 
     Source: as named. One deviation: the logarithm of a ratio is cut at +-20.
 
-    At other levels than `token`, all tokens of a response have the same ratio.
+    At other levels than `token`, all tokens of a sample have the same ratio. Each sample of an episode has its own
+    ratio, since its tokens were drawn in a context of their own; so ratios depend on how an episode is divided into
+    samples.
     """
     difference = log_ratio_of(old_log_probs, rollout_log_probs).detach()
     match level:

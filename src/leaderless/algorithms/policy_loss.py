@@ -13,9 +13,7 @@ the loss of each token:
   clip_high above 0.
 
 Log-ratios are cut at +-20 before they are exponentiated, so that nothing overflows: e^20 is far outside any clipping
-range. Half-precision inputs are converted to float32, in which losses are computed and returned. GSPO and GMPO judge a
-response as a whole, by a mean over its tokens; a micro-batch holds whole samples, so these losses can be split like the
-others.
+range. Half-precision inputs are converted to float32, in which losses are computed and returned.
 """
 
 from __future__ import annotations
@@ -102,11 +100,9 @@ class PolicyLoss(Algorithm):
     """A loss of the policy. The names of its metrics are reported after that of the role, as in `policy/clip_fraction`.
 
     Attributes:
-        is_per_response: Whether it judges a response as a whole.
         chooses_tokens: Whether it treats some tokens of a mini-batch differently, which `choose` finds.
     """
 
-    is_per_response: ClassVar[bool] = False
     chooses_tokens: ClassVar[bool] = False
 
     @abstractmethod
@@ -121,9 +117,19 @@ class PolicyLoss(Algorithm):
         """Choose the tokens that the loss treats differently, [total] bool, before each update."""
         return torch.zeros_like(inputs.log_probs, dtype=torch.bool)
 
+
+class ResponseLoss(PolicyLoss):
+    """A loss that judges the tokens of a sample together, by the mean of their log-ratios, as GSPO and GMPO.
+
+    Each sample of an episode is judged by itself, since its tokens were drawn in a context of their own and the other
+    samples may be on other ranks. Its weight is its share of the episode's tokens, so that every episode has the same
+    weight. How an episode is divided into samples changes such a loss where the policy has moved, and a loss of single
+    tokens nowhere. A micro-batch holds whole samples, so that no loss depends on micro-batches.
+    """
+
     def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
         """Reasons why it cannot be combined with other settings of the algorithm: a mean other than over responses."""
-        if self.is_per_response and algorithm.aggregation != "sequence_mean_token_mean":
+        if algorithm.aggregation != "sequence_mean_token_mean":
             yield (
                 f"algorithm.aggregation={algorithm.aggregation} does not go with policy_loss.type={self.type}, which "
                 "is defined as a mean over responses: use sequence_mean_token_mean"

@@ -52,7 +52,7 @@ class CorrectionConfig(Section):
     """`truncate` limits the ratio of the two probabilities to `highest`, `mask` drops ratios outside the range, and
     `reject` does the same but gives the others weight 1."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """One ratio per token, or per response: the product or the geometric mean of its tokens' ratios."""
+    """One ratio per token, or per sample: the product or the geometric mean of its tokens' ratios."""
     lowest: float = Field(default=0.5, ge=0)
     """Smallest ratio that `mask` and `reject` keep."""
     highest: float = Field(default=2.0, gt=0)
@@ -101,8 +101,8 @@ class AlgorithmConfig(Section):
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
     ] = "sequence_mean_token_mean"
-    """A mean over all tokens (DAPO); over the tokens of each sample and then over samples (GRPO); a sum over the tokens
-    of each sample and a mean over samples; the same divided by `rollout.max_response_tokens` (Dr. GRPO)."""
+    """A mean over all tokens (DAPO); over the tokens of each episode and then over episodes (GRPO); a sum over the
+    tokens of each episode and a mean over episodes; the same divided by `rollout.max_response_tokens` (Dr. GRPO)."""
     correction: CorrectionConfig = CorrectionConfig()
     """Correction for samples that do not come from exactly the policy that is trained."""
     overlong: OverlongConfig = OverlongConfig()

@@ -32,7 +32,8 @@ class ClipCovLoss(PolicyLoss):
     the gradient, so that losses remain comparable. The paper draws a fixed number of tokens; here each is drawn
     independently, with the probability that gives this number on average, so that ranks only have to agree on a count.
     The published code leaves out tokens whose ratio is already clipped; here they take part, as in the paper, so that
-    some of the drawn tokens had no gradient to lose.
+    some of the drawn tokens had no gradient to lose. The draw depends on the id of the sample and the place in it: if
+    an episode is divided into other samples, other tokens are drawn.
     """
 
     type: Literal["clip_cov"] = "clip_cov"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from leaderless.algorithms.lazy import torch
-from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms.policy_loss import LossInputs, LossOutput, ResponseLoss
 from leaderless.algorithms.segments import log_ratio_of, ratio_of, repeat_per_token, segment_mean
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from leaderless.config.algorithm import AlgorithmConfig
 
 
-class GmpoLoss(PolicyLoss):
+class GmpoLoss(ResponseLoss):
     """The geometric mean of the tokens' clipped ratios.
 
     Formula: -A exp(mean of c), with c the log-ratio, at most clip_high if A > 0 and at least -clip_low if A < 0.
@@ -32,8 +32,6 @@ class GmpoLoss(PolicyLoss):
     """Lower clip range: the log-ratio is at least -clip_low."""
     clip_high: float = Field(default=0.4, gt=0)
     """Upper clip range: the log-ratio is at most clip_high."""
-
-    is_per_response: ClassVar[bool] = True
 
     def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
         """Reasons why it cannot be combined with other settings of the algorithm."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from leaderless.algorithms.losses.ppo import clipped_surrogate
-from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms.policy_loss import LossInputs, LossOutput, ResponseLoss
 from leaderless.algorithms.segments import log_ratio_of, repeat_per_token, segment_mean, with_gradient_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GspoLoss(PolicyLoss):
+class GspoLoss(ResponseLoss):
     """The clipped objective with the ratio of whole responses.
 
     Each token has the value of s and the gradient of its own probability (GSPO-token). If all tokens of a response
@@ -30,8 +30,6 @@ class GspoLoss(PolicyLoss):
     """Lower clip range: the ratio is at least 1 - clip_low."""
     clip_high: float = Field(default=4e-4, gt=0)
     """Upper clip range: the ratio is at most 1 + clip_high."""
-
-    is_per_response: ClassVar[bool] = True
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         """Compute the loss of each token of a micro-batch."""
