@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from leaderless.config import RecipeError, nearest
-from leaderless.config.functions import is_function_name, load_function
+from leaderless.config import RecipeError
+from leaderless.config.functions import Declarations, Function, name_of
 from leaderless.planner.layout import check_model_axes
 
 if TYPE_CHECKING:
     from leaderless.planner.plan import RoleInstance
 
-ENGINE_ATTRIBUTE = "__leaderless_rollout_engine__"
 KEY = "rollout.engine"
 """Setting that names an engine."""
-
-Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,7 @@ class RolloutEngineSpec:
     is_probed: bool = False
 
 
+ENGINES = Declarations("engine", RolloutEngineSpec, "@leaderless.rollout_engine(...)")
 BUILTIN_ENGINES = {
     "native": RolloutEngineSpec("leaderless.rollout.make:make_native", keeps_weights=False),
     "vllm": RolloutEngineSpec("leaderless.rollout.make:make_vllm", may_restart=True, is_probed=True),
@@ -70,10 +68,8 @@ def rollout_engine(
     check_model_axes("rollout_engine", axes)
 
     def declare(function: Function) -> Function:
-        implementation = f"{function.__module__}:{function.__qualname__}"
-        spec = RolloutEngineSpec(implementation, tuple(axes), keeps_weights, may_restart, is_probed)
-        setattr(function, ENGINE_ATTRIBUTE, spec)
-        return function
+        spec = RolloutEngineSpec(name_of(function), tuple(axes), keeps_weights, may_restart, is_probed)
+        return ENGINES.declare(function, spec)
 
     return declare
 
@@ -84,15 +80,7 @@ def engine_of(name: str) -> RolloutEngineSpec:
     Raises:
         RecipeError: There is no such engine, or the function cannot be used as one.
     """
-    if name in BUILTIN_ENGINES:
-        return BUILTIN_ENGINES[name]
-    if not is_function_name(name):
-        hint = nearest(name, BUILTIN_ENGINES)
-        raise RecipeError.at(KEY, f"unknown engine '{name}'{hint}; a custom one is 'package.module:function'")
-    spec = getattr(load_function(name, KEY, num_arguments=1), ENGINE_ATTRIBUTE, None)
-    if not isinstance(spec, RolloutEngineSpec):
-        raise RecipeError.at(KEY, f"'{name}' must be declared with @leaderless.rollout_engine(...)")
-    return spec
+    return ENGINES.find(name, KEY, BUILTIN_ENGINES)
 
 
 def check_engine(name: str, instances: Sequence[RoleInstance]) -> None:
