@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.contracts.test_train_engine import OPTIMIZER, same, weights_of
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_training import LENGTHS
 from tests.end_to_end.test_many_ranks import merged, walk_steps
 from tests.tiny import add_gradients, random_samples, tiny_model, write_recipe
 from tests.unit.recipes import plan_of
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from leaderless import EngineSetup, train_backend
 from leaderless.checkpoint.reader import RunState, load_checkpoint
@@ -38,8 +41,8 @@ def repeats_over_tp(setup: EngineSetup) -> TrainEngine:
 
 
 def setup_of(transport: Transport, layout: Layout, path: str) -> EngineSetup:
-    for ranks in layout.process_groups():
-        transport.add_process_group(ranks)
+    transport.add_axes([layout])
+    transport.add_process_group(layout.ranks)
     return EngineSetup(
         role="policy",
         model=ModelConfig(path=path),
@@ -73,6 +76,36 @@ def check_mesh(sizes: dict[str, int], path: str) -> None:
 @pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 1, "tp": 2, "pp": 2}, {"dp": 1, "cp": 4}])
 def test_a_mesh_has_the_coordinates_of_its_layout(ranks: RankPool, sizes: dict[str, int]) -> None:
     ranks.run(4, check_mesh, sizes, tiny_model())
+
+
+def make_groups(sizes: list[tuple[tuple[int, ...], int, int]], world_size: int | None = None) -> int:
+    """Talk along all axes of some layouts; the number of process groups that this rank has made.
+
+    With a world size nothing is sent, as the other ranks do not exist.
+    """
+    if world_size is not None:
+        dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
+    transport, layouts = Transport(torch.device("cpu"), 30), [Layout(ranks, dp, tp) for ranks, dp, tp in sizes]
+    with patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        transport.add_axes(layouts)
+    for layout in layouts:
+        transport.add_process_group(layout.ranks)
+    for layout in layouts if world_size is None else ():
+        for axis in layout.axes if transport.rank in layout else ():
+            peers = layout.peers(transport.rank, axis)
+            total = transport.process_group(peers).sum(torch.tensor([transport.rank]), "peers")
+            assert int(total) == sum(peers)
+    if world_size is not None:
+        dist.destroy_process_group()
+    return new_group.call_count
+
+
+def test_a_rank_makes_the_groups_along_its_own_axes_only(ranks: RankPool) -> None:
+    layouts = [((0, 1, 2, 3), 2, 2), ((0, 1), 2, 1), ((2, 3), 1, 2), ((0, 1, 2, 3), 2, 2), ((1, 2), 1, 2)]
+    assert ranks.run(4, make_groups, layouts) == [2 * 3] * 4, "two of each layout with two axes"
+    many = tuple(range(1000))
+    large = [(many, 500, 2), (many[:500], 250, 2), (many[:10], 10, 1)]
+    assert ranks.run(1, make_groups, large, 1000, init_group=False) == [2 * 2]
 
 
 def save_and_load(folder: str, path: str) -> int:

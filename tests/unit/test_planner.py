@@ -475,7 +475,6 @@ def test_a_layout_is_a_mesh_of_its_ranks(dp, pp, cp, tp):
     layout = Layout(ranks, dp, tp, pp, cp)
     axes = ("dp", "pp", "cp", "tp")
     grid = np.array(ranks).reshape(dp, pp, cp, tp)
-    groups = {ranks}
     for rank in ranks:
         place = tuple(int(index[0]) for index in np.nonzero(grid == rank))
         assert layout.coordinates(rank) == dict(zip(axes, place, strict=True))
@@ -483,8 +482,6 @@ def test_a_layout_is_a_mesh_of_its_ranks(dp, pp, cp, tp):
         for number, axis in enumerate(axes):
             along = tuple(slice(None) if number == other else index for other, index in enumerate(place))
             assert layout.peers(rank, axis) == tuple(grid[along].tolist())
-            groups |= {layout.peers(rank, axis)} if axis in layout.axes else set()
-    assert set(layout.process_groups()) == groups
     assert layout.axes == ("dp", *(axis for axis in axes[1:] if layout.sizes[axis] > 1))
     assert layout.representatives == tuple(grid[:, -1, 0, 0].tolist()), "the last stage, and the first of the others"
 

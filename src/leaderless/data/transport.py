@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from leaderless.data.activity import Activity
 from leaderless.data.errors import CollectiveError
-from leaderless.planner import format_ranks
+from leaderless.planner import Layout, format_ranks
 
 ROLL_CALL_S = 1.0
 """Time that ranks that give up waiting have to report it, so that the missing ones can be named."""
@@ -338,10 +338,27 @@ class Transport:
         """A connection of its own to the rendezvous store, for another thread than the main one."""
         return _get_default_store().clone()  # type: ignore[attr-defined, no-any-return]
 
+    def add_axes(self, layouts: Iterable[Layout]) -> None:
+        """Make the process groups of peers along each axis of layouts with several axes.
+
+        All ranks of the world call it together, before they add other process groups. A rank makes those that it is
+        in, however many others there are. Torch names such a group by its ranks and the number of groups that the
+        process has: a rank outside a layout makes one of itself alone, so that all have as many.
+        """
+        assert list(self._groups) == [self.world.ranks], "ranks have as many process groups as each other"
+        assert not self._lanes, "lanes are process groups, too"
+        for layout in dict.fromkeys(layouts):
+            for axis in layout.axes if len(layout.axes) > 1 else ():
+                ranks = layout.peers(self.rank, axis) if self.rank in layout else (self.rank,)
+                self._keep(ranks, dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True))
+
     def add_process_group(self, ranks: tuple[int, ...]) -> None:
         """Make the process group of some ranks, ascending, if there is none yet. All ranks of the world call it."""
         if ranks not in self._groups:
-            handle = dist.new_group(list(ranks), timeout=self.timeout)
+            self._keep(ranks, dist.new_group(list(ranks), timeout=self.timeout))
+
+    def _keep(self, ranks: tuple[int, ...], handle: dist.ProcessGroup) -> None:
+        if ranks not in self._groups:
             self._groups[ranks] = replace(self.world, ranks=ranks, handle=handle)
             if self.rank in ranks:
                 self._groups[ranks].warm_up()

@@ -78,11 +78,6 @@ class Layout:
         first = self._position[rank] - self.coordinates(rank)[axis] * stride
         return self.ranks[first : first + self.sizes[axis] * stride : stride]
 
-    def process_groups(self) -> tuple[tuple[int, ...], ...]:
-        """All ranks, and the peers along each axis of the mesh: the process groups that its collectives take."""
-        along = ((rank, axis) for axis in self.axes for rank in self.ranks)
-        return tuple(dict.fromkeys([self.ranks, *(self.peers(rank, axis) for rank, axis in along)]))
-
     @cached_property
     def _position(self) -> dict[int, int]:
         return {rank: position for position, rank in enumerate(self.ranks)}

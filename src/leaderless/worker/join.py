@@ -48,15 +48,16 @@ def join_workers(
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
-            device_id=setup.device if setup.device.type == "cuda" else None,  # else NCCL would guess it from the rank
+            # No device_id: with one, torch splits NCCL's communicator of the world for each process group, so that the
+            # cost on a rank grows with groups that it is not in, and a group of host memory (gloo) waits for all ranks.
         )
     transport = Transport(setup.device, timeout_s, activity=activity)
     _compare_plans(plan, transport)
+    transport.add_axes(instance.layout for instance in plan.instances)
     for action in flat(plan.schedule):
         transport.add_process_group(plan.ranks_of(action))
     for instance in plan.instances:
-        for ranks in instance.layout.process_groups():
-            transport.add_process_group(ranks)
+        transport.add_process_group(instance.layout.ranks)
     for loop in plan.loops:
         for ranks in (loop.ranks, *metric_pools(plan, loop)):
             transport.add_process_group(ranks)
