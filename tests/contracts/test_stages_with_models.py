@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,8 @@ from tests.unit.recipes import only_problem, plan_of
 from leaderless import Batch, StageContext, Workflow, stage
 from leaderless.config import Recipe, RecipeError
 from leaderless.stages.limits import limited
+from leaderless.training.engine import Trainable
+from leaderless.training.micro_batches import MicroBatch
 from leaderless.workflow import Node, read_workflow, spec_of, write_workflow
 
 HERE = "tests.contracts.test_stages_with_models:"
@@ -92,6 +94,58 @@ def train_in_secret(batch: Batch, context: StageContext) -> Batch:
     return batch
 
 
+@stage(reads=SEQUENCE, writes=["values"], roles={"judge": "score"}, critics=["judge"])
+def expect(batch: Batch, context: StageContext) -> Batch:
+    """The reward that a critic expects at each token."""
+    with pytest.raises(KeyError, match=r"declares no language model 'judge' \(known: none\)"):
+        context.language_model("judge")
+    return batch.with_columns(values=context.value_model("judge").values(batch))
+
+
+@stage(
+    reads=[*SEQUENCE, "response_lengths", "rewards", "values"],
+    roles={"actor": "train", "judge": "train"},
+    critics=["judge"],
+    metrics=["judge/error"],
+)
+def actor_critic(batch: Batch, context: StageContext) -> Batch:
+    """One step of a policy on rewards minus values, and one of the critic towards the rewards."""
+    actor, judge = context.language_model("actor").train_engine, context.value_model("judge")
+    count = context.sum(batch.dense("response_lengths").sum().float())
+    rewards = torch.repeat_interleave(batch.dense("rewards"), batch.dense("response_lengths"))
+    gains = (rewards - batch.jagged("values").values) / count
+
+    def of_actor(micro_batch: MicroBatch) -> torch.Tensor:
+        return -(gains[micro_batch.response_index] * actor.forward(micro_batch).log_probs).sum()
+
+    def of_judge(micro_batch: MicroBatch) -> torch.Tensor:
+        return (judge.forward(micro_batch) - rewards[micro_batch.response_index]).square().sum() / count
+
+    def learn(engine: Trainable, loss_of: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
+        def add_gradients(micro_batches: Iterable[MicroBatch]) -> list[torch.Tensor]:
+            engine.discard_gradient()
+            losses = []
+            for micro_batch in micro_batches:
+                loss = loss_of(micro_batch)
+                loss.backward()
+                losses.append(loss.detach())
+            return losses
+
+        losses = engine.run_passes(batch, add_gradients)
+        engine.optimizer_step()
+        return losses
+
+    learn(actor, of_actor)
+    context.metrics.total("judge/error", sum(learn(judge, of_judge)))
+    return batch
+
+
+@stage(reads=["old_log_probs"], roles={"judge": "train"}, critics=["judge"])
+def fit(batch: Batch, context: StageContext) -> Batch:
+    """A stage that is planned only."""
+    return batch
+
+
 @stage(reads=["rewards"], writes=["rewards"])
 def without_roles(batch: Batch, context: StageContext) -> Batch:
     """A stage that uses no model."""
@@ -109,16 +163,24 @@ def own_workflow(*, judged: bool = True) -> Workflow:
     return workflow.node("learn", run=f"{HERE}reinforce", role="policy", after=last)
 
 
+def critic_workflow() -> Workflow:
+    workflow = Workflow("own").node("rollout", run="rollout", role="policy")
+    workflow = workflow.node("reward", run="reward", after="rollout")
+    workflow = workflow.node("expect", run=f"{HERE}expect", role="critic", after="rollout")
+    roles = {"actor": "policy", "judge": "critic"}
+    return workflow.node("learn", run=f"{HERE}actor_critic", roles=roles, after=["reward", "expect"])
+
+
 @pytest.fixture(scope="module")
 def walk(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list[Step]]]:
     @functools.cache
-    def walk(world_size: int, pools: tuple[str, ...] = ()) -> list[list[Step]]:
+    def walk(world_size: int, pools: tuple[str, ...] = (), *, has_critic: bool = False) -> list[list[Step]]:
         folder = tmp_path_factory.mktemp("walk")
-        (folder / "own.yaml").write_text(write_workflow(own_workflow()))
-        names = ("rollout", "prefer", "learn")
+        (folder / "own.yaml").write_text(write_workflow(critic_workflow() if has_critic else own_workflow()))
+        names = ("rollout", "expect" if has_critic else "prefer", "learn")
         changes: dict[str, object] = {
             "workflow": str(folder / "own.yaml"),
-            "models": {"policy": tiny_model(), "judge": tiny_model("qwen3")},
+            "models": {"policy": tiny_model(), "critic" if has_critic else "judge": tiny_model("qwen3")},
             "reward": {"tests.end_to_end.own_reward:own_reward": 1.0},
             "layout": {name: {"ranks": own} for name, own in zip(names, pools, strict=False)},
         }
@@ -141,6 +203,43 @@ def test_a_stage_that_trains_and_one_that_uses_two_models_give_the_same_on_any_r
     first, second = merged(single, 0)["weights"], merged(single, 1)["weights"]
     assert {name.partition(".")[0] for name in first} == {"policy"}
     assert any(not second[name].equal(weights) for name, weights in first.items()), "it learns"
+
+
+@pytest.mark.parametrize(("world_size", "pools"), [(2, ()), (2, ("0", "0", "1"))])
+def test_stages_score_with_a_critic_and_train_it_on_any_ranks(walk, world_size, pools) -> None:
+    single, several = walk(1, has_critic=True), walk(world_size, pools, has_critic=True)
+    for step in range(2):
+        expected, result = merged(single, step), merged(several, step)
+        assert result["numbers"]["judge/error"] == pytest.approx(expected["numbers"]["judge/error"], rel=1e-4)
+        for name, weights in expected["weights"].items():
+            assert float((result["weights"][name] - weights).norm() / weights.norm().clamp(min=1e-3)) < 1e-4, name
+    first, second = merged(single, 0)["weights"], merged(single, 1)["weights"]
+    learned = {name.partition(".")[0] for name, weights in first.items() if not second[name].equal(weights)}
+    assert learned == {"policy", "critic"}
+
+
+def test_the_plan_knows_which_roles_of_a_stage_are_critics() -> None:
+    plan = plan_of(critic_workflow(), 2, layout={"expect": {"ranks": "1"}, "learn": {"ranks": "0"}})
+    found = {(x.role, x.layout.ranks): (x.is_critic, x.is_trained, x.scores) for x in plan.instances}
+    assert found == {
+        ("policy", (0,)): (False, True, False),
+        ("critic", (0,)): (True, True, False),
+        ("critic", (1,)): (True, False, True),
+    }
+    # A critic may learn from the probabilities of the policy.
+    before = critic_workflow().node("old", run="log_probs", role="policy", after="rollout")
+    assert (
+        plan_of(before.node("fit", run=f"{HERE}fit", role="critic", after="old"))["fit"].reads["old_log_probs"] == "old"
+    )
+    problem = refusal(critic_workflow().node("old", run="log_probs", role="critic", after="rollout"))
+    assert problem.key == "nodes.old.role"
+    assert "is a critic for node 'expect'" in problem.message
+
+
+@pytest.mark.parametrize("critics", [["judge"], ["policy"], "policy"])
+def test_a_declaration_names_critics_among_its_roles(critics) -> None:
+    with pytest.raises(ValueError, match=r"critics=.*(must be one of `roles`|must be a list of roles)"):
+        stage(roles={"policy": "generate"}, critics=critics)
 
 
 MODELS = {"models": {"policy": "/no/such/model", "judge": "/no/other/model"}}

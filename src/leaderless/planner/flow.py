@@ -238,7 +238,7 @@ class Flow:
     def _check_old_log_probs(self, trainer: Node) -> None:
         """A role is updated against its own log-probabilities, not against those of another role."""
         writer = self.sources[trainer.name].get(OLD_LOG_PROBS, DATA)
-        if self.specs[trainer.name].role_use != "train" or writer == DATA:
+        if not self._trains_policy(trainer) or writer == DATA:
             return
         for origin in self._origins(trainer.name, OLD_LOG_PROBS, {*trainer.agents}):
             owner = self.workflow[origin].role
@@ -249,6 +249,11 @@ class Flow:
                     f"'{owner}' from node '{origin}': put a node {{run: log_probs, role: {trainer.role}}} behind "
                     f"'{origin}' and before '{trainer.name}'",
                 )
+
+    def _trains_policy(self, node: Node) -> bool:
+        """Whether the main role of a node is a language model that it trains."""
+        spec = self.specs[node.name]
+        return spec.role_use == "train" and not spec.is_critic(node, node.role)
 
     def _origins(self, reader: str, column: str, agents: set[str]) -> Iterator[str]:
         """The nodes that have written what a reader gets in a column, for rows of some agents."""
@@ -262,7 +267,7 @@ class Flow:
 
     def _check_agents(self, node: Node) -> None:
         """A role does not learn from the samples of several: not all are of the policy that the loss assumes."""
-        is_own = self.specs[node.name].role_use == "train" and "policy_versions" in self.sources[node.name]
+        is_own = self._trains_policy(node) and "policy_versions" in self.sources[node.name]
         if is_own and len(node.agents) > 1:
             raise RecipeError.at(
                 f"nodes.{node.name}.after",

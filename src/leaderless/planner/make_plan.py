@@ -105,8 +105,9 @@ def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
     for node in workflow.nodes:
         for _, role in node.roles:
             other = users.setdefault(role, node)
-            if spec_of(node).is_critic != spec_of(other).is_critic:
-                critic, other = (node, other) if spec_of(node).is_critic else (other, node)
+            is_critic = spec_of(node).is_critic(node, role)
+            if is_critic != spec_of(other).is_critic(other, role):
+                critic, other = (node, other) if is_critic else (other, node)
                 raise RecipeError.at(
                     f"nodes.{node.name}.role",
                     f"role '{role}' is a critic for node '{critic.name}' ({critic.run}) and a language model for "
@@ -243,7 +244,7 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
             is_trained=any(use == "train" for _, use in peers),
             generates=any(use == "generate" for _, use in peers),
             scores=any(use == "score" for _, use in peers),
-            is_critic=any(x.spec.is_critic for x in nodes if role in dict(x.uses)),
+            is_critic=any(x.spec.is_critic(x.node, role) for x in nodes),
             num_updates=sum(x.spec.num_updates(x.settings_of(recipe)) for x, use in peers if use == "train"),
         )
         for (role, layout), peers in users.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -114,11 +114,20 @@ class StageContext:
 
     def language_model(self, name: str) -> ModelRole:
         """The language model of one of the node's roles, by the name that the stage declares."""
-        model = self.models.get(name)
-        if not isinstance(model, ModelRole):
-            known = ", ".join(self.models) or "none"
-            raise KeyError(f"node '{self.node.name}' declares no language model '{name}' (known: {known})")
-        return model
+        found = {key: model for key, model in self.models.items() if isinstance(model, ModelRole)}
+        if name not in found:
+            raise self._undeclared(f"language model '{name}'", found)
+        return found[name]
+
+    def value_model(self, name: str) -> ValueEngine:
+        """The value model of one of the node's roles, by the name that the stage declares."""
+        found = {key: model for key, model in self.models.items() if not isinstance(model, ModelRole)}
+        if name not in found:
+            raise self._undeclared(f"value model '{name}'", found)
+        return found[name]
+
+    def _undeclared(self, what: str, known: Iterable[str]) -> KeyError:
+        return KeyError(f"node '{self.node.name}' declares no {what} (known: {', '.join(known) or 'none'})")
 
     @property
     def critic(self) -> ValueEngine:

@@ -46,7 +46,7 @@ class StageSpec:
         streams: Whether it can process some groups of a step before the others are there, as no number depends on other
             groups.
         roles: Use of each role of the node, by the name of its parameter: to generate, score or train.
-        is_critic: Whether its role is a value model rather than a language model.
+        critics: Those of its roles that are value models, not language models, by the names of their parameters.
         idle_steps: Number of first steps in which it does not train its role, as a function of the recipe.
         has_effect: Whether it has an effect beyond its columns, such as an update, and runs even if no node reads them;
             may be a function of the recipe.
@@ -67,7 +67,7 @@ class StageSpec:
     needs_whole_episodes: bool = False
     streams: bool = False
     roles: Mapping[str, RoleUse] = field(default_factory=dict)
-    is_critic: bool = False
+    critics: tuple[str, ...] = ()
     idle_steps: Callable[[Recipe], int] = field(default=lambda recipe: 0)  # noqa: ARG005
     has_effect: bool | Callable[[Recipe], bool] = False
     metrics: Names = ()
@@ -78,6 +78,10 @@ class StageSpec:
     def role_use(self) -> RoleUse | Literal["none"]:
         """Use of the main role: the one that is trained, else the one that generates, else the one that scores."""
         return next((use for use in ("train", "generate", "score") if use in self.roles.values()), "none")
+
+    def is_critic(self, node: Node, role: str | None) -> bool:
+        """Whether a role is a value model for a node of this stage whose roles have been resolved."""
+        return any(dict(node.roles).get(name) == role for name in self.critics)
 
     def roles_of(self, node: Node) -> dict[str, str]:
         """The role for each parameter.
@@ -147,6 +151,7 @@ def stage(  # noqa: PLR0913 - what a user may say of a stage
     needs_whole_groups: bool = False,
     streams: bool = False,
     roles: Mapping[str, RoleUse] | None = None,
+    critics: Sequence[str] = (),
     has_effect: bool = False,
     metrics: Names = (),
     check: Callable[[Recipe, Node], None] | None = None,
@@ -165,6 +170,7 @@ def stage(  # noqa: PLR0913 - what a user may say of a stage
             group must not depend on other groups.
         roles: Use of each role, by the name under which `context.models` has it: `generate`, `score` or `train`. A role
             that is trained may be scored, too.
+        critics: Names of those roles that are value models: to score with one is to compute values.
         has_effect: Whether it runs even if no node reads what it writes; a stage that trains always does.
         metrics: Metrics that it reports and that `checkpoint.best_metric` may name, or a function of the recipe and
             the node that gives them.
@@ -183,6 +189,9 @@ def stage(  # noqa: PLR0913 - what a user may say of a stage
         if not name.isidentifier() or use not in get_args(RoleUse):
             known = ", ".join(get_args(RoleUse))
             raise ValueError(f"@stage(roles={uses!r}): must give plain names one of {known} each")
+    for name in _check_names("critics", critics):
+        if uses.get(name) not in {"score", "train"}:
+            raise ValueError(f"@stage(critics={critics!r}): '{name}' must be one of `roles`, to score or to train")
 
     def declare(function: Function) -> Function:
         summary = (function.__doc__ or "").strip().partition("\n")[0]
@@ -194,6 +203,7 @@ def stage(  # noqa: PLR0913 - what a user may say of a stage
             needs_whole_groups=needs_whole_groups,
             streams=streams,
             roles=uses,
+            critics=tuple(critics),
             has_effect=has_effect or "train" in uses.values(),
             metrics=metrics if callable(metrics) else tuple(metrics),
             check=check,
@@ -204,8 +214,9 @@ def stage(  # noqa: PLR0913 - what a user may say of a stage
     return declare
 
 
-def _check_names(argument: str, names: Sequence[str]) -> None:
-    written, kind = f"@stage({argument}={names!r})", argument if argument == "metrics" else "columns"
+def _check_names(argument: str, names: Sequence[str]) -> Sequence[str]:
+    """The names, which are refused if they are malformed."""
+    written, kind = f"@stage({argument}={names!r})", {"metrics": "metrics", "critics": "roles"}.get(argument, "columns")
     if isinstance(names, str):
         raise ValueError(f"{written}: must be a list of {kind}: write {argument}=[{names!r}]")
     for name in names:
@@ -214,3 +225,4 @@ def _check_names(argument: str, names: Sequence[str]) -> None:
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twice is not None:
         raise ValueError(f"{written}: names {twice!r} twice; keep one")
+    return names
