@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.tiny import tiny_model, write_recipe
 
-from leaderless.workflow import Workflow, write_workflow
+from leaderless.observability.console import Display
+from leaderless.planner import Cluster, make_plan
+from leaderless.worker.place import Place
+from leaderless.worker.process import open_worker
+from leaderless.workflow import Workflow, load_recipe, resolve_workflow, write_workflow
 
 NUM_STEPS = 2
 CLOCKS = ("time", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
@@ -162,6 +168,31 @@ def test_a_policy_learns_the_same_next_to_one_that_is_not_trained(walk: Walk) ->
         assert all(result["weights"][name].equal(weights) for name, weights in expected["weights"].items())
         assert result["numbers"]["first/loss"] == expected["numbers"]["first/loss"]
         assert result["numbers"]["rollout/truncated/first"] == expected["numbers"]["rollout/truncated"]
+
+
+def evaluated(recipe_file: str, overrides: list[str]) -> tuple[dict[str, float], bool]:
+    """What a rank measures on held-out prompts, and whether it does so with the second policy."""
+    loaded = load_recipe(recipe_file, ["name=evaluated", *overrides])
+    place = Place.from_environment()
+    plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
+    with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        evaluator = worker.parts.evaluator
+        if evaluator is None:
+            return worker._evaluate(), False
+        assert evaluator.recipe.rollout.max_response_tokens == 4
+        return worker._evaluate(), evaluator.model is worker.parts.roles.of("second", evaluator.layout)
+
+
+def test_the_policy_that_the_recipe_names_is_evaluated(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text(write_workflow(joined()))
+    layout = {"first": {"ranks": "0"}, "second": {"ranks": "1"}, "second_rollout": {"ranks": "1"}}
+    held_out = {"path": str(tmp_path / "train.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
+    own = {"workflow": str(tmp_path / "two.yaml"), "layout": layout, "data.evaluation": held_out}
+    recipe = write_recipe(tmp_path, tiny_model(), {**SETTINGS, **own})
+    overrides = ["evaluation.every_steps=1", "evaluation.role=second"]
+    first, second = ranks.run(2, evaluated, str(recipe), overrides, init_group=False)
+    assert "evaluation/mean@1" in first[0]
+    assert (first[1], second[1]) == (False, True)
 
 
 def test_two_policies_may_have_different_back_ends(walk: Walk) -> None:

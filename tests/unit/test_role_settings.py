@@ -7,6 +7,8 @@ from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model, 
 from leaderless.algorithms.losses.gspo import GspoLoss
 from leaderless.config import RecipeError, dump_recipe, load_recipe
 from leaderless.config.source import RecipeSource
+from leaderless.planner import answering
+from leaderless.workflow import Workflow, stage
 
 
 def problem_of(path, overrides=()):
@@ -119,6 +121,53 @@ def test_settings_of_a_role_that_do_nothing_or_cannot_work_are_refused(roles, ke
     problem = refusal(roles=roles, algorithm={"kl": {"coefficient": 0.1}})
     assert problem.key == key
     assert rule in problem.message
+
+
+HELD_OUT = {"data": {"train": {"path": "a.jsonl"}, "evaluation": {"path": "b.jsonl", "answer": "answer"}}}
+
+
+@pytest.mark.parametrize("evaluated", [None, "critic", "reference"])
+def test_sampling_settings_are_those_of_a_role_that_samples_or_is_evaluated(evaluated):
+    sections = HELD_OUT | {"evaluation": {"every_steps": 1, "role": evaluated}}
+    sections |= {"algorithm": {"advantage": {"type": "gae"}, "kl": {"coefficient": 0.1}}}
+    for role in ("critic", "reference"):
+        roles = {role: {"rollout": {"min_p": 0.1}}}
+        if evaluated == role == "reference":
+            plan_of("ppo", **sections, roles=roles)
+            continue
+        problem = refusal("ppo", **sections, roles=roles)
+        if evaluated == "critic":
+            assert problem.key == "evaluation.role"
+            assert "is 'critic', but no node that runs in the workflow 'ppo' uses a language model" in problem.message
+        else:
+            assert problem.key == f"roles.{role}.rollout"
+            assert "and it is not evaluated: leave it out" in problem.message
+
+
+def test_the_role_that_is_evaluated_is_the_first_that_generates_or_the_one_that_is_named():
+    plan = plan_of("ppo", 2, algorithm={"advantage": {"type": "gae"}}, layout={"policy": {"ranks": "0-1"}})
+    assert answering(plan.instances).role == "policy"
+    workflow = Workflow("two").node("first_rollout", run="rollout", role="first")
+    workflow = workflow.node("second_rollout", run="rollout", role="second")
+    workflow = workflow.node("reward", run="reward", after=["first_rollout", "second_rollout"])
+    workflow = workflow.node("keep", run="record", after="gain").node("gain", run="advantage", after="reward")
+    both = {"models": {"first": "a", "second": "b"}}
+    instances = plan_of(workflow, **both).instances
+    assert [answering(instances, role).role for role in (None, "first", "second")] == ["first", "first", "second"]
+    problem = refusal(workflow, **both, evaluation={"role": "seconds"})
+    assert (problem.key, "did you mean 'second'?" in problem.message) == ("evaluation.role", True)
+
+
+def test_one_role_of_a_node_is_not_both_a_critic_and_a_language_model():
+    roles = {"actor": "policy", "judge": "policy"}
+    workflow = Workflow("own").node("rollout", run="rollout", role="policy")
+    workflow = workflow.node("both", run=f"{__name__}:both", roles=roles, after="rollout")
+    assert "is a critic for node 'both'" in refusal(workflow).message
+
+
+@stage(reads=["tokens"], roles={"actor": "train", "judge": "score"}, critics=["judge"])
+def both(batch, context):
+    """A stage with a policy and a critic."""
 
 
 def test_the_settings_of_a_role_decide_what_its_nodes_read(tmp_path):

@@ -24,7 +24,9 @@ def evaluate(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint to evaluate; for a run, its newest by default.")
     ] = None,
-    role: Annotated[str, typer.Option(help="Role that answers.")] = "policy",
+    role: Annotated[
+        str | None, typer.Option(help="Role that answers; by default evaluation.role, or the policy.")
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Workers on this machine.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -118,6 +118,9 @@ class EvaluationConfig(SamplingConfig):
 
     every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations; there is also one before the first and one after the last step. 0 for none."""
+    role: str | None = None
+    """Role that answers; by default the first one that generates in the workflow, or without any the first one that is
+    trained. `leaderless eval` has an option for another one."""
     responses_per_prompt: int = Field(default=1, ge=1, le=MAX_RESPONSES)
     """Responses sampled for each prompt: the k of mean@k, pass@k and maj@k."""
     temperature: float = Field(default=0.0, ge=0)

@@ -23,3 +23,4 @@ from leaderless.planner.plan import Loop as Loop
 from leaderless.planner.plan import Plan as Plan
 from leaderless.planner.plan import PlannedNode as PlannedNode
 from leaderless.planner.plan import RoleInstance as RoleInstance
+from leaderless.planner.plan import answering as answering

@@ -18,7 +18,7 @@ from leaderless.planner.layout import Cluster, Layout, make_layouts
 from leaderless.planner.loops import make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
-from leaderless.planner.plan import BatchSizes, Plan, PlannedNode, RoleInstance
+from leaderless.planner.plan import BatchSizes, Plan, PlannedNode, RoleInstance, answering
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import is_expanded, keeps_groups
 from leaderless.planner.vocabulary import check_vocabularies
@@ -59,10 +59,10 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_idle_ranks(nodes, cluster)
     _check_layouts(recipe, nodes)
     instances = _role_instances(recipe, nodes)
+    _check_evaluation(recipe, workflow, instances)
     _check_role_settings(recipe, workflow, instances)
     check_backends(recipe, instances)
     _check_critic(recipe, workflow, instances)
-    _check_evaluation(recipe, workflow, instances)
     engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine
     check_engine(engine, instances)
     _check_vllm(recipe, engine, instances, cluster)
@@ -101,12 +101,12 @@ def _reads(flow: Flow, layouts: Mapping[str, Layout], name: str) -> dict[str, st
 
 def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
     """Refuse models of misspelled roles, which would be left out silently, and roles with two heads."""
-    users: dict[str, Node] = {}
+    users: dict[str, tuple[Node, bool]] = {}
     for node in workflow.nodes:
-        for _, role in node.roles:
-            other = users.setdefault(role, node)
-            is_critic = spec_of(node).is_critic(node, role)
-            if is_critic != spec_of(other).is_critic(other, role):
+        for name, role in node.roles:
+            is_critic = name in spec_of(node).critics
+            other, was_critic = users.setdefault(role, (node, is_critic))
+            if is_critic != was_critic:
                 critic, other = (node, other) if is_critic else (other, node)
                 raise RecipeError.at(
                     f"nodes.{node.name}.role",
@@ -205,12 +205,17 @@ def _check_role_settings(recipe: Recipe, workflow: Workflow, instances: Sequence
             )
         is_trained, samples = any(x.is_trained for x in mine), any(x.generates for x in mine)
         if config.optimizer and not is_trained:
-            raise RecipeError.at(f"roles.{role}.optimizer", f"does nothing: no node trains role '{role}'")
-        if config.rollout and not samples and not recipe.evaluation.every_steps:
-            raise RecipeError.at(f"roles.{role}.rollout", f"does nothing: no node samples with role '{role}'")
+            raise RecipeError.at(f"roles.{role}.optimizer", f"does nothing: no node trains role '{role}': leave it out")
+        is_evaluated = bool(recipe.evaluation.every_steps) and role == answering(instances, recipe.evaluation.role).role
+        if config.rollout and not samples and not is_evaluated:
+            raise RecipeError.at(
+                f"roles.{role}.rollout",
+                f"does nothing: no node samples with role '{role}', and it is not evaluated: leave it out",
+            )
         if config.algorithm and not is_trained and not samples:
             raise RecipeError.at(
-                f"roles.{role}.algorithm", f"does nothing: no node samples with role '{role}' or trains it"
+                f"roles.{role}.algorithm",
+                f"does nothing: no node samples with role '{role}' or trains it: leave it out",
             )
 
 
@@ -220,6 +225,14 @@ def _check_evaluation(recipe: Recipe, workflow: Workflow, instances: Sequence[Ro
             "evaluation.every_steps",
             f"is {recipe.evaluation.every_steps}, but the workflow '{workflow.name}' has no language model that could "
             "answer held-out prompts: set it to 0",
+        )
+    role = recipe.evaluation.role
+    able = {instance.role for instance in instances if not instance.is_critic}
+    if role is not None and role not in able:
+        raise RecipeError.at(
+            "evaluation.role",
+            f"is '{role}', but no node that runs in the workflow '{workflow.name}' uses a language model of this name"
+            f"{nearest(role, able)}",
         )
 
 

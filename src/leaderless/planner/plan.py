@@ -175,6 +175,16 @@ class RoleInstance:
     is_engine_only: bool = False
 
 
+def answering(instances: Sequence[RoleInstance], role: str | None = None) -> RoleInstance:
+    """The model that answers: of a role, or of all, the first that generates, else the first that is trained.
+
+    A critic cannot answer, and is returned only where there is nothing else.
+    """
+    found = [instance for instance in instances if role in {None, instance.role} and not instance.is_critic]
+    found = sorted(found, key=lambda instance: (not instance.generates, not instance.is_trained))
+    return (*found, *instances)[0]
+
+
 @dataclass(frozen=True)
 class BatchSizes:
     """Sizes that follow from the recipe's `batch` section. Repeated nodes load the prompts of a step in each round.

@@ -194,12 +194,14 @@ def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:
         return _plan(loaded, resolve_workflow(loaded.recipe.workflow), num_workers)
 
 
-def plan_evaluation(loaded: LoadedRecipe, role: str, num_workers: int) -> Planned:
+def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) -> Planned:
     """Plan an evaluation, in which one role answers on all workers, whatever the recipe says about training.
 
-    A RecipeError says that the recipe has no held-out prompts, no reward or no such role.
+    Without a role it is `evaluation.role`, or the policy. A RecipeError says that the recipe has no held-out prompts,
+    no reward or no such role.
     """
     recipe = loaded.recipe
+    role = role or recipe.evaluation.role or "policy"
     model = recipe.model_of(role)
     with located(loaded):
         if recipe.data.evaluation is None:
@@ -210,7 +212,9 @@ def plan_evaluation(loaded: LoadedRecipe, role: str, num_workers: int) -> Planne
             raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")
         batch = recipe.batch.model_copy(update={"prompts_per_step": max(recipe.batch.prompts_per_step, num_workers)})
         checkpoint = recipe.checkpoint.model_copy(update={"best_metric": None})
+        evaluation = recipe.evaluation.model_copy(update={"role": role})
         update = {"models": {role: model}, "layout": {}, "batch": batch, "checkpoint": checkpoint, "roles": {}}
+        update["evaluation"] = evaluation
         recipe = recipe.as_seen_by(role).model_copy(update=update)
         return _plan(LoadedRecipe(recipe, loaded.source), evaluation_workflow(role), num_workers)
 

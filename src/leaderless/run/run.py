@@ -165,14 +165,14 @@ class Run:
                 train_as_worker(planned, place)
 
     def evaluate(
-        self, checkpoint: str | Path | None = "newest", *, role: str = "policy", workers: int = 1
+        self, checkpoint: str | Path | None = "newest", *, role: str | None = None, workers: int = 1
     ) -> dict[str, float]:
         """Answer the held-out prompts and grade the responses.
 
         Args:
             checkpoint: Checkpoint whose weights answer; "newest" for the run's newest one, or the untrained model where
                 there is none; None for the untrained model.
-            role: Role that answers.
+            role: Role that answers; by default `evaluation.role`, or the policy if the recipe does not set it.
             workers: Number of workers on this machine. A single worker is this process itself.
 
         Returns:

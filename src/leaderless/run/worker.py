@@ -25,13 +25,14 @@ class Job:
     """The job of the workers of one machine, which they read from a file.
 
     A launcher that `has_prepared` the run's folder also writes the report; with several machines, the first worker does
-    both. An evaluation names the role that answers, a checkpoint if the weights come from one, and a file for scores.
+    both. An evaluation may name the role that answers, names a checkpoint if the weights come from one, and a file for
+    scores.
     """
 
     task: Literal["train", "evaluate"]
     source: RecipeSource
     has_prepared: bool = True
-    role: str = "policy"
+    role: str | None = None
     checkpoint: str | None = None
     scores: str = ""
 

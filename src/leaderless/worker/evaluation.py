@@ -14,7 +14,7 @@ from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.errors import memory_explained
 from leaderless.data.transport import ProcessGroup
-from leaderless.planner import Layout, Plan, RoleInstance
+from leaderless.planner import Layout
 from leaderless.rewards.pool import Graded
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.stages.context import Grader, ModelRole
@@ -27,14 +27,6 @@ Record = Callable[[Sequence[Mapping[str, Json]]], None]
 """Writes samples of held-out prompts."""
 EVALUATION_SEED_OFFSET = 1 << 31
 """Recipes' seeds are smaller, so evaluation never samples with the noise of training."""
-
-
-def evaluated_instance(plan: Plan) -> RoleInstance:
-    """The model that answers held-out prompts: the first that generates, else the first that is trained."""
-    answering = [instance for instance in plan.instances if not instance.is_critic] or list(plan.instances)
-    generating = [instance for instance in answering if instance.generates]
-    trained = [instance for instance in answering if instance.is_trained]
-    return (generating or trained or answering)[0]
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from leaderless.data.transport import Transport
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory, write_atomically
-from leaderless.planner import Plan, RoleInstance
+from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader, ModelRole
-from leaderless.worker.evaluation import Evaluator, evaluated_instance
+from leaderless.worker.evaluation import Evaluator
 from leaderless.worker.join import check_shared, join_workers
 from leaderless.worker.memory import check_memory
 from leaderless.worker.parts import Parts
@@ -126,12 +126,13 @@ class _Builder:
         checkpoint: Path | None = None,
     ) -> None:
         self.recipe, self.transport, self.display = recipe, transport, display
-        self.instance: RoleInstance = evaluated_instance(plan)
-        config = recipe.model_of(self.instance.role)
+        self.instance: RoleInstance = answering(plan.instances, recipe.evaluation.role)
+        first = answering(plan.instances).role  # the tokenizer does not depend on what is evaluated
+        config = recipe.model_of(first)
         assert config is not None
         on_hub = checkpoint is None and not Path(config.path).exists()
         self._say_source("loading", str(checkpoint or config.path), on_hub=on_hub)
-        self.tokenizer: Tokenizer = load_tokenizer(config, self.instance.role)
+        self.tokenizer: Tokenizer = load_tokenizer(config, first)
         self.roles = Roles(recipe, plan, transport, device, self.tokenizer, logs, partial(_print_own, display))
 
     def training_sets(self, folder: Path) -> list[TrainingSet]:

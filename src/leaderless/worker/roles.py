@@ -16,7 +16,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights
+from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_of
 from leaderless.rollout.make import RolloutSetup, make_engine
@@ -28,7 +28,6 @@ from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import Probe, fill_weights, send_weights
-from leaderless.worker.evaluation import evaluated_instance
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
@@ -58,7 +57,8 @@ class Roles:
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
         self._routes: dict[SyncWeights, Route] = {}
         self._spec = engine_of(plan.engine)
-        self._generating = [*(one for one in plan.instances if one.generates), evaluated_instance(plan)]
+        self._generating = [one for one in plan.instances if one.generates]
+        self._generating.append(answering(plan.instances, recipe.evaluation.role))
         for instance in plan.instances:
             if transport.rank in instance.layout:
                 self._add(instance)

@@ -14,13 +14,12 @@ from rich.markup import escape
 
 from leaderless.observability.console import FAILED
 from leaderless.observability.trace import Tracer
-from leaderless.planner import PlannedNode
+from leaderless.planner import PlannedNode, RoleInstance, answering
 from leaderless.supervision.guards import Guards
 from leaderless.supervision.heartbeat import Stall, Watchdog, end_stalled
 from leaderless.supervision.stop import StopRequest
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.chain import Chain
-from leaderless.worker.evaluation import evaluated_instance
 from leaderless.worker.keeper import Keeper
 from leaderless.worker.loop_log import LoopLog
 from leaderless.worker.parts import Parts, Progress
@@ -143,6 +142,11 @@ class Worker:
         self.chain.channels.close()
         self._keeper.close()
 
+    @property
+    def _evaluated(self) -> RoleInstance:
+        """The model that answers held-out prompts."""
+        return answering(self.parts.plan.instances, self.parts.recipe.evaluation.role)
+
     def _judge(self, numbers: Mapping[str, float], nodes: Sequence[PlannedNode]) -> None:
         self.chain.events += self._guards.judge_rewards(self.progress.step, numbers, nodes)
 
@@ -153,8 +157,8 @@ class Worker:
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out accuracy of the weights of a step, where this asks for it and the model is in this loop."""
-        recipe, step, ranks = self.parts.recipe, self.progress.trained, evaluated_instance(self.parts.plan).layout.ranks
-        every = recipe.evaluation.every_steps
+        recipe, step = self.parts.recipe, self.progress.trained
+        every, ranks = recipe.evaluation.every_steps, self._evaluated.layout.ranks
         if not every or (step % every and step != recipe.steps) or ranks[0] not in self._loop.ranks:
             return {}
         numbers: dict[str, float] = {}
