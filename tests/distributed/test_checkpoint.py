@@ -259,9 +259,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(ranks: RankPool, tmp_path:
     assert (tmp_path / "damaged-step-000011/state.json").exists(), "nothing is thrown away"
 
 
-def all_damaged(folder: str) -> str:
+def none_is_good(folder: str, unusable: tuple[str, ...] = ()) -> str:
+    world = Transport(torch.device("cpu"), timeout_s=60).world
+
+    def why_not(path: Path) -> str:
+        assert world.rank == 0, "the first rank decides"
+        return f"it has no {path.name[-2:]}" if path.name in unusable else ""
+
     try:
-        newest_good(Path(folder), Transport(torch.device("cpu"), timeout_s=60).world, lambda _: None)
+        newest_good(Path(folder), world, lambda _: None, why_not)
     except RecipeError as error:
         return str(error)
     return ""
@@ -269,9 +275,15 @@ def all_damaged(folder: str) -> str:
 
 def test_a_run_does_not_begin_anew_when_all_checkpoints_are_damaged(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, save_several, str(tmp_path), tiny_model())
-    for path in list_checkpoints(tmp_path):
+    first, *others = list_checkpoints(tmp_path)
+    unusable = tuple(path.name for path in others)
+    assert ranks.run(2, none_is_good, str(tmp_path), unusable) == ["", ""]
+    damage(first, "bit")
+    for message in ranks.run(2, none_is_good, str(tmp_path), unusable):
+        assert "the run can continue from (step-000011: it has no 11); pass --fresh to set the run aside" in message
+    for path in others:
         damage(path, "bit")
-    assert "pass --fresh to set the run aside" in ranks.run(1, all_damaged, str(tmp_path))[0]
+    assert "is what was written; pass --fresh to set the run aside" in ranks.run(1, none_is_good, str(tmp_path))[0]
 
 
 def load_into(path: str, model: str) -> str:

@@ -123,7 +123,9 @@ class Runs:
     ranks: RankPool
     folder: Path
 
-    def __call__(self, generating: int, training: int, lag: int, name: str, stop: Stop | None = None) -> Seen:
+    def __call__(
+        self, generating: int, training: int, lag: int, name: str, stop: Stop | None = None, steps: int = NUM_STEPS
+    ) -> Seen:
         layout = {
             node: {"ranks": f"0-{generating - 1}" if node == "rollout" else f"{generating}-{generating + training - 1}"}
             for node in ("rollout", "reward", "policy")
@@ -133,7 +135,13 @@ class Runs:
         recipe = write_recipe(self.folder, tiny_model(), {**SETTINGS, **changes})
         write_additions(self.folder / "train.jsonl", 64)
         seen = self.ranks.run(
-            generating + training, train, str(recipe), [f"name={name}"], stop, init_group=False, timeout_s=120.0
+            generating + training,
+            train,
+            str(recipe),
+            [f"name={name}", f"steps={steps}"],
+            stop,
+            init_group=False,
+            timeout_s=120.0,
         )
         whole = Seen(done=seen[-1].done)
         for one in seen:
@@ -228,7 +236,7 @@ def test_a_run_that_a_signal_has_stopped_continues_to_the_same_bits(
     assert json.loads((checkpoint / "state.json").read_text())["step"] == step
     ahead = min(step + 2, NUM_STEPS)
     state = json.loads((checkpoint / "loop-rollout.json").read_text())
-    assert state == {"iteration": ahead, "data_position": ahead * PROMPTS}
+    assert state == {"iteration": ahead, "data_position": ahead * PROMPTS, "lag": 2}
     in_flight = sorted({file.name[5:11] for file in checkpoint.glob("rows-*")})
     assert in_flight == [f"{k:06d}" for k in range(step + 1, ahead + 1)]
     after = runs(1, 1, 2, name)
@@ -237,6 +245,18 @@ def test_a_run_that_a_signal_has_stopped_continues_to_the_same_bits(
     assert numbers(runs.directory(name)) == numbers(runs.directory("plain-2"))
     for file in ("rollout-to-reward.jsonl", "policy-to-rollout.jsonl"):
         assert iterations(runs.directory(name), file) == iterations(runs.directory("plain-2"), file)
+
+
+def test_a_run_of_fewer_steps_continues_as_if_it_had_been_longer_from_the_beginning(
+    plain: Mapping[int, Seen], runs: Runs
+) -> None:
+    before = runs(1, 1, 2, "longer", steps=4)
+    assert before.done == (4, 4)
+    after = runs(1, 1, 2, "longer")
+    assert min(after.trained) == 3, "the two steps whose weights the next iterations need are repeated"
+    assert {step: after.trained[step] for step in (3, 4)} == {step: before.trained[step] for step in (3, 4)}
+    assert_same(Seen(before.trained | after.trained, after.weights), plain[2])
+    assert numbers(runs.directory("longer")) == numbers(runs.directory("plain-2"))
 
 
 def test_a_stopped_run_continues_on_other_ranks(plain: Mapping[int, Seen], runs: Runs) -> None:

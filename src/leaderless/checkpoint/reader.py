@@ -53,20 +53,49 @@ class RoleState:
     is_value_model: bool = False
 
 
-def newest_good(folder: Path, world: ProcessGroup, say: Callable[[str], None]) -> Path | None:
-    """Find the newest checkpoint that is undamaged, and rename damaged ones. All ranks call it together.
+@dataclass(frozen=True)
+class LoopState:
+    """State of a loop that is ahead of the one that trains.
+
+    Attributes:
+        iteration: Iterations that it has made.
+        data_position: Prompts taken from the data.
+        lag: Iterations that it was ahead, except at the end of the run; 0 where an earlier version did not note it.
+    """
+
+    iteration: int
+    data_position: int
+    lag: int
+
+
+def newest_good(
+    folder: Path, world: ProcessGroup, say: Callable[[str], None], why_not: Callable[[Path], str] = lambda _: ""
+) -> Path | None:
+    """Find the newest checkpoint that a run can continue from, and rename damaged ones. All ranks call it together.
+
+    Args:
+        folder: Folder of the checkpoints.
+        world: All ranks.
+        say: Function that shows a line.
+        why_not: Function that says why this run cannot continue from an undamaged checkpoint, where it cannot; only the
+            first rank calls it.
 
     Returns:
         The checkpoint, None when the folder holds none.
 
     Raises:
-        RecipeError: There are checkpoints, and all are damaged.
+        RecipeError: There are checkpoints, and the run can continue from none.
     """
     is_first = world.rank == world.ranks[0]
     # Shared storage may show the newest folder to some ranks later than to others.
-    names = "\n".join(path.name for path in list_checkpoints(folder)) if is_first else ""
-    names = world.broadcast_text(names, 0, "the names of all checkpoints")
-    for name in reversed(names.split()):
+    known = [(path.name, why_not(path)) for path in list_checkpoints(folder)] if is_first else []
+    found: list[tuple[str, str]] = json.loads(
+        world.broadcast_text(json.dumps(known), 0, "the names of all checkpoints")
+    )
+    for name, reason in reversed(found):
+        if reason:
+            say(f"{name} is passed over: {escape(reason)}")
+            continue
         damage = find_damage(folder / name, world)
         if not damage:
             return folder / name
@@ -74,9 +103,10 @@ def newest_good(folder: Path, world: ProcessGroup, say: Callable[[str], None]) -
         if is_first:
             shutil.rmtree(folder / f"damaged-{name}", ignore_errors=True)
             (folder / name).rename(folder / f"damaged-{name}")
-    if names:
-        reason = f"no checkpoint in {folder} is what was written; pass --fresh to set the run aside and begin anew"
-        raise RecipeError.at("", reason)
+    reasons = [f"{name}: {reason}" for name, reason in found if reason]
+    if found:
+        why = f"the run can continue from ({reasons[-1]})" if reasons else "is what was written"
+        raise RecipeError.at("", f"no checkpoint in {folder} {why}; pass --fresh to set the run aside and begin anew")
     return None
 
 
@@ -136,15 +166,15 @@ def read_role_state(path: Path, role: str) -> RoleState | None:
     return RoleState(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
 
-def read_loop_state(path: Path, name: str) -> tuple[int, int]:
-    """Read how far a loop was that is ahead of the one that trains: its iteration, and prompts taken from the data.
+def read_loop_state(path: Path, name: str) -> LoopState:
+    """Read how far a loop was that is ahead of the one that trains.
 
     Raises:
         RecipeError: The run had no such loop.
     """
     try:
         state = json.loads((path / LOOP_FILE.format(name)).read_text(encoding="utf-8"))
-        return int(state["iteration"]), int(state["data_position"])
+        return LoopState(int(state["iteration"]), int(state["data_position"]), int(state.get("lag", 0)))
     except (OSError, ValueError, KeyError) as error:
         reason = f"checkpoint {path} holds no loop '{name}': give the new run another name"
         raise RecipeError.at("channels", reason) from error

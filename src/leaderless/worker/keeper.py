@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.markup import escape
 
 from leaderless.checkpoint.reader import (
     LOOP_FILE,
+    LoopState,
     RunState,
     load_checkpoint,
     newest_good,
@@ -19,8 +21,9 @@ from leaderless.checkpoint.reader import (
 )
 from leaderless.checkpoint.rows import load_rows, save_rows
 from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content
-from leaderless.config import dump_recipe
+from leaderless.config import RecipeError, dump_recipe
 from leaderless.data.surplus import Surplus
+from leaderless.observability.run_directory import step_of
 from leaderless.observability.trace import Tracer
 from leaderless.supervision.guards import RollBack
 from leaderless.worker.agreement import StepEnd
@@ -38,6 +41,7 @@ class Keeper:
         """Nothing is read or written yet; the surplus of the chain is saved too."""
         self._parts, self._progress, self._chain, self._tracer = parts, progress, chain, tracer
         recipe, directory = parts.recipe, parts.directory
+        self._lag = max(loop.lag for loop in parts.plan.loops)
         self._writer = CheckpointWriter(
             directory.checkpoints,
             parts.roles.trained(),
@@ -45,19 +49,43 @@ class Keeper:
             parts.tokenizer,
             recipe.checkpoint,
             # A loop that is ahead comes to the place of the checkpoint so many iterations later.
-            recipe.run.timeout_s * (1 + max(loop.lag for loop in parts.plan.loops)),
+            recipe.run.timeout_s * (1 + self._lag),
             {"recipe.yaml": dump_recipe(recipe), "plan.json": json.dumps(parts.plan.to_json(), indent=1)},
             parts.plan.leading.ranks[0],
         )
 
     def is_due(self) -> bool:
-        """Whether a checkpoint is due on this rank."""
-        return self._writer.is_due(self._progress.step)
+        """Whether a checkpoint is due on this rank.
+
+        One always is before the first step whose next iterations are not made any more, since the run ends: from there
+        it can continue to more steps.
+        """
+        step, last_whole = self._progress.step, self._parts.recipe.steps - self._lag
+        return self._writer.is_due(step) or (self._lag > 0 and step == last_whole)
 
     def newest(self) -> Path | None:
         """Find the newest undamaged checkpoint, after one that is being written. All ranks call it together."""
         self._writer.wait()
-        return newest_good(self._parts.directory.checkpoints, self._parts.transport.world, self._parts.display.say)
+        parts = self._parts
+        return newest_good(parts.directory.checkpoints, parts.transport.world, parts.display.say, self._why_not)
+
+    def _why_not(self, checkpoint: Path) -> str:
+        """Why a run of so many steps cannot continue from a checkpoint; an empty text if it can."""
+        steps = self._parts.recipe.steps
+        for loop in self._parts.plan.loops:
+            if not loop.lag:
+                continue
+            try:
+                ahead = read_loop_state(checkpoint, loop.name)
+            except RecipeError:
+                continue  # every rank raises it when the checkpoint is read
+            wanted = min(steps, step_of(checkpoint) + ahead.lag)
+            if ahead.iteration < wanted:
+                return (
+                    f"it is of the end of a run, with rows of iterations up to {ahead.iteration}; with {steps} steps "
+                    f"it would have those up to {wanted}, and the weights that sample them are gone"
+                )
+        return ""
 
     def resume(self, rolled_back: Callable[[int], RollBack | None]) -> None:
         """Continue from the newest undamaged checkpoint, if there is one. All ranks call it together.
@@ -79,7 +107,8 @@ class Keeper:
         progress.seconds_before = state.time_s
         loop = parts.plan.loop_of(rank)
         if loop.lag:
-            progress.step, progress.data_position = read_loop_state(checkpoint, loop.name)
+            ahead = read_loop_state(checkpoint, loop.name)
+            progress.step, progress.data_position = ahead.iteration, ahead.data_position
         self._chain.channels.resume(checkpoint)
         for loader in self._chain.loaders.values():
             loader.position = progress.data_position
@@ -135,9 +164,8 @@ class Keeper:
         loop = plan.loop_of(rank)
         texts: dict[str, str] = {}
         if loop.lag and rank == loop.ranks[0]:
-            texts[LOOP_FILE.format(loop.name)] = json.dumps(
-                {"iteration": progress.step, "data_position": progress.data_position}
-            )
+            ahead = LoopState(progress.step, progress.data_position, loop.lag)
+            texts[LOOP_FILE.format(loop.name)] = json.dumps(asdict(ahead))
         return Content(
             RunState(progress.trained, progress.data_position, progress.seconds),
             metrics=numbers if rank == loop.ranks[0] else {},
