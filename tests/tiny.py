@@ -26,11 +26,16 @@ if TYPE_CHECKING:
 CHARACTERS = "0123456789+=-*()# \nabcdefghijklmnopqrstuvwxyz<>|_ABCDEFGHIJKLMNOPQRSTUVWXYZ.,?!':$"
 
 
-@functools.cache
 def tiny_model(
     family: Literal["qwen2", "qwen3"] = "qwen2", chat_template: str | None = None, *, head_dim: int = 8
 ) -> str:
     """The folder of a model, the same for all tests of a process."""
+    return _write_once(family, chat_template, head_dim)
+
+
+@functools.cache
+def _write_once(family: Literal["qwen2", "qwen3"], chat_template: str | None, head_dim: int) -> str:
+    """Write a model; arguments are by place, since a cache tells a default from the same value that is given."""
     folder = tempfile.TemporaryDirectory(prefix="tiny-model-")
     _KEPT.append(folder)
     path = write_tiny_model(

@@ -1,4 +1,4 @@
-"""A rollout engine as a user might write one: `transformers` without a cache, one token of each response at a time."""
+"""A rollout engine as a user might write one: `transformers` without a cache."""
 
 from __future__ import annotations
 
@@ -58,14 +58,18 @@ class PlainEngine:
 
     @torch.no_grad()
     def step(self) -> list[Delta]:
-        for key in list(self.open)[: self.setup.rollout.max_sequences]:
-            self.draw(*key)
+        keys = list(self.open)[: self.setup.rollout.max_sequences]
+        if keys:
+            texts = [[*self.open[key][0].prompt, *self.open[key][2].tokens] for key in keys]
+            longest = max(map(len, texts))  # what comes after the end of a text changes nothing before it
+            logits = self.model(torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])).logits
+            for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
+                self.draw(*key, logits[row, len(text) - 1][None])
         deltas, self.deltas = self.deltas, []
         return deltas
 
-    def draw(self, number: int, sibling: int) -> None:
+    def draw(self, number: int, sibling: int, logits: torch.Tensor) -> None:
         request, params, completion = self.open[number, sibling]
-        logits = self.model(torch.tensor([[*request.prompt, *completion.tokens]])).logits[0, -1:]
         sample_id, place = torch.tensor([request.sample_ids[sibling]]), torch.tensor([len(completion.tokens)])
         token, log_prob = sample_tokens(logits, uniform_noise(params.seed, sample_id, place), params.distribution)
         completion.tokens.append(int(token))
