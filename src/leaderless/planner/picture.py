@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jinja2 import Environment
+from jinja2 import Environment, Template
 
 from leaderless.planner.entries import Repeat, SyncWeights
 from leaderless.planner.lanes import FRAME, Frame, Wire, place_lanes
@@ -66,9 +66,15 @@ def draw_plan(plan: Plan) -> str:
     Returns:
         A self-contained SVG: it loads nothing, has its own background, and follows the reader's color scheme.
     """
+    return _template().render(_Picture(plan).values())
+
+
+@cache
+def _template() -> Template:
+    """The compiled template: compiling takes longer than drawing."""
     environment = Environment(autoescape=True, finalize=_legal, keep_trailing_newline=True)
     environment.filters["px"] = "{:.1f}".format
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(_Picture(plan).values())
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
 class _Picture:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -83,8 +84,9 @@ def render_report(run_directory: Path) -> str:
     return page.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+@cache
 def _environment() -> Environment:
-    """Templates that escape every value, and fail where a value is missing."""
+    """Templates that escape every value, and fail where a value is missing; each is compiled once."""
     environment = Environment(
         loader=PackageLoader("leaderless.observability.report", "assets"),
         autoescape=True,
