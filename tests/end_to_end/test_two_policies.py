@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -181,6 +183,31 @@ def evaluated(recipe_file: str, overrides: list[str]) -> tuple[dict[str, float],
             return worker._evaluate(), False
         assert evaluator.recipe.rollout.max_response_tokens == 4
         return worker._evaluate(), evaluator.model is worker.parts.roles.of("second", evaluator.layout)
+
+
+def recorded(recipe_file: str) -> list[dict[str, object]]:
+    """The samples of a step that are kept for people."""
+    walk_steps(recipe_file, "recorded", 1)
+    files = sorted((Path(recipe_file).parent / "runs/recorded/samples").glob("step-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("workflow", ["joined", "next to another"])
+def test_recorded_samples_name_the_role_that_sampled_them(ranks: RankPool, tmp_path: Path, workflow: str) -> None:
+    nodes = WORKFLOWS[workflow]()
+    if workflow == "next to another":
+        nodes = nodes.node("kept", run="record", after="gain")
+    (tmp_path / "two.yaml").write_text(write_workflow(nodes))
+    own = {"workflow": str(tmp_path / "two.yaml"), "run.recorded_prompts": 2}
+    recipe = write_recipe(tmp_path, tiny_model(), {**SETTINGS, **CHANGES.get(workflow, {}), **own})
+    (samples,) = ranks.run(1, recorded, str(recipe), init_group=False)
+    by_role = Counter(sample["role"] for sample in samples)
+    assert by_role == ({"first": 8, "second": 8} if workflow == "joined" else {"first": 8})
+    lengths = {
+        sample["role"]: max(one["tokens"]["total"] for one in samples if one["role"] == sample["role"])
+        for sample in samples
+    }
+    assert lengths["first"] > 4 >= lengths.get("second", 4)
 
 
 def test_the_policy_that_the_recipe_names_is_evaluated(ranks: RankPool, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
     tokens, inputs = batch.jagged("tokens").to_lists(), inputs_of(batch, context)
     masks = batch.jagged("response_mask").rows() if "response_mask" in batch else None
     log_probs = {name: batch.jagged(column).rows() for name, column in LOG_PROBS.items() if column in batch}
-    recorder = TokenRecorder(context.tokenizer)
+    recorder, roles = TokenRecorder(context.tokenizer), _roles(batch, context)
     samples: list[dict[str, Json]] = []
     for index, sample in enumerate(inputs):
         details = batch.objects("reward_details")[index]
@@ -102,5 +102,16 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
             "sample_id": int(batch.ids[index]),
             "advantage": float(advantages[0]) if len(advantages) else 0.0,
         }
+        if roles:
+            place["role"] = roles[index]
         samples.append(place | describe_sample(sample, graded, recorder.describe(tokens[index], known, mask)))
     return samples
+
+
+def _roles(batch: Batch, context: StageContext) -> list[str]:
+    """The role that sampled each row; empty if the run has a single one."""
+    if len(context.agents) < 2:
+        return []
+    if "agent" in batch:
+        return [context.agents[place] for place in batch.dense("agent").tolist()]
+    return [context.node.node.agents[0]] * len(batch)

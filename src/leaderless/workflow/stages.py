@@ -74,6 +74,11 @@ def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return ["rows", "tokens", "truncated", *({"is_greedy"} & {*recipe.algorithm.advantage.reads})]
 
 
+def _record_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"]
+    return columns + ["agent"] * (len(node.agents) > 1)
+
+
 def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     algorithm, names = recipe.algorithm, ["group/no_signal"]
     if algorithm.overlong.buffer_tokens:
@@ -327,7 +332,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "record": StageSpec(
         "leaderless.stages.record:record",
         sampled_with=("stop",),
-        reads=("rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"),
+        reads=_record_reads,
         reads_if_written=("response_mask", "rollout_log_probs", "old_log_probs", EPISODE_IDS),
         has_effect=lambda recipe: recipe.run.recorded_prompts > 0,
         needs_whole_groups=True,

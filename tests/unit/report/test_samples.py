@@ -24,6 +24,13 @@ def test_equal_responses_to_a_prompt_are_shown_once_with_their_number():
     assert step.num_samples == step.num_recorded == 17
 
 
+def test_equal_responses_of_two_roles_are_apart():
+    row = sample_rows(1, 1.0, random.Random(0))[0]
+    step = step_of([row | {"sample_id": role, "role": role} for role in ("solver", "judge")])
+    assert [(sample.role, sample.count) for sample in step.groups[0].samples] == [("solver", 1), ("judge", 1)]
+    assert step_of([row]).groups[0].samples[0].role == ""
+
+
 def test_equal_responses_to_other_prompts_are_apart():
     row = sample_rows(1, 1.0, random.Random(0))[0]
     step = step_of([row | {"sample_id": "a"}, row | {"sample_id": "b", "group_id": 5, "prompt": "another"}])

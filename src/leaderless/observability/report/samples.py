@@ -67,7 +67,11 @@ class Detail:
 
 @dataclass(frozen=True)
 class Sample:
-    """A response as recorded, or several equal ones; the state is that of a `Judge`, and a failed reward is None."""
+    """A response as recorded, or several equal ones.
+
+    The state is that of a `Judge`, and a failed reward is None. The role that sampled it is empty in runs with a single
+    one.
+    """
 
     sample_id: str
     response: str
@@ -76,6 +80,7 @@ class Sample:
     state: str
     is_truncated: bool
     details: tuple[Detail, ...]
+    role: str = ""
     count: int = 1
 
 
@@ -281,6 +286,7 @@ def _sample(row: Mapping[str, object], judge: Judge) -> Sample:
             Detail(name, as_number(detail.get("value")), _clip(as_text(detail.get("error")), MAX_ERROR_CHARACTERS))
             for name, detail in details.items()
         ),
+        role=as_text(row.get("role")),
     )
 
 

@@ -134,6 +134,7 @@
       tags.append(times);
     }
     if (sample.is_truncated) tags.append(make("span", "tag cut", "cut"));
+    if (sample.role) tags.append(make("span", "tag", sample.role));
     const verdict = make("div", "verdict", tags);
     const line = (name, value) => verdict.append(make("div", "", `${name} `, make("b", "", value)));
     line("reward", number(sample.reward));
