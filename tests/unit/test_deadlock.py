@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from tests.unit import test_channels, test_schedule
+from tests.unit import test_channels, test_joins, test_schedule
 from tests.unit.recipes import plan_of
 
 from leaderless.config import RecipeError
@@ -238,6 +238,12 @@ FEW = settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_mu
 @FEW
 @given(case=test_schedule.cases())
 def test_no_plan_without_channels_gets_stuck(case):
+    check(walked(test_schedule.planned(case)))
+
+
+@FEW
+@given(case=test_joins.graphs())
+def test_no_plan_with_joins_and_selections_gets_stuck(case):
     check(walked(test_schedule.planned(case)))
 
 

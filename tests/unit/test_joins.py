@@ -5,14 +5,14 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model
-from tests.unit.test_schedule import Tables, rows_of
+from tests.unit.test_schedule import Case, Tables, layouts, planned, rows_of
 
 from leaderless.config import RecipeError
 from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.table import Table
 from leaderless.planner import Reshard
 from leaderless.planner.flow import Flow
-from leaderless.workflow import Workflow, read_workflow, stage, write_workflow
+from leaderless.workflow import StageSpec, Workflow, read_workflow, stage, write_workflow
 from leaderless.workflow.metrics import known_metric
 
 MODELS = {"models": {"a": "/no/such/model", "b": "/no/such/model"}}
@@ -308,6 +308,45 @@ def test_joined_rows_and_whole_groups_are_found_on_any_layouts(layout, is_apart)
         message = only_problem(error).message
         assume(not any(part in message for part in ("runs no node", "whole groups are needed")))
         raise
+    tables = JoinedTables(plan)
+    for action in plan.schedule:
+        tables.execute(action)
+
+
+@st.composite
+def graphs(draw) -> Case:
+    """Graphs in which nodes work on the rows of several samplers, or select some of these rows."""
+    world_size = draw(st.integers(2, 4))
+    pools = draw(st.lists(layouts(world_size), min_size=1, max_size=3))
+    num_samplers = draw(st.integers(2, 3))
+    workflow, specs, layout = Workflow("any"), {}, {}
+    for index in range(num_samplers + draw(st.integers(1, 5))):
+        name, names, is_sampler = f"n{index}", sorted(specs), index < num_samplers
+        after = [] if is_sampler else draw(st.lists(st.sampled_from(names), unique=True, min_size=1, max_size=3))
+        columns = ["prompt_tokens"] if is_sampler else ["prompt_tokens", "tokens", "score"]
+        is_filter = not is_sampler and draw(st.integers(0, 5)) == 0
+        specs[name] = StageSpec(
+            "x:y",
+            reads=tuple(draw(st.lists(st.sampled_from(columns), unique=True, max_size=3))),
+            writes=("tokens", "score", "kind") if is_sampler else (f"c{index}",),
+            rows="expand" if is_sampler else "filter" if is_filter else "same",
+            needs_whole_groups=draw(st.booleans()),
+            streams=draw(st.booleans()),
+            has_effect=draw(st.booleans()),
+        )
+        kinds = st.lists(st.integers(0, 2), unique=True, min_size=1, max_size=2)
+        where = {} if is_sampler or draw(st.booleans()) else {"kind": draw(kinds)}
+        workflow = workflow.node(name, run=name, after=after, where=where)
+        if draw(st.integers(0, 2)):
+            layout[name] = draw(st.sampled_from(pools))
+    specs["everywhere"] = StageSpec("x:y", has_effect=True)
+    layout["everywhere"] = {}
+    return Case(workflow.node("everywhere", run="everywhere"), specs, layout, world_size)
+
+
+@given(case=graphs())
+def test_drawn_joins_and_selections_find_their_columns_and_whole_groups(case):
+    plan = planned(case)
     tables = JoinedTables(plan)
     for action in plan.schedule:
         tables.execute(action)
