@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leaderless import RolloutSetup, rollout_engine
@@ -62,13 +63,17 @@ class PlainEngine:
         if keys:
             texts = [[*self.open[key][0].prompt, *self.open[key][2].tokens] for key in keys]
             longest = max(map(len, texts))  # what comes after the end of a text changes nothing before it
-            logits = self.model(torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])).logits
+            logits = self.logits(torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts]))
             for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
                 self.draw(*key, logits[row, len(text) - 1][None])
         deltas, self.deltas = self.deltas, []
         return deltas
 
-    def draw(self, number: int, sibling: int, logits: torch.Tensor) -> None:
+    def logits(self, texts: Tensor) -> Tensor:
+        """[n, longest, vocabulary], from [n, longest] tokens."""
+        return self.model(texts).logits
+
+    def draw(self, number: int, sibling: int, logits: Tensor) -> None:
         request, params, completion = self.open[number, sibling]
         sample_id, place = torch.tensor([request.sample_ids[sibling]]), torch.tensor([len(completion.tokens)])
         token, log_prob = sample_tokens(logits, uniform_noise(params.seed, sample_id, place), params.distribution)

@@ -32,6 +32,7 @@ from leaderless.config.rollout import RolloutConfig, SamplingConfig
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
+from leaderless.planner import Layout
 from leaderless.rollout.child_server import ChildServer
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external import Driver, ExternalEngine
@@ -40,6 +41,7 @@ from leaderless.rollout.make import make_engine as engine_by_name
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.segment_attention import DecodeAttention, PrefillAttention
 from leaderless.rollout.sglang import SglangServer
+from leaderless.rollout.shard import ALONE
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.stream import WeightStream
@@ -66,6 +68,8 @@ def own_engine(path: str, max_sequences: int) -> RolloutEngine:
         model=config,
         max_tokens=64,
         tokenizer=load_tokenizer(config, "policy"),
+        layout=Layout((0,), 1),
+        shard=ALONE,
         rank=0,
         world_size=1,
         device=torch.device("cpu"),

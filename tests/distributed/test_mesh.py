@@ -156,6 +156,7 @@ def test_ranks_that_repeat_the_work_of_others_change_no_number(ranks: RankPool, 
 
 
 def test_ranks_hold_a_model_in_one_layout() -> None:
-    layout = {"rollout": {"ranks": "0-3"}, "policy": {"dp": 2, "tp": 2}}
-    with pytest.raises(RecipeError, match=r"role 'policy' is divided as ranks 0-3 dp=4 and as ranks 0-3 dp=2 tp=2"):
-        plan_of("grpo", 4, training={"backend": REPEATING}, layout=layout)
+    layout = {"rollout": {"ranks": "0-3"}, "old": {"ranks": "0-3"}, "policy": {"dp": 2, "tp": 2}}
+    message = r"role 'policy' is divided as ranks 0-3 dp=4 for 'old' and as ranks 0-3 dp=2 tp=2 for 'policy'"
+    with pytest.raises(RecipeError, match=message):
+        plan_of("grpo", 4, training={"backend": REPEATING}, layout=layout, batch={"updates_per_step": 2})

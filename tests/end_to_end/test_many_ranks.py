@@ -25,7 +25,7 @@ NUM_STEPS = 3
 
 
 def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
-    """What one rank sees of each step: its samples, and the weights after it."""
+    """What one rank sees of each step: its samples, and the weights after it; with the last one an evaluation."""
     loaded = load_recipe(recipe_file, [f"name={name}"])
     place = Place.from_environment()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
@@ -48,6 +48,8 @@ def walk_steps(recipe_file: str, name: str, num_steps: int) -> list[Step]:
             trained = worker.parts.roles.trained().items()
             weights = {f"{role}.{name}": w.clone() for role, engine in trained for name, w in engine.full_weights()}
             steps.append({"samples": dict(sampled), "numbers": numbers, "weights": weights})
+        if worker.parts.evaluator is not None:
+            steps[-1]["numbers"] = numbers | worker.parts.evaluator.run(lambda _: None)
     return steps
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,25 +35,54 @@ def train(folder: Path, changes: Mapping[str, object], workers: int) -> list[dic
     return [json.loads(line) for line in lines]
 
 
+SERVER = {"rollout.external.python": PYTHON}
+CASES: Mapping[str, tuple[Mapping[str, object], int]] = {
+    "server": (SERVER, 1),
+    "server of each of two ranks": (SERVER, 2),
+    "server of a pool of its own": ({**SERVER, **APART}, 2),
+    "servers that make one engine": ({**SERVER, "layout": {"rollout": {"tp": 2}}}, 2),
+    "servers of a pool that make one engine": (
+        {**SERVER, "layout": {"rollout": {"ranks": "0-1", "tp": 2}, "policy": {"ranks": "2"}}},
+        3,
+    ),
+    "in process": ({}, 1),
+    "in two processes": ({}, 2),
+    "in four processes that make two engines": ({"layout": {"rollout": {"tp": 2}}}, 4),
+}
+"""Changes of the recipe, and the number of workers."""
+
+
+@pytest.fixture(scope="module")
+def steps_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, float]]]:
+    """The metrics of each step of a case; each is run once."""
+
+    @functools.cache
+    def run(case: str) -> list[dict[str, float]]:
+        changes, workers = CASES[case]
+        if "rollout.external.python" not in changes and find_spec("vllm") is None:
+            pytest.skip("needs vLLM in this environment")
+        return train(tmp_path_factory.mktemp("run"), changes, workers)
+
+    return run
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("changes", "workers"),
-    [
-        ({"rollout.external.python": PYTHON}, 1),
-        ({"rollout.external.python": PYTHON}, 2),
-        ({"rollout.external.python": PYTHON, **APART}, 2),
-        ({}, 1),
-        ({}, 2),
-    ],
-    ids=["server", "server of each of two ranks", "server of a pool of its own", "in process", "in two processes"],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_each_step_is_sampled_with_the_weights_that_it_trains(
-    tmp_path: Path, changes: Mapping[str, object], workers: int
+    steps_of: Callable[[str], list[dict[str, float]]], case: str
 ) -> None:
-    if "rollout.external.python" not in changes and find_spec("vllm") is None:
-        pytest.skip("needs vLLM in this environment")
-    steps = train(tmp_path, changes, workers)
+    steps = steps_of(case)
     assert len(steps) == 3
     for numbers in steps:
         assert numbers["mismatch/abs_max"] < 1e-4
     assert steps[-1]["policy/grad_norm"] > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", [case for case in CASES if "make" in case])
+def test_an_engine_of_several_ranks_samples_what_engines_of_one_rank_do(
+    steps_of: Callable[[str], list[dict[str, float]]], case: str
+) -> None:
+    for numbers, expected in zip(steps_of(case), steps_of("server"), strict=True):
+        for name in ("rollout/response_tokens", "reward/mean", "policy/grad_norm", "policy/entropy"):
+            assert numbers[name] == pytest.approx(expected[name], rel=1e-3), name

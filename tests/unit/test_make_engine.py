@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,16 +15,17 @@ from tests.tiny import tiny_model, tiny_recipe
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import ExternalConfig
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.planner import Cluster, Layout, Plan, make_plan, rollout_engine
-from leaderless.planner.engines import check_engine
 from leaderless.rollout import choose, make
 from leaderless.rollout.choose import choose_engine
 from leaderless.rollout.external import ExternalEngine
 from leaderless.rollout.make import RolloutSetup, make_engine
 from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.sglang import SglangServer
+from leaderless.rollout.shard import ALONE
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
 from leaderless.workflow import resolve_workflow
 
@@ -42,7 +42,13 @@ def plan_of(tmp_path: Path, changes: Mapping[str, object], world_size: int = 1, 
 
 
 def setup_of(
-    tmp_path: Path, recipe: Recipe, *, world_size: int = 1, max_tokens: int = 0, device: str = "cpu"
+    tmp_path: Path,
+    recipe: Recipe,
+    *,
+    world_size: int = 1,
+    max_tokens: int = 0,
+    device: str = "cpu",
+    shard: ProcessGroup = ALONE,
 ) -> RolloutSetup:
     config = recipe.models["policy"]
     return RolloutSetup(
@@ -51,6 +57,8 @@ def setup_of(
         model=config,
         max_tokens=max_tokens or recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
         tokenizer=load_tokenizer(config, "policy"),
+        layout=Layout(tuple(range(world_size)), world_size // shard.size, tp=shard.size),
+        shard=shard,
         rank=0,
         world_size=world_size,
         device=torch.device(device),
@@ -106,9 +114,9 @@ def test_each_engine_gets_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(make, "find_spec", Mock())
     assert isinstance(engine_of(tmp_path, "vllm", PYTHON)._driver, VllmServer)
     assert isinstance(engine_of(tmp_path, "sglang", PYTHON)._driver, SglangServer)
-    in_process = engine_of(tmp_path, "vllm", {}, world_size=2)._driver
-    assert isinstance(in_process, InProcessVllm)
-    assert in_process.settings.is_one_of_many
+    in_process = [engine_of(tmp_path, "vllm", {}, world_size=count)._driver for count in (1, 2)]
+    assert all(isinstance(driver, InProcessVllm) for driver in in_process)
+    assert [driver.settings.meeting is not None for driver in in_process] == [False, True]
 
 
 def test_an_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,24 +220,21 @@ def test_what_is_made_must_be_an_engine(tmp_path: Path) -> None:
         make_engine(name, setup_of(tmp_path, recipe_of(tmp_path, {})))
 
 
-@rollout_engine(axes=["tp"])
-def spans_ranks(setup: RolloutSetup) -> object:
-    return object()
-
-
-def test_an_engine_spans_ranks_only_along_the_axes_it_declares(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, {})
-    (instance,) = make_plan(recipe, resolve_workflow("grpo"), Cluster(1)).instances
-    wide = [replace(instance, layout=layout) for layout in (Layout((0, 1), 1, tp=2), Layout((0, 1), 1, cp=2))]
-    check_engine("native", [instance])
-    check_engine(f"{__name__}:spans_ranks", [instance, wide[0]])
-    message = "rollout.engine: 'native' cannot span ranks along tp, as role 'policy' needs on ranks 0-1 dp=1 tp=2"
-    with pytest.raises(RecipeError, match=f"{message}: leave out tp, use another"):
-        check_engine("native", wide[:1])
-    with pytest.raises(RecipeError, match="cannot span ranks along cp"):
-        check_engine(f"{__name__}:spans_ranks", wide)
-
-
 def test_an_engine_spans_no_unknown_axis() -> None:
     with pytest.raises(ValueError, match=r"@rollout_engine\(axes=\['ep'\]\): 'ep' is none of pp, cp, tp"):
         rollout_engine(axes=["ep"])
+
+
+def test_an_engine_of_several_ranks_has_its_part_of_the_cache_and_is_never_started_alone(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {"rollout.engine": "vllm", **PYTHON})
+    alone = make_engine("vllm", setup_of(tmp_path, recipe))
+    # Without peers in reach, a broadcast could not return: both ranks are asked for their text, and this one is first.
+    shard = Mock(spec=ProcessGroup, size=2, ranks=(0, 1), hosts={0: 0, 1: 0}, broadcast_text=lambda text, *_: text)
+    part = make_engine("vllm", setup_of(tmp_path, recipe, world_size=2, shard=shard))
+    whole, half = alone._driver._settings, part._driver._settings  # type: ignore[attr-defined]
+    assert (half.tensor_parallel_size, half.rank, half.kv_cache_bytes * 2) == (2, 0, whole.kv_cache_bytes)
+    assert (whole.meeting is None, half.meeting is None) == (True, False)
+    assert (alone._report is None, part._report is None) == (False, True)  # type: ignore[attr-defined]
+    shard.hosts = {0: 0, 1: 1}
+    with pytest.raises(RecipeError, match="layout: ranks 0-1 of one engine of role 'policy' are on several machines"):
+        make_engine("vllm", setup_of(tmp_path, recipe, world_size=2, shard=shard))

@@ -378,7 +378,7 @@ def test_sequences_longer_than_the_context_of_a_model_are_refused(tmp_path):
         (
             {"rollout": {"pp": 2}, "policy": {}},
             "layout.rollout",
-            "of a model by dp only; leave out pp",
+            "the engine 'native' cannot span ranks along pp: give 'rollout' a layout without pp",
         ),
         (
             {"reward": {"ranks": "0-9999999999"}},

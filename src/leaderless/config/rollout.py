@@ -97,7 +97,7 @@ class RolloutConfig(SamplingConfig):
     stop: tuple[str, ...] = ()
     """Texts after which a response ends, besides the end-of-sequence token."""
     max_sequences: int = Field(default=256, ge=1)
-    """Number of sequences that one rank decodes at the same time; it bounds the KV cache."""
+    """Number of sequences that one engine decodes at the same time; it bounds the KV cache."""
 
     @field_validator("engine")
     @classmethod

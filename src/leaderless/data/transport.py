@@ -339,7 +339,7 @@ class Transport:
         return _get_default_store().clone()  # type: ignore[attr-defined, no-any-return]
 
     def add_axes(self, layouts: Iterable[Layout]) -> None:
-        """Make the process groups of peers along each axis of layouts with several axes.
+        """Make the process groups of layouts with several axes: of peers along each, and of ranks with the same rows.
 
         All ranks of the world call it together, before they add other process groups. A rank makes those that it is
         in, however many others there are. Torch names such a group by its ranks and the number of groups that the
@@ -348,8 +348,8 @@ class Transport:
         assert list(self._groups) == [self.world.ranks], "ranks have as many process groups as each other"
         assert not self._lanes, "lanes are process groups, too"
         for layout in dict.fromkeys(layouts):
-            for axis in layout.axes if len(layout.axes) > 1 else ():
-                ranks = layout.peers(self.rank, axis) if self.rank in layout else (self.rank,)
+            for peers in layout.peer_groups:
+                ranks = peers(self.rank) if self.rank in layout else (self.rank,)
                 self._keep(ranks, dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True))
 
     def add_process_group(self, ranks: tuple[int, ...]) -> None:

@@ -88,19 +88,12 @@ def check_backends(recipe: Recipe, instances: Sequence[RoleInstance]) -> None:
     """Refuse back ends that cannot do what the models of a plan are for.
 
     Raises:
-        RecipeError: There is no such back end, it lacks a capability, or ranks hold a model in two layouts.
+        RecipeError: There is no such back end, or it lacks a capability.
     """
     for instance in instances:
         role, name = instance.role, recipe.as_seen_by(instance.role).training.backend
         key = f"roles.{role}.{KEY}" if "training" in recipe.sections_of(role) else KEY
         spec = backend_of(name, key)
-        other = next(x.layout for x in instances if (x.role, x.layout.ranks) == (role, instance.layout.ranks))
-        if other != instance.layout:
-            raise RecipeError.at(
-                "layout",
-                f"role '{role}' is divided as {other} and as {instance.layout}: the nodes of a role that share their "
-                "ranks must have one layout",
-            )
         lacking = {
             "train models": instance.is_trained and not spec.trains,
             "score tokens": instance.scores and not instance.is_critic and not spec.scores,
@@ -121,13 +114,13 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
     Raises:
         RecipeError: The back end is not declared to have several ranks along an axis.
     """
-    role, layout = node.node.role, node.layout
-    backend = recipe.as_seen_by(role).training.backend
-    can = ("dp", *backend_of(backend).axes)
-    wrong = [axis for axis in layout.axes if axis not in can]
-    if role is not None and wrong:
-        raise RecipeError.at(
-            f"layout.{node.name}",
-            f"{layout}: the back end '{backend}' divides the ranks of a model by {' and '.join(can)} only; leave out "
-            f"{' and '.join(wrong)}",
-        )
+    for role in (role for role, use in node.uses if use != "generate"):
+        backend = recipe.as_seen_by(role).training.backend
+        can = ("dp", *backend_of(backend).axes)
+        wrong = [axis for axis in node.layout.axes if axis not in can]
+        if wrong:
+            raise RecipeError.at(
+                f"layout.{node.name}",
+                f"{node.layout}: the back end '{backend}' divides the ranks of a model by {' and '.join(can)} only; "
+                f"leave out {' and '.join(wrong)}",
+            )

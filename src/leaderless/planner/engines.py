@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from leaderless.config import RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
-from leaderless.planner.layout import check_model_axes
+from leaderless.planner.layout import Layout, check_model_axes
 
 if TYPE_CHECKING:
-    from leaderless.planner.plan import RoleInstance
+    from leaderless.planner.plan import PlannedNode
 
 KEY = "rollout.engine"
 """Setting that names an engine."""
@@ -25,7 +25,7 @@ class RolloutEngineSpec:
         implementation: Function that makes it, as `package.module:function`; only workers import it.
         axes: Axes of a layout besides `dp` along which one engine may have several ranks, which take the same requests.
         keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
-        may_restart: Whether it may lose its weights and ask for them again.
+        may_restart: Whether it may lose its weights and ask for them again, where it has one rank.
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
     """
 
@@ -35,11 +35,15 @@ class RolloutEngineSpec:
     may_restart: bool = False
     is_probed: bool = False
 
+    def restarts_on(self, layout: Layout) -> bool:
+        """Whether it starts again by itself: ranks that make one engine together can only all start again."""
+        return self.may_restart and layout.ranks_per_shard == 1
+
 
 ENGINES = Declarations("engine", RolloutEngineSpec, "@leaderless.rollout_engine(...)")
 BUILTIN_ENGINES = {
     "native": RolloutEngineSpec("leaderless.rollout.make:make_native", keeps_weights=False),
-    "vllm": RolloutEngineSpec("leaderless.rollout.make:make_vllm", may_restart=True, is_probed=True),
+    "vllm": RolloutEngineSpec("leaderless.rollout.make:make_vllm", ("tp",), may_restart=True, is_probed=True),
     "sglang": RolloutEngineSpec("leaderless.rollout.make:make_sglang", may_restart=True, is_probed=True),
 }
 
@@ -59,7 +63,7 @@ def rollout_engine(
         axes: Axes of a layout, of `tp`, `pp` and `cp`, along which one engine may have several ranks, which are given
             the same requests and return the same tokens.
         keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
-        may_restart: Whether it may lose its weights and ask for them again.
+        may_restart: Whether it may lose its weights and ask for them again, where it has one rank.
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
 
     Raises:
@@ -83,19 +87,19 @@ def engine_of(name: str) -> RolloutEngineSpec:
     return ENGINES.find(name, KEY, BUILTIN_ENGINES)
 
 
-def check_engine(name: str, instances: Sequence[RoleInstance]) -> None:
-    """Refuse an engine that cannot do what the models of a plan are for.
+def check_engine(name: str, nodes: Sequence[PlannedNode]) -> None:
+    """Refuse layouts of nodes that generate which their engine cannot have.
 
     Raises:
-        RecipeError: There is no such engine, or it lacks a capability.
+        RecipeError: There is no such engine, or it is not declared to span ranks along an axis.
     """
-    spec = engine_of(name)
-    for instance in instances:
-        wrong = [axis for axis in instance.layout.axes if axis not in ("dp", *spec.axes)]
-        if instance.generates and wrong:
+    can = ("dp", *engine_of(name).axes)
+    for node in nodes:
+        wrong = " and ".join(axis for axis in node.layout.axes if axis not in can)
+        if wrong and "generate" in dict(node.uses).values():
             raise RecipeError.at(
-                KEY,
-                f"'{name}' cannot span ranks along {' and '.join(wrong)}, as role '{instance.role}' needs on "
-                f"{instance.layout}: leave out {' and '.join(wrong)}, use another engine, or declare it with "
-                "@leaderless.rollout_engine(axes=...) if it can",
+                f"layout.{node.name}",
+                f"{node.layout}: the engine '{name}' cannot span ranks along {wrong}: give '{node.name}' a layout "
+                f"without {wrong}, or set {KEY} to one that can; a custom one declares it with "
+                "@leaderless.rollout_engine(axes=...)",
             )

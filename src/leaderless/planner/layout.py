@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from math import prod
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
-from leaderless.workflow import Workflow, spec_of
+from leaderless.workflow import Node, Workflow, spec_of
 from leaderless.workflow.stages import JOIN, ROW_STAGES
 
 
@@ -78,6 +78,17 @@ class Layout:
         first = self._position[rank] - self.coordinates(rank)[axis] * stride
         return self.ranks[first : first + self.sizes[axis] * stride : stride]
 
+    @property
+    def peer_groups(self) -> Sequence[Callable[[int], tuple[int, ...]]]:
+        """From a rank to its peers, for each of its process groups in a mesh of several axes; empty for one axis.
+
+        These are the peers along each axis, and the shard, unless that is an axis, too.
+        """
+        if len(self.axes) == 1:
+            return ()
+        along = (partial(self.peers, axis=axis) for axis in self.axes)
+        return (*along, self.shard) if len(self.axes) > 2 else tuple(along)
+
     @cached_property
     def _position(self) -> dict[int, int]:
         return {rank: position for position, rank in enumerate(self.ranks)}
@@ -97,6 +108,11 @@ class Layout:
         """The place of a rank among those that hold the same rows."""
         return self._position[rank] % self.ranks_per_shard
 
+    def shard(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same rows as a rank of the pool, it included, ascending."""
+        first = self.shard_of(rank) * self.ranks_per_shard
+        return self.ranks[first : first + self.ranks_per_shard]
+
     def represents(self, rank: int) -> bool:
         """Whether a rank stands for its shard, whose ranks hold the same rows.
 
@@ -108,6 +124,11 @@ class Layout:
     def representatives(self) -> tuple[int, ...]:
         """The ranks that stand for their shards."""
         return tuple(rank for rank in self.ranks if self.represents(rank))
+
+    @property
+    def flat(self) -> Layout:
+        """The same ranks, each with rows of its own."""
+        return Layout(self.ranks, len(self.ranks))
 
     @property
     def row_key(self) -> tuple[tuple[int, ...], int]:
@@ -151,7 +172,8 @@ def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[s
     """The layout of every node.
 
     A node without a layout in the recipe runs where its role is trained, if that node has one; else where the first
-    node that it comes after runs; else on all ranks.
+    node that it comes after runs; else on all ranks. How an engine spans ranks is its own matter: what comes after a
+    node that generates has rows on each of these ranks.
     """
     names = [node.name for node in workflow.nodes if node.run not in ROW_STAGES]
     for name in recipe.layout:
@@ -171,8 +193,14 @@ def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[s
             written = (name for name in node.after if workflow[name].run not in ROW_STAGES)
             leader = trainer if trainer in recipe.layout else next(written, None)
             layouts[node.name] = layouts[leader] if leader else everywhere
+            if leader and _generates(workflow[leader]) and not _generates(node):
+                layouts[node.name] = layouts[leader].flat
     _place_joins(recipe, workflow, layouts)
     return layouts
+
+
+def _generates(node: Node) -> bool:
+    return "generate" in spec_of(node).roles.values()
 
 
 def _place_joins(recipe: Recipe, workflow: Workflow, layouts: dict[str, Layout]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
@@ -64,7 +63,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     check_backends(recipe, instances)
     _check_critic(recipe, workflow, instances)
     engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine
-    check_engine(engine, instances)
+    check_engine(engine, nodes)
     _check_vllm(recipe, engine, instances, cluster)
     sizes = _model_sizes(recipe, instances)
     check_vocabularies(recipe, nodes)
@@ -246,26 +245,45 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
                 f"role '{role}' is trained by '{other.name}' on {other.layout} and by '{node.name}' on "
                 f"{node.layout}: give both nodes one layout",
             )
-    users: dict[tuple[str, Layout], list[tuple[PlannedNode, RoleUse]]] = {}
+    users: dict[tuple[str, tuple[int, ...]], list[tuple[PlannedNode, RoleUse]]] = {}
     for node in nodes:
         for role, use in node.uses:
-            users.setdefault((role, node.layout), []).append((node, use))
-    instances = (
-        RoleInstance(
-            role=role,
-            layout=layout,
-            is_trained=any(use == "train" for _, use in peers),
-            generates=any(use == "generate" for _, use in peers),
-            scores=any(use == "score" for _, use in peers),
-            is_critic=any(x.spec.is_critic(x.node, role) for x in nodes),
-            num_updates=sum(x.spec.num_updates(x.settings_of(recipe)) for x, use in peers if use == "train"),
-        )
-        for (role, layout), peers in users.items()
+            users.setdefault((role, node.layout.ranks), []).append((node, use))
+    return tuple(_instance(recipe, role, peers, is_followed=role in trained) for (role, _), peers in users.items())
+
+
+def _instance(
+    recipe: Recipe, role: str, users: Sequence[tuple[PlannedNode, RoleUse]], *, is_followed: bool
+) -> RoleInstance:
+    """The model of a role on some ranks, for the nodes there and their uses; a trained role is followed by others."""
+    engine_layout = _layout_of(role, [node for node, use in users if use == "generate"], "generates")
+    held = _layout_of(role, [node for node, use in users if use != "generate"], "is divided")
+    layout = held or engine_layout
+    assert layout is not None, "an instance has users"
+    is_engine_only = held is None and is_followed
+    return RoleInstance(
+        role=role,
+        # An engine that nothing sends weights to gets them from a frozen model next to it.
+        layout=layout if held or is_engine_only else layout.flat,
+        engine_layout=engine_layout,
+        is_trained=any(use == "train" for _, use in users),
+        scores=any(use == "score" for _, use in users),
+        is_critic=any(node.spec.is_critic(node.node, role) for node, _ in users),
+        num_updates=sum(node.spec.num_updates(node.settings_of(recipe)) for node, use in users if use == "train"),
+        is_engine_only=is_engine_only,
     )
-    return tuple(
-        replace(one, is_engine_only=one.generates and not one.is_trained and not one.scores and one.role in trained)
-        for one in instances
-    )
+
+
+def _layout_of(role: str, nodes: Sequence[PlannedNode], what: str) -> Layout | None:
+    """The layout that nodes of a role share on their ranks; None without nodes."""
+    for node in nodes:
+        if node.layout != nodes[0].layout:
+            raise RecipeError.at(
+                f"layout.{node.name}",
+                f"role '{role}' {what} as {nodes[0].layout} for '{nodes[0].name}' and as {node.layout} for "
+                f"'{node.name}': give both nodes one layout, or other ranks",
+            )
+    return nodes[0].layout if nodes else None
 
 
 def _model_sizes(recipe: Recipe, instances: Sequence[RoleInstance]) -> dict[str, ModelSize | None]:

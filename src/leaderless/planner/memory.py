@@ -116,7 +116,8 @@ def estimate_memory(
     Weights, gradients and Adam's two moments are float32, and divided over the data-parallel ranks of a role if the
     training back end does that. A rank that generates holds a full copy of the weights for that phase, and its KV
     cache, both in the model's `compute_dtype`; engines in other processes have a copy in any case, and a rank that only
-    generates holds nothing else of the model. An asynchronous checkpoint is written from a copy, in host memory, that
+    generates holds nothing else of the model. The ranks that an engine spans divide its weights and KV cache. An
+    asynchronous checkpoint is written from a copy, in host memory, that
     is kept for the next one; what is in flight in a channel is there too, on the ranks that push it. A pass has at most
     `pass_tokens`; at most `max_sequences` are decoded at the same time, by default what the recipe allows each role.
     """
@@ -163,6 +164,11 @@ class _Model:
     shards: int
     sampling: RolloutConfig
 
+    def engine_bytes(self) -> int:
+        """An engine's own weights on one of the ranks that it spans."""
+        layout = self.instance.serving_layout
+        return -(-self.size.num_parameters * self.width // (layout.tp * layout.pp))
+
     def gathered_bytes(self) -> int:
         """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer."""
         if self.shards == 1 and self.width == FLOAT32_BYTES:
@@ -208,13 +214,13 @@ class _Rank:
             role, weights = model.instance.role, model.size.num_parameters * FLOAT32_BYTES
             share = -(-weights // model.shards)
             if model.instance.is_engine_only:
-                resident[f"{role} engine's weights"] = model.size.num_parameters * model.width
+                resident[f"{role} engine's weights"] = model.engine_bytes()
             else:
                 # Models are loaded whole, one after the other, and then divided.
                 loading = max(loading, whole + weights)
                 whole += share
                 resident[f"{role} weights"] = resident.get(f"{role} weights", 0) + share
-            if model.instance.is_engine_only and self._spec.may_restart:
+            if model.instance.is_engine_only and self._spec.restarts_on(model.instance.serving_layout):
                 again += model.size.num_parameters * model.width
             if model.instance.is_trained:
                 resident[f"{role} optimizer"] = 2 * share
@@ -269,7 +275,8 @@ class _Rank:
         own, is_resident = size.num_parameters * model.width, model.instance.is_engine_only
         if self._spec.keeps_weights:
             cache = num_sequences * self._longest(model) * size.kv_values_per_token * model.width
-            return {"engine's weights": 0 if is_resident else own, "kv cache": cache}
+            parts = size.num_kv_parts(model.instance.serving_layout)
+            return {"engine's weights": 0 if is_resident else model.engine_bytes(), "kv cache": -(-cache // parts)}
         decoding = self._decoding(model, num_sequences)
         if is_resident:
             return decoding
@@ -301,10 +308,10 @@ class _Rank:
         return model.sampling.max_sequences if self.max_sequences is None else self.max_sequences
 
     def _num_sequences(self, model: _Model) -> int:
-        """Sequences that a rank decodes at the same time."""
+        """Sequences that an engine decodes at the same time."""
         if self.recipe.evaluation.every_steps:
             return self._bound(model)  # held-out prompts are not counted before they are read
-        prompts = -(-self.recipe.batch.prompts_per_step // model.instance.layout.dp)
+        prompts = -(-self.recipe.batch.prompts_per_step // model.instance.serving_layout.dp)
         samples = prompts * self.recipe.batch.responses_per_prompt
         return min(self._bound(model), samples)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from leaderless.config.errors import RecipeError
 from leaderless.config.models import ModelConfig
+from leaderless.planner.layout import Layout
 
 QKV_BIAS = {"qwen2", "qwen2_moe"}
 """Families with biases in queries, keys and values, whatever their configuration says."""
@@ -64,6 +65,10 @@ class ModelSize:
     def kv_values_per_token(self) -> int:
         """Numbers in the keys and values of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def num_kv_parts(self, layout: Layout) -> int:
+        """Parts into which an engine divides the keys and values of a token; a head is never divided."""
+        return min(layout.tp, self.num_kv_heads) * layout.pp * layout.cp
 
 
 def read_model_size(model: ModelConfig, key: str = "models", *, is_critic: bool = False) -> ModelSize | None:

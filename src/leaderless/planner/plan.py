@@ -162,17 +162,27 @@ class RoleInstance:
     A trained instance has an optimizer; every other one is frozen or follows it. An instance scores if a node uses it
     that neither trains it nor generates with it. It is only an engine if it does nothing but generate, and a trained
     instance sends its weights. A critic is a value model instead of a language model. `num_updates` are the optimizer
-    steps of the whole run.
+    steps of the whole run. Where nodes generate, their engines have a layout of their own, on the same ranks.
     """
 
     role: str
     layout: Layout
+    engine_layout: Layout | None
     is_trained: bool
-    generates: bool
     scores: bool
     is_critic: bool
     num_updates: int
     is_engine_only: bool = False
+
+    @property
+    def generates(self) -> bool:
+        """Whether nodes generate with it."""
+        return self.engine_layout is not None
+
+    @property
+    def serving_layout(self) -> Layout:
+        """Layout of its engines; where only held-out prompts are answered, each rank has one."""
+        return self.engine_layout or self.layout.flat
 
 
 def answering(instances: Sequence[RoleInstance], role: str | None = None) -> RoleInstance:
@@ -372,7 +382,14 @@ class Plan:
             "windows": 1 if self.windowed is None else self.windowed.num_windows,
             "pruned": list(self.pruned),
             "edges": [asdict(edge) for edge in self.edges],
-            "roles": [{**asdict(instance), "layout": str(instance.layout)} for instance in self.instances],
+            "roles": [
+                {
+                    **asdict(instance),
+                    "layout": str(instance.layout),
+                    "engine_layout": str(instance.engine_layout) if instance.engine_layout else None,
+                }
+                for instance in self.instances
+            ],
             "engine": self.engine,
             "chains": {format_ranks(ranks): [str(a) for a in actions] for ranks, actions in self.chains().items()},
             "memory_bytes": None if self.memory is None else self.memory.to_json(),

@@ -225,9 +225,10 @@ def _instances(plan: Plan) -> Table:
 
 
 def _use(instance: RoleInstance, engine: str) -> str:
+    own = instance.engine_layout if instance.engine_layout != instance.layout else None
     uses = {
         "is a critic": instance.is_critic,
-        f"generates with {engine}": instance.generates,
+        f"generates with {engine}{f' on {own}' if own else ''}": instance.generates,
         "scores": instance.scores,
         "is trained": instance.is_trained,
     }

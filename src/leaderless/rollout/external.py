@@ -71,7 +71,8 @@ class ExternalEngine:
     """See `RolloutEngine`.
 
     An engine that dies, hangs or answers with an error is started again, once from one `wake` to the next: it is given
-    its weights again, and responses in progress continue from the tokens that they had.
+    its weights again, and responses in progress continue from the tokens that they had. A part of an engine that spans
+    ranks is not, since the other parts would have to start again with it.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class ExternalEngine:
         end_tokens: frozenset[int],
         tolerance: float,
         device: torch.device,
-        report: Callable[[str], None],
+        report: Callable[[str], None] | None,
     ) -> None:
         """Start nothing before `wake`.
 
         The engine's log-probabilities of a probe may differ from those that come with the weights by `tolerance` on
-        average. `report` shows the user that the engine is started again.
+        average. `report` shows the user that the engine is started again; without it, that is never done.
         """
         self._name, self._driver, self._device, self._report = name, driver, device, report
         self._tokenizer, self._end_tokens = tokenizer, sorted(end_tokens)
@@ -102,7 +103,7 @@ class ExternalEngine:
 
     def wake(self, reload: Callable[[], None]) -> None:
         """See `RolloutEngine`."""
-        self._reload, self._may_restart = reload, True
+        self._reload, self._may_restart = reload, self._report is not None
         if self._is_awake:
             return
         release_memory(self._device)
@@ -148,7 +149,7 @@ class ExternalEngine:
         """Start the engine again, asleep and without weights; raise the error of a second failure."""
         self._driver.close()
         self.policy_version, self._is_started, self._is_awake = None, False, False
-        if not self._may_restart:
+        if self._report is None or not self._may_restart:
             raise error
         self._may_restart = False
         self._report(f"{error}\n{self._name} is started again")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,8 +19,10 @@ from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.data.encode import Tokenizer
+from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.models.tokenizer import end_tokens
+from leaderless.planner import Layout, format_ranks
 from leaderless.planner.engines import engine_of
 from leaderless.planner.model_size import read_model_size
 from leaderless.rollout.apart.messages import Settings
@@ -46,6 +50,8 @@ class RolloutSetup:
         model: Model, and how it computes; its weights come later.
         max_tokens: Most tokens of a prompt with its response.
         tokenizer: Tokenizer of the model.
+        layout: Ranks that generate with it; those of one shard make one engine together.
+        shard: Ranks of the shard of this one, for what their engines agree on.
         rank: This rank.
         world_size: Number of ranks of the run.
         device: Device that computes.
@@ -59,6 +65,8 @@ class RolloutSetup:
     model: ModelConfig
     max_tokens: int
     tokenizer: Tokenizer
+    layout: Layout
+    shard: ProcessGroup
     rank: int
     world_size: int
     device: torch.device
@@ -74,7 +82,12 @@ class RolloutSetup:
     @property
     def probe(self) -> list[int]:
         """A text that fits, for the log-probabilities that show that an engine has the right weights."""
-        return make_probe(len(self.tokenizer), max(self.max_tokens, LEAST_TOKENS))
+        return probe_text(self.tokenizer, self.max_tokens)
+
+
+def probe_text(tokenizer: Tokenizer, max_tokens: int) -> list[int]:
+    """Make the text whose log-probabilities show whether an engine has the right weights; it fits into the engine."""
+    return make_probe(len(tokenizer), max(max_tokens, LEAST_TOKENS))
 
 
 def make_engine(name: str, setup: RolloutSetup) -> RolloutEngine:
@@ -113,12 +126,15 @@ def make_sglang(setup: RolloutSetup) -> RolloutEngine:
 
 def _make_external(name: str, title: str, setup: RolloutSetup) -> RolloutEngine:
     driver, tolerance = _driver(name, setup), PROBE_TOLERANCE[setup.model.compute_dtype]
-    return ExternalEngine(title, driver, setup.tokenizer, setup.end_tokens, tolerance, setup.device, setup.report)
+    # A rank alone cannot start its part of an engine again.
+    report = setup.report if setup.shard.size == 1 else None
+    return ExternalEngine(title, driver, setup.tokenizer, setup.end_tokens, tolerance, setup.device, report)
 
 
 def _settings(setup: RolloutSetup) -> Settings:
     rollout, config, max_tokens = setup.rollout, setup.model, max(setup.max_tokens, LEAST_TOKENS)
     external, is_cpu = rollout.external, setup.device.type == "cpu"
+    is_in_process, place = external.python is None, setup.layout.place_in_shard(setup.rank)
     return Settings(
         model=config.path,
         revision=config.revision,
@@ -127,14 +143,31 @@ def _settings(setup: RolloutSetup) -> Settings:
         max_tokens=max_tokens,
         max_sequences=rollout.max_sequences,
         memory_fraction=external.memory_fraction,
-        kv_cache_bytes=_host_cache_bytes(rollout, config, max_tokens) if is_cpu else None,
+        kv_cache_bytes=_host_cache_bytes(setup, max_tokens) if is_cpu else None,
         enable_graphs=external.graphs and not is_cpu,
-        is_one_of_many=external.python is None and setup.world_size > 1,
+        tensor_parallel_size=setup.layout.tp,
+        meeting=_meeting(setup) if setup.shard.size > 1 or (is_in_process and setup.world_size > 1) else None,
+        rank=setup.rank if is_in_process else place,
+        device_index=(setup.device.index or 0) if is_in_process else 0,
     )
 
 
-def _host_cache_bytes(rollout: RolloutConfig, config: ModelConfig, max_tokens: int) -> int:
+def _meeting(setup: RolloutSetup) -> str:
+    """Choose the file in which the processes of an engine find each other. All ranks of the shard call it together."""
+    ranks, hosts = setup.shard.ranks, setup.shard.hosts
+    if len({hosts.get(rank, -1 - rank) for rank in ranks}) > 1:
+        raise RecipeError.at(
+            "layout",
+            f"ranks {format_ranks(ranks)} of one engine of role '{setup.role}' are on several machines: choose ranks "
+            "and tp so that each engine is on one machine",
+        )
+    chosen = Path(tempfile.gettempdir(), f"leaderless-engine-{secrets.token_hex(8)}")
+    return setup.shard.broadcast_text(str(chosen), ranks[0], f"where the engine of ranks {format_ranks(ranks)} meets")
+
+
+def _host_cache_bytes(setup: RolloutSetup, max_tokens: int) -> int:
     """Compute the memory that the longest sequences need, up to the recipe's share of the host's memory."""
+    rollout, config = setup.rollout, setup.model
     most = int(rollout.external.memory_fraction * psutil.virtual_memory().total)
     size = read_model_size(config)
     if size is None:
@@ -142,7 +175,8 @@ def _host_cache_bytes(rollout: RolloutConfig, config: ModelConfig, max_tokens: i
     # vLLM keeps one block for itself.
     num_blocks = rollout.max_sequences * -(-max_tokens // CPU_BLOCK_TOKENS) + 1
     width = 2 if config.compute_dtype == "bfloat16" else 4
-    return min(most, num_blocks * CPU_BLOCK_TOKENS * size.kv_values_per_token * width)
+    cache = num_blocks * CPU_BLOCK_TOKENS * size.kv_values_per_token * width
+    return min(most, cache // size.num_kv_parts(setup.layout))
 
 
 def _driver(name: str, setup: RolloutSetup) -> Driver:

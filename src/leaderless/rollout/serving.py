@@ -17,6 +17,7 @@ from leaderless.device import trim_host_memory
 from leaderless.models.causal_lm import CausalLM
 from leaderless.rollout.child_server import EngineError
 from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.shard import ALONE, compared
 from leaderless.training.engine import Trainable, TrainEngine
 from leaderless.weights.blocks import HeldWeights, Pool, Shape, everything
 from leaderless.weights.route import Route
@@ -60,6 +61,7 @@ class Colocated:
         pool: Pool,
         dtype: torch.dtype,
         *,
+        shard: ProcessGroup = ALONE,
         probe: Sequence[int] = (),
         may_restart: bool = False,
     ) -> None:
@@ -70,10 +72,12 @@ class Colocated:
             trainer: Instance of the model on the same ranks.
             pool: Its ranks, and how they divide its weights.
             dtype: Type in which the engine computes.
+            shard: Ranks that make one engine together.
             probe: Text whose log-probabilities show that the engine has the weights; none if it is not asked.
             may_restart: Whether engines fail and start again by themselves, so that ranks ask each other.
         """
-        self.engine, self._trainer, self._probe, self._may_restart = engine, trainer, probe, may_restart
+        self.engine, self._trainer, self._shard, self._probe = engine, trainer, shard, probe
+        self._may_restart = may_restart
         group = trainer.process_group
         shapes = HeldWeights.of(trainer.local_weights(), 0).shapes
         takers = Pool(pool.layout, everything)
@@ -98,7 +102,8 @@ class Colocated:
         self.engine.wake(self._reload)
         self._bring(is_needed=self.engine.policy_version != version)
         try:
-            yield self.engine
+            with compared(self.engine, self._shard) as engine:
+                yield engine
         except BaseException:
             with suppress(EngineError):  # the error that is being raised says more
                 self.engine.sleep(keep_weights=True)
@@ -153,16 +158,26 @@ class Fed:
     copy of them in host memory.
     """
 
-    def __init__(self, engine: RolloutEngine, route: Route, takers: ProcessGroup, *, may_restart: bool = False) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        route: Route,
+        takers: ProcessGroup,
+        *,
+        shard: ProcessGroup = ALONE,
+        may_restart: bool = False,
+    ) -> None:
         """Have no weights yet.
 
         Args:
             engine: Engine of this rank.
             route: Way of whole weights to the ranks that generate.
             takers: These ranks.
+            shard: Those of them that make one engine together.
             may_restart: Whether the engine fails and starts again by itself.
         """
-        self.engine, self._route, self._takers, self._may_restart = engine, route, takers, may_restart
+        self.engine, self._route, self._takers, self._shard = engine, route, takers, shard
+        self._may_restart = may_restart
         self._kept: list[tuple[str, Tensor]] = []
         self._probe: Probe | None = None
         self._version = NO_VERSION
@@ -212,7 +227,8 @@ class Fed:
         if self._version == NO_VERSION:
             raise RuntimeError(f"rank {self._route.rank}: role '{self._route.role}' has been sent no weights yet")
         self.engine.wake(self._reload)
-        yield self.engine
+        with compared(self.engine, self._shard) as engine:
+            yield engine
 
     def close(self) -> None:
         """See `Serving`."""

@@ -99,3 +99,5 @@ class VllmServer:
     def close(self) -> None:
         """See `Driver`."""
         self._server.close()
+        if self._settings.meeting is not None:
+            Path(self._settings.meeting).unlink(missing_ok=True)  # a server that is stopped leaves it behind

@@ -19,7 +19,6 @@ from leaderless.config.models import ComputeType, ModelConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.config.training import TrainingConfig
 from leaderless.data.encode import Tokenizer
-from leaderless.data.transport import ProcessGroup
 from leaderless.device import setup_device
 from leaderless.models.decoder import load_model_config
 from leaderless.models.tokenizer import load_tokenizer
@@ -29,14 +28,12 @@ from leaderless.planner.engines import engine_of
 from leaderless.rollout.choose import choose_engine
 from leaderless.rollout.make import RolloutSetup, make_engine
 from leaderless.rollout.serving import Colocated, Serving
+from leaderless.rollout.shard import ALONE
 from leaderless.training.engine import EngineSetup, TrainEngine
 from leaderless.training.registry import make_train_engine
 from leaderless.weights.blocks import Pool, everything
 from leaderless.worker.join import join_nobody
 from leaderless.worker.roles import check_vocabulary
-
-ALONE = ProcessGroup((0,), 0)
-"""Process group of a server, which has one rank."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +159,8 @@ def open_model(
             model=source.config,
             max_tokens=longest,
             tokenizer=tokenizer,
+            layout=Layout((0,), 1),
+            shard=ALONE,
             rank=0,
             world_size=1,
             device=device,

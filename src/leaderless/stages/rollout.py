@@ -50,8 +50,8 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     is_sampled = torch.tensor([sampling.temperature > 0 for sampling in distributions]).repeat(len(batch))
     context.metrics.mean("rollout/response_tokens", tokens.lengths[is_sampled].sum(), int(is_sampled.sum()))
     context.metrics.mean("rollout/truncated", truncated[is_sampled].sum(), int(is_sampled.sum()))
-    # Mean speed of a rank times the number of ranks: a sum of speeds would grow with the rounds of repeated nodes.
-    context.metrics.mean("rollout/tokens_per_s", context.process_group.size * len(tokens.values), seconds)
+    # Mean speed of an engine times their number: a sum of speeds would grow with the rounds of repeated nodes.
+    context.metrics.mean("rollout/tokens_per_s", context.node.layout.dp * len(tokens.values), seconds)
     return Batch(
         ids,
         {

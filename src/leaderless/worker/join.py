@@ -53,7 +53,7 @@ def join_workers(
         )
     transport = Transport(setup.device, timeout_s, activity=activity)
     _compare_plans(plan, transport)
-    transport.add_axes(instance.layout for instance in plan.instances)
+    transport.add_axes(layout for one in plan.instances for layout in (one.layout, one.serving_layout))
     for action in flat(plan.schedule):
         transport.add_process_group(plan.ranks_of(action))
     for instance in plan.instances:

@@ -163,7 +163,7 @@ class _Builder:
         model = self.roles.of(self.instance.role, self.instance.layout)
         assert isinstance(model, ModelRole), "checked by the planner"
         settings = self.recipe.as_seen_by(self.instance.role)
-        layout = self.instance.layout
+        layout = self.instance.serving_layout
         process_group = self.transport.process_group(layout.ranks)
         return Evaluator(settings, dataset, model, layout, process_group, self.tokenizer, grade)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.config.models import ModelConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.models.causal_lm import empty_causal_lm
@@ -19,7 +18,7 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_of
-from leaderless.rollout.make import RolloutSetup, make_engine
+from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, probe_of, shapes_of
 from leaderless.stages.context import ModelRole
 from leaderless.supervision.limits import lower_limit, read_limits
@@ -108,13 +107,18 @@ class Roles:
         serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
         self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
 
-    def _setup(self, role: str, recipe: Recipe, config: ModelConfig) -> RolloutSetup:
+    def _setup(self, instance: RoleInstance, recipe: Recipe) -> RolloutSetup:
+        config, layout = recipe.model_of(instance.role), instance.serving_layout
+        assert config is not None, "checked by the planner"
+        shard = layout.shard(self._transport.rank)
         return RolloutSetup(
-            role=role,
+            role=instance.role,
             rollout=recipe.rollout,
             model=config,
-            max_tokens=recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens,
+            max_tokens=_longest(recipe),
             tokenizer=self._tokenizer,
+            layout=layout,
+            shard=self._transport.process_group(shard) if len(shard) > 1 else ProcessGroup(shard, shard[0]),
             rank=self._transport.rank,
             world_size=self._transport.world.size,
             device=self._device,
@@ -125,16 +129,15 @@ class Roles:
 
     def _colocated(self, instance: RoleInstance, recipe: Recipe, trainer: TrainEngine) -> Serving:
         """An engine on ranks that also train or score the model."""
-        config = recipe.model_of(instance.role)
-        assert config is not None, "checked by the planner"
-        setup = self._setup(instance.role, recipe, config)
+        setup = self._setup(instance, recipe)
         return Colocated(
             make_engine(self._plan.engine, setup),
             trainer,
             Pool(instance.layout, _placement(recipe)),
-            getattr(torch, config.compute_dtype),
+            getattr(torch, setup.model.compute_dtype),
+            shard=setup.shard,
             probe=setup.probe if self._spec.is_probed else (),
-            may_restart=self._spec.may_restart,
+            may_restart=self._spec.restarts_on(setup.layout),
         )
 
     def _fed(self, instance: RoleInstance, recipe: Recipe) -> Fed:
@@ -144,9 +147,9 @@ class Roles:
         assert config is not None, "checked by the planner"
         (trained,) = (one for one in self._plan.instances if one.role == role and one.is_trained)
         route = self._way_to_engines(role, recipe, trained.layout, layout, shapes_of(empty_causal_lm(config, role)))
-        engine = make_engine(self._plan.engine, self._setup(role, recipe, config))
-        group = self._transport.process_group(layout.ranks)
-        return Fed(engine, route, group, may_restart=self._spec.may_restart)
+        setup = self._setup(instance, recipe)
+        engine, group = make_engine(self._plan.engine, setup), self._transport.process_group(layout.ranks)
+        return Fed(engine, route, group, shard=setup.shard, may_restart=self._spec.restarts_on(layout))
 
     def close(self) -> None:
         """End the engines that generate, and with them their servers."""
@@ -230,13 +233,8 @@ class Roles:
         if source is None or not self._spec.is_probed or not self._is_engine_only(action):
             return None
         recipe = self._recipe.as_seen_by(action.role)
-        probe = probe_of(cast("TrainEngine", source), self._probe_tokens(action, recipe))
+        probe = probe_of(cast("TrainEngine", source), probe_text(self._tokenizer, _longest(recipe)))
         return None if probe is None else probe.log_probs
-
-    def _probe_tokens(self, action: SyncWeights, recipe: Recipe) -> Sequence[int]:
-        config = recipe.model_of(action.role)
-        assert config is not None, "checked by the planner"
-        return self._setup(action.role, recipe, config).probe
 
     def _probe(
         self, action: SyncWeights, recipe: Recipe, log_probs: Tensor | None, process_group: ProcessGroup
@@ -244,7 +242,7 @@ class Roles:
         """The probe with the trainer's log-probabilities, on all ranks of both layouts."""
         if not self._spec.is_probed:
             return None
-        tokens = self._probe_tokens(action, recipe)
+        tokens = probe_text(self._tokenizer, _longest(recipe))
         known = torch.zeros(len(tokens) - 1) if log_probs is None else log_probs
         what = f"the probe of role '{action.role}'"
         return Probe(tokens, process_group.broadcast(known, action.source_layout.ranks[0], what))
@@ -257,6 +255,11 @@ class Roles:
         for channel in self._plan.channels:
             if channel.sync is not None and self._transport.rank in channel.sync.ranks:
                 self.sync(channel.sync, self._transport.lane(channel.name, channel.sync.ranks))
+
+
+def _longest(recipe: Recipe) -> int:
+    """Most tokens of a prompt with its response."""
+    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
 
 
 def _placement(recipe: Recipe) -> Placement:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -108,6 +110,13 @@ def test_generation_gathers_sharded_weights_once_on_every_shard():
     two = model(2, rollout={"max_sequences": 2}).generation_seconds(rows, np.zeros(2, dtype=np.int64))
     assert two[0] == pytest.approx(one + 4 * MILLION / 2 / 10e9)
     assert two[1] == pytest.approx(4 * MILLION / 2 / 10e9), "a shard without rows has its part in the gather"
+
+
+def test_ranks_of_one_engine_divide_its_time():
+    rows, shards = equal_rows(1, siblings=2, prompt=10, response=3), np.zeros(2, dtype=np.int64)
+    one = model(1).generation_seconds(rows, shards)[0]
+    two = replace(model(2), layout=Layout((0, 1), 1, tp=2)).generation_seconds(rows, shards)
+    assert two.tolist() == [pytest.approx(one / 2 + 4 * MILLION / 2 / 10e9)]
 
 
 @pytest.mark.parametrize(("places", "steps"), [(1, 14), (2, 9), (3, 6), (4, 6), (9, 6)])

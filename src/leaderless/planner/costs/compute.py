@@ -75,7 +75,8 @@ class ModelCost:
     def generation_seconds(self, rows: Rows, shards: Int) -> Float:
         """[dp] time of each shard: weights are gathered once, prompts read once per group, then token follows token.
 
-        Each decoding step reads all weights, and the keys and values of the sequences that have not ended.
+        Each decoding step reads all weights, and the keys and values of the sequences that have not ended. The ranks of
+        an engine divide the work, and are not charged for what they send to each other.
         """
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
@@ -88,7 +89,7 @@ class ModelCost:
         compute_s = self._per_shard(shards, 2 * weights * rows.response_tokens) / rate
         read_once = rows.prompt_tokens - rows.shared_tokens(shards)
         prompts_s = self._per_shard(shards, 2 * weights * read_once) / rate
-        own: Float = prompts_s + np.maximum(memory_s, compute_s) + self.gather_seconds()
+        own: Float = (prompts_s + np.maximum(memory_s, compute_s)) / self.layout.ranks_per_shard + self.gather_seconds()
         return own
 
     def _num_passes(self, rows: Rows, shards: Int) -> int:

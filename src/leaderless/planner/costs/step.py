@@ -142,7 +142,7 @@ def _work(node: PlannedNode, models: Models, placement: Placement) -> Worked:
         model = models[node.node.role, node.layout.ranks]
         match node.spec.role_use:
             case "generate":
-                took = model.generation_seconds(after, shards_after)
+                took = replace(model, layout=node.layout).generation_seconds(after, shards_after)
             case "score":
                 took = took + model.scoring_seconds(rows, shards)
             case "train":

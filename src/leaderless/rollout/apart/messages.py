@@ -27,7 +27,10 @@ class Settings:
     memory_fraction: float
     kv_cache_bytes: int | None  # None for everything that the fraction leaves
     enable_graphs: bool
-    is_one_of_many: bool = False  # whether engines of other ranks share the process group and are made at the same time
+    tensor_parallel_size: int = 1  # ranks that make one engine together
+    meeting: str | None = None  # file in which processes of an engine find each other; None for one that is alone
+    rank: int = 0  # of this process among those that meet
+    device_index: int = 0  # of this process's device, among those that it sees
 
     @property
     def torch_dtype(self) -> torch.dtype:

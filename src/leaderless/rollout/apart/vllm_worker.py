@@ -14,6 +14,7 @@ from .messages import Ask, Gain, PackedWeight, Settings, checksum
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
     from vllm.v1.worker.gpu_worker import Worker
 
 Result = TypeVar("Result")
@@ -64,7 +65,8 @@ class VllmWorker:
             gpu_memory_utilization=settings.memory_fraction,
             kv_cache_memory_bytes=settings.kv_cache_bytes,
             enforce_eager=not settings.enable_graphs,
-            distributed_executor_backend="external_launcher" if settings.is_one_of_many else None,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            distributed_executor_backend=_executor(settings) if settings.meeting else None,
             enable_sleep_mode=self._is_on_accelerator,
             skip_tokenizer_init=True,
             load_format="dummy",
@@ -203,6 +205,21 @@ def check_version() -> None:
         raise RuntimeError(
             f"vLLM {vllm.__version__} cannot load weights the way vLLM {oldest} does ({error}): {remedy}"
         ) from error
+
+
+def _executor(settings: Settings) -> type[Executor]:
+    """Make the class of vLLM's executor for an engine that is one of several, or a part of one.
+
+    Each process drives its own part of the model: as all are given the same requests in the same order, they schedule
+    the same work. In a process group that exists already, blocks of neighboring ranks make one engine.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    def place(executor: Executor) -> tuple[str, int, int]:  # noqa: ARG001
+        # vLLM would take these from the variables of torchrun. Its shared memory is named after the meeting.
+        return f"file://{settings.meeting}", settings.rank, settings.device_index
+
+    return type("Member", (ExecutorWithExternalLauncher,), {"_distributed_args": place})
 
 
 def _load(worker: Worker, weights: Sequence[tuple[str, Tensor]], is_first: bool) -> set[str]:

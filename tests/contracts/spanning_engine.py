@@ -1,0 +1,47 @@
+"""A rollout engine over several ranks, as a user might write one: each has the output head of a part of the tokens."""
+
+from __future__ import annotations
+
+import torch
+from tests.contracts.plain_engine import PlainEngine
+from torch import Tensor
+
+from leaderless import RolloutSetup, rollout_engine
+from leaderless.rollout.child_server import EngineError
+from leaderless.weights.stream import WeightStream
+
+
+class SpanningEngine(PlainEngine):
+    """See `RolloutEngine`. What comes before the head is computed on each rank."""
+
+    def load_weights(self, weights: WeightStream) -> None:
+        super().load_weights(weights)
+        head: Tensor = self.model.lm_head.weight.detach()
+        place = self.setup.layout.place_in_shard(self.setup.rank)
+        self.head = head.tensor_split(self.setup.shard.size)[place].clone()
+
+    def logits(self, texts: Tensor) -> Tensor:
+        hidden = self.model.model(texts).last_hidden_state
+        parts = self.setup.shard.gather(self.head @ hidden.flatten(0, 1).T, "logits of other tokens")
+        return torch.cat(parts).T.unflatten(0, texts.shape)
+
+
+class BreakingEngine(SpanningEngine):
+    """Its part on the last rank fails in the second iteration."""
+
+    def logits(self, texts: Tensor) -> Tensor:
+        if self.policy_version and self.setup.rank == self.setup.shard.ranks[-1]:
+            raise EngineError("this part is broken")
+        return super().logits(texts)
+
+
+@rollout_engine(axes=["tp"])
+def make(setup: RolloutSetup) -> SpanningEngine:
+    """Make the part of a rank."""
+    return SpanningEngine(setup)
+
+
+@rollout_engine(axes=["tp"])
+def make_breaking(setup: RolloutSetup) -> SpanningEngine:
+    """Make the part of a rank of an engine that breaks."""
+    return BreakingEngine(setup)
