@@ -95,7 +95,10 @@ def make_groups(sizes: list[tuple[tuple[int, ...], int, int]], world_size: int |
             peers = layout.peers(transport.rank, axis)
             total = transport.process_group(peers).sum(torch.tensor([transport.rank]), "peers")
             assert int(total) == sum(peers)
-    if world_size is not None:
+    if world_size is None:  # other groups are named by the number of groups, and all ranks must have the same
+        transport.add_lane("later", transport.world.ranks)
+        assert int(transport.lane("later", transport.world.ranks).sum(torch.tensor([1]), "all")) == 4
+    else:
         dist.destroy_process_group()
     return new_group.call_count
 

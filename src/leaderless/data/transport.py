@@ -332,6 +332,7 @@ class Transport:
         digests = torch.cat(self.world.gather(torch.tensor([digest(name.encode())]), "the names of all hosts"))
         self.world.hosts = dict(enumerate(torch.unique(digests, return_inverse=True)[1].tolist()))
         self._groups: dict[tuple[int, ...], ProcessGroup] = {self.world.ranks: self.world}
+        self._peers: dict[tuple[int, ...], ProcessGroup] = {}  # apart, as each rank has others
         self._lanes: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
 
     def store(self) -> Store:
@@ -350,18 +351,21 @@ class Transport:
         for layout in dict.fromkeys(layouts):
             for peers in layout.peer_groups:
                 ranks = peers(self.rank) if self.rank in layout else (self.rank,)
-                self._keep(ranks, dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True))
+                handle = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+                self._keep(self._peers, ranks, handle)
 
     def add_process_group(self, ranks: tuple[int, ...]) -> None:
         """Make the process group of some ranks, ascending, if there is none yet. All ranks of the world call it."""
         if ranks not in self._groups:
-            self._keep(ranks, dist.new_group(list(ranks), timeout=self.timeout))
+            self._keep(self._groups, ranks, dist.new_group(list(ranks), timeout=self.timeout))
 
-    def _keep(self, ranks: tuple[int, ...], handle: dist.ProcessGroup) -> None:
-        if ranks not in self._groups:
-            self._groups[ranks] = replace(self.world, ranks=ranks, handle=handle)
+    def _keep(
+        self, groups: dict[tuple[int, ...], ProcessGroup], ranks: tuple[int, ...], handle: dist.ProcessGroup
+    ) -> None:
+        if ranks not in groups:
+            groups[ranks] = replace(self.world, ranks=ranks, handle=handle)
             if self.rank in ranks:
-                self._groups[ranks].warm_up()
+                groups[ranks].warm_up()
 
     def add_lane(self, name: str, ranks: tuple[int, ...], patience: int = 1) -> None:
         """Make a process group of some ranks, ascending, for a background thread. All ranks of the world call it.
@@ -380,7 +384,7 @@ class Transport:
     def process_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """The process group of some ranks, among them this one, for the main thread."""
         assert self.rank in ranks, f"rank {self.rank} is not one of {ranks}"
-        return self._groups[ranks]
+        return self._groups.get(ranks) or self._peers[ranks]
 
     def lane(self, name: str, ranks: tuple[int, ...]) -> ProcessGroup:
         """The process group of some ranks, among them this one, that was made for a lane."""
