@@ -5,7 +5,9 @@ The model has 128 MiB of float32 weights and 384 MiB of state, so that one copy 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -24,10 +26,12 @@ from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tiny import write_tiny_model
 from leaderless.planner import Layout
+from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.serving import Fed
 from leaderless.training.fsdp import FsdpEngine
 from leaderless.weights.blocks import HeldWeights, Pool, even_rows, everything
 from leaderless.weights.route import BUCKET_BYTES, Route
-from leaderless.weights.stream import fill_weights, receive_weights, send_weights
+from leaderless.weights.stream import WeightStream, fill_weights, receive_weights, send_weights
 
 MIB = 1 << 20
 SLACK = 32 * MIB
@@ -99,27 +103,49 @@ def test_what_is_written_and_read_passes_through_little_memory(
     assert BLOCK_BYTES + SLACK < 256 * MIB
 
 
-def bring_weights(model: str, is_whole: bool) -> Peak:
-    """Memory of a transfer of blocks, or of whole weights that are dropped as they come, to rank 1."""
+class Keeping:
+    """An engine that only keeps its weights."""
+
+    def __init__(self) -> None:
+        self.weights = dict[str, torch.Tensor]()
+
+    def wake(self, reload: Callable[[], None]) -> None:
+        """Be awake already."""
+
+    def load_weights(self, weights: WeightStream) -> None:
+        for name, tensor in weights:
+            self.weights[name] = tensor
+
+
+def bring_weights(model: str, how: str) -> Peak:
+    """Memory of a transfer to rank 1: of blocks, of whole weights that are dropped, or of those that replace others."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
     engine = make_engine(model, transport, is_trained=transport.rank == 0)
     held = HeldWeights.of(engine.local_weights(), 0)
     holders, takers = (Layout((rank,), 1) for rank in (0, 1))
-    pools = Pool(holders, even_rows), Pool(takers, everything if is_whole else even_rows)
-    route = Route("policy", held.shapes, *pools, torch.float32, transport.rank, is_gathered=is_whole)
+    pools = Pool(holders, even_rows), Pool(takers, even_rows if how == "blocks" else everything)
+    route = Route("policy", held.shapes, *pools, torch.float32, transport.rank, is_gathered=how != "blocks")
+    serving = Fed(cast("RolloutEngine", Keeping()), route, transport.process_group((transport.rank,)))
+    if how == "replaced" and transport.rank == 0:
+        send_weights(route, held, transport.world)
+    elif how == "replaced":
+        serving.receive(transport.world, None, None)
     with measured() as peak:
         if transport.rank == 0:
             send_weights(route, held, transport.world)
-        elif is_whole:
+        elif how == "replaced":
+            serving.receive(transport.world, None, None)
+        elif how == "whole":
             receive_weights(route, transport.world, transport.process_group((1,))).drain()
         else:
             fill_weights(route, held, transport.world)
     return peak
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_weights_pass_through_little_memory(ranks: RankPool, medium_model: Path, is_whole: bool) -> None:
-    num_buckets = 4 if is_whole else 2  # messages, and the weights that are made of them
-    for peak in ranks.run(2, bring_weights, str(medium_model), is_whole):
+@pytest.mark.parametrize("how", ["blocks", "whole", "replaced"])
+def test_weights_pass_through_little_memory(ranks: RankPool, medium_model: Path, how: str) -> None:
+    num_buckets = 2 if how == "blocks" else 4  # messages, and the weights that are made of them
+    for peak in ranks.run(2, bring_weights, str(medium_model), how):
         assert peak.on_top < num_buckets * BUCKET_BYTES + SLACK, peak
+        assert how != "replaced" or peak.after < peak.before + SLACK // 2, peak
     assert 4 * BUCKET_BYTES + SLACK < 256 * MIB

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import cast
 from unittest.mock import patch
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.counts import counting_traffic
 from tests.distributed.ranks import RankPool
@@ -17,6 +19,8 @@ from torch import Tensor
 
 from leaderless.data.transport import PendingGather, ProcessGroup, Round, Transport
 from leaderless.planner import Layout
+from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.serving import Fed
 from leaderless.weights import route as routes
 from leaderless.weights.blocks import (
     HeldWeights,
@@ -29,7 +33,7 @@ from leaderless.weights.blocks import (
     whole_block,
 )
 from leaderless.weights.route import Route
-from leaderless.weights.stream import NO_VERSION, fill_weights, receive_weights, send_weights
+from leaderless.weights.stream import NO_VERSION, Probe, WeightStream, fill_weights, receive_weights, send_weights
 
 WORLD_SIZE = 4
 VERSION = 7
@@ -113,7 +117,12 @@ def bring(case: Case, transport: Transport) -> tuple[dict[str, Tensor], int]:
         version = fill_weights(route, target, group, held)
         return {name: weight.local for name, weight in target.weights.items()}, version
     stream = receive_weights(route, group, transport.process_group(case.takers.layout.ranks), held)
-    arrived = {name: tensor.clone() for name, tensor in stream}
+    arrived: dict[str, Tensor] = {}
+    try:
+        for name, tensor in stream:
+            arrived[name] = tensor.clone()
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; {len(arrived)} weights have come") from error
     return arrived, stream.policy_version
 
 
@@ -130,12 +139,19 @@ def bring_all(examples: list[Case]) -> list[int]:
             for index, shape in enumerate(case.shapes):
                 block = case.takers.block(f"weight {index}", shape, transport.rank)
                 expected = block.view(whole(index, shape), whole_block(shape)).to(case.dtype)
-                assert torch.equal(arrived[f"weight {index}"], expected), (case, index)
+                found = arrived[f"weight {index}"]
+                assert found.dtype == case.dtype
+                assert torch.equal(found, expected), (case, index)
         received.append(traffic.received)
     return received
 
 
+ALL = Layout(tuple(range(WORLD_SIZE)), WORLD_SIZE)
+HELD_BY_ALL = Case([(3, 2), (1,)], Pool(ALL, everything), Pool(ALL, everything), torch.bfloat16, 1 << 25)
+
+
 @settings(max_examples=6)
+@example(examples=[HELD_BY_ALL])
 @given(examples=st.lists(cases, min_size=8, max_size=8))
 def test_every_rank_gets_what_it_wants_whoever_holds_it(ranks: RankPool, examples: list[Case]) -> None:
     by_rank = ranks.run(WORLD_SIZE, bring_all, examples)
@@ -197,6 +213,8 @@ def test_a_damaged_message_is_refused(ranks: RankPool) -> None:
     assert (first, second) == ("", "")
     assert "rank 2: weights of role 'policy' from rank 0 arrived damaged" in damaged
     assert "rank 3: weights of role 'policy' did not reach rank 2 well" in other, "no rank uses them"
+    assert damaged.endswith("0 weights have come")
+    assert other.endswith("0 weights have come")
     *others, damaged, last = ranks.run(WORLD_SIZE, bring_damaged, True)
     assert (*others, last) == ("", "", "")
     assert "rank 2: weights of role 'policy' from rank 3 arrived damaged" in damaged
@@ -236,3 +254,48 @@ def test_a_rank_that_holds_something_else_is_noticed_before_anything_is_sent(ran
     for rank, message in enumerate(ranks.run(2, bring_misplaced)):
         assert f"rank {rank}: holds Block(offsets=(0, {2 * rank}), sizes=(9, 2)) of 'weight 0' (9, 4)" in message
         assert "correct the placement of its back end" in message
+
+
+class Reader:
+    """An engine that reads only some of the weights that come."""
+
+    policy_version = NO_VERSION
+
+    def __init__(self, num_read: int) -> None:
+        self.num_read, self.read = num_read, list[str]()
+        self.probe: Probe | None = None
+
+    def wake(self, reload: Callable[[], None]) -> None:
+        """Be awake already."""
+
+    def load_weights(self, weights: WeightStream) -> None:
+        self.probe, self.read = weights.probe, [name for name, _ in islice(weights, self.num_read)]
+        self.policy_version = weights.policy_version
+
+
+def feed() -> tuple[list[str], Probe | None, int]:
+    """What engines on ranks 2 and 3 have read, the former only the first weight."""
+    transport = Transport(torch.device("cpu"), 20)
+    for layout in (CASE.holders.layout, CASE.takers.layout):
+        transport.add_process_group(layout.ranks)
+    with patch.object(routes, "BUCKET_BYTES", 1):
+        route = route_of(CASE, transport.rank)
+        if transport.rank in CASE.holders.layout:
+            held = held_by(CASE, CASE.holders, transport.rank)
+            assert held is not None
+            send_weights(route, held, transport.world)
+            return [], None, NO_VERSION
+        engine = Reader(1 if transport.rank == 2 else len(CASE.shapes))
+        serving = Fed(cast("RolloutEngine", engine), route, transport.process_group(CASE.takers.layout.ranks))
+        serving.receive(transport.world, None, Probe([1, 2], torch.ones(1)))
+    return engine.read, engine.probe, serving.policy_version
+
+
+def test_an_engine_that_reads_less_leaves_no_other_rank_waiting(ranks: RankPool) -> None:
+    *_, some, whole = ranks.run(WORLD_SIZE, feed)
+    names = [f"weight {index}" for index in range(len(CASE.shapes))]
+    assert (some[0], whole[0]) == (names[:1], names)
+    for _, probe, version in (some, whole):
+        assert version == VERSION
+        assert probe is not None
+        assert (probe.tokens, probe.log_probs.tolist()) == ([1, 2], [1.0])

@@ -295,6 +295,8 @@ def test_the_estimate_is_of_the_rank_that_holds_most(model):
     half = {"policy": {"path": model, "compute_dtype": "bfloat16"}}
     estimate = memory_of("grpo", 3, model, layout=layout, rollout={"max_sequences": 1024}, models=half)
     assert estimate.resident["policy engine's weights"] == COUNT * 2
+    largest = estimate.phases["weights of policy travel"]["largest weight"]
+    assert largest == 1000 * 64 * 2, "the embedding, until it replaces that of earlier weights"
     few = {"rollout": {"max_sequences": 1}, "batch": {**MANY, "micro_batch_tokens": 10**6}}
     estimate = memory_of("grpo", 3, model, layout=layout, **few)
     assert "policy trains" in estimate.phases

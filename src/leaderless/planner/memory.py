@@ -268,7 +268,10 @@ class _Rank:
             yield from ((f"{role} trains", moment) for moment in self._training(model))
         others = (x.instance for x in self.everywhere if x.instance.role == role)
         if any(other.is_trained != instance.is_trained for other in others):
-            yield f"weights of {role} travel", {"buckets": 4 * WEIGHT_BUCKET_BYTES}
+            # An engine replaces a weight when all of it has come: for a moment the largest one is there twice.
+            largest = model.size.vocab_size * model.size.hidden_size * model.width
+            parts = {"largest weight": largest} if instance.is_engine_only else {}
+            yield f"weights of {role} travel", {"buckets": 4 * WEIGHT_BUCKET_BYTES, **parts}
 
     def _generation(self, model: _Model) -> dict[str, int]:
         size, num_sequences = model.size, self._num_sequences(model)

@@ -211,6 +211,8 @@ class Fed:
             self.engine.load_weights(stream)
             stream.drain(process_group.activity.beat)
             self._version = stream.policy_version
+        if process_group.payload_device.type == "cpu":
+            trim_host_memory()  # buckets and replaced weights would lie next to all that follows
 
     def _keeping(self, stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:
