@@ -57,7 +57,7 @@ def simulate(
 ) -> None:
     """Estimate the time of a step on machines that a file describes; start nothing."""
     from leaderless.planner.costs.cluster import ClusterConfig
-    from leaderless.planner.costs.rows import sample_workload
+    from leaderless.planner.costs.rows import sample_workload, samplers_of
     from leaderless.planner.costs.step import estimate_step
     from leaderless.planner.show import estimate_to_json, print_estimate
 
@@ -65,7 +65,9 @@ def simulate(
     run = Run(target, *(overrides or []))
     planned = run.plan(world_size)
     with located(run.loaded):
-        estimate = estimate_step(planned, run.recipe, sample_workload(run.recipe, constants.workload), constants)
+        agents = [node.node.role for node in samplers_of(planned)]
+        workload = sample_workload(run.recipe, constants.workload, agents)
+        estimate = estimate_step(planned, run.recipe, workload, constants)
     if as_json:
         print_json(estimate_to_json(planned, estimate, constants))
     else:

@@ -10,15 +10,16 @@ import pytest
 from benchmarks.simulated.controllers import ComparedCluster, ControllerConfig
 from tests.unit.costs.clusters import cluster, network, plan_for, pools_recipe, step_of
 from tests.unit.recipes import make_recipe, write_model
+from tests.unit.test_joins import joint
 
 from leaderless.config import RecipeError, all_keys
 from leaderless.config.channels import ChannelConfig
-from leaderless.planner import Layout, Load, Reshard
+from leaderless.planner import Cluster, Layout, Load, Reshard, make_plan
 from leaderless.planner.costs.cluster import ClusterConfig
 from leaderless.planner.costs.moves import parcels_of
 from leaderless.planner.costs.network import Network
-from leaderless.planner.costs.rows import Placement, sample_workload
-from leaderless.planner.costs.step import Loaded, Moved, Worked, events_of, walk_peers
+from leaderless.planner.costs.rows import Placement, sample_workload, samplers_of
+from leaderless.planner.costs.step import Loaded, Moved, Worked, estimate_step, events_of, walk_peers
 
 CHANGES = {
     "controllers.one.pads_rows": False,
@@ -112,6 +113,35 @@ def test_every_row_is_somewhere_and_a_response_is_where_its_prompt_is(tmp_path):
     costs = moves[0].routes.rows.costs(moves[0].action.columns, moves[0].routes.holders)
     work = np.bincount(moves[0].routes.owners, weights=costs)
     assert work.max() < 1.2 * work.mean()
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"rollout_b": {"ranks": "2-3"}}, {"a": {"ranks": "0-1"}, "b": {"ranks": "2-3"}}]
+)
+def test_rows_of_two_policies_are_joined_and_selected(tmp_path, layout):
+    model = write_model(tmp_path / "model")
+    roles = {"b": {"rollout": {"max_response_tokens": 32}}}
+    recipe = pools_recipe(tmp_path, models={"a": model, "b": model}, roles=roles, layout=layout, algorithm={})
+    plan, constants = make_plan(recipe, joint(), Cluster(4)), cluster()
+    agents = [node.node.role for node in samplers_of(plan)]
+    workload = sample_workload(recipe, constants.workload, agents)
+    assert agents == ["a", "b"]
+    assert workload.samples.response_tokens.max() > 32 >= workload.further[0].response_tokens.max()
+    events = events_of(plan, recipe, workload, network(4))
+    seen = {event.node.name: event for event in events if isinstance(event, Worked)}
+    assert {name: len(seen[name].rows) for name in ("reward", "advantage", "a", "b")} == {
+        **dict.fromkeys(("reward", "advantage"), 2 * 64 * 4),
+        **dict.fromkeys("ab", 64 * 4),
+    }
+    assert np.array_equal(seen["a"].rows.response_tokens, workload.samples.response_tokens)
+    assert np.array_equal(seen["b"].rows.response_tokens, workload.further[0].response_tokens)
+    if not layout:  # each response is where its prompt was loaded
+        assert np.array_equal(seen["reward"].holders, np.repeat(np.arange(4), 2 * 64))
+        assert np.array_equal(seen["b"].holders, np.repeat(np.arange(4), 64))
+    assert {*seen["b"].holders} == ({2, 3} if "b" in layout else {0, 1, 2, 3})
+    estimate = estimate_step(plan, recipe, workload, constants)
+    tokens = workload.samples.tokens.sum() + workload.further[0].tokens.sum()
+    assert estimate.tokens_per_s * estimate.seconds == pytest.approx(tokens)
 
 
 def test_rows_that_came_with_the_same_columns_before_are_spared_and_stay(tmp_path):

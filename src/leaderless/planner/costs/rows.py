@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from leaderless.config import Recipe
 from leaderless.data.balance import assign, is_repeated, sequence_cost
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard
 from leaderless.planner.costs.cluster import WorkloadConfig
-from leaderless.planner.schedule import is_expanded
+from leaderless.planner.schedule import makers
 from leaderless.workflow.columns import Axis, column_of
 
 Int = NDArray[np.int64]
@@ -96,28 +96,38 @@ class Rows:
 
 @dataclass(frozen=True)
 class Workload:
-    """The sequences of one step: the rows of the data, and the rows behind a rollout."""
+    """The sequences of one step: the rows of the data, those behind the first rollout, and those behind each other."""
 
     prompts: Rows
     samples: Rows
+    further: tuple[Rows, ...] = ()
 
 
-def sample_workload(recipe: Recipe, config: WorkloadConfig) -> Workload:
-    """Draw the lengths of a step's sequences; the recipe's seed decides, and the number of ranks does not matter."""
+def sample_workload(recipe: Recipe, config: WorkloadConfig, agents: Sequence[str | None] = (None,)) -> Workload:
+    """Draw the lengths of a step's sequences, with the roles of its rollouts.
+
+    The recipe's seed decides, and the number of ranks does not matter.
+    """
     generator = np.random.default_rng(recipe.seed)
     num_prompts, num_siblings = recipe.batch.prompts_per_step, recipe.batch.responses_per_prompt
     limit = recipe.data.max_prompt_tokens
     prompts = _lengths(generator, num_prompts, config.prompt_median_tokens, config.prompt_sigma, limit)
     groups = np.arange(num_prompts)
-    is_given = recipe.data.has_responses
-    limit = recipe.data.max_response_tokens if is_given else recipe.rollout.max_response_tokens
-    count = num_prompts * num_siblings
-    responses = _lengths(generator, count, config.response_median_share * limit, config.response_sigma, limit)
-    given = responses[::num_siblings] if is_given else np.zeros(num_prompts, dtype=np.int64)
-    return Workload(
-        prompts=Rows(groups, prompts, given, are_samples=False),
-        samples=Rows(np.repeat(groups, num_siblings), np.repeat(prompts, num_siblings), responses, are_samples=True),
-    )
+    is_given, count = recipe.data.has_responses, num_prompts * num_siblings
+    samples: list[Rows] = []
+    for agent in agents or (None,):
+        rollout = recipe.as_seen_by(agent).rollout
+        limit = recipe.data.max_response_tokens if is_given else rollout.max_response_tokens
+        responses = _lengths(generator, count, config.response_median_share * limit, config.response_sigma, limit)
+        own = np.repeat(groups, num_siblings), np.repeat(prompts, num_siblings), responses
+        samples.append(Rows(*own, are_samples=True))
+    given = samples[0].response_tokens[::num_siblings] if is_given else np.zeros(num_prompts, dtype=np.int64)
+    return Workload(Rows(groups, prompts, given, are_samples=False), samples[0], tuple(samples[1:]))
+
+
+def samplers_of(plan: Plan) -> list[PlannedNode]:
+    """The nodes that sample responses, in order."""
+    return [node for node in plan.nodes if node.spec.rows == "expand"]
 
 
 def _lengths(generator: np.random.Generator, count: int, median: float, sigma: float, limit: int) -> Int:
@@ -149,10 +159,34 @@ class Placement:
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self.plan, self.workload = plan, workload
         self._shards: dict[tuple[str, object], Int] = {}
+        self._agents = [node.node.role for node in samplers_of(plan)]
+        self._known: dict[tuple[int, ...], tuple[Rows, Int]] = {}
 
     def rows(self, row_set: str) -> Rows:
-        """The rows of a row set; filters are taken to keep all of theirs."""
-        return self.workload.samples if is_expanded(self.plan.nodes, row_set) else self.workload.prompts
+        """The rows of a row set. Filters are taken to keep all of theirs, but for those that select by agent."""
+        return self._rows_and_samplers(row_set)[0]
+
+    def _rows_and_samplers(self, row_set: str) -> tuple[Rows, Int]:
+        """The rows of a row set, and [n] place of the node that sampled each."""
+        samplers = tuple(sorted(self._samplers(row_set)))
+        if samplers not in self._known:
+            drawn = [(self.workload.samples, *self.workload.further)[place] for place in samplers]
+            rows = (
+                joined_rows(drawn) if drawn else (self.workload.prompts, np.zeros(len(self.workload.prompts), np.int64))
+            )
+            self._known[samplers] = rows[0], np.array(samplers or (0,), dtype=np.int64)[rows[1]]
+        return self._known[samplers]
+
+    def _samplers(self, row_set: str) -> set[int]:
+        """The places of the nodes that sampled the rows of a row set; none for prompts."""
+        found = set[int]()
+        for maker in makers(self.plan.nodes, row_set):
+            if maker.spec.rows == "expand":
+                found.add([node.name for node in samplers_of(self.plan)].index(maker.name))
+            else:
+                agents = dict(maker.node.where).get("agent", self._agents)
+                found |= {place for place in self._samplers(maker.row_set) if self._agents[place] in agents}
+        return found
 
     def shards(self, row_set: str, layout: Layout) -> Int:
         """[n] shard of each row."""
@@ -168,10 +202,17 @@ class Placement:
 
     def run(self, node: PlannedNode) -> Int:
         """[n] shard of each row of a node's output: a response is where its prompt is."""
-        shards = self.shards(node.row_set, node.layout)
+        shards, key = self.shards(node.row_set, node.layout), (node.row_set_after, node.layout.row_key)
+        (_, before), (rows, after) = map(self._rows_and_samplers, (node.row_set, node.row_set_after))
+        if node.spec.rows == "join":
+            whole = self._shards.setdefault(key, np.zeros(len(rows), dtype=np.int64))
+            whole[np.isin(after, before)] = shards
+            return shards
         if node.spec.rows == "expand":
-            shards = shards[self.rows(node.row_set_after).groups]
-        self._shards[node.row_set_after, node.layout.row_key] = shards
+            shards = shards[rows.groups]
+        elif node.spec.rows == "filter" and rows.are_samples:
+            shards = shards[np.isin(before, after)]
+        self._shards[key] = shards
         return shards
 
     def reshard(self, action: Reshard) -> Routes:
@@ -194,6 +235,20 @@ class Placement:
         of_shard = np.split(order, np.searchsorted(shards[order], np.arange(1, spare.dp)))
         ranks = [rank for rank in spare.ranks if rank in action.target_layout]
         return {rank: of_shard[spare.shard_of(rank)] for rank in ranks if len(of_shard[spare.shard_of(rank)])}
+
+
+def joined_rows(parts: Sequence[Rows]) -> tuple[Rows, Int]:
+    """The samples of several nodes in the order of their prompts, and [n] part that each comes from."""
+    if len(parts) == 1:
+        return parts[0], np.zeros(len(parts[0]), dtype=np.int64)
+    groups = np.concatenate([part.groups for part in parts])
+    order = np.argsort(groups, kind="stable")
+    prompts, responses = (
+        np.concatenate(columns)[order]
+        for columns in ([part.prompt_tokens for part in parts], [part.response_tokens for part in parts])
+    )
+    origin = np.repeat(np.arange(len(parts)), [len(part) for part in parts])[order]
+    return Rows(groups[order], prompts, responses, are_samples=True), origin
 
 
 def owners_of(action: Reshard, rows: Rows, holders: Int, spares: Mapping[int, Int]) -> Int:

@@ -87,13 +87,6 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
         RecipeError: The workflow repeats nodes, or the size of a model is not known.
     """
     models, placement, events = _model_costs(plan, recipe, network), Placement(plan, workload), list[Event]()
-    joined = next((node for node in plan.nodes if node.spec.rows == "join"), None)
-    if joined is not None:
-        raise RecipeError.at(
-            "workflow",
-            f"'{plan.workflow}' joins the rows of several nodes, which a simulation does not know: simulate a workflow "
-            "with one rollout, as grpo",
-        )
     for action in flat(plan.schedule):
         match action:
             case Load(layout, _):
@@ -136,7 +129,9 @@ def _synced(plan: Plan, recipe: Recipe, models: Models, action: SyncWeights) -> 
 
 def _work(node: PlannedNode, models: Models, placement: Placement) -> Worked:
     rows, shards = placement.rows(node.row_set), placement.shards(node.row_set, node.layout)
-    after, shards_after = placement.rows(node.row_set_after), placement.run(node)
+    # What joins rows puts those of one node into a table that holds others, too.
+    row_set_after = node.row_set if node.spec.rows == "join" else node.row_set_after
+    after, shards_after = placement.rows(row_set_after), placement.run(node)
     took = np.zeros(node.layout.dp)
     if node.spec.role_use != "none":
         model = models[node.node.role, node.layout.ranks]
@@ -242,12 +237,13 @@ class Walk:
     def estimate(self, events: Sequence[Event], processes_per_host: int) -> Estimate:
         """What the step took, once all of its events have been walked."""
         cluster, took = self.network.cluster, float(self.clocks.max())
-        last = [event for event in events if isinstance(event, Worked)][-1]
+        worked = [event for event in events if isinstance(event, Worked)]
+        sampled = [event for event in worked if event.node.spec.rows == "expand"] or worked[-1:]
         process_bytes = max(self.peak_bytes, int(self.held.max()))
         host_bytes = process_bytes * min(processes_per_host, self.network.num_ranks)
         return Estimate(
             seconds=took,
-            tokens_per_s=int(last.rows_after.tokens.sum()) / took,
+            tokens_per_s=sum(int(event.rows_after.tokens.sum()) for event in sampled) / took,
             transition_seconds=sum(cost.seconds for cost in self.transitions.values()),
             interface_bytes=max((cost.interface_bytes for cost in self.transitions.values()), default=0),
             process_bytes=process_bytes,
