@@ -24,9 +24,8 @@ pytestmark = pytest.mark.skipif(PYTHON is None, reason="`make test-vllm` runs th
 
 def train(folder: Path, changes: Mapping[str, object], workers: int) -> list[dict[str, float]]:
     """The metrics of each step of a short run, in which the policy changes fast."""
-    recipe = write_recipe(
-        folder, tiny_model(head_dim=32), {"rollout.engine": "vllm", "steps": 3, "reward": LETTERS, **changes}
-    )
+    settings = {"rollout.engine": "vllm", "steps": 3, "reward": LETTERS, "run.timeout_s": 300, **changes}
+    recipe = write_recipe(folder, tiny_model(head_dim=32), settings)
     command = [sys.executable, "-m", "leaderless", "train", str(recipe), "--workers", str(workers)]
     command.append("optimizer.learning_rate=0.003")
     done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)

@@ -27,6 +27,7 @@ from leaderless.rollout.native import NativeEngine
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.shard import ALONE
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
+from leaderless.run.planned import plan_evaluation
 from leaderless.workflow import resolve_workflow
 
 PYTHON = {"rollout.external.python": sys.executable}
@@ -238,3 +239,14 @@ def test_an_engine_of_several_ranks_has_its_part_of_the_cache_and_is_never_start
     shard.hosts = {0: 0, 1: 1}
     with pytest.raises(RecipeError, match="layout: ranks 0-1 of one engine of role 'policy' are on several machines"):
         make_engine("vllm", setup_of(tmp_path, recipe, world_size=2, shard=shard))
+
+
+@pytest.mark.parametrize(("workers", "tp"), [(4, 2), (3, 1)])
+def test_leaderless_eval_answers_with_engines_that_span_ranks_if_there_are_enough(
+    tmp_path: Path, workers: int, tp: int
+) -> None:
+    held_out = {"path": "held_out.jsonl", "prompt": "question", "answer": "answer", "template": "plain"}
+    settings = {"rollout.engine": "vllm", **PYTHON, "layout": {"rollout": {"tp": 2}}, "data.evaluation": held_out}
+    loaded = tiny_recipe(tmp_path, tiny_model(), settings)
+    (node,) = plan_evaluation(loaded, None, workers).plan.nodes
+    assert (node.layout.tp, node.layout.dp) == (tp, workers // tp)

@@ -7,17 +7,19 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
+from leaderless.config.layout import LayoutConfig
 from leaderless.data.files import find_files
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.rollout.choose import choose_engine
 from leaderless.run.settings import leaves_of
-from leaderless.workflow import Workflow, load_recipe, resolve_workflow
-from leaderless.workflow.evaluation import evaluation_workflow
+from leaderless.workflow import Workflow, load_recipe, resolve_workflow, spec_of
+from leaderless.workflow.evaluation import ANSWER, evaluation_workflow
 
 FREE_KEYS = (
     "steps",
@@ -213,10 +215,22 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
         batch = recipe.batch.model_copy(update={"prompts_per_step": max(recipe.batch.prompts_per_step, num_workers)})
         checkpoint = recipe.checkpoint.model_copy(update={"best_metric": None})
         evaluation = recipe.evaluation.model_copy(update={"role": role})
-        update = {"models": {role: model}, "layout": {}, "batch": batch, "checkpoint": checkpoint, "roles": {}}
+        layout = _engine_layout(recipe, role, num_workers)
+        update = {"models": {role: model}, "layout": layout, "batch": batch, "checkpoint": checkpoint, "roles": {}}
         update["evaluation"] = evaluation
         recipe = recipe.as_seen_by(role).model_copy(update=update)
         return _plan(LoadedRecipe(recipe, loaded.source), evaluation_workflow(role), num_workers)
+
+
+def _engine_layout(recipe: Recipe, role: str, num_workers: int) -> dict[str, LayoutConfig]:
+    """The layout of an evaluation on all workers: engines that span ranks in training do so, if there are enough."""
+    for node in resolve_workflow(recipe.workflow).nodes:
+        spec = spec_of(node)
+        if any(own == role and spec.roles[name] == "generate" for name, own in spec.roles_of(node).items()):
+            given = recipe.layout.get(node.name, LayoutConfig())
+            sizes = {"tp": given.tp, "pp": given.pp, "cp": given.cp}
+            return {ANSWER: LayoutConfig(**sizes)} if num_workers % prod(sizes.values()) == 0 else {}
+    return {}
 
 
 def _plan(loaded: LoadedRecipe, workflow: Workflow, num_workers: int) -> Planned:

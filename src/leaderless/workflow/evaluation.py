@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from leaderless.stages.context import StageContext
 
 
+ANSWER = "answer"
+"""Name of the node that samples the responses."""
+
+
 def evaluation_workflow(role: str) -> Workflow:
     """A workflow of one node, in which a role answers."""
-    return Workflow("evaluation").node("answer", run=name_of(answer), role=role)
+    return Workflow("evaluation").node(ANSWER, run=name_of(answer), role=role)
 
 
 def answer(batch: Batch, context: StageContext) -> Batch:
