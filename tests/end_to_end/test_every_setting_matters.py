@@ -13,26 +13,13 @@ from pydantic import BaseModel
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import ROOT, command
 from tests.tiny import tiny_model, write_additions, write_recipe
+from tests.unit.test_config_schema import all_sections
 
-from leaderless.config import Recipe
 from leaderless.config.algorithm import CorrectionConfig
 from leaderless.config.base import Section
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.rewards import CodeOptions, RewardOptions
 from leaderless.config.rollout import ExternalConfig
-
-
-def sections(section: type[BaseModel] = Recipe) -> set[type[BaseModel]]:
-    """All sections that a recipe may have."""
-    found = {section}
-    for field in section.model_fields.values():
-        inner = [field.annotation]
-        while inner:
-            annotation = inner.pop()
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                found |= sections(annotation)
-            inner += getattr(annotation, "__args__", ())
-    return found
 
 
 def has_siblings(section: type[BaseModel]) -> bool:
@@ -138,7 +125,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)
-        for section in sections() - {RewardOptions}
+        for section in all_sections() - {RewardOptions}
         for name in section.model_fields
         if section.__name__ != "RewardsConfig"  # read by name, all in one place
         and not has_siblings(section)

@@ -151,6 +151,12 @@ class Recipe(Section):
             update={section: getattr(self.roles[owner], section) for section, owner in sections.items()}
         )
 
+    def key_of(self, setting: str, role: str | None, agents: Sequence[str] = ()) -> str:
+        """The key at which a setting that holds for a node is written: `roles.<role>...`, or the general one."""
+        owners = {str(section): owner for section, owner in self.sections_of(role, agents).items()}
+        owner = owners.get(setting.partition(".")[0])
+        return f"roles.{owner}.{setting}" if owner else setting
+
     def longest_response(self, agents: Iterable[str]) -> int:
         """Most tokens of a response that one of some roles samples; without any, of one in general."""
         lengths = (self.as_seen_by(agent).rollout.max_response_tokens for agent in agents)

@@ -92,7 +92,7 @@ def check_backends(recipe: Recipe, instances: Sequence[RoleInstance]) -> None:
     """
     for instance in instances:
         role, name = instance.role, recipe.as_seen_by(instance.role).training.backend
-        key = f"roles.{role}.{KEY}" if "training" in recipe.sections_of(role) else KEY
+        key = recipe.key_of(KEY, role)
         spec = backend_of(name, key)
         lacking = {
             "train models": instance.is_trained and not spec.trains,

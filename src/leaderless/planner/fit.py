@@ -75,9 +75,9 @@ def _remedies(recipe: Recipe, plan: Plan, memory: Memory, tokens: int | None) ->
     if tokens is not None:
         role = phase.removesuffix(" generates")
         sampling = recipe.as_seen_by(role).rollout
-        place = f"roles.{role}." if "rollout" in recipe.sections_of(role) else ""
+        setting = recipe.key_of("rollout.max_sequences", role)
         remedies.append(
-            f"lower {place}rollout.max_sequences={sampling.max_sequences}"
+            f"lower {setting}={sampling.max_sequences}"
             if phase.endswith(" generates")
             else f"lower batch.micro_batch_tokens={tokens}"
         )

@@ -107,14 +107,8 @@ class Flow:
 
     def _for_role(self, error: RecipeError, node: Node) -> RecipeError:
         """The error of a check, with the keys of settings that the role of a node has for itself."""
-        owners = {str(s): role for s, role in self.recipe.sections_of(node.role, node.agents).items()}
-        return RecipeError(
-            [
-                replace(problem, key=f"roles.{owners[section]}.{problem.key}") if section in owners else problem
-                for problem in error.problems
-                for section in [problem.key.partition(".")[0]]
-            ]
-        )
+        keys = ((problem, self.recipe.key_of(problem.key, node.role, node.agents)) for problem in error.problems)
+        return RecipeError([replace(problem, key=key) for problem, key in keys])
 
     def _check_repeated(self) -> None:
         """Repeated nodes output whole groups, chosen by the last of them and all sampled with the same weights."""
