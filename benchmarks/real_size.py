@@ -5,7 +5,8 @@
 A random model of the shape of Qwen2.5-0.5B (494 million parameters, a vocabulary of 151,936, bfloat16 on disk, tied
 embeddings) is trained with GRPO for two steps with a checkpoint after each, killed in the third, resumed, evaluated,
 exported and served. Only memory that the system cannot take back (`RssAnon` and `RssShmem`) counts; it is sampled in
-each worker all the time, and the trace shows the phase that the worker was in.
+each worker all the time, and the trace shows the phase that the worker was in. With `--pools`, one worker only
+generates and another one trains, for two steps.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 
@@ -142,7 +144,9 @@ def make_model(folder: Path) -> None:
         torch.set_default_dtype(before)
 
 
-def write_recipe(folder: Path, model: Path, *, is_asynchronous: bool) -> Path:
+def write_recipe(
+    folder: Path, model: Path, *, is_asynchronous: bool, layout: Mapping[str, object] | None = None
+) -> Path:
     """The recipe; prompts and responses are as long as they may be, so that the estimate is one of what happens."""
     rows = [{"question": f"{i % 10} + {i // 10 % 10} = ", "answer": str(i % 10 + i // 10 % 10)} for i in range(64)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -160,6 +164,7 @@ def write_recipe(folder: Path, model: Path, *, is_asynchronous: bool) -> Path:
         "checkpoint": {"every_steps": 1, "asynchronous": is_asynchronous},
         "run": {"directory": str(folder / "runs"), "tensorboard": False, "recorded_prompts": 1, "timeout_s": 3600},
         "steps": 3,
+        "layout": layout or {},
     }
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))
@@ -210,8 +215,47 @@ def measure(folder: Path, model: Path, num_workers: int, *, is_asynchronous: boo
     return {name: {"measured": measured[name], "planned": phases[name]} for name in ORDER if name in measured}
 
 
+def measure_pools(folder: Path, model: Path) -> dict[str, dict[str, int]]:
+    """Train for two steps on a rank that only generates and one that trains; as `measure`, by what the rank is for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pools = {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}
+    recipe, run = write_recipe(folder, model, is_asynchronous=False, layout=pools), folder / "runs/real"
+    begin = time.time()
+    with _watched(["train", str(recipe), "steps=2", "--workers=2"], folder / "train.log") as watch:
+        watch.wait()
+    results: dict[str, dict[str, int]] = {}
+    for rank, name in enumerate(("generates", "trains")):
+        planned, measured = _planned_for(recipe, rank), dict[str, int]()
+        for span, since, until in _spans(run / f"trace/rank-{rank}.json"):
+            phase = SPANS.get(span, "weights" if span.startswith("weights(") else "")
+            if phase and since >= begin:
+                measured[phase] = max(measured.get(phase, 0), watch.peak(rank, since, until))
+        for phase in (*ORDER, "weights"):
+            if phase in measured and phase in planned:
+                results[f"{name}: {phase}"] = {"measured": measured[phase], "planned": planned[phase]}
+    shutil.rmtree(run)
+    return results
+
+
+def _planned_for(recipe: Path, rank: int) -> dict[str, int]:
+    """The estimate for a rank that may not be the fullest, by phase."""
+    from leaderless.planner import Cluster, make_plan, memory
+    from leaderless.workflow import load_recipe, resolve_workflow
+
+    loaded = load_recipe(str(recipe)).recipe
+    with patch.object(memory, "all_ranks", lambda *_: (rank,)):
+        estimate = make_plan(loaded, resolve_workflow(loaded.workflow), Cluster(2)).memory
+    assert estimate is not None, "the size of the model is known"
+    return {NAMES.get(name, name): size for name, size in estimate.cpu.totals.items()}
+
+
 COMMAND = [sys.executable, "-m", "leaderless"]
-NAMES = {"policy generates": "rollout", "policy scores": "log-probs", "policy trains": "update"}
+NAMES = {
+    "policy generates": "rollout",
+    "policy scores": "log-probs",
+    "policy trains": "update",
+    "weights of policy travel": "weights",
+}
 """Phases of a plan, and their names here."""
 ORDER = ("loading", "rollout", "log-probs", "update", "checkpoint", "resume", "export", "serve")
 """Phases, in the order of a run."""
@@ -276,7 +320,8 @@ def _spans(path: Path) -> list[tuple[str, float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--pools", action="store_true", help="also measure a rank that only generates")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--folder", type=Path, help="folder to keep, with the model and all logs")
     options = parser.parse_args()
@@ -285,10 +330,13 @@ def main() -> None:
         if not (folder / "model").exists():
             make_model(folder / "model")
         results = json.loads(options.results.read_text()) if options.results.exists() else {}
-        for workers in options.workers:
-            results[str(workers)] = measure(folder / f"workers-{workers}", folder / "model", workers)
+        for workers in (*map(str, options.workers), *["1 + 1"] * options.pools):
+            if workers == "1 + 1":
+                results[workers] = measure_pools(folder / "pools", folder / "model")
+            else:
+                results[workers] = measure(folder / f"workers-{workers}", folder / "model", int(workers))
             options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            for phase, sizes in results[str(workers)].items():
+            for phase, sizes in results[workers].items():
                 print(f"{workers} workers, {phase}: {sizes['measured'] / sizes['planned']:.2f} of what was planned")
 
 
