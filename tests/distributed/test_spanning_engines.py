@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
+from tests.end_to_end.test_fixed_lag import SETTINGS as LAG_SETTINGS
+from tests.end_to_end.test_fixed_lag import Seen, train
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.tiny import tiny_model, write_additions, write_recipe
 
@@ -73,6 +75,24 @@ def test_ranks_that_make_one_engine_change_nothing(walked: Callable[[str], list[
     assert "evaluation/mean@1" in ours["numbers"], "it has answered held-out prompts, too"  # type: ignore[operator]
     samples = [set(result[0]["samples"]) for result in found if result[0]["samples"]]  # type: ignore[call-overload]
     assert samples[0] == samples[1], "ranks of one engine hold the same rows"
+
+
+def test_an_engine_of_two_ranks_is_ahead_of_training_like_one_of_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    held_out = {"path": str(tmp_path / "train.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
+
+    def run(num_ranks: int) -> Seen:
+        trained = {"ranks": str(num_ranks)}
+        layout = {"rollout": {"ranks": f"0-{num_ranks - 1}", "tp": num_ranks}, "reward": trained, "policy": trained}
+        changes = {"rollout.engine": SPANNING, "channels": {"rollout": {"capacity": 1}}, "layout": layout, "steps": 4}
+        settings = {**LAG_SETTINGS, **changes, "data.evaluation": held_out}
+        recipe = write_recipe(tmp_path, tiny_model(), settings)
+        return ranks.run(num_ranks + 1, train, str(recipe), [f"name=span-{num_ranks}"], None, init_group=False)[-1]
+
+    one, two = run(1), run(2)
+    assert one.trained == two.trained
+    assert len(one.trained) == 4
+    for name, weights in one.weights.items():
+        torch.testing.assert_close(two.weights[name], weights, atol=1e-4, rtol=1e-3)
 
 
 @dataclass
