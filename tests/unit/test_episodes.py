@@ -33,12 +33,12 @@ from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.stages.advantage import advantage, dynamic_sampling, remax
 from leaderless.stages.context import ModelRole, StageContext
-from leaderless.stages.episodes import Counted, Episodes
+from leaderless.stages.episodes import Counted, Episodes, count_failures
 from leaderless.stages.reward import reward
 from leaderless.stages.update import update
 from leaderless.training.engine import TrainEngine, UpdateInfo
 from leaderless.training.fsdp import FsdpEngine
-from leaderless.workflow import Workflow, resolve_workflow
+from leaderless.workflow import Workflow, resolve_workflow, stage
 
 CASES: dict[str, dict[str, Any]] = ADVANTAGES | {
     "grpo without deviation": {"advantage": {"type": "grpo", "normalize_by_std": False}},
@@ -284,6 +284,42 @@ def test_what_is_counted_does_not_depend_on_where_samples_are(
     assert int(expected.episodes.is_first.sum()) == len(whole)
     alone = whole.dense("reward_valid") & ~whole.dense("truncated")
     assert expected.num_episodes == int(alone.sum())
+
+
+@given(drawn=episodes(), seed=st.integers(0, 99), num_ranks=st.integers(1, 4))
+def test_an_episode_without_a_reward_counts_once_wherever_its_samples_are(
+    drawn: tuple[Batch, list[list[int]]], seed: int, num_ranks: int
+) -> None:
+    whole, cuts = drawn
+    batch = cut_into_samples(whole, cuts)
+    owner = torch.randint(num_ranks, (len(batch),), generator=torch.Generator().manual_seed(seed))
+    sent: list[Tensor] = []
+    node = SimpleNamespace(needs_whole_groups=False, layout=SimpleNamespace(ranks=range(num_ranks)))
+
+    def counted(rank: int, gather: object) -> tuple[int, int]:
+        here = SimpleNamespace(gather=gather, node=node, process_group=SimpleNamespace(rank=rank))
+        return count_failures(batch.select(owner == rank), cast("StageContext", here))
+
+    for rank in range(num_ranks):
+        counted(rank, lambda mine: (sent.append(mine), mine)[1])
+    shares = [counted(rank, lambda _: torch.cat(sent)) for rank in range(num_ranks)]
+    expected = int((~whole.dense("reward_valid")).sum()), len(whole)
+    assert (sum(failed for failed, _ in shares), sum(count for _, count in shares)) == expected
+
+
+@stage(reads=["tokens"], writes=["rewards", "reward_valid"])
+def grade(batch: Batch, context: StageContext) -> Batch:
+    """A stage that gives rewards, and asks for no episodes."""
+    return batch
+
+
+def test_the_episode_of_a_sample_reaches_a_custom_stage_that_gives_rewards() -> None:
+    workflow = Workflow("own").node("rollout", run="rollout", role="policy")
+    workflow = workflow.node("play", run="tests.episodes:play", after="rollout")
+    workflow = end(workflow.node("grade", run=f"{__name__}:grade", after="play"), "grade")
+    plan = make_plan(make_recipe(), workflow, Cluster(2))
+    assert plan["grade"].reads["episode_ids"] == "play"
+    assert not plan["grade"].needs_whole_groups
 
 
 def test_the_episode_of_a_sample_reaches_every_stage_that_counts() -> None:

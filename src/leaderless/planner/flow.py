@@ -9,7 +9,7 @@ from itertools import combinations
 from leaderless.config import Problem, Recipe, RecipeError, nearest
 from leaderless.config.algorithm import RepeatConfig
 from leaderless.planner.row_sets import DATA, RowSets
-from leaderless.workflow import COLUMNS, DATA_COLUMNS, DATA_RESPONSE_COLUMNS, Node, Workflow
+from leaderless.workflow import COLUMNS, DATA_COLUMNS, DATA_RESPONSE_COLUMNS, EPISODE_IDS, Node, Workflow
 from leaderless.workflow.metrics import check_best_metric
 
 HINTS = {
@@ -175,7 +175,10 @@ class Flow:
         self._needed.update(self._rows.makers(row_set))
         self.sources.setdefault(node.name, {})
         is_carried = bool(self.recipe.channels or self.workflow.repeated) and node.name not in self.workflow.repeated
-        made = [column for column in spec.reads_if_made if self._writers_before(node.name, column, row_set)]
+        # A stage that says which rewards are valid is asked how many episodes have failed.
+        counted = (EPISODE_IDS,) if "reward_valid" in self.writes[node.name] else ()
+        optional = dict.fromkeys((*spec.reads_if_made, *counted))
+        made = [column for column in optional if self._writers_before(node.name, column, row_set)]
         always = spec.reads_of(self.settings[node.name], node)
         for column in (*always, *(spec.reads_if_carried if is_carried else ()), *made):
             self._trace(node.name, column, row_set)

@@ -151,3 +151,18 @@ class Counted:
         """Some samples, [n] bool, among them whole episodes of all ranks."""
         parts = EpisodeParts(self.episodes.lengths[rows], self.episodes.is_first[rows])
         return Counted(self.is_counted[rows], parts)
+
+
+def count_failures(batch: Batch, context: StageContext) -> tuple[int, int]:
+    """This rank's share of the episodes without a valid reward, and of all episodes.
+
+    An episode counts once on all ranks of the node, which call it together. Where its samples may be on several ranks,
+    the first of these counts all episodes.
+    """
+    is_valid, ids = batch.dense("reward_valid"), batch.episode_ids
+    if EPISODE_IDS in batch and not context.node.needs_whole_groups:
+        rows = context.gather(torch.stack([ids, is_valid.long()], dim=1))
+        if context.process_group.rank != context.node.layout.ranks[0]:
+            return 0, 0
+        ids, is_valid = rows[:, 0], rows[:, 1].bool()
+    return len(torch.unique(ids[~is_valid])), len(torch.unique(ids))

@@ -18,6 +18,7 @@ from leaderless.observability.events import GuardEvent
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Action, Load, Plan, Pull, Push, Repeat, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.stages.context import ModelRole, StageContext
+from leaderless.stages.episodes import count_failures
 from leaderless.stages.limits import limited
 from leaderless.training.engine import ValueEngine
 from leaderless.worker.agreement import StepMetrics
@@ -234,13 +235,13 @@ def _load_stages(plan: Plan, rank: int) -> Mapping[str, StageFunction]:
         if rank in node.layout:
             module, _, name = node.spec.implementation.partition(":")
             stage: StageFunction = getattr(import_module(module), name)
-            stages[node.name] = partial(_count_failures, stage) if "reward_valid" in node.writes else stage
+            stages[node.name] = partial(_with_failures, stage) if "reward_valid" in node.writes else stage
     return stages
 
 
-def _count_failures(stage: StageFunction, batch: Batch, context: StageContext) -> Batch:
-    """Run a stage that writes which rewards are valid, and report how many are not."""
+def _with_failures(stage: StageFunction, batch: Batch, context: StageContext) -> Batch:
+    """Run a stage that writes which rewards are valid, and report the share of episodes whose reward is not."""
     made = stage(batch, context)
-    failed = made.episode_ids[~made.dense("reward_valid")]
-    context.metrics.mean(FAILED, len(torch.unique(failed)), len(torch.unique(made.episode_ids)))
+    num_failed, num_episodes = count_failures(made, context)
+    context.metrics.mean(FAILED, num_failed, num_episodes)
     return made
