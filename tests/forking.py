@@ -44,6 +44,8 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """What a nursery imports: nothing that starts a thread, or reads variables that tests set."""
+MODULES_VARIABLE = "NURSERY_MODULES"
+"""Variable that names other modules, separated by spaces."""
 PACKAGE = "leaderless"
 LAUNCHERS = (PACKAGE, "torch.distributed.run")
 """Programs that start workers."""
@@ -139,7 +141,8 @@ def _adopting() -> Iterator[None]:
 
 def live() -> None:
     """The life of a nursery, and of all processes forked from it."""
-    for name in MODULES:
+    given = os.environ.pop(MODULES_VARIABLE, "")
+    for name in given.split() or MODULES:
         import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
     gc.collect()

@@ -41,8 +41,8 @@ REWARDS = {
     "exact_match": Case("12", " 12\n", "13", {}),
     "format": Case(None, "<a>", "a", {"pattern": "<.*>"}),
     "code": Case(ASSERTS, "def twice(n): return 2 * n", "def twice(n): return n", {}),
-    "tests.end_to_end.own_code:share_of_digits": Case(None, "12", "ab", {}),
-    "tests.end_to_end.own_code:fail_on_small_letters": Case(None, "12", "XY", {}),
+    "tests.end_to_end.own_reward:share_of_digits": Case(None, "12", "ab", {}),
+    "tests.end_to_end.own_reward:fail_on_small_letters": Case(None, "12", "XY", {}),
 }
 RESPONSES = ["", " ", "\n\n", "ünïcödé ✓ \U0001f600", "\x00\x1b[2J", "[bold]", "9" * 5000, "\\boxed{", "```python\n"]
 """Text that a policy may write before it has learned anything."""

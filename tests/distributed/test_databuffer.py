@@ -58,7 +58,7 @@ def test_the_walk_in_windows_streams_its_first_four_nodes() -> None:
 
 
 @settings(
-    max_examples=60,
+    max_examples=settings.default.max_examples // 2,  # each takes four processes
     # A failure ends the processes, and each of hundreds of attempts to shrink an example would start new ones.
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -148,37 +150,53 @@ def test_hosts_that_cannot_be_made_are_refused_and_leave_nothing() -> None:
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
-@pytest.mark.parametrize(
-    "controllers",
-    [
-        pytest.param(("gloo", "packed"), id="gloo"),
-        pytest.param(("ray",), id="ray", marks=pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")),
-    ],
-)
-def test_every_way_gives_each_host_the_same_rows(controllers: tuple[Way, ...], tmp_path: Path) -> None:
-    with Session(2, 500, ("ours", *controllers), tmp_path) as session:
-        for kind in KINDS:
-            case = Case(kind=kind, hosts=2, prompts=12, max_tokens=64)
-            like_theirs = session.measure("ours", case.model_copy(update={"same_shares": True}), 0)
-            # Ours chooses its own shares by default; `measure` checks that no row is lost or changed.
-            ours = session.measure("ours", case, 0)
-            for controller in controllers:
-                theirs = session.measure(controller, case, 0)
-                assert theirs.shares == like_theirs.shares
-                assert len(set(theirs.shares)) == case.action.target_layout.dp
-                assert ours.busiest_bytes < theirs.busiest_bytes
-                assert min(ours.seconds, theirs.seconds) > 0
-                assert min(ours.peak_bytes, theirs.peak_bytes) > 0
+@contextmanager
+def hosts_for(ways: tuple[Way, ...], logs: Path) -> Iterator[Session]:
+    """Two hosts, of which nothing is left."""
+    with Session(2, 500, ways, logs) as session:
+        yield session
     assert not [name for name in namespaces_there().split() if name.startswith(f"hosts-{os.getpid()}-")]
 
 
-def test_a_rank_that_dies_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def session(namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """Hosts for several tests."""
+    with hosts_for(("ours", "gloo", "packed"), tmp_path_factory.mktemp("hosts")) as session:
+        yield session
+
+
+def check_rows(session: Session, controllers: tuple[Way, ...]) -> None:
+    for kind in KINDS:
+        case = Case(kind=kind, hosts=2, prompts=12, max_tokens=64)
+        like_theirs = session.measure("ours", case.model_copy(update={"same_shares": True}), 0)
+        # Ours chooses its own shares by default; `measure` checks that no row is lost or changed.
+        ours = session.measure("ours", case, 0)
+        for controller in controllers:
+            theirs = session.measure(controller, case, 0)
+            assert theirs.shares == like_theirs.shares
+            assert len(set(theirs.shares)) == case.action.target_layout.dp
+            assert ours.busiest_bytes < theirs.busiest_bytes
+            assert min(ours.seconds, theirs.seconds) > 0
+            assert min(ours.peak_bytes, theirs.peak_bytes) > 0
+
+
+def test_every_way_gives_each_host_the_same_rows(session: Session) -> None:
+    check_rows(session, ("gloo", "packed"))
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
+def test_ray_gives_each_host_the_same_rows(tmp_path: Path) -> None:
+    with hosts_for(("ours", "ray"), tmp_path) as session:
+        check_rows(session, ("ray",))
+
+
+def test_a_rank_that_dies_is_an_error_and_not_a_wait(session: Session) -> None:
+    """The last test of these hosts, which it breaks."""
     case = Case(kind="pools", hosts=2, prompts=12, max_tokens=64)
-    with Session(2, 500, ("gloo",), tmp_path) as session:
-        session.measure("gloo", case, 0)
-        pids = subprocess.run(["pgrep", "-f", str(session.socket)], capture_output=True, text=True, check=True).stdout
-        os.kill(max(map(int, pids.split())), signal.SIGKILL)  # this one is a rank; the lower ones are torchrun
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"gloo with .*pools"):
-            session.measure("gloo", case, 1)
-        assert time.monotonic() - start < 120
+    session.measure("gloo", case, 0)
+    pids = subprocess.run(["pgrep", "-f", str(session.socket)], capture_output=True, text=True, check=True).stdout
+    os.kill(max(map(int, pids.split())), signal.SIGKILL)  # this one is a rank; the lower ones are torchrun
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"gloo with .*pools"):
+        session.measure("gloo", case, 1)
+    assert time.monotonic() - start < 120

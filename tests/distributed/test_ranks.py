@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed.ranks import RankError, RankPool
+from tests.forking import MODULES_VARIABLE
 
 
 def rank_and_sum(start: int) -> tuple[int, int, str, float]:
@@ -140,7 +141,9 @@ def test_no_process_outlives_the_session(tmp_path: Path, end: str) -> None:
     root = str(Path(__file__).parents[2])
     script = tmp_path / "session.py"
     script.write_text(SESSION.format(root=root))
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as session:
+    environment = os.environ | {MODULES_VARIABLE: "torch.distributed"}  # all that this session needs
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, str(script)], env=environment, **streams) as session:
         assert session.stdout is not None
         pids = [int(pid) for pid in session.stdout.readline().decode().strip("[]\n").split(",")]
         assert len(pids) == 1

@@ -1,7 +1,8 @@
 """Stages and rewards by which workers fail in every way, for test_failures.py and test_restarts.py.
 
 FAIL says how, and on which rank, as `killed@1`. FAIL_ONCE names a folder, and FAIL is then a list with steps, as
-`killed@1@3 hang@0@4`, of which each comes true once however often the workers are started.
+`killed@1@3 hang@0@4`, of which each comes true once however often the workers are started. PACE_S is the least time of
+a step, for runs that only have to be there while something else happens.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ nodes:
 
 @leaderless.stage(reads=["rewards"], writes=["rewards"])
 def fail(batch: leaderless.Batch, context: leaderless.StageContext) -> leaderless.Batch:
+    time.sleep(float(os.environ.get("PACE_S", "0")))
     if "FAIL_ONCE" in os.environ:
         fail_once(context)
         return batch.with_columns(rewards=batch.dense("rewards"))

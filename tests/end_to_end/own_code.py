@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from leaderless import Batch, RewardInput, RewardResult, StageContext, Workflow, stage
+from tests.end_to_end.own_reward import fail_on_small_letters, share_of_digits
 
+from leaderless import Batch, RewardInput, StageContext, Workflow, stage
 
-def share_of_digits(sample: RewardInput) -> RewardResult:
-    digits = sum(character.isdigit() for character in sample.response)
-    return RewardResult(digits / max(1, len(sample.response)), answer=sample.response.strip())
-
-
-def fail_on_small_letters(sample: RewardInput) -> float:
-    if any(character in "abcdefghijklm" for character in sample.response):
-        raise LookupError(f"cannot grade {sample.response!r}")
-    return share_of_digits(sample).value
+__all__ = ["fail_on_small_letters", "share_of_digits"]
 
 
 def zero_on_small_letters(sample: RewardInput) -> float:

@@ -21,7 +21,7 @@ ELASTIC = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint",
 
 def test_our_launcher_and_torchrun_give_the_run_of_one_worker(ranks: RankPool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_model(), SETTINGS)
-    own = start(tmp_path, "leaderless", "train", recipe, "name=own", "--workers", 2, is_forked=False)
+    own = start(tmp_path, "leaderless", "train", recipe, "name=own", "--workers", 2)
     outcome = finish(own)
     assert outcome.code == 0, outcome.errors
     assert "own: what has changed" in outcome.output

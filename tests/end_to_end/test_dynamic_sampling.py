@@ -256,7 +256,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [  # "every node elsewhere" has separate pools, too
+        pytest.param(layout, marks=pytest.mark.thorough if layout.startswith("rollout on") else ())
+        for layout in LAYOUTS
+    ],
+)
 def test_any_ranks_train_on_the_same_groups_and_account_for_every_prompt(run, single: list[Step], layout: str) -> None:
     world_size, nodes = LAYOUTS[layout]
     several = run(world_size, "several", NUM_STEPS, layout=nodes)
@@ -271,7 +277,7 @@ def test_any_ranks_train_on_the_same_groups_and_account_for_every_prompt(run, si
                 assert result.numbers[name] == pytest.approx(value), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_no_prompt_is_left_out_or_used_twice_over_epochs(run, world_size: int) -> None:
     rows = 25  # not a multiple of a round's prompts
     steps = run(world_size, "long", 5, rows=rows)

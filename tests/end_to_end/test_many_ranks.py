@@ -113,7 +113,14 @@ def walked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return walk
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "1 rank"])
+@pytest.mark.parametrize(
+    "layout",
+    [  # the pools of "rollout on 0-1, update on 2-3" also run in windows
+        pytest.param(layout, marks=pytest.mark.thorough if layout.endswith("update on 2-3") else ())
+        for layout in LAYOUTS
+        if layout != "1 rank"
+    ],
+)
 def test_samples_gradients_and_weights_are_those_of_one_rank(
     walked: Callable[[str], list[list[Step]]], layout: str
 ) -> None:
