@@ -178,6 +178,16 @@ def test_the_settings_of_a_role_decide_what_its_nodes_read(tmp_path):
     assert "reference" not in [node.name for node in plan_of("grpo").nodes]
 
 
+def test_memory_counts_what_a_role_needs_to_be_evaluated(tmp_path):
+    data = {"train": {"path": "a.jsonl", "response": "answer"}, "evaluation": {"path": "b.jsonl", "answer": "answer"}}
+    models = {"policy": write_model(tmp_path / "model")}
+    without, with_evaluation = (
+        plan_of("sft", models=models, data=data, evaluation={"every_steps": every}).memory.cpu for every in (0, 1)
+    )
+    assert "policy generates" not in without.phases
+    assert with_evaluation.phases["policy generates"]["kv cache"] > 0
+
+
 def test_memory_counts_the_longest_response_of_a_role(tmp_path):
     models = {"policy": write_model(tmp_path / "model")}
     short, long = (

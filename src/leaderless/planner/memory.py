@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
@@ -13,9 +12,7 @@ from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import RolloutEngineSpec, engine_of
 from leaderless.planner.layout import all_ranks
 from leaderless.planner.model_size import ModelSize
-
-if TYPE_CHECKING:
-    from leaderless.planner.plan import Channel, RoleInstance
+from leaderless.planner.plan import Channel, RoleInstance, answering
 
 FLOAT32_BYTES = 4
 MIB = 1 << 20
@@ -121,14 +118,15 @@ def estimate_memory(
     is kept for the next one; what is in flight in a channel is there too, on the ranks that push it. A pass has at most
     `pass_tokens`; at most `max_sequences` are decoded at the same time, by default what the recipe allows each role.
     """
-    models: list[_Model] = []
+    models, is_evaluated = list[_Model](), bool(recipe.evaluation.every_steps)
     for instance in instances:
         size, config = sizes.get(instance.role), recipe.model_of(instance.role)
         if size is None or config is None:
             return None
         own = recipe.as_seen_by(instance.role)
         shards = instance.layout.dp if backend_of(own.training.backend).shards_weights else 1
-        models.append(_Model(instance, size, config, number_bytes(config), shards, own.rollout))
+        generates = instance.generates or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
+        models.append(_Model(instance, size, config, number_bytes(config), shards, own.rollout, generates))
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -155,7 +153,10 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Model:
-    """A model with the bytes of a number as it computes, how many ranks divide its weights, and how it generates."""
+    """A model with the bytes of a number as it computes, how many ranks divide its weights, and how it generates.
+
+    It generates if a node does so with it, or if it is evaluated.
+    """
 
     instance: RoleInstance
     size: ModelSize
@@ -163,6 +164,7 @@ class _Model:
     width: int
     shards: int
     sampling: RolloutConfig
+    generates: bool
 
     def engine_bytes(self) -> int:
         """An engine's own weights on one of the ranks that it spans."""
@@ -260,7 +262,7 @@ class _Rank:
 
     def _phases(self, model: _Model) -> Iterator[tuple[str, dict[str, int]]]:
         instance, role = model.instance, model.instance.role
-        if instance.generates:
+        if model.generates:
             yield f"{role} generates", self._generation(model)
         if instance.scores:
             yield f"{role} scores", self._scoring(model)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import Recipe
 from leaderless.planner.entries import (
@@ -22,10 +22,12 @@ from leaderless.planner.entries import (
     flat,
 )
 from leaderless.planner.layout import Layout, all_ranks, format_ranks
-from leaderless.planner.memory import MemoryEstimate
 from leaderless.planner.model_size import ModelSize
 from leaderless.workflow import EPISODE_IDS, Node, StageSpec
 from leaderless.workflow.stage import RoleUse
+
+if TYPE_CHECKING:
+    from leaderless.planner.memory import MemoryEstimate
 
 EdgeKind = Literal["local", "reshard", "channel"]
 
