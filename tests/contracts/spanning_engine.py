@@ -8,6 +8,7 @@ from torch import Tensor
 
 from leaderless import RolloutSetup, rollout_engine
 from leaderless.rollout.child_server import EngineError
+from leaderless.rollout.engine import Delta
 from leaderless.weights.stream import WeightStream
 
 
@@ -35,6 +36,14 @@ class BreakingEngine(SpanningEngine):
         return super().logits(texts)
 
 
+class DifferingEngine(SpanningEngine):
+    """Its part on the last rank reports other tokens than it has sampled."""
+
+    def step(self) -> list[Delta]:
+        offset = int(self.setup.rank == self.setup.shard.ranks[-1])
+        return [delta._replace(tokens=[token ^ offset for token in delta.tokens]) for delta in super().step()]
+
+
 @rollout_engine(axes=["tp"])
 def make(setup: RolloutSetup) -> SpanningEngine:
     """Make the part of a rank."""
@@ -45,3 +54,9 @@ def make(setup: RolloutSetup) -> SpanningEngine:
 def make_breaking(setup: RolloutSetup) -> SpanningEngine:
     """Make the part of a rank of an engine that breaks."""
     return BreakingEngine(setup)
+
+
+@rollout_engine(axes=["tp"])
+def make_differing(setup: RolloutSetup) -> SpanningEngine:
+    """Make the part of a rank of an engine that samples differently on its ranks."""
+    return DifferingEngine(setup)

@@ -149,9 +149,22 @@ def test_a_part_that_breaks_ends_the_attempt_on_all_ranks_in_time(ranks: RankPoo
     settings = {
         "rollout.engine": "tests.contracts.spanning_engine:make_breaking",
         "layout": {"rollout": {"tp": 2}},
-        "run.timeout_s": 3,
+        "run.timeout_s": 6,
     }
     recipe = write_recipe(tmp_path, tiny_model(), settings)
     waiting, broken = ranks.run(2, walk_until_it_breaks, str(recipe), init_group=False)
     assert broken == "EngineError: this part is broken"
     assert waiting.startswith("CollectiveError: rank 0 waited for logits of other tokens with ranks [1]")
+
+
+@pytest.mark.parametrize("place", ["1 engine on 2 ranks", "1 engine on ranks of its own"])
+def test_a_run_whose_engine_samples_differently_on_its_ranks_is_stopped(
+    ranks: RankPool, tmp_path: Path, place: str
+) -> None:
+    world_size, layout = PLACES[place]
+    engine = {"rollout.engine": "tests.contracts.spanning_engine:make_differing"}
+    recipe = write_recipe(tmp_path, tiny_model(), {**engine, "layout": layout, "run.timeout_s": 6})
+    errors = ranks.run(world_size, walk_until_it_breaks, str(recipe), init_group=False)
+    for rank, error in enumerate(errors[:2]):
+        assert error.startswith(f"RuntimeError: rank {rank}: ranks 0-1 make one engine, but those of rank 1")
+    assert all(errors)
