@@ -235,6 +235,7 @@ def serve_fed(path: str, failing: tuple[str, int] | None) -> tuple[list[list[lis
         for request, group in zip(REQUESTS, results, strict=True)
         for completion in group
     ]
+    assert driver.calls["prompt_log_probs"] >= 1, "the engine is probed after each load, after a restart, too"
     return pairs, serving.policy_version, driver.calls["start"], messages
 
 
