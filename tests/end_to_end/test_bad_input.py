@@ -121,7 +121,7 @@ PLANS = {
     ),
     "an engine that cannot span ranks": (
         ["layout={rollout: {ranks: 0-1, tp: 2}, policy: {ranks: 2}}", "--world-size", "3"],
-        ["override layout=", "tp=2", "leave out tp"],
+        ["override layout=", "tp=2", "without tp"],
     ),
     "a back end that cannot train": (
         ["training.backend=own_parts:frozen"],

@@ -15,7 +15,9 @@ from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 from tests.tiny import tiny_model, write_recipe
 
 from leaderless.observability.console import Display
-from leaderless.planner import Cluster, make_plan
+from leaderless.planner import Cluster, make_plan, rollout_engine
+from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.make import RolloutSetup
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import Workflow, load_recipe, resolve_workflow, write_workflow
@@ -88,7 +90,7 @@ def next_to_another() -> Workflow:
 
 
 WORKFLOWS = {"joined": joined, "apart": apart, "alone": alone, "next to another": next_to_another}
-WORKFLOWS["two back ends"] = joined
+WORKFLOWS |= {"two back ends": joined, "no engine": joined}
 CHANGES: Mapping[str, dict[str, object]] = {
     "alone": {"models": {"first": tiny_model()}, "roles": {}},
     "two back ends": {
@@ -99,8 +101,18 @@ CHANGES: Mapping[str, dict[str, object]] = {
             }
         }
     },
-    "next to another": {"roles": {"second": {"rollout": {"temperature": 0.7}}}},
+    "next to another": {
+        "roles": {"second": {"rollout": {"temperature": 0.7, "engine": "tests.contracts.plain_engine:make"}}}
+    },
+    "no engine": {"roles": {"second": {"rollout": {"engine": "tests.end_to_end.test_two_policies:no_engine"}}}},
 }
+
+
+@rollout_engine()
+def no_engine(setup: RolloutSetup) -> RolloutEngine:
+    raise RuntimeError(f"asked for an engine for '{setup.role}'")
+
+
 Walk = Callable[[str, str], list[list[Step]]]
 
 
@@ -119,6 +131,11 @@ def walk(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Walk:
         return ranks.run(world_size, walk_steps, str(recipe), "walk", NUM_STEPS, init_group=False)
 
     return walk
+
+
+def test_each_role_has_the_engine_that_its_settings_name(walk: Walk) -> None:
+    with pytest.raises(Exception, match="asked for an engine for 'second'"):
+        walk("no engine", "1 rank")
 
 
 @pytest.mark.parametrize("workflow", ["joined", "apart"])

@@ -80,17 +80,9 @@ def test_errors_of_a_role_s_settings_name_the_line_that_was_written(tmp_path):
     assert problem.key == "roles.solver.algorithm.zzz"
 
 
-@pytest.mark.parametrize(
-    ("own", "general"),
-    [
-        ("algorithm: {repeat: {max_rounds: 3}}", "algorithm.repeat"),
-        ("rollout: {engine: vllm}", "rollout.engine"),
-        ("rollout: {external: {graphs: false}}", "rollout.external"),
-    ],
-)
-def test_settings_of_all_roles_are_not_one_s_own(tmp_path, own, general):
-    problem = problem_of(write_recipe(tmp_path, more=f"roles: {{solver: {{{own}}}}}\n"))
-    assert problem.message == f"roles.solver.{general} must be that of all roles: set {general}"
+def test_a_setting_of_all_roles_is_not_one_s_own(tmp_path):
+    problem = problem_of(write_recipe(tmp_path, more="roles: {solver: {algorithm: {repeat: {max_rounds: 3}}}}\n"))
+    assert problem.message == "roles.solver.algorithm.repeat must be that of all roles: set algorithm.repeat"
 
 
 def test_the_optimizer_of_a_model_is_said_to_be_the_role_s(tmp_path):
@@ -210,3 +202,20 @@ def test_warm_up_steps_of_a_role_count_in_its_updates(tmp_path):
         "policy": 1,
         "critic": 3,
     }
+
+
+def test_each_role_has_its_engine(tmp_path):
+    workflow = Workflow("two")
+    for role in ("first", "second"):
+        workflow = workflow.node(f"{role}_rollout", run="rollout", role=role)
+    workflow = workflow.node("reward", run="reward", after=["first_rollout", "second_rollout"])
+    workflow = workflow.node("keep", run="record", after="gain").node("gain", run="advantage", after="reward")
+    models = {role: {"path": write_model(tmp_path / role)} for role in ("first", "second")}
+    vllm = {"engine": "vllm", "external": {"python": "/opt/vllm/bin/python"}}
+    plan = plan_of(workflow, models=models, roles={"second": {"rollout": vllm}})
+    assert {instance.role: instance.engine for instance in plan.instances} == {"first": "native", "second": "vllm"}
+    phases = plan.memory.cpu.phases
+    assert "engine's weights" in phases["second generates"]
+    assert "engine's weights" not in phases["first generates"]
+    with pytest.raises(RecipeError, match=r"roles\.second\.rollout\.engine.*unknown engine 'nativ'"):
+        plan_of(workflow, models=models, roles={"second": {"rollout": {"engine": "nativ"}}})

@@ -13,7 +13,7 @@ from leaderless.config.data import DataConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rewards import RewardsConfig
-from leaderless.config.roles import SHARED_SETTINGS, RoleConfig, RoleSection, as_settings
+from leaderless.config.roles import RoleConfig, RoleSection, as_settings
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
 from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
 from leaderless.config.source import merge_settings
@@ -93,10 +93,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _roles_share_what_is_not_theirs(self) -> Recipe:
         for role, config in self.roles.items():
-            for section, name in SHARED_SETTINGS:
-                own = getattr(config, section)
-                if own is not None and getattr(own, name) != getattr(getattr(self, section), name):
-                    raise ValueError(f"roles.{role}.{section}.{name} must be that of all roles: set {section}.{name}")
+            if config.algorithm is not None and config.algorithm.repeat != self.algorithm.repeat:
+                raise ValueError(f"roles.{role}.algorithm.repeat must be that of all roles: set algorithm.repeat")
         return self
 
     @model_validator(mode="after")

@@ -24,15 +24,12 @@ class RoleConfig(Section):
     """Advantage, loss and penalties of this role, and of nodes without settings of their own that work on its samples;
     what is not given is as in `algorithm`."""
     rollout: RolloutConfig | None = None
-    """Generation of this role's samples; what is not given is as in `rollout`. The engine is the same for all roles."""
+    """Generation of this role's samples; what is not given is as in `rollout`. An engine that is `auto` is
+    the same for all roles."""
     optimizer: OptimizerConfig | None = None
     """Optimizer of this role; what is not given is as in `optimizer`."""
     training: TrainingConfig | None = None
     """What holds, scores and trains this role's model; what is not given is as in `training`."""
-
-
-SHARED_SETTINGS = (("algorithm", "repeat"), ("rollout", "engine"), ("rollout", "external"))
-"""Settings within these sections that hold for the whole workflow, and so for no role alone."""
 
 
 def as_settings(section: object) -> Mapping[str, object]:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from leaderless.config import RecipeError
+from leaderless.config import Recipe, RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
 from leaderless.planner.layout import Layout, check_model_axes
 
 if TYPE_CHECKING:
-    from leaderless.planner.plan import PlannedNode
+    from leaderless.planner.plan import PlannedNode, RoleInstance
 
 KEY = "rollout.engine"
 """Setting that names an engine."""
@@ -78,28 +78,29 @@ def rollout_engine(
     return declare
 
 
-def engine_of(name: str) -> RolloutEngineSpec:
-    """The contract of an engine: a built-in one, or a function declared with `@rollout_engine`.
+def engine_of(name: str, key: str = KEY) -> RolloutEngineSpec:
+    """The contract of an engine: a built-in one, or a function declared with `@rollout_engine`. `key` names it.
 
     Raises:
         RecipeError: There is no such engine, or the function cannot be used as one.
     """
-    return ENGINES.find(name, KEY, BUILTIN_ENGINES)
+    return ENGINES.find(name, key, BUILTIN_ENGINES)
 
 
-def check_engine(name: str, nodes: Sequence[PlannedNode]) -> None:
-    """Refuse layouts of nodes that generate which their engine cannot have.
+def check_engines(recipe: Recipe, instances: Sequence[RoleInstance], nodes: Sequence[PlannedNode]) -> None:
+    """Refuse layouts of nodes that generate which the engine of their role cannot have.
 
     Raises:
         RecipeError: There is no such engine, or it is not declared to span ranks along an axis.
     """
-    can = ("dp", *engine_of(name).axes)
-    for node in nodes:
-        wrong = " and ".join(axis for axis in node.layout.axes if axis not in can)
-        if wrong and "generate" in dict(node.uses).values():
+    engines = {instance.role: instance.engine for instance in instances}
+    axes = {role: engine_of(name, recipe.key_of(KEY, role)).axes for role, name in engines.items()}
+    for node, role in [(one, role) for one in nodes for role, use in one.uses if use == "generate"]:
+        wrong = " and ".join(axis for axis in node.layout.axes if axis not in ("dp", *axes[role]))
+        if wrong:
             raise RecipeError.at(
                 f"layout.{node.name}",
-                f"{node.layout}: the engine '{name}' cannot span ranks along {wrong}: give '{node.name}' a layout "
-                f"without {wrong}, or set {KEY} to one that can; a custom one declares it with "
-                "@leaderless.rollout_engine(axes=...)",
+                f"{node.layout}: the engine '{engines[role]}' cannot span ranks along {wrong}: give '{node.name}' a "
+                f"layout without {wrong}, or set {recipe.key_of(KEY, role)} to one that can; a custom one declares it "
+                "with @leaderless.rollout_engine(axes=...)",
             )

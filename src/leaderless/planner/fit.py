@@ -38,9 +38,7 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit
     longest = longest_sequence(recipe, plan.instances)
 
     def memory(pass_tokens: int, sequences: int | None = None) -> Memory:
-        estimate = estimate_memory(
-            recipe, plan.instances, plan.channels, plan.sizes, plan.engine, pass_tokens, sequences
-        )
+        estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, pass_tokens, sequences)
         assert estimate is not None, "checked before"
         return estimate.cpu if is_cpu else estimate.accelerator
 

@@ -11,7 +11,7 @@ from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import MAX_RESPONSES
 from leaderless.planner.backends import check_axes, check_backends
 from leaderless.planner.edges import edges_of
-from leaderless.planner.engines import check_engine
+from leaderless.planner.engines import check_engines
 from leaderless.planner.flow import Flow
 from leaderless.planner.layout import Cluster, Layout, make_layouts
 from leaderless.planner.loops import make_loops, with_staleness
@@ -57,14 +57,13 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     _check_responses(recipe, nodes)
     _check_idle_ranks(nodes, cluster)
     _check_layouts(recipe, nodes)
-    instances = _role_instances(recipe, nodes)
+    instances = _role_instances(recipe, nodes, cluster.engine)
     _check_evaluation(recipe, workflow, instances)
     _check_role_settings(recipe, workflow, instances)
     check_backends(recipe, instances)
     _check_critic(recipe, workflow, instances)
-    engine = cluster.engine if recipe.rollout.engine == "auto" else recipe.rollout.engine
-    check_engine(engine, nodes)
-    _check_vllm(recipe, engine, instances, cluster)
+    check_engines(recipe, instances, nodes)
+    _check_vllm(recipe, instances, cluster)
     sizes = _model_sizes(recipe, instances)
     check_vocabularies(recipe, nodes)
     batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
@@ -80,10 +79,9 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         loops=loops,
         channels=channels,
         instances=instances,
-        engine=engine,
         batch=batch,
         sizes=sizes,
-        memory=estimate_memory(recipe, instances, channels, sizes, engine, batch.micro_batch_tokens),
+        memory=estimate_memory(recipe, instances, channels, sizes, batch.micro_batch_tokens),
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
     )
 
@@ -120,11 +118,15 @@ def _check_roles(recipe: Recipe, workflow: Workflow) -> None:
             )
 
 
-def _check_vllm(recipe: Recipe, engine: str, instances: Sequence[RoleInstance], cluster: Cluster) -> None:
+def _check_vllm(recipe: Recipe, instances: Sequence[RoleInstance], cluster: Cluster) -> None:
     """Inside the ranks' processes, vLLM needs exactly one engine on every rank."""
-    if engine != "vllm" or recipe.rollout.external.python is not None:
-        return
-    generating = [instance for instance in instances if instance.generates]
+    generating = [
+        instance
+        for instance in instances
+        if instance.generates
+        and instance.engine == "vllm"
+        and recipe.as_seen_by(instance.role).rollout.external.python is None
+    ]
     some = next((instance for instance in generating if len(instance.layout.ranks) < cluster.world_size), None)
     if len(generating) > 1:
         roles = " and ".join(f"'{instance.role}'" for instance in generating)
@@ -136,8 +138,9 @@ def _check_vllm(recipe: Recipe, engine: str, instances: Sequence[RoleInstance], 
         )
     else:
         return
-    message = f"must be given where {problem}; or set rollout.engine=native"
-    raise RecipeError.at("rollout.external.python", message)
+    role = generating[-1].role
+    message = f"must be given where {problem}; or set {recipe.key_of('rollout.engine', role)}=native"
+    raise RecipeError.at(recipe.key_of("rollout.external.python", role), message)
 
 
 def _check_responses(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
@@ -235,7 +238,8 @@ def _check_evaluation(recipe: Recipe, workflow: Workflow, instances: Sequence[Ro
         )
 
 
-def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleInstance, ...]:
+def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode], engine: str) -> tuple[RoleInstance, ...]:
+    """The models of a workflow; `engine` generates where the recipe leaves it open."""
     trained: dict[str, PlannedNode] = {}
     for node, role in [(one, role) for one in nodes for role, use in one.uses if use == "train"]:
         other = trained.setdefault(role, node)
@@ -249,11 +253,13 @@ def _role_instances(recipe: Recipe, nodes: Sequence[PlannedNode]) -> tuple[RoleI
     for node in nodes:
         for role, use in node.uses:
             users.setdefault((role, node.layout.ranks), []).append((node, use))
-    return tuple(_instance(recipe, role, peers, is_followed=role in trained) for (role, _), peers in users.items())
+    return tuple(
+        _instance(recipe, role, peers, engine, is_followed=role in trained) for (role, _), peers in users.items()
+    )
 
 
 def _instance(
-    recipe: Recipe, role: str, users: Sequence[tuple[PlannedNode, RoleUse]], *, is_followed: bool
+    recipe: Recipe, role: str, users: Sequence[tuple[PlannedNode, RoleUse]], engine: str, *, is_followed: bool
 ) -> RoleInstance:
     """The model of a role on some ranks, for the nodes there and their uses; a trained role is followed by others."""
     engine_layout = _layout_of(role, [node for node, use in users if use == "generate"], "generates")
@@ -261,6 +267,7 @@ def _instance(
     layout = held or engine_layout
     assert layout is not None, "an instance has users"
     is_engine_only = held is None and is_followed
+    named = recipe.as_seen_by(role).rollout.engine
     return RoleInstance(
         role=role,
         # An engine that nothing sends weights to gets them from a frozen model next to it.
@@ -270,6 +277,7 @@ def _instance(
         scores=any(use == "score" for _, use in users),
         is_critic=any(node.spec.is_critic(node.node, role) for node, _ in users),
         num_updates=sum(node.spec.num_updates(node.settings_of(recipe)) for node, use in users if use == "train"),
+        engine=engine if named == "auto" else named,
         is_engine_only=is_engine_only,
     )
 

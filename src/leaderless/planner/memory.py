@@ -104,7 +104,6 @@ def estimate_memory(
     instances: Sequence[RoleInstance],
     channels: Sequence[Channel],
     sizes: Mapping[str, ModelSize | None],
-    engine: str,
     pass_tokens: int,
     max_sequences: int | None = None,
 ) -> MemoryEstimate | None:
@@ -114,9 +113,9 @@ def estimate_memory(
     training back end does that. A rank that generates holds a full copy of the weights for that phase, and its KV
     cache, both in the model's `compute_dtype`; engines in other processes have a copy in any case, and a rank that only
     generates holds nothing else of the model. The ranks that an engine spans divide its weights and KV cache. An
-    asynchronous checkpoint is written from a copy, in host memory, that
-    is kept for the next one; what is in flight in a channel is there too, on the ranks that push it. A pass has at most
-    `pass_tokens`; at most `max_sequences` are decoded at the same time, by default what the recipe allows each role.
+    asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one; what is in flight in
+    a channel is there too, on the ranks that push it. A pass has at most `pass_tokens`; at most `max_sequences` are
+    decoded at the same time, by default what the recipe allows each role.
     """
     models, is_evaluated = list[_Model](), bool(recipe.evaluation.every_steps)
     for instance in instances:
@@ -141,7 +140,7 @@ def estimate_memory(
     )
 
     def fullest(*, is_cpu: bool) -> Memory:
-        bounds = engine, pass_tokens, max_sequences
+        bounds = pass_tokens, max_sequences
         estimates = (
             _Rank(recipe, [models[i] for i in own], models, [channels[i] for i in pushed], *bounds, is_cpu).memory()
             for own, pushed in held
@@ -165,6 +164,11 @@ class _Model:
     shards: int
     sampling: RolloutConfig
     generates: bool
+
+    @property
+    def engine(self) -> RolloutEngineSpec:
+        """The contract of its engine."""
+        return engine_of(self.instance.engine)
 
     def engine_bytes(self) -> int:
         """An engine's own weights on one of the ranks that it spans."""
@@ -204,7 +208,6 @@ class _Rank:
     models: Sequence[_Model]
     everywhere: Sequence[_Model]
     pushed: Sequence[Channel]
-    engine: str
     pass_tokens: int
     max_sequences: int | None
     is_cpu: bool
@@ -222,7 +225,7 @@ class _Rank:
                 loading = max(loading, whole + weights)
                 whole += share
                 resident[f"{role} weights"] = resident.get(f"{role} weights", 0) + share
-            if model.instance.is_engine_only and self._spec.restarts_on(model.instance.serving_layout):
+            if model.instance.is_engine_only and model.engine.restarts_on(model.instance.serving_layout):
                 again += model.size.num_parameters * model.width
             if model.instance.is_trained:
                 resident[f"{role} optimizer"] = 2 * share
@@ -278,7 +281,7 @@ class _Rank:
     def _generation(self, model: _Model) -> dict[str, int]:
         size, num_sequences = model.size, self._num_sequences(model)
         own, is_resident = size.num_parameters * model.width, model.instance.is_engine_only
-        if self._spec.keeps_weights:
+        if model.engine.keeps_weights:
             cache = num_sequences * self._longest(model) * size.kv_values_per_token * model.width
             parts = size.num_kv_parts(model.instance.serving_layout)
             return {"engine's weights": 0 if is_resident else model.engine_bytes(), "kv cache": -(-cache // parts)}
@@ -287,10 +290,6 @@ class _Rank:
             return decoding
         is_copied = model.shards > 1 or model.width != FLOAT32_BYTES
         return {"unsharded weights": own * is_copied, **decoding}
-
-    @property
-    def _spec(self) -> RolloutEngineSpec:
-        return engine_of(self.engine)
 
     def _decoding(self, model: _Model, num_sequences: int) -> dict[str, int]:
         """Keys and values are in slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too."""

@@ -164,7 +164,8 @@ class RoleInstance:
     A trained instance has an optimizer; every other one is frozen or follows it. An instance scores if a node uses it
     that neither trains it nor generates with it. It is only an engine if it does nothing but generate, and a trained
     instance sends its weights. A critic is a value model instead of a language model. `num_updates` are the optimizer
-    steps of the whole run. Where nodes generate, their engines have a layout of their own, on the same ranks.
+    steps of the whole run. `engine` generates with it; where nodes do, their engines have a layout of their own, on the
+    same ranks.
     """
 
     role: str
@@ -174,6 +175,7 @@ class RoleInstance:
     scores: bool
     is_critic: bool
     num_updates: int
+    engine: str
     is_engine_only: bool = False
 
     @property
@@ -236,7 +238,6 @@ class Plan:
         loops: Loops that the nodes form, the one that generates first.
         channels: Links between loops, and between iterations of one.
         instances: The models and where they are.
-        engine: Engine that generates.
         batch: Derived batch sizes.
         sizes: Size of each role's model; None where it is not known.
         memory: Estimated bytes of the fullest rank by what they are for; None when a model's size is not known.
@@ -252,7 +253,6 @@ class Plan:
     loops: tuple[Loop, ...]
     channels: tuple[Channel, ...]
     instances: tuple[RoleInstance, ...]
-    engine: str
     batch: BatchSizes
     sizes: Mapping[str, ModelSize | None]
     memory: MemoryEstimate | None
@@ -392,7 +392,6 @@ class Plan:
                 }
                 for instance in self.instances
             ],
-            "engine": self.engine,
             "chains": {format_ranks(ranks): [str(a) for a in actions] for ranks, actions in self.chains().items()},
             "memory_bytes": None if self.memory is None else self.memory.to_json(),
         }
@@ -417,7 +416,7 @@ class Plan:
         facts = [
             self.recipe_hash,
             self.world_size,
-            self.engine,
+            [[instance.role, instance.engine] for instance in self.instances],
             [
                 [n.name, n.node.run, n.node.roles, str(n.layout), dict(n.reads), n.writes, n.max_staleness]
                 for n in self.nodes

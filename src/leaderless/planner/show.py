@@ -218,17 +218,15 @@ def _action(action: Action) -> Text:
 
 
 def _instances(plan: Plan) -> Table:
-    rows = [
-        (Text(instance.role, "bold"), str(instance.layout), _use(instance, plan.engine)) for instance in plan.instances
-    ]
+    rows = [(Text(instance.role, "bold"), str(instance.layout), _use(instance)) for instance in plan.instances]
     return _table("role", "layout", "use", rows=rows)
 
 
-def _use(instance: RoleInstance, engine: str) -> str:
+def _use(instance: RoleInstance) -> str:
     own = instance.engine_layout if instance.engine_layout != instance.layout else None
     uses = {
         "is a critic": instance.is_critic,
-        f"generates with {engine}{f' on {own}' if own else ''}": instance.generates,
+        f"generates with {instance.engine}{f' on {own}' if own else ''}": instance.generates,
         "scores": instance.scores,
         "is trained": instance.is_trained,
     }

@@ -55,7 +55,6 @@ class Roles:
         self.engines: dict[InstanceKey, Trainable] = {}
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
         self._routes: dict[SyncWeights, Route] = {}
-        self._spec = engine_of(plan.engine)
         self._generating = [one for one in plan.instances if one.generates]
         self._generating.append(answering(plan.instances, recipe.evaluation.role))
         for instance in plan.instances:
@@ -129,15 +128,15 @@ class Roles:
 
     def _colocated(self, instance: RoleInstance, recipe: Recipe, trainer: TrainEngine) -> Serving:
         """An engine on ranks that also train or score the model."""
-        setup = self._setup(instance, recipe)
+        setup, spec = self._setup(instance, recipe), engine_of(instance.engine)
         return Colocated(
-            make_engine(self._plan.engine, setup),
+            make_engine(instance.engine, setup),
             trainer,
             Pool(instance.layout, _placement(recipe)),
             getattr(torch, setup.model.compute_dtype),
             shard=setup.shard,
-            probe=setup.probe if self._spec.is_probed else (),
-            may_restart=self._spec.restarts_on(setup.layout),
+            probe=setup.probe if spec.is_probed else (),
+            may_restart=spec.restarts_on(setup.layout),
         )
 
     def _fed(self, instance: RoleInstance, recipe: Recipe) -> Fed:
@@ -148,8 +147,8 @@ class Roles:
         (trained,) = (one for one in self._plan.instances if one.role == role and one.is_trained)
         route = self._way_to_engines(role, recipe, trained.layout, layout, shapes_of(empty_causal_lm(config, role)))
         setup = self._setup(instance, recipe)
-        engine, group = make_engine(self._plan.engine, setup), self._transport.process_group(layout.ranks)
-        return Fed(engine, route, group, shard=setup.shard, may_restart=self._spec.restarts_on(layout))
+        engine, group = make_engine(instance.engine, setup), self._transport.process_group(layout.ranks)
+        return Fed(engine, route, group, shard=setup.shard, may_restart=engine_of(instance.engine).restarts_on(layout))
 
     def close(self) -> None:
         """End the engines that generate, and with them their servers."""
@@ -228,9 +227,13 @@ class Roles:
         key = action.role, action.target_layout
         return any(one.is_engine_only and (one.role, one.layout) == key for one in self._plan.instances)
 
+    def _is_probed(self, role: str) -> bool:
+        """Whether the engines of a role compare the trainer's log-probabilities of a text with their own."""
+        return engine_of(next(one.engine for one in self._plan.instances if one.role == role)).is_probed
+
     def _log_probs(self, action: SyncWeights, source: Trainable | None) -> Tensor | None:
         """The trainer's log-probabilities of a probe, where an engine is to be asked for its own."""
-        if source is None or not self._spec.is_probed or not self._is_engine_only(action):
+        if source is None or not self._is_probed(action.role) or not self._is_engine_only(action):
             return None
         recipe = self._recipe.as_seen_by(action.role)
         probe = probe_of(cast("TrainEngine", source), probe_text(self._tokenizer, _longest(recipe)))
@@ -240,7 +243,7 @@ class Roles:
         self, action: SyncWeights, recipe: Recipe, log_probs: Tensor | None, process_group: ProcessGroup
     ) -> Probe | None:
         """The probe with the trainer's log-probabilities, on all ranks of both layouts."""
-        if not self._spec.is_probed:
+        if not self._is_probed(action.role):
             return None
         tokens = probe_text(self._tokenizer, _longest(recipe))
         known = torch.zeros(len(tokens) - 1) if log_probs is None else log_probs
