@@ -154,7 +154,6 @@ def plan_of(case: Case) -> Plan:
         loops=(replace(loop, ranks=tuple(range(case.world_size))),),  # some ranks may have nothing to do
         channels=channels,
         instances=(),
-        engine="native",
         batch=BatchSizes(1, 1, 1, 1, 1, 1, 1, adapts_to_memory=False),
         sizes={},
         memory=None,
