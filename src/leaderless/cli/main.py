@@ -14,6 +14,7 @@ from leaderless.cli.plan import plan, schema, simulate
 from leaderless.cli.results import evaluate, export, report
 from leaderless.cli.reward import reward
 from leaderless.cli.serve import serve
+from leaderless.cli.template import template
 from leaderless.cli.train import train
 from leaderless.observability.console import errors
 from leaderless.supervision.failure import Failure, WorkersFailed
@@ -37,6 +38,7 @@ app.command()(export)
 app.command()(serve)
 app.command()(report)
 app.command()(reward)
+app.command()(template)
 app.command()(schema)
 
 

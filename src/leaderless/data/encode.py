@@ -33,8 +33,18 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
 
-    def apply_chat_template(self, conversation: Sequence[Json], *, add_generation_prompt: bool, tokenize: bool) -> str:
-        """A conversation as the text that the model was trained on."""
+    def get_added_vocab(self) -> dict[str, int]:
+        """Tokens that are not split and do not merge with others, and their ids."""
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Json],
+        *,
+        tools: Sequence[Json] | None = None,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> str:
+        """A conversation, and the tools that it may use, as the text that the model was trained on."""
 
     def save_pretrained(self, save_directory: str) -> object:
         """Write the tokenizer's files into a folder."""
