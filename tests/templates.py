@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokenizers import pre_tokenizers
-from transformers import Qwen2Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 CALL = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
 TOOLS = "{% for t in tools or [] %}<|im_start|>tools\n{{ t | tojson }}<|im_end|>\n{% endfor %}"
@@ -28,6 +28,13 @@ DROPS_REASONING = (
     )
 )
 """As of Qwen3: reasoning is kept only after the last message of the user."""
+
+BRACKETS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% endfor %}"
+)
+"""As of Llama 2: nothing marks the beginning of an answer."""
 
 SPECIAL = (
     "<|im_start|>",
@@ -55,3 +62,12 @@ def tokenizer_with(
     )
     tokenizer.add_tokens(list(SPECIAL), special_tokens=True)
     return tokenizer
+
+
+def blank_tokenizer_with(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of single characters that puts a blank before a text, as SentencePiece does."""
+    symbols = ["<unk>", "</s>", "\N{LOWER ONE EIGHTH BLOCK}", *map(chr, range(10, 127))]
+    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)

@@ -6,7 +6,15 @@ import json
 
 import pytest
 from tests.end_to_end.cli import command
-from tests.templates import CHATML, DROPS_REASONING, LLAMA, WITHOUT_NEWLINE, tokenizer_with
+from tests.templates import (
+    BRACKETS,
+    CHATML,
+    DROPS_REASONING,
+    LLAMA,
+    WITHOUT_NEWLINE,
+    blank_tokenizer_with,
+    tokenizer_with,
+)
 
 from leaderless.config import RecipeError
 from leaderless.models.chat_template import check_template
@@ -32,6 +40,32 @@ def test_pieces_of_an_append_only_template_rebuild_the_rendering(template):
         tokens = [token for piece in trial.pieces for token in piece.tokens]
         assert tokens == tokenizer.encode(text, add_special_tokens=False)
         assert "".join(piece.text for piece in trial.pieces) == text
+
+
+def test_pieces_keep_the_blanks_of_a_tokenizer_that_puts_one_before_a_text():
+    tokenizer = blank_tokenizer_with(BRACKETS)
+    report = check_template(tokenizer)
+    assert report.is_append_only
+    messages = chat(has_system=False, has_reasoning=False).messages
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    pieces = report.trials[0].pieces
+    assert [token for piece in pieces for token in piece.tokens] == tokenizer.encode(text, add_special_tokens=False)
+    assert [piece.text for piece in pieces if piece.place == "after a user message"] == [" [/INST]"] * 3
+    assert "".join(piece.text for piece in pieces) == text
+
+
+def test_template_that_renders_tool_calls_only_within_a_conversation_is_tried_without_tools():
+    raises = "{% if messages[-1].tool_calls %}{{ raise_exception('a call is not the end') }}{% endif %}" + CHATML
+    report = check_template(tokenizer_with(raises))
+    assert "a call is not the end" in report.refused["tools"]
+    assert [trial.conversation for trial in report.trials] == ["answers", "answers with reasoning"]
+
+
+def test_template_that_refuses_a_system_message_alone_has_all_pieces():
+    raises = "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}" + CHATML
+    report = check_template(tokenizer_with(raises))
+    assert report.is_append_only
+    assert report.trials[0].pieces[2].text == "<|im_end|>\n<|im_start|>user\n"
 
 
 def test_boundaries_are_named():

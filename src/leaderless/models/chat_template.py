@@ -90,6 +90,10 @@ class _Renderer:
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def text_of(self, tokens: Sequence[int], first: int, after: int) -> str:
+        """The text of some of the tokens; alone, they may lose the blank before them."""
+        return self.tokenizer.decode(tokens[:after])[len(self.tokenizer.decode(tokens[:first])) :]
+
     def required(self, messages: Sequence[Message], role: str) -> str:
         """The text of a prompt that each template must be able to write."""
         problem = self.refusal(Conversation("", tuple(messages)))
@@ -119,8 +123,7 @@ class _Renderer:
             is_last = index == len(parts) - 1
             after = len(tokens) if is_last else max(first, _num_equal(tokens, self.tokens(text[:end])))
             if after > first:
-                piece = tuple(tokens[first:after])
-                yield Piece(place, is_scaffold, piece, self.tokenizer.decode(piece))
+                yield Piece(place, is_scaffold, tuple(tokens[first:after]), self.text_of(tokens, first, after))
             first = after
 
 
@@ -157,9 +160,10 @@ def _try(renderer: _Renderer, conversation: Conversation, end: str) -> Trial:
             begin = len(seen + written)
         else:
             position = _num_equal(history_tokens, now)
-            was, instead = (tuple(t[position : position + NUM_SHOWN_TOKENS]) for t in (history_tokens, now))
+            stop = position + NUM_SHOWN_TOKENS
+            was, instead = tuple(history_tokens[position:stop]), tuple(now[position:stop])
             cause = _cause(seen + written, prompt, messages[:following], end)
-            texts = renderer.tokenizer.decode(was), renderer.tokenizer.decode(instead)
+            texts = [renderer.text_of(tokens, position, stop) for tokens in (history_tokens, now)]
             role = str(messages[following - 1]["role"])
             differences.append(Difference(number, role, position, was, texts[0], instead, texts[1], cause))
             begin = _end_of_turn(prompt, answer, end)
