@@ -1,10 +1,10 @@
 r"""Which rank sends which part of which weight to whom.
 
 Every rank computes its part of the route from names, shapes and layouts, without communication, and without a look at
-ranks with which it exchanges nothing. Weights are sent in buckets,
-in their order. If each rank wants its own block of a weight, it receives it from the ranks that hold it. If all ranks
-of a layout want whole weights, each holder still sends every element once: to one of these ranks, which then gather
-what each of them has received. Ranks that hold what they would receive send nothing.
+ranks with which it exchanges nothing. Weights are sent in buckets, in their order. If each rank wants its own block of
+a weight, it receives it from the ranks that hold it. If all ranks of a layout want whole weights, each holder still
+sends every element once: to one of these ranks, which then gather what each of them has received. Ranks that hold what
+they would receive send nothing.
 
     trainers   0    1    2      each element of a bucket leaves its holder once
                 \  / \  /
