@@ -106,13 +106,14 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if self.units:
             # FSDP keeps the root gathered after a forward pass, for a backward pass that does not come here.
             self.units[-1].reshard()
-            self.trim_memory()
+            self._trim_memory()
         return scores
 
     def discard_gradient(self) -> None:
         """See `Trainable`."""
         assert self._optimizer is not None
         self._optimizer.zero_grad()
+        self._trim_memory()
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
         """See `Trainable`."""
@@ -132,14 +133,13 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.trim_memory()
+        self.discard_gradient()
         self.policy_version += 1
         return UpdateInfo(grad_norm, learning_rate)
 
-    def trim_memory(self) -> None:
-        """Return what gathered units have freed on the host, which would lie next to all that follows."""
-        if self.units and self.device.type == "cpu":
+    def _trim_memory(self) -> None:
+        """Return what gathered units or gradients have freed on the host, which would lie next to all that follows."""
+        if self.device.type == "cpu":
             trim_host_memory()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
