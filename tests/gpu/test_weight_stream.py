@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from leaderless.rollout.apart.messages import checksum
 from leaderless.rollout.weights import CudaStaging, make_buckets
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -32,9 +33,10 @@ def test_another_process_sees_the_buckets_of_device_memory() -> None:
         assert receiver.stdin is not None
         assert receiver.stdout is not None
         for bucket in make_buckets(weights, torch.bfloat16, staging, 500_000):
+            expected = checksum(bucket.data)  # waits for the copies
             receiver.stdin.write(json.dumps({"place": staging.place(), "bytes": len(bucket.data)}) + "\n")
             receiver.stdin.flush()
-            assert int(receiver.stdout.readline()) == bucket.checksum
+            assert int(receiver.stdout.readline()) == expected
         receiver.stdin.close()
     assert receiver.returncode == 0
     staging.close()

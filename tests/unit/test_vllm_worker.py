@@ -7,8 +7,14 @@ from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+from leaderless.rollout import vllm
+from leaderless.rollout.apart import vllm_worker
+from leaderless.rollout.apart.messages import PackedWeight, checksum
 from leaderless.rollout.apart.vllm_worker import VllmWorker, check_version
+from leaderless.rollout.vllm import InProcessVllm
+from leaderless.weights.stream import WeightStream
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 
@@ -44,3 +50,30 @@ def test_weights_that_are_not_needed_again_are_not_copied_to_host_memory(keep_we
     worker.sleep(keep_weights=keep_weights)
     engine.abort_request.assert_called_once_with(["3"])
     engine.sleep.assert_called_once_with(level=level)
+
+
+def test_a_bucket_from_another_process_that_was_damaged_is_refused() -> None:
+    worker = VllmWorker.__new__(VllmWorker)
+    worker._llm, worker._arrived = Mock(), None
+    worker._llm.collective_rpc.return_value = [{"bias"}]
+    weights, data = [PackedWeight("bias", "float32", (2,), 0)], torch.ones(2).view(torch.uint8)
+    expected = checksum(data)
+    worker.load_bucket(weights, data, expected)
+    data[3] ^= 1
+    with pytest.raises(RuntimeError, match="a bucket of 8 bytes arrived damaged"):
+        worker.load_bucket(weights, data, expected)
+    worker._llm.collective_rpc.assert_called_once()
+
+
+def test_no_checksum_is_computed_of_weights_that_stay_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = InProcessVllm.__new__(InProcessVllm)
+    worker.settings, worker._device = Mock(torch_dtype=torch.float32), torch.device("cpu")
+    worker._llm, worker._arrived = Mock(), None
+    worker._llm.collective_rpc.side_effect = [[{"bias"}], [{"bias"}]]
+    for module in (vllm, vllm_worker):
+        monkeypatch.setattr(module, "checksum", Mock(side_effect=AssertionError("nothing to check")))
+    worker.load(WeightStream(iter([("bias", torch.ones(2))]), 3))
+    loaded, _ = worker._llm.collective_rpc.call_args_list[0].kwargs["args"]
+    ((name, tensor),) = loaded
+    assert (name, tensor.tolist()) == ("bias", [1.0, 1.0])
+    assert worker._policy_version == 3

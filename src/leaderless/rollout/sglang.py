@@ -89,6 +89,7 @@ class SglangServer:
         """See `Driver`. SGLang gets CUDA IPC handles of the buckets; on the CPU, their bytes."""
         for bucket in make_buckets(weights, self._settings.torch_dtype, LocalStaging(self._device)):
             tensors = [(weight.name, weight.view(bucket.data)) for weight in bucket.weights]
+            torch.get_device_module(self._device).synchronize()  # the server may read the bucket from now on
             body: Json = {
                 "serialized_named_tensors": [_serialize(tensors, self._device)],
                 "flush_cache": False,

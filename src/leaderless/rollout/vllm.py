@@ -13,7 +13,7 @@ import torch
 from leaderless.config import Json
 from leaderless.device import own_device_environment
 from leaderless.rollout import apart
-from leaderless.rollout.apart.messages import Ask, Gain, Settings
+from leaderless.rollout.apart.messages import Ask, Gain, Settings, checksum
 from leaderless.rollout.apart.vllm_worker import VllmWorker
 from leaderless.rollout.child_server import ChildServer, bound_command
 from leaderless.rollout.weights import CudaStaging, HostStaging, LocalStaging, make_buckets
@@ -39,9 +39,9 @@ class InProcessVllm(VllmWorker):
         self._device = device
 
     def load(self, weights: WeightStream) -> None:
-        """See `Driver`. Weights go through a bucket from the trainer's memory into vLLM's."""
+        """See `Driver`. Weights go through a bucket from the trainer's memory into vLLM's, in this process."""
         for bucket in make_buckets(weights, self.settings.torch_dtype, LocalStaging(self._device)):
-            self.load_bucket(bucket.weights, bucket.data, bucket.checksum)
+            self.load_bucket(bucket.weights, bucket.data)
         self.finish_load(weights.policy_version)
 
 
@@ -74,7 +74,8 @@ class VllmServer:
             for bucket in make_buckets(weights, self._settings.torch_dtype, staging):
                 packed: Json = [asdict(weight) for weight in bucket.weights]
                 body = {"place": staging.place(), "weights": packed, "bytes": len(bucket.data)}
-                self._server.call("/load", body | {"checksum": bucket.checksum})
+                # The checksum waits for copies on an accelerator, so that the server may read the bucket from now on.
+                self._server.call("/load", body | {"checksum": checksum(bucket.data)})
             self._server.call("/finish_load", {"policy_version": weights.policy_version})
         finally:
             staging.close()

@@ -1,4 +1,4 @@
-"""Sends weights from a trainer to an engine, in buckets that each have a checksum."""
+"""Packs weights of a trainer into buckets for an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leaderless.config import Json
-from leaderless.rollout.apart.messages import PackedWeight, checksum
+from leaderless.rollout.apart.messages import PackedWeight
 
 BUCKET_BYTES = 1 << 28
 """Most bytes of a bucket; a larger weight has a bucket to itself."""
@@ -24,7 +24,6 @@ class WeightBucket:
 
     weights: tuple[PackedWeight, ...]
     data: Tensor
-    checksum: int
 
 
 class LocalStaging:
@@ -102,25 +101,20 @@ def make_buckets(
     """Pack whole weights in the type in which the engine computes.
 
     The caller has to use each bucket before it asks for the next. A weight larger than `max_bytes` has a bucket to
-    itself.
+    itself. An accelerator may still be copying: before another process reads a bucket, the caller waits for the device.
     """
     weights: list[PackedWeight] = []
     end = 0
     for name, tensor in named:
         size = -(-tensor.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if weights and end + size > max_bytes:
-            yield _bucket(weights, staging.room(max_bytes)[:end])
+            yield WeightBucket(tuple(weights), staging.room(max_bytes)[:end])
             weights, end = [], 0
         weight = PackedWeight(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), end)
         data = staging.room(max(max_bytes, size))
-        data[end : end + size].zero_()  # the gap between two weights is part of the checksum
+        data[end : end + size].zero_()  # another process computes a checksum of the gap between two weights, too
         weight.view(data).copy_(tensor)
         weights.append(weight)
         end += size
     if weights:
-        yield _bucket(weights, staging.room(max_bytes)[:end])
-
-
-def _bucket(weights: list[PackedWeight], data: Tensor) -> WeightBucket:
-    # The checksum waits for copies on an accelerator, so that another process may read the bucket from now on.
-    return WeightBucket(tuple(weights), data, checksum(data))
+        yield WeightBucket(tuple(weights), staging.room(max_bytes)[:end])

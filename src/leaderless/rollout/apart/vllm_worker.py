@@ -143,12 +143,17 @@ class VllmWorker:
         else:
             self._on_worker(_take_memory, self._cache_bytes)
 
-    def load_bucket(self, weights: Sequence[PackedWeight], data: Tensor, expected: int) -> None:
-        """Load weights from [bytes] uint8 on this engine's device with a checksum; the first call begins a new set."""
+    def load_bucket(self, weights: Sequence[PackedWeight], data: Tensor, expected: int | None = None) -> None:
+        """Load weights from [bytes] uint8 on this engine's device; the first call begins a new set.
+
+        Args:
+            weights: Weights in the bucket.
+            data: The bucket.
+            expected: Its checksum, if it comes from another process.
+        """
         # vLLM keeps references until a layer is complete, and the next bucket overwrites this memory.
         own = data.clone()
-        found = checksum(own)
-        if found != expected:
+        if expected is not None and (found := checksum(own)) != expected:
             raise RuntimeError(f"a bucket of {len(data)} bytes arrived damaged: checksum {found}, expected {expected}")
         arrived = self._on_worker(_load, [(weight.name, weight.view(own)) for weight in weights], self._arrived is None)
         self._arrived = arrived | (self._arrived or set())
