@@ -10,7 +10,7 @@ from types import FrameType
 from unittest.mock import patch
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from leaderless.planner import Layout
@@ -95,12 +95,16 @@ def pools(*placements: Placement) -> st.SearchStrategy[Pool]:
 shapes_drawn = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 
 
+PAIR = Layout((0, 1), 2)
+
+
 @settings(max_examples=60)
+@example([(20, 1)], Pool(PAIR, everything), Pool(PAIR, even_rows), 40)
 @given(
     shapes_drawn,
     pools(even_rows, shard_rows, everything, columns, in_pairs),
     pools(everything, everything, even_rows, shard_rows, columns, in_pairs),
-    st.sampled_from([1, 40, 1 << 25]),
+    st.sampled_from([1, 40, 400, 2000, 1 << 25]),
 )
 def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(
     drawn: list[Shape], holders: Pool, takers: Pool, bucket_bytes: int
@@ -113,6 +117,7 @@ def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(
         for rank in sorted({*holders.layout.ranks, *takers.layout.ranks}):
             route = Route("policy", shapes, holders, takers, torch.float32, rank, is_gathered=is_gathered)
             assert route.legs == [listed_leg(route, bucket) for bucket in route.buckets]
+    num_bytes = dict[str, int]()
     for name, shape in shapes.items():
         held, wanted, received = (
             Listed.of(pool, shape).blocks for pool in (route.holders, route.takers, route.receivers)
@@ -128,6 +133,11 @@ def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(
         largest = math.prod(shape) if is_gathered else max(b.numel for b in (*held.values(), *wanted.values()))
         count = 1 if is_there else min(math.ceil(4 * largest / bucket_bytes), route.rows(name))
         assert len(turns) == count, "as many turns as the rank with most of a weight needs"
+        num_bytes[name] = 0 if is_there else 4 * largest // count
+    for bucket in route.buckets:
+        names = [turn.name for turn in bucket]
+        assert len(names) == len(set(names)), "a bucket has one turn of a weight"
+        assert len(names) == 1 or sum(num_bytes[name] for name in names) <= bucket_bytes
 
 
 def calls_of(function: Callable[[], object]) -> int:
