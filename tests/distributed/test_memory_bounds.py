@@ -162,7 +162,9 @@ def bring_weights(model: str, how: str) -> Peak:
 @pytest.mark.parametrize("how", ["blocks", "whole", "replaced"])
 def test_weights_pass_through_little_memory(ranks: RankPool, medium_model: Path, how: str) -> None:
     num_buckets = 2 if how == "blocks" else 4  # messages, and the weights that are made of them
-    for peak in ranks.run(2, bring_weights, str(medium_model), how):
+    sender, receiver = ranks.run(2, bring_weights, str(medium_model), how)
+    for peak in (sender, receiver):
         assert peak.on_top < num_buckets * BUCKET_BYTES + SLACK, peak
-        assert how != "replaced" or peak.after < peak.before + SLACK // 2, peak
+    # The heap of the sender may keep buckets for the next time.
+    assert how != "replaced" or receiver.after < receiver.before + SLACK // 2, receiver
     assert 4 * BUCKET_BYTES + SLACK < 256 * MIB
