@@ -1,0 +1,79 @@
+"""What a user writes: an environment, which answers what the policy says. Imports no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from leaderless.config import Json
+
+Message = Mapping[str, Json]
+"""A message of a chat: `role`, `content`, and what else the model's chat template knows, such as `tool_calls`."""
+Observation = str | Sequence[Message]
+"""What an agent is told: the text of a message, or several messages. A first observation may begin with a message of
+the role `system`."""
+Task = Mapping[str, Json]
+"""The row of the dataset that an episode is about, with all of its columns."""
+ONLY_AGENT = ""
+"""Name of the agent of environments that have one."""
+
+
+class EpisodeFailed(Exception):  # noqa: N818 - a plain word for users
+    """The episode cannot be judged, so it is left out and counted, by the first argument: a short cause."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers to an agent.
+
+    Attributes:
+        observation: What the agent that acts next is told; nothing when the episode is over.
+        reward: Reward of what was just said, for the agent that said it, or rewards by the names of agents.
+        done: Whether the episode is over.
+        agent: Agent that acts next, in environments with several; by default, the one that has just acted.
+        info: Further facts for the episode's record.
+    """
+
+    observation: Observation = ""
+    reward: float | Mapping[str, float] = 0.0
+    done: bool = False
+    agent: str | None = None
+    info: Mapping[str, Json] = field(default_factory=dict)
+
+
+class Environment(ABC):
+    """One episode's world. Each episode has an object of its own, which may keep whatever it likes.
+
+    Methods may be `async`. Methods marked with `@tool` are offered to the policy: calls are answered before `act` is
+    asked. Whatever a method raises makes the episode fail: it is then absent from training, and counted.
+
+    Options of the recipe's `environment.options` are arguments of the constructor.
+    """
+
+    needs_own_process: bool = False
+    """Whether episodes run in processes of their own, as for libraries that use global random numbers."""
+    agents: Sequence[str] = (ONLY_AGENT,)
+    """Names of the agents, of which the first acts first."""
+
+    @abstractmethod
+    def reset(self, task: Task, rng: Random) -> Observation | Awaitable[Observation]:
+        """Begin an episode, and return what the first agent is told.
+
+        Args:
+            task: Row of the dataset.
+            rng: Source of all randomness in the episode. All episodes of a prompt's group get the same random numbers.
+        """
+
+    def act(self, text: str) -> Turn | Awaitable[Turn]:  # noqa: ARG002
+        """Answer what the agent has said; by default this was its final answer, which the recipe's rewards grade.
+
+        Args:
+            text: Text of the agent's message, without special tokens.
+        """
+        return Turn(done=True)
+
+    def close(self) -> Awaitable[None] | None:
+        """Release what the episode holds. It is called once, also after an error."""
+        return None
