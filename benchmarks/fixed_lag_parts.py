@@ -70,6 +70,9 @@ class PacedEngine:
         self._open[self._num_requests] = request, params
         return self._num_requests
 
+    def forget(self, conversation: int) -> None:
+        pass
+
     def abort(self, request: int) -> None:
         self._open.pop(request, None)
 

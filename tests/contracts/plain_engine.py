@@ -52,6 +52,9 @@ class PlainEngine:
                 self.open[self.num_requests, sibling] = request, params, completion
         return self.num_requests
 
+    def forget(self, conversation: int) -> None:
+        """See `RolloutEngine`."""
+
     def abort(self, request: int) -> None:
         for key in [key for key in self.open if key[0] == request]:
             del self.open[key]

@@ -110,6 +110,8 @@ class Echo:
     def step(self) -> list[Delta]:
         return [Delta(n, 0, (self.token,), (0.0,), "length", 0) for n in range(1, self.num_requests + 1)]
 
+    def forget(self, conversation: int) -> None: ...
+
     def abort(self, request: int) -> None: ...
 
 

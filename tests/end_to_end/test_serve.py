@@ -63,6 +63,9 @@ class Watched:
         self.num_steps += 1
         return self.engine.step()
 
+    def forget(self, conversation: int) -> None:
+        pass
+
     def abort(self, request: int) -> None:
         self.aborted.append(request)
         self.engine.abort(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 from leaderless.config.rollout import SamplingConfig
@@ -45,11 +45,14 @@ class Request:
         prompt: Token ids, at least one.
         sample_ids: One number for each response; with the seed they determine what the native engine samples.
         begun: Earlier parts of the responses, if aborted ones are resumed; empty if all are new.
+        conversation: Number of the conversation that the request continues. An engine may keep the keys and values of
+            its tokens until `RolloutEngine.forget`; None if no request follows.
     """
 
     prompt: Sequence[int]
     sample_ids: Sequence[int]
     begun: Sequence[Completion] = ()
+    conversation: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt or not self.sample_ids:
@@ -92,6 +95,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int = 0
 
+    def limited_to(self, max_tokens: int) -> SamplingParams:
+        """The same, with responses of at most some tokens."""
+        return replace(self, max_tokens=min(self.max_tokens, max_tokens))
+
 
 class Delta(NamedTuple):
     """The part that a step has added to one response.
@@ -103,6 +110,7 @@ class Delta(NamedTuple):
         log_probs: Log-probability of each new token; see `Completion`.
         finish_reason: Reason for the end of the response; None if it continues.
         policy_version: Version of the weights that sampled the new tokens; None without any.
+        cached_tokens: Tokens of the prompt whose keys and values the engine still had; once for each response.
     """
 
     request: int
@@ -111,6 +119,7 @@ class Delta(NamedTuple):
     log_probs: Sequence[float]
     finish_reason: FinishReason | None
     policy_version: int | None = None
+    cached_tokens: int = 0
 
 
 class RolloutEngine(Protocol):
@@ -157,6 +166,9 @@ class RolloutEngine(Protocol):
     def abort(self, request: int) -> None:
         """Abort the responses of a request that have not ended; a later step reports them."""
 
+    def forget(self, conversation: int) -> None:
+        """Release what is kept of a conversation, if anything is."""
+
     def close(self) -> None:
         """Release memory and stop helper processes."""
 
@@ -177,7 +189,7 @@ def generate(
     try:
         while num_left:
             num_ended = 0
-            for request, sibling, tokens, log_probs, finish_reason, policy_version in engine.step():
+            for request, sibling, tokens, log_probs, finish_reason, policy_version, _ in engine.step():
                 completion = results[request][sibling]
                 completion.tokens += tokens
                 completion.log_probs += log_probs

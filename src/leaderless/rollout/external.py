@@ -262,6 +262,9 @@ class ExternalEngine:
         self._responses.clear()
         self._deltas.clear()
 
+    def forget(self, conversation: int) -> None:
+        """See `RolloutEngine`. The engine decides by itself what it keeps."""
+
     def close(self) -> None:
         """See `RolloutEngine`."""
         self._forget()

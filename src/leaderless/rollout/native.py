@@ -181,6 +181,9 @@ class NativeEngine:
         if prompt.num_left == 0 and prompt.is_shared and prompt.segment is not None:
             prompt.segment.home.remove(prompt.segment)
 
+    def forget(self, conversation: int) -> None:
+        """See `RolloutEngine`. Nothing is kept."""
+
     def close(self) -> None:
         """See `RolloutEngine`."""
         self.sleep(keep_weights=False)

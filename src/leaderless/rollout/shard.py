@@ -88,6 +88,10 @@ class _Witness:
         """See `RolloutEngine`."""
         self._engine.abort(request)
 
+    def forget(self, conversation: int) -> None:
+        """See `RolloutEngine`."""
+        self._engine.forget(conversation)
+
     def close(self) -> None:
         """See `RolloutEngine`."""
         self._engine.close()

@@ -85,6 +85,9 @@ class ScriptedEngine:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    def forget(self, conversation: int) -> None:
+        pass
+
     def abort(self, request: int) -> None:
         self.threads.add(threading.current_thread().name)
         self.aborted.append(request)
