@@ -13,7 +13,7 @@ from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rewards.registry import check_rewards
-from leaderless.rewards.sandbox.jail import refusal
+from leaderless.sandbox.jail import refusal
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,12 @@ COLLECTIVES = {
 }
 ALLOWED = {
     # Programs of the policy and the tests of datasets: what the sandbox is for.
-    ("rewards/sandbox/confined.py", "exec"),
-    ("rewards/sandbox/confined.py", "compile"),
-    ("rewards/sandbox/remote.py", "exec"),
-    ("rewards/sandbox/remote.py", "compile"),
+    ("sandbox/confined.py", "exec"),
+    ("sandbox/confined.py", "compile"),
+    ("sandbox/remote.py", "exec"),
+    ("sandbox/remote.py", "compile"),
     # The tests of datasets import modules of the standard library by name, inside the sandbox.
-    ("rewards/sandbox/remote.py", "__import__"),
+    ("sandbox/remote.py", "__import__"),
     # A worker sends pickled rows to its own reward processes on a private pipe: children of one user, running the same
     # code. What a policy wrote reaches them as text, and their outcomes come back as JSON.
     ("rewards/dispatch.py", "multiprocessing"),

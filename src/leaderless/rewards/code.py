@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from leaderless.config import Json
 from leaderless.config.rewards import CODE_RESERVE_S, CodeOptions
 from leaderless.rewards.protocol import RewardInput, RewardResult
-from leaderless.rewards.sandbox.jail import Jail, refusal
-from leaderless.rewards.sandbox.messages import Ended, Limits
+from leaderless.sandbox.jail import Jail, refusal
+from leaderless.sandbox.messages import Ended, Limits
 
 _BLOCK = re.compile(
     r"^```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE

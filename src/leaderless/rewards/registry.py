@@ -45,7 +45,7 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
     """
     problems: list[Problem] = []
     if config.code is not None:
-        from leaderless.rewards.sandbox.jail import refusal
+        from leaderless.sandbox.jail import refusal
 
         if problem := refusal(allow_weaker=config.code.allow_weaker):
             problems.append(Problem("reward.code", problem))

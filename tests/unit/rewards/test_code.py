@@ -15,7 +15,7 @@ from leaderless.config.rewards import CodeOptions
 from leaderless.rewards.code import CodeReward, find_program
 from leaderless.rewards.pool import RewardPool
 from leaderless.rewards.protocol import RewardResult
-from leaderless.rewards.sandbox.jail import refusal
+from leaderless.sandbox.jail import refusal
 
 pytestmark = pytest.mark.skipif(
     refusal(allow_weaker=False) is not None, reason="this machine's kernel lacks a layer of the sandbox"

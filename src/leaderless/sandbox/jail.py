@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Self
 
 from leaderless.config import Json
-from leaderless.rewards.sandbox.kernel import ask_layers, is_supported
-from leaderless.rewards.sandbox.messages import Ended, Limits, Order, ScriptRequest, Setting, TestRequest
+from leaderless.sandbox.kernel import ask_layers, is_supported
+from leaderless.sandbox.messages import Ended, Limits, Order, ScriptRequest, Setting, TestRequest
 
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 """Files that the interpreter reads besides its own library, wherever it is installed."""

@@ -19,11 +19,11 @@ from tests.unit.rewards.calls import ROOT
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.registry import check_rewards, make_rewards
-from leaderless.rewards.sandbox import jail, seccomp
-from leaderless.rewards.sandbox.jail import Jail, refusal
-from leaderless.rewards.sandbox.kernel import Layers, ask_layers, is_supported
-from leaderless.rewards.sandbox.messages import Ended, Limits
-from leaderless.rewards.sandbox.syscalls import BOUND, PLAIN
+from leaderless.sandbox import jail, seccomp
+from leaderless.sandbox.jail import Jail, refusal
+from leaderless.sandbox.kernel import Layers, ask_layers, is_supported
+from leaderless.sandbox.messages import Ended, Limits
+from leaderless.sandbox.syscalls import BOUND, PLAIN
 
 PROGRAM = (Path(__file__).parent / "break_outs.py").read_text(encoding="utf-8")
 LIMITS = Limits(
@@ -283,7 +283,7 @@ def test_root_gives_up_its_rights() -> None:
 def test_programs_end_with_their_grader() -> None:
     source = f"""
 import sys, time
-from tests.unit.rewards.test_sandbox import start
+from tests.unit.sandbox.test_sandbox import start
 with start({"import time; print(1); time.sleep(1000)"!r}) as running:
     print(running._supervisor.pid, flush=True)
     running.run_input("", time.monotonic() + 1000)
