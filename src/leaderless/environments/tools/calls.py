@@ -1,0 +1,149 @@
+"""Calls of tools as a policy wrote them, and what is answered."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from leaderless.config import Json
+
+Failure = Literal["malformed", "unknown_tool", "wrong_arguments", "tool_error"]
+"""Why a call has no result: it cannot be read, names no tool, has arguments that the tool does not take, or the tool
+refused it with a `ToolError`."""
+
+
+class WrongArgumentsError(ValueError):
+    """Arguments that a tool does not take; the text is for the policy."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a policy wrote.
+
+    Attributes:
+        name: Name of the tool; empty if it cannot be read.
+        arguments: Arguments by name.
+        problem: What is wrong with the way it is written; empty if it can be read.
+        is_text: Whether all arguments are texts, from which the types that the tool wants are still to be read.
+    """
+
+    name: str
+    arguments: Mapping[str, Json] = field(default_factory=dict)
+    problem: str = ""
+    is_text: bool = False
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A message of the policy, read.
+
+    Attributes:
+        content: Text of the message without its calls, and without the tokens that end it.
+        calls: Calls in the order in which they were written.
+    """
+
+    content: str
+    calls: Sequence[Call] = ()
+
+    def message(self) -> Mapping[str, Json]:
+        """The message as chat templates know it. It is a record: what was sampled is never rendered again."""
+        message: dict[str, Json] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return message
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What is answered to a call.
+
+    Attributes:
+        name: Name of the tool, as the policy wrote it.
+        arguments: Arguments, as the policy wrote them.
+        text: Text for the policy.
+        seconds: Seconds that the tool took.
+        failure: Why the call has no result; None if it has one.
+    """
+
+    name: str
+    arguments: Mapping[str, Json]
+    text: str
+    seconds: float = 0.0
+    failure: Failure | None = None
+
+    def message(self) -> Mapping[str, Json]:
+        """The message that tells the policy."""
+        return {"role": "tool", "name": self.name, "content": self.text}
+
+
+class Tool(ABC):
+    """A tool that a policy may call.
+
+    Attributes:
+        name: Name by which it is called.
+        description: What it does, for the policy.
+        parameters: JSON schema of its arguments, which are an object.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Json]
+
+    @property
+    def owner(self) -> object | None:
+        """The object whose state it may change; calls of tools of one owner are answered one after the other."""
+        return None
+
+    @abstractmethod
+    def prepare(self, arguments: Mapping[str, Json]) -> Mapping[str, object]:
+        """Arguments in the types that the tool takes.
+
+        Raises:
+            WrongArgumentsError: The tool does not take them.
+        """
+
+    @abstractmethod
+    async def call(self, arguments: Mapping[str, object]) -> object:
+        """The result for prepared arguments: a text or what JSON can hold."""
+
+    @property
+    def schema(self) -> Json:
+        """The tool as chat templates know it, in OpenAI's format."""
+        function: Json = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    @property
+    def usage(self) -> str:
+        """How it is called, for people and policies: `add(a: integer, b: integer = 1)`."""
+        properties, required = self.parameters.get("properties"), self.parameters.get("required", ())
+        assert isinstance(properties, Mapping | None)
+        assert isinstance(required, Sequence)
+        shown = [_parameter(name, schema, is_required=name in required) for name, schema in (properties or {}).items()]
+        return f"{self.name}({', '.join(shown)})"
+
+
+def _parameter(name: str, schema: Json, *, is_required: bool) -> str:
+    """A parameter as in Python."""
+    default = f" = {json.dumps(schema['default'])}" if isinstance(schema, Mapping) and "default" in schema else ""
+    return f"{name}{'' if is_required or default else '?'}: {_type_name(schema)}{default}"
+
+
+def _type_name(schema: Json) -> str:
+    """The type that a JSON schema asks for, in a word or two."""
+    if not isinstance(schema, Mapping):
+        return "any"
+    if isinstance(schema.get("enum"), Sequence):
+        options = schema["enum"]
+        assert isinstance(options, Sequence)
+        return " | ".join(repr(value) for value in options)
+    if isinstance(schema.get("anyOf"), Sequence):
+        choices = schema["anyOf"]
+        assert isinstance(choices, Sequence)
+        return " | ".join(_type_name(choice) for choice in choices)
+    return str(schema.get("type", "object" if "$ref" in schema else "any"))

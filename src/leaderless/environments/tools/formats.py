@@ -1,0 +1,184 @@
+"""How policies write calls of tools: a reader for each format of chat templates.
+
+Readers get a message as it was sampled, special tokens included. A call that cannot be read is a call with a problem,
+which is answered: it is the policy's to learn from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from leaderless.config import Json
+from leaderless.environments.tools.calls import Call, Calls
+
+Reader = Callable[[str], Calls]
+"""Finds the calls in a message."""
+
+_END = re.compile(r"(?:<\|(?!python_tag)\w+\|>|</s>)$")
+"""Tokens that end a message, such as `<|im_end|>`."""
+_END_OF_THINK = "</think>"
+_DECODER = json.JSONDecoder(strict=False)  # line breaks within texts are a common slip
+_SHOWN = 80
+
+
+def read_hermes(text: str) -> Calls:
+    """The format of Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    thought, text = _split(text)
+    content, calls = [], []
+    for place, part in enumerate(text.split("<tool_call>")):
+        body, end, after = part.partition("</tool_call>")
+        if place == 0:
+            content.append(part)
+            continue
+        content.append(after)
+        calls.append(_read_json(body) if end else _problem(f"<tool_call> is not closed by </tool_call>: {_cut(part)}"))
+    return _calls(thought, content, calls)
+
+
+def read_llama(text: str) -> Calls:
+    """The format of Llama 3: `<|python_tag|>{"name": ..., "parameters": {...}}`, or only the object; `;` separates."""
+    thought, text = _split(text)
+    content, tag, body = text.partition("<|python_tag|>")
+    if not tag:
+        if not re.match(r'\s*\{\s*"name"\s*:', text):
+            return _calls(thought, [text], [])
+        content, body = "", text
+    calls = []
+    rest = body.strip()
+    while rest:
+        try:
+            value, end = _DECODER.raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            calls.append(_problem(f"a call must be a JSON object ({_reason(error)}): {_cut(rest)}"))
+            break
+        calls.append(_call_of(value))
+        rest = rest[end:].lstrip()
+        if rest and not rest.startswith(";"):
+            calls.append(_problem(f"`;` must separate calls, and nothing may follow the last: {_cut(rest)}"))
+            break
+        rest = rest[1:].lstrip()
+    return _calls(thought, [content], calls)
+
+
+def read_qwen3_coder(text: str) -> Calls:
+    """The format of Qwen3-Coder: `<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>`.
+
+    Values are texts; what a tool does not want as a text is read as JSON later.
+    """
+    thought, text = _split(text)
+    content, calls, place = [], [], 0
+    for found in re.finditer(r"(?:<tool_call>\s*)?<function=|<tool_call>", text):
+        if found.start() < place:
+            continue
+        content.append(text[place : found.start()])
+        is_function = found.group().endswith("<function=")
+        end = "</function>" if is_function else "</tool_call>"
+        stop = text.find(end, found.end())
+        place = len(text) if stop < 0 else stop + len(end)
+        if not is_function:
+            calls.append(_problem(f"<tool_call> must be followed by <function=NAME>: {_cut(text[found.start() :])}"))
+        elif stop < 0:
+            calls.append(_problem(f"<function=NAME> is not closed by </function>: {_cut(text[found.start() :])}"))
+        else:
+            calls.append(_read_xml(text[found.end() : stop]))
+        closing = re.compile(r"\s*</tool_call>").match(text, place)
+        place = closing.end() if closing else place
+    content.append(text[place:])
+    return _calls(thought, content, calls)
+
+
+def read_mistral(text: str) -> Calls:
+    """The formats of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` and `[TOOL_CALLS]NAME[ARGS]{...}`."""
+    thought, text = _split(text)
+    content, *parts = text.split("[TOOL_CALLS]")
+    calls: list[Call] = []
+    for part in parts:
+        body = part.strip()
+        named = re.match(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)", body)
+        try:
+            value = _DECODER.decode(body[named.end() :] if named else body)
+        except (ValueError, RecursionError) as error:
+            calls.append(_problem(f"[TOOL_CALLS] must be followed by a JSON list ({_reason(error)}): {_cut(part)}"))
+            continue
+        if named:
+            value = {"name": named.group(1), "arguments": value}
+        calls += [_call_of(one) for one in (value if isinstance(value, list) else [value])]
+    return _calls(thought, [content], calls)
+
+
+FORMATS: Mapping[str, Reader] = {
+    "hermes": read_hermes,
+    "llama": read_llama,
+    "qwen3_coder": read_qwen3_coder,
+    "mistral": read_mistral,
+}
+"""Readers by the name of their format."""
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Reasoning, in which nothing is a call, and the rest without the tokens that end the message."""
+    while found := _END.search(text.rstrip()):
+        text = text[: found.start()]
+    thought, mark, rest = text.partition(_END_OF_THINK)
+    return (thought + mark, rest) if mark else ("", text)
+
+
+def _calls(thought: str, content: list[str], calls: list[Call]) -> Calls:
+    parts = [part.strip() for part in content] if calls else content
+    return Calls(thought + "\n".join(part for part in parts if part), tuple(calls))
+
+
+def _read_json(body: str) -> Call:
+    try:
+        return _call_of(_DECODER.decode(body.strip()))
+    except (ValueError, RecursionError) as error:
+        return _problem(f"a call must be a JSON object ({_reason(error)}): {_cut(body)}")
+
+
+def _call_of(value: object) -> Call:
+    """A call that is written as a JSON object."""
+    if not isinstance(value, dict):
+        return _problem(f"a call must be a JSON object with 'name' and 'arguments', not {_cut(json.dumps(value))}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return _problem(f"a call lacks 'name', the name of a tool: {_cut(json.dumps(value, ensure_ascii=False))}")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # OpenAI's API has them so
+        try:
+            arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            return Call(name, problem=f"arguments must be a JSON object ({_reason(error)}): {_cut(arguments)}")
+    if not isinstance(arguments, dict):
+        return Call(name, problem=f"arguments must be a JSON object, not {_cut(json.dumps(arguments))}")
+    return Call(name, arguments)
+
+
+def _read_xml(body: str) -> Call:
+    """A call that is written as `NAME><parameter=NAME>VALUE</parameter>`."""
+    name, mark, rest = body.partition(">")
+    if not mark or not name.strip() or "<" in name:
+        return _problem(f"<function=NAME> must have a name: {_cut(body)}")
+    arguments: dict[str, Json] = {}
+    for key, value in re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", rest, re.DOTALL):
+        arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n")
+    left = re.sub(r"<parameter=[^>\n]+>.*?</parameter>", "", rest, flags=re.DOTALL).strip()
+    if left:
+        return Call(
+            name.strip(), arguments, f"arguments must be written as <parameter=NAME>VALUE</parameter>, not {_cut(left)}"
+        )
+    return Call(name.strip(), arguments, is_text=True)
+
+
+def _problem(text: str) -> Call:
+    return Call("", problem=text)
+
+
+def _reason(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _cut(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

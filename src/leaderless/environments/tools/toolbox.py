@@ -1,0 +1,148 @@
+"""The tools of one episode: reads calls, runs them at the same time, and answers each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Sequence
+
+from leaderless.config import Json, nearest
+from leaderless.environments.protocol import EpisodeFailed
+from leaderless.environments.tools.calls import Call, CallResult, Calls, Failure, Tool, WrongArgumentsError
+from leaderless.environments.tools.formats import Reader, read_hermes
+from leaderless.environments.tools.function_tool import ToolError
+
+MAX_NAME = 64
+"""Characters of an unknown tool's name that are repeated to the policy."""
+
+
+class Toolbox:
+    """The tools of one episode.
+
+    Args:
+        tools: Tools, each with a name of its own.
+        reader: Reader of the format in which the policy writes calls.
+        max_result_characters: Most characters of a result that the policy is told; the middle of a longer one is left
+            out.
+    """
+
+    def __init__(self, tools: Iterable[Tool], reader: Reader = read_hermes, max_result_characters: int = 4000) -> None:
+        self.tools = {tool.name: tool for tool in tools}
+        self._read = reader
+        self._max_result_characters = max_result_characters
+
+    def schemas(self) -> list[Json]:
+        """The tools as chat templates know them."""
+        return [tool.schema for tool in self.tools.values()]
+
+    def parse(self, text: str) -> Calls:
+        """Find the calls in a message of the policy.
+
+        Args:
+            text: Text of the message, with special tokens.
+        """
+        return self._read(text)
+
+    async def run(self, calls: Sequence[Call], timeout_s: float) -> list[CallResult]:
+        """Answer calls, in their order. They run at the same time, but for those of one owner.
+
+        Args:
+            calls: Calls that the policy wrote.
+            timeout_s: Seconds that each of them may take.
+
+        Raises:
+            EpisodeFailed: A tool took too long, or raised something else than a `ToolError`.
+        """
+        lanes: dict[int, list[int]] = {}
+        for place, call in enumerate(calls):
+            tool = self.tools.get(call.name)
+            owner = tool.owner if tool else None
+            lanes.setdefault(place if owner is None else -id(owner), []).append(place)
+        results: dict[int, CallResult] = {}
+
+        async def run_lane(places: Sequence[int]) -> None:
+            for place in places:
+                results[place] = await self._answer(calls[place], timeout_s)
+
+        ends = await asyncio.gather(*map(run_lane, lanes.values()), return_exceptions=True)
+        for end in ends:  # the first in the order of the calls, so that the cause does not depend on speed
+            if end is not None:
+                raise end
+        return [results[place] for place in range(len(calls))]
+
+    async def _answer(self, call: Call, timeout_s: float) -> CallResult:
+        if call.problem:
+            usage = ", ".join(tool.usage for tool in self.tools.values())
+            return self._refusal(call, f"The call cannot be read: {call.problem}. Tools: {usage}.", "malformed")
+        tool = self.tools.get(call.name)
+        if tool is None:
+            name = call.name if len(call.name) <= MAX_NAME else f"{call.name[:MAX_NAME]}…"
+            return self._refusal(call, f"There is no tool '{name}'{nearest(name, self.tools)}.", "unknown_tool")
+        arguments = _as_wanted(call, tool) if call.is_text else call.arguments
+        try:
+            prepared = tool.prepare(arguments)
+        except WrongArgumentsError as error:
+            return self._refusal(call, f"{tool.name}: {error}. Use {tool.usage}.", "wrong_arguments")
+        begin = time.monotonic()
+        try:
+            value = await asyncio.wait_for(tool.call(prepared), timeout_s)
+            text = _text_of(value)
+        except ToolError as error:
+            return self._refusal(call, str(error), "tool_error", time.monotonic() - begin)
+        except EpisodeFailed:
+            raise
+        except TimeoutError as error:
+            elapsed = time.monotonic() - begin
+            if elapsed < timeout_s:  # the tool's own
+                raise EpisodeFailed(f"tool:{tool.name}", f"{type(error).__name__}: {error}") from error
+            raise EpisodeFailed(
+                f"tool_timeout:{tool.name}",
+                f"tool '{tool.name}' took more than {timeout_s:g} s (environment.tool_timeout_s): raise the limit, or "
+                f"give the tool a limit of its own that ends in a ToolError",
+            ) from error
+        except Exception as error:
+            raise EpisodeFailed(f"tool:{tool.name}", f"{type(error).__name__}: {error}") from error
+        return CallResult(call.name, call.arguments, self._cut(text), time.monotonic() - begin)
+
+    def _refusal(self, call: Call, text: str, failure: Failure, seconds: float = 0.0) -> CallResult:
+        return CallResult(call.name, call.arguments, self._cut(f"Error: {text}"), seconds, failure)
+
+    def _cut(self, text: str) -> str:
+        """A text without its middle if it is too long, and without halves of characters, which no tokenizer takes."""
+        surplus = len(text) - self._max_result_characters
+        if surplus > 0:
+            half = self._max_result_characters // 2
+            end = len(text) - (self._max_result_characters - half)
+            text = f"{text[:half]}\n[... {surplus:,} characters left out ...]\n{text[end:]}"
+        return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _text_of(value: object) -> str:
+    """A result as a text."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"returned {type(value).__name__}: {error}; a tool must return str or what JSON can hold"
+        ) from error
+
+
+def _as_wanted(call: Call, tool: Tool) -> dict[str, Json]:
+    """Arguments that are all written as texts, in the types that the tool wants."""
+    properties = tool.parameters.get("properties")
+    schemas = properties if isinstance(properties, dict) else {}
+    return {name: _value_of(str(text), schemas.get(name)) for name, text in call.arguments.items()}
+
+
+def _value_of(text: str, schema: Json) -> Json:
+    """A text as it is where a text is wanted, else what it says as JSON."""
+    choices = [schema, *(schema.get("anyOf") or ())] if isinstance(schema, dict) else []
+    if any(isinstance(choice, dict) and (choice.get("type") == "string") for choice in choices):
+        return text
+    try:
+        return json.loads(text)  # type: ignore[no-any-return]
+    except (ValueError, RecursionError):
+        return text  # the tool says what is wrong
