@@ -24,6 +24,8 @@ CASES: dict[str, Advantage] = {
     **{name: kind.model_validate(SETTINGS.get(name, {})) for name, kind in ADVANTAGES.items()},
     "reinforce_pp with baseline": ADVANTAGES["reinforce_pp"].model_validate({"group_baseline": True}),
     "gae without whitening": ADVANTAGES["gae"].model_validate({"whiten": False, "decay": 0.9}),
+    "chained_gae by actions": ADVANTAGES["chained_gae"].model_validate({"level": "action", "turn_discount": 0.9}),
+    "chained_gae without whitening": ADVANTAGES["chained_gae"].model_validate({"whiten": "none", "decay": 0.9}),
     "custom": OwnAdvantage(type="tests.end_to_end.own_algorithm:OwnAdvantage"),
 }
 """Every advantage, with settings that find something to learn."""
@@ -39,6 +41,10 @@ def columns() -> dict[str, object]:
         "worth": torch.linspace(0.5, 1.5, len(REWARDS)),
         "policy_versions": torch.zeros(len(PENALTIES), dtype=torch.int32),
         "prompt_tokens": tuple(torch.arange(3 + group) for group in GROUPS.tolist()),
+        "joint_ids": torch.tensor([8, 8, 3, 3, 5, 5, 9, 10]),
+        "actor": torch.tensor([0, 1, 0, 1, 1, 0, 0, 0]),
+        "turns": torch.tensor([0, 0, 2, 2, 1, 1, 0, 1, 1, 1, 3, 3, 3, 1, 3, 3, 0, 0, 1, 1, 3, 3, 3], dtype=torch.int32),
+        "turn_rewards": torch.randn(len(PENALTIES), generator=noise) * (torch.arange(len(PENALTIES)) % 3 == 0),
         "rows": tuple({"question": str(group)} for group in GROUPS.tolist()),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -43,6 +43,8 @@ class AdvantageInputs:
             [total, ...]; for other axes a tensor for each response; for JSON-able values a tuple of n.
         sum_over_ranks: Function that sums a tensor over all ranks, which call it equally often.
         step: Number of the step, from 1.
+        state: Numbers that the class keeps from step to step, and which are checkpointed. It must change them in the
+            same way on all ranks.
     """
 
     rewards: Tensor
@@ -56,6 +58,7 @@ class AdvantageInputs:
     columns: Mapping[str, InputColumn]
     sum_over_ranks: Callable[[Tensor], Tensor]
     step: int
+    state: MutableMapping[str, float] = field(default_factory=dict)
 
     def column(self, name: str) -> Tensor:
         """A column with one value per response or per response token.

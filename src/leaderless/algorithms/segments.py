@@ -65,15 +65,19 @@ def add_to_last(values: Tensor, per_sample: Tensor, lengths: Tensor) -> Tensor:
     return values.index_add(0, last, per_sample[has_tokens].to(values.dtype))
 
 
-def decayed_sum(values: Tensor, lengths: Tensor, decay: float) -> Tensor:
-    """For each token, the decayed sum over itself and later tokens of its sample: `s_t = v_t + decay s_{t+1}`."""
+def decayed_sum(values: Tensor, lengths: Tensor, decay: float | Tensor) -> Tensor:
+    """For each token, the decayed sum over itself and later tokens of its sample: `s_t = v_t + decay s_{t+1}`.
+
+    The decay is one number, or one for each token, [total], that holds from this token to the next.
+    """
     values = widen(values)
     result = values.clone()
     last = lengths.cumsum(0) - 1
     # All samples step back from their ends together, in as many steps as the longest sample has tokens.
     for back in range(1, int(lengths.max()) if len(lengths) else 0):
         place = last[lengths > back] - back
-        result[place] = values[place] + decay * result[place + 1]
+        step = decay if isinstance(decay, float) else decay[place]
+        result[place] = values[place] + step * result[place + 1]
     return result
 
 

@@ -91,6 +91,7 @@ def _with_advantages(batch: Batch, context: StageContext) -> Batch:
         columns={name: _plain(rows[name]) for name in config.reads},
         sum_over_ranks=context.sum,
         step=context.step,
+        state=context.state,
     )
     output = compute(config, inputs)
     is_counted = repeat_per_token(is_valid, lengths) if config.is_per_token else is_valid

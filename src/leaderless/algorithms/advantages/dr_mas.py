@@ -1,0 +1,52 @@
+"""Dr. MAS: rewards relative to those of the same agent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
+from leaderless.algorithms.advantages.grpo import grpo_advantages
+from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.plays import team_rewards
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DrMasAdvantage(Advantage):
+    """Rewards relative to those of the same agent in the other plays of the group, without a critic.
+
+    Formula: (r - mean_k) / (std_k + epsilon), or r - mean_k, with the statistics of agent k in its group.
+
+    Source: Dr. MAS, arXiv 2602.08847, which shows that statistics over all agents inflate the gradient's norm. An agent
+    counts once for each play in which it has a place, not once for each of its turns. The standard deviation is that of
+    a sample (n - 1), as in `grpo`.
+    """
+
+    type: Literal["dr_mas"] = "dr_mas"
+    reward: Literal["team", "own"] = "team"
+    """`team` gives each agent the sum of the rewards of all agents of its play, `own` only its own reward."""
+    normalize_by_std: bool = True
+    """Divide by the standard deviation."""
+    epsilon: float = Field(default=1e-6, gt=0)
+    """Constant added to that standard deviation."""
+
+    compares_siblings: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("joint_ids", "actor")
+
+    def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
+        """Compute the advantages of this rank's responses."""
+        rewards, is_valid = inputs.rewards, inputs.is_valid
+        if self.reward == "team":
+            rewards, is_valid = team_rewards(rewards, is_valid, inputs.column("joint_ids"))
+        groups = agent_groups(inputs.group_ids, inputs.column("actor"))
+        settings = {"normalize_by_std": self.normalize_by_std, "epsilon": self.epsilon}
+        return AdvantageOutput(grpo_advantages(rewards, is_valid, groups, **settings))  # type: ignore[arg-type]
+
+
+def agent_groups(group_ids: Tensor, actor: Tensor) -> Tensor:
+    """[n] int64: a number for each agent in each group, from the group and the agent of each row, [n] int64 each."""
+    index: Tensor = torch.unique(torch.stack([group_ids, actor], dim=1), dim=0, return_inverse=True)[1]
+    return index

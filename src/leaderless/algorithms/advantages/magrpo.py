@@ -1,0 +1,64 @@
+"""MAGRPO: the joint reward of a team relative to its group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from leaderless.algorithms.advantage import Advantage, AdvantageInputs, AdvantageOutput
+from leaderless.algorithms.advantages.grpo import grpo_advantages
+from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.plays import team_rewards
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MagrpoAdvantage(Advantage):
+    """The joint reward of a play relative to the other plays of its group, the same for all of its agents.
+
+    Formula: (R - mean) / (std + epsilon), or R - mean, with R the sum of the rewards of all agents of a play.
+
+    Source: MAGRPO, arXiv 2508.04652, with one advantage for a whole play in place of one for each of its turns. Every
+    play counts once in the statistics, however many agents it has. The standard deviation is that of a sample (n - 1),
+    as in `grpo`.
+    """
+
+    type: Literal["magrpo"] = "magrpo"
+    normalize_by_std: bool = True
+    """Divide by the group's standard deviation."""
+    epsilon: float = Field(default=1e-6, gt=0)
+    """Constant added to that standard deviation."""
+
+    compares_siblings: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("joint_ids",)
+
+    def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
+        """Compute the advantages of this rank's responses."""
+        advantages = magrpo_advantages(
+            inputs.rewards,
+            inputs.is_valid,
+            inputs.group_ids,
+            inputs.column("joint_ids"),
+            normalize_by_std=self.normalize_by_std,
+            epsilon=self.epsilon,
+        )
+        return AdvantageOutput(advantages)
+
+
+def magrpo_advantages(
+    rewards: Tensor,
+    is_valid: Tensor,
+    group_ids: Tensor,
+    joint_ids: Tensor,
+    *,
+    normalize_by_std: bool,
+    epsilon: float,
+) -> Tensor:
+    """Advantages of whole plays, [n] float32; `joint_ids`, [n] int64, are the plays of the rows."""
+    team, is_whole = team_rewards(rewards, is_valid, joint_ids)
+    plays, index = torch.unique(joint_ids, return_inverse=True)
+    first = torch.full((len(plays),), len(index)).scatter_reduce(0, index, torch.arange(len(index)), "amin")
+    settings = {"normalize_by_std": normalize_by_std, "epsilon": epsilon}
+    return grpo_advantages(team[first], is_whole[first], group_ids[first], **settings)[index]  # type: ignore[arg-type]
