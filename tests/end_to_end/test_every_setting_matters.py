@@ -135,6 +135,7 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
 
 
 def test_settings_that_only_reward_processes_read_are_read_there() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "src/leaderless/rewards").rglob("*.py")]
+    rooms = [ROOT / "src/leaderless" / name for name in ("rewards", "sandbox")]
+    texts = [path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py")]
     names = {node.attr for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
     assert {"ignore_case", "pattern", *CodeOptions.model_fields} - RewardOptions.model_fields.keys() <= names

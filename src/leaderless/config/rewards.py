@@ -57,6 +57,7 @@ class FormatOptions(RewardOptions):
         return value
 
 
+SandboxName = Literal["auto", "builtin", "bubblewrap"]
 CODE_RESERVE_S = 2.0
 """Seconds of `timeout_s` that are reserved for starting and ending the sandbox; the rest is for tests."""
 
@@ -64,6 +65,9 @@ CODE_RESERVE_S = 2.0
 class CodeOptions(RewardOptions):
     """The share of its row's tests that the response's program passes, run in a sandbox."""
 
+    sandbox: SandboxName = "auto"
+    """Sandbox of the programs: `builtin`, which asks nothing but the kernel; `bubblewrap`, which also puts them into
+    namespaces of their own, and needs that program; `auto` takes the first of them that works on the machine."""
     score: Literal["share", "all"] = "share"
     """`share` is the share of passed tests; `all` is 1 if all tests pass, else 0."""
     test_timeout_s: float = Field(default=4.0, gt=0)

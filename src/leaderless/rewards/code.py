@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from leaderless.config import Json
 from leaderless.config.rewards import CODE_RESERVE_S, CodeOptions
 from leaderless.rewards.protocol import RewardInput, RewardResult
-from leaderless.sandbox.jail import Jail, refusal
+from leaderless.sandbox.choose import choose_sandbox
+from leaderless.sandbox.jail import Script, Trial
 from leaderless.sandbox.messages import Ended, Limits
 
 _BLOCK = re.compile(
@@ -40,12 +41,14 @@ class CodeReward:
     arguments of the tests.
 
     Raises:
-        RuntimeError: This machine lacks a layer of the sandbox.
+        RuntimeError: The sandbox cannot be used on this machine.
     """
 
     def __init__(self, options: CodeOptions) -> None:
-        if problem := refusal(allow_weaker=options.allow_weaker):
-            raise RuntimeError(f"reward.code {problem}")
+        try:
+            self._sandbox = choose_sandbox(options.sandbox, allow_weaker=options.allow_weaker)
+        except RuntimeError as error:
+            raise RuntimeError(f"reward.code {error}") from error
         self._options = options
         self._limits = Limits(*(getattr(options, name) for name in Limits._fields))
 
@@ -69,16 +72,16 @@ class CodeReward:
     def _run_examples(self, program: str, examples: Sequence[tuple[str, str]], deadline: float) -> Sequence[bool]:
         """Whether each example passed, as long as it matters and there is time."""
         passed: list[bool] = []
-        with Jail(program, self._limits, has_tests=False) as jail:
+        with Script(self._sandbox, program, self._limits) as script:
             for given, expected in examples:
                 if time.monotonic() >= deadline or (self._options.score == "all" and not all(passed)):
                     break
-                passed.append(_is_right(jail.run_input(given, deadline), expected))
+                passed.append(_is_right(script.run(given, deadline), expected))
         return passed
 
     def _run_statements(self, program: str, statements: Sequence[tuple[str, str]], deadline: float) -> Sequence[bool]:
-        with Jail(program, self._limits, has_tests=True) as jail:
-            ended = jail.run_tests(statements, deadline)
+        with Trial(self._sandbox, program, self._limits) as trial:
+            ended = trial.run(statements, deadline)
         if ended.unfit:
             raise ValueError(f"the row's tests cannot be run: one {ended.unfit}")
         return ended.passed

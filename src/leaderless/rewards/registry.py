@@ -45,10 +45,12 @@ def check_rewards(config: RewardsConfig, *, in_worker: bool = False) -> None:
     """
     problems: list[Problem] = []
     if config.code is not None:
-        from leaderless.sandbox.jail import refusal
+        from leaderless.sandbox.choose import choose_sandbox
 
-        if problem := refusal(allow_weaker=config.code.allow_weaker):
-            problems.append(Problem("reward.code", problem))
+        try:
+            choose_sandbox(config.code.sandbox, allow_weaker=config.code.allow_weaker)
+        except RuntimeError as error:
+            problems.append(Problem("reward.code", str(error)))
     for name in config.options():
         if ":" in name:
             try:

@@ -38,6 +38,7 @@ class Confined:
         limits: Limits of what it may use.
         stdin: File descriptor of its standard input; not closed here.
         kept: Further file descriptors that it keeps.
+        cpu_s: Seconds of processor time after which it ends even if nobody watches it; None for those of one run.
 
     Attributes:
         pid: Number of the process, and of its process group.
@@ -49,7 +50,13 @@ class Confined:
     """
 
     def __init__(
-        self, run: Callable[[], None], setting: Setting, limits: Limits, stdin: int, kept: Sequence[int] = ()
+        self,
+        run: Callable[[], None],
+        setting: Setting,
+        limits: Limits,
+        stdin: int,
+        kept: Sequence[int] = (),
+        cpu_s: int | None = None,
     ) -> None:
         self._folder = f"{setting.scratch}/{os.urandom(8).hex()}"
         os.mkdir(self._folder, 0o700)  # noqa: PTH102 - pathlib is slow to import
@@ -60,7 +67,7 @@ class Confined:
         if self.pid == 0:
             try:
                 _take_over((stdin, output_end, errors_end), (there.fileno(), *kept))
-                _give_up(self._folder, setting, limits, there)
+                _give_up(self._folder, setting, limits, there, cpu_s or math.ceil(limits.test_timeout_s) + 1)
                 run()
             except BaseException as error:  # noqa: BLE001 - the boundary of a process that must not return
                 _report(there, f"{type(error).__name__}: {error}")
@@ -158,7 +165,7 @@ def _take_over(streams: Sequence[int], kept: Sequence[int]) -> None:
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def _give_up(folder: str, setting: Setting, limits: Limits, there: socket.socket) -> None:
+def _give_up(folder: str, setting: Setting, limits: Limits, there: socket.socket, cpu_s: int) -> None:
     """Give up everything that a program must not have, and report that to the supervisor."""
     os.setsid()
     kernel.control(_PR_SET_PDEATHSIG, _SIGKILL)
@@ -173,7 +180,6 @@ def _give_up(folder: str, setting: Setting, limits: Limits, there: socket.socket
     # The rights of root would override the limits below.
     header = struct.pack("=Ii", _CAPABILITIES_VERSION, 0)
     kernel.call(_CAPSET[os.uname().machine], ctypes.create_string_buffer(header), bytes(24))
-    cpu_s = math.ceil(limits.test_timeout_s) + 1
     for name, most in {
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_AS: limits.memory_mib * 2**20,

@@ -1,4 +1,4 @@
-"""The grader's side of the sandbox: starts a supervisor for a program and has it run. Imports no torch."""
+"""The owner's side of the sandbox: starts a supervisor and has it run programs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,52 +6,40 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-import sysconfig
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from leaderless.config import Json
-from leaderless.sandbox.kernel import ask_layers, is_supported
-from leaderless.sandbox.messages import Ended, Limits, Order, ScriptRequest, Setting, TestRequest
+from leaderless.sandbox.builtin import interpreter
+from leaderless.sandbox.messages import CallRequest, Ended, Limits, Order, ScriptRequest, TestRequest
+from leaderless.sandbox.protocol import Sandbox
 
-_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-"""Files that the interpreter reads besides its own library, wherever it is installed."""
 _FLAGS = ("-P", "-s", "-S", "-B")
 """Like `-I`, which would also ignore the fixed order of sets."""
 _START = "import sys; sys.path.append(sys.argv[1]); from sandbox.supervisor import main; sys.path.pop(); main()"
-_WEAKER = "use a newer kernel, or run with less and set reward.code.allow_weaker=true, at your own risk"
-
-
-def refusal(*, allow_weaker: bool) -> str | None:
-    """Why programs cannot be run safely on this machine; None if they can, or the user accepts a missing layer."""
-    if not is_supported():
-        system = os.uname()
-        return f"runs programs on Linux on x86-64 and 64-bit ARM only, and this is {system.sysname} on {system.machine}"
-    missing = ask_layers().missing()
-    return None if allow_weaker or not missing else f"cannot run programs safely: no {'; no '.join(missing)}; {_WEAKER}"
 
 
 class Jail:
-    """One program, and a supervisor that runs it; each run begins anew, in an empty folder.
+    """A supervisor in a sandbox.
 
-    With tests, it is run once, by `run_tests`; else any number of times, by `run_input`. They raise a RuntimeError if
-    the sandbox does not work on this machine, but never because of what a program does.
+    Its methods raise a RuntimeError if the sandbox does not work on this machine, but never because of what a program
+    does.
     """
 
-    def __init__(self, program: str, limits: Limits, *, has_tests: bool) -> None:
-        landlock, has_filter, has_listener = ask_layers()
-        readable, listable = _interpreter_paths()
+    def __init__(
+        self, sandbox: Sandbox, program: str, limits: Limits, kind: Literal["script", "trial", "interpreter"]
+    ) -> None:
         self._scratch = tempfile.mkdtemp(prefix="leaderless-program-")
-        setting = Setting(self._scratch, readable, listable, landlock, has_filter, has_filter and has_listener)
+        setting = sandbox.setting(self._scratch)
         # Sets have the same order in every process. The interpreter may need the path of libraries to start.
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        supervisor = [interpreter(), *_FLAGS, "-c", _START, str(Path(__file__).parents[1])]
         self._supervisor = subprocess.Popen(  # noqa: S603 - this interpreter, with the package's own code
-            [_interpreter(), *_FLAGS, "-c", _START, str(Path(__file__).parents[1])],
+            sandbox.command(supervisor, setting),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={"PYTHONHASHSEED": "0"} | kept,
@@ -61,24 +49,16 @@ class Jail:
         assert self._supervisor.stdin is not None
         assert self._supervisor.stdout is not None
         self._requests, self._replies = self._supervisor.stdin, self._supervisor.stdout
-        order = Order(setting=list(setting), limits=list(limits), program=program, has_tests=has_tests)  # type: ignore[arg-type]
+        order = Order(setting=list(setting), limits=list(limits), program=program, kind=kind)  # type: ignore[arg-type]
         self._send(order)
-
-    def run_input(self, text: str, deadline: float) -> Ended:
-        """Run the program as a script with an input, until a deadline by the monotonic clock."""
-        self._send(ScriptRequest(input=text, deadline=deadline))
-        return self._ended()
-
-    def run_tests(self, pieces: Sequence[tuple[str, str]], deadline: float) -> Ended:
-        """Run tests of what the program defines; see `TestRequest`."""
-        self._receive()
-        self._send(TestRequest(pieces=list(pieces), deadline=deadline))
-        return self._ended()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """End the supervisor, and with it whatever it runs."""
         with suppress(BrokenPipeError):
             self._requests.close()
@@ -87,7 +67,7 @@ class Jail:
         if Path(self._scratch).exists():  # The supervisor was ended before it could remove it.
             shutil.rmtree(self._scratch)
 
-    def _send(self, message: Order | ScriptRequest | TestRequest) -> None:
+    def _send(self, message: Order | ScriptRequest | TestRequest | CallRequest) -> None:
         # If the supervisor has ended, the next line that is read says why.
         with suppress(BrokenPipeError):
             self._requests.write(json.dumps(message).encode() + b"\n")
@@ -109,18 +89,44 @@ class Jail:
         return ended._replace(passed=tuple(ended.passed))
 
 
-@cache
-def _interpreter() -> str:
-    """The interpreter itself; that of a virtual environment would read its settings, which a program may not."""
-    return str(Path(sys.executable).resolve())
+class Script(Jail):
+    """A program that is run on inputs; each run begins anew, in an empty folder."""
+
+    def __init__(self, sandbox: Sandbox, program: str, limits: Limits) -> None:
+        super().__init__(sandbox, program, limits, "script")
+
+    def run(self, text: str, deadline: float) -> Ended:
+        """Run the program with an input, until a deadline by the monotonic clock."""
+        self._send(ScriptRequest(input=text, deadline=deadline))
+        return self._ended()
 
 
-@cache
-def _interpreter_paths() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Paths that a program may read and list: the standard library without packages installed into it."""
-    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
-    libraries = {Path(sysconfig.get_path(name, vars=base)) for name in ("stdlib", "platstdlib")}
-    packages = {"site-packages", "dist-packages"}
-    own = [entry for library in libraries for entry in library.iterdir() if entry.name not in packages]
-    shared = Path(sys.base_prefix, "lib").glob("*.so*")
-    return (*_SYSTEM, *sorted(map(str, (*own, *shared)))), tuple(sorted(map(str, libraries)))
+class Trial(Jail):
+    """A program that is tested once."""
+
+    def __init__(self, sandbox: Sandbox, program: str, limits: Limits) -> None:
+        super().__init__(sandbox, program, limits, "trial")
+
+    def run(self, pieces: Sequence[tuple[str, str]], deadline: float) -> Ended:
+        """Run tests of what the program defines; see `TestRequest`."""
+        self._receive()
+        self._send(TestRequest(pieces=list(pieces), deadline=deadline))
+        return self._ended()
+
+
+class Interpreter(Jail):
+    """An interpreter that executes one piece of code after another, with what earlier ones have left behind."""
+
+    def __init__(self, sandbox: Sandbox, limits: Limits) -> None:
+        super().__init__(sandbox, "", limits, "interpreter")
+        self._limits = limits
+
+    def call(self, code: str) -> Ended:
+        """Execute code for at most `test_timeout_s`, and return what it has printed.
+
+        At the end comes the value of the last expression, or what is left of a traceback. Threads rest until the next
+        call, and further processes are ended. If the cause is not `answered`, the interpreter was ended, and its
+        variables and files are lost: the next call begins anew.
+        """
+        self._send(CallRequest(code=code, deadline=time.monotonic() + self._limits.test_timeout_s))
+        return self._ended()

@@ -1,12 +1,15 @@
-"""Messages between the grader and the supervisor. Imports no torch."""
+"""Messages between a supervisor and the process that has started it, its owner. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 
 class Limits(NamedTuple):
-    """Limits of one run of a program; the settings of `reward.code` that have these names."""
+    """Limits of one run of a program, or of one call of an interpreter.
+
+    They are the settings of `reward.code` that have these names. Files count over all calls of an interpreter.
+    """
 
     test_timeout_s: float
     memory_mib: int
@@ -37,10 +40,11 @@ class Setting(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a run ended.
+    """How a run or a call ended.
 
     Attributes:
-        cause: `exited`, `timeout` or `output` (it printed too much).
+        cause: `answered` (a call after which the interpreter goes on), `exited`, `timeout` or `output` (it printed too
+            much).
         code: Exit code, negative for the signal that ended it; meaningful for `exited` only.
         output: Standard output, with replacements for bytes that are no UTF-8.
         passed: Outcome of each test that ended; empty for a script.
@@ -55,15 +59,16 @@ class Ended(NamedTuple):
 
 
 class Order(TypedDict):
-    """First message of the grader: a program, with a `Setting` and `Limits` as lists.
+    """First message of the owner: a program, with a `Setting` and `Limits` as lists.
 
-    One `TestRequest` follows if it has tests, else any number of `ScriptRequest`s.
+    One `TestRequest` follows for a trial; else any number of `ScriptRequest`s, or of `CallRequest`s for an interpreter,
+    which begins with no program.
     """
 
     setting: list[str | int | list[str]]
     limits: list[float]
     program: str
-    has_tests: bool
+    kind: Literal["script", "trial", "interpreter"]
 
 
 class ScriptRequest(TypedDict):
@@ -80,4 +85,11 @@ class TestRequest(TypedDict):
     """
 
     pieces: list[tuple[str, str]]
+    deadline: float
+
+
+class CallRequest(TypedDict):
+    """Asks an interpreter to execute code, until a deadline by the monotonic clock."""
+
+    code: str
     deadline: float

@@ -125,8 +125,13 @@ class Counter:
     """
 
     def __init__(self, max_processes: int, max_files: int) -> None:
+        self._max_processes = max_processes
         self._left = {"process": max_processes, "file": max_files}
         self._kinds = {number_of(name): "process" for name in PROCESSES} | {number_of(name): "file" for name in FILES}
+
+    def refill(self) -> None:
+        """Grant as many processes as at the beginning, once those that were granted have ended."""
+        self._left["process"] = self._max_processes
 
     def answer(self, listener: int) -> None:
         """Answer one call that waits at the listener, which is ready to be read."""

@@ -1,6 +1,6 @@
-"""Starts, watches and ends confined processes for one response, in a small interpreter of its own. Imports no torch.
+"""Starts, watches and ends confined processes for one owner, in a small interpreter of its own. Imports no torch.
 
-It reads one JSON value per line from the grader and answers each with one line. What could help a program to cheat
+It reads one JSON value per line from its owner and answers each with one line. What could help a program to cheat
 arrives only after the program was forked: each input with its own run, tests once the program's process runs, expected
 outputs never.
 """
@@ -8,51 +8,58 @@ outputs never.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from . import kernel  # relative, for the supervisor runs without the package
 from .confined import Confined, remove, run_as_script
-from .messages import Ended, Limits, Order, ScriptRequest, Setting, TestRequest
+from .messages import CallRequest, Ended, Limits, Order, ScriptRequest, Setting, TestRequest
 from .remote import judge, serve
+from .session import interpret
 
 _PR_SET_CHILD_SUBREAPER = 36
 _END_TIMEOUT_S = 10.0
 """Seconds that killed processes may take to disappear."""
 _READ_BYTES = 65536
-_GRADER = 0
-"""File descriptor of what the grader writes; when it is closed, the grader has ended."""
+_INTERPRETER_CPU_S = 3600
+"""Seconds of processor time of an interpreter, over all of its calls; each of them is also watched by the clock."""
+_OWNER = 0
+"""File descriptor of what the owner writes; when it is closed, the owner has ended."""
 
 
 def main() -> None:
-    """Serve a grader until it closes the pipe."""
+    """Serve the owner until it closes the pipe."""
     # Processes that a program leaves behind become children of this process, not of the system.
     kernel.control(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        _serve_grader()
+        _serve_owner()
     except EOFError:
         return
     except (OSError, RuntimeError) as error:
         _send({"broken": f"{type(error).__name__}: {error}"})
 
 
-def _serve_grader() -> None:
+def _serve_owner() -> None:
     order: Order = json.loads(_read_line())
     source = order["program"]
     setting, limits = Setting(*order["setting"]), Limits(*order["limits"])  # type: ignore[arg-type]
     try:
-        if order["has_tests"]:
+        if order["kind"] == "trial":
             _send(_run_tests(source, setting, limits))
+        elif order["kind"] == "interpreter":
+            _serve_calls(setting, limits)
         while True:
             request: ScriptRequest = json.loads(_read_line())
             _send(_run_input(source, request, setting, limits))
     finally:
-        remove(setting.scratch)
+        with suppress(OSError):  # In bubblewrap it is a mount, which its owner can remove.
+            remove(setting.scratch)
 
 
 def _run_input(source: str, request: ScriptRequest, setting: Setting, limits: Limits) -> Ended:
@@ -70,7 +77,7 @@ def _run_input(source: str, request: ScriptRequest, setting: Setting, limits: Li
 
 
 def _run_tests(source: str, setting: Setting, limits: Limits) -> Ended:
-    """Run a program in one process, and the tests, which the grader sends only now, in another."""
+    """Run a program in one process, and the tests, which the owner sends only now, in another."""
     requests, requests_end = os.pipe()
     replies, replies_end = os.pipe()
     with open(os.devnull) as nothing:  # noqa: PTH123 - pathlib is slow to import
@@ -98,6 +105,80 @@ def _run_tests(source: str, setting: Setting, limits: Limits) -> Ended:
     return Ended(cause, 0, "", tuple(verdict for verdict in verdicts if isinstance(verdict, bool)), unfit)
 
 
+def _serve_calls(setting: Setting, limits: Limits) -> None:
+    """Answer calls of an interpreter, and start it anew after one that it does not survive."""
+    running: _Running | None = None
+    while True:
+        try:
+            request: CallRequest = json.loads(_read_line())
+        except EOFError:
+            if running is not None:
+                running.end()
+            raise
+        running = _Running(setting, limits) if running is None else running
+        ended = running.call(request)
+        if ended.cause != "answered":
+            running = None
+        _send(ended)
+
+
+class _Running:
+    """An interpreter that waits for calls."""
+
+    def __init__(self, setting: Setting, limits: Limits) -> None:
+        self._limits = limits
+        asks, self._ask = os.pipe()
+        replies, replies_end = os.pipe()
+        # The code is not sent through a pipe: a program that reads nothing could then block its supervisor.
+        self._code = os.memfd_create("code")
+        kept = (asks, self._code, replies_end)
+        with open(os.devnull) as nothing:  # noqa: PTH123 - pathlib is slow to import
+            self._process = Confined(
+                lambda: interpret(*kept), setting, limits, nothing.fileno(), kept, cpu_s=_INTERPRETER_CPU_S
+            )
+        os.close(asks)
+        os.close(replies_end)
+        self._watch = _Watch([self._process], limits, math.inf, replies)
+
+    def call(self, request: CallRequest) -> Ended:
+        """Execute code; unless the cause is `answered`, this was the last call."""
+        os.ftruncate(self._code, 0)
+        os.pwrite(self._code, request["code"].encode(errors="backslashreplace"), 0)
+        self._process.counter.refill()
+        self._watch.begin(request["deadline"])
+        os.killpg(self._process.pid, signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            os.write(self._ask, b".")
+        cause = self._watch.until_reported(self._process)
+        if cause == "answered":
+            self._rest()
+        if self._watch.is_too_long():
+            cause = "output"
+        code = 0 if cause == "answered" else self.end()
+        output = bytes(next(iter(self._process.outputs.values())))
+        return Ended(cause, code, output.decode(errors="replace"))
+
+    def end(self) -> int:
+        """End the interpreter and all that it has started; returns its exit code."""
+        codes = self._watch.end()
+        for fd in (self._ask, self._code):
+            os.close(fd)
+        return codes[self._process.pid]
+
+    def _rest(self) -> None:
+        """Stop the interpreter with its threads, read what it has printed, and kill what it has started."""
+        # Who cannot create processes cannot escape: such calls wait, as nobody grants them now.
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        self._watch.drain()
+        # Those whose parent has ended have become children of this process.
+        waiting = [pid for parent in (os.getpid(), self._process.pid) for pid in _children(parent)]
+        while waiting:
+            pid = waiting.pop()
+            if pid != self._process.pid:
+                waiting += _children(pid)
+                _kill(os.kill, pid)
+
+
 class _Watch:
     """Watches confined processes, answers for their filters, and ends them all.
 
@@ -105,10 +186,10 @@ class _Watch:
         processes: Processes that were just started.
         limits: Limits of each process.
         deadline: End of the run at the latest, by the monotonic clock.
-        report: File descriptor on which tests report; each report begins the time of the next test.
+        report: File descriptor on which tests or calls report; each report begins the time of the next test.
 
     Attributes:
-        report: Reports of the tests, as bytes.
+        report: Reports of the tests or calls, as bytes.
     """
 
     def __init__(
@@ -122,9 +203,15 @@ class _Watch:
         if report is not None:
             self._buffers[report] = self.report
         self._listeners = {p.listener: p for p in processes if p.listener is not None}
-        self._open = {_GRADER, *self._ended, *self._buffers, *self._listeners}
+        self._open = {_OWNER, *self._ended, *self._buffers, *self._listeners}
+        self.begin(deadline)
+
+    def begin(self, deadline: float) -> None:
+        """Begin a run or a call, which has printed nothing yet."""
         self._last = deadline
         self._begin_test()
+        for buffer in self._buffers.values():
+            buffer.clear()
 
     def _begin_test(self) -> None:
         self._deadline = min(self._last, time.monotonic() + self._limits.test_timeout_s)
@@ -134,6 +221,18 @@ class _Watch:
 
         Other processes that it started may still run.
         """
+        return self._until(process, lambda: False)
+
+    def until_reported(self, process: Confined) -> str:
+        """Watch until a call of a process has ended; see `until_ended`."""
+        return self._until(process, lambda: bool(self.report))
+
+    def drain(self) -> None:
+        """Read what has been printed by now, as far as it is allowed."""
+        while not self.is_too_long() and self._serve(0, self._open & self._buffers.keys()):
+            pass
+
+    def _until(self, process: Confined, is_done: Callable[[], bool]) -> str:
         while process in [self._ended[fd] for fd in self._open if fd in self._ended]:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
@@ -141,6 +240,8 @@ class _Watch:
             self._serve(left_s)
             if self.is_too_long():
                 return "output"
+            if is_done():
+                return "answered"
         return "exited"
 
     def is_too_long(self) -> bool:
@@ -155,7 +256,7 @@ class _Watch:
             _kill(os.killpg, process.pid)
         codes: dict[int, int] = {}
         deadline = time.monotonic() + _END_TIMEOUT_S
-        while children := _children():
+        while children := _children(os.getpid()):
             for pid in children:
                 _kill(os.kill, pid)
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -165,7 +266,7 @@ class _Watch:
                 raise RuntimeError(f"processes {children} of a program do not end within {_END_TIMEOUT_S:g} s")
             else:
                 time.sleep(0.001)
-        self._open -= {_GRADER, *self._listeners, *self._ended}
+        self._open -= {_OWNER, *self._listeners, *self._ended}
         while self._open:
             self._serve(0)
         for fd in (*self._ended, *([] if self._report is None else [self._report])):
@@ -174,13 +275,17 @@ class _Watch:
             process.close()
         return codes
 
-    def _serve(self, timeout_s: float) -> None:
-        """Read whatever is there, after waiting for it for at most that long."""
+    def _serve(self, timeout_s: float, fds: Collection[int] | None = None) -> bool:
+        """Read whatever is there, after waiting for it for at most that long; false if nothing is.
+
+        It is read from all file descriptors, or from some.
+        """
         poll = select.poll()
-        for fd in self._open:
+        for fd in self._open if fds is None else fds:
             poll.register(fd, select.POLLIN)
-        for fd, event in poll.poll(max(1, 1000 * timeout_s)):
-            if fd == _GRADER:
+        ready = poll.poll(max(1, 1000 * timeout_s))
+        for fd, event in ready:
+            if fd == _OWNER:
                 self._open -= {fd}
                 self.end()
                 raise EOFError
@@ -191,6 +296,7 @@ class _Watch:
                     self._open -= {fd}
             elif fd in self._ended or not self._read(fd):
                 self._open -= {fd}
+        return bool(ready)
 
     def _read(self, fd: int) -> bool:
         """Read from a pipe; false at its end."""
@@ -209,10 +315,14 @@ def _kill(how: Callable[[int, int], None], pid: int) -> None:
         how(pid, signal.SIGKILL)
 
 
-def _children() -> list[int]:
-    """Processes for which this one has to wait: those it started, and those that they left behind."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123 - pathlib is slow to import
-        return [int(word) for word in file.read().split()]
+def _children(parent: int) -> list[int]:
+    """Processes for which a process has to wait: those its threads started, and those that they left behind."""
+    pids: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):  # it, or one of its threads, has ended
+        for thread in os.listdir(f"/proc/{parent}/task"):  # noqa: PTH208 - pathlib is slow to import
+            with open(f"/proc/{parent}/task/{thread}/children") as file:  # noqa: PTH123
+                pids += map(int, file.read().split())
+    return pids
 
 
 def _read_line() -> bytes:

@@ -15,10 +15,11 @@ from leaderless.config.rewards import CodeOptions
 from leaderless.rewards.code import CodeReward, find_program
 from leaderless.rewards.pool import RewardPool
 from leaderless.rewards.protocol import RewardResult
-from leaderless.sandbox.jail import refusal
+from leaderless.sandbox.builtin import BuiltinSandbox
 
 pytestmark = pytest.mark.skipif(
-    refusal(allow_weaker=False) is not None, reason="this machine's kernel lacks a layer of the sandbox"
+    BuiltinSandbox().refusal(allow_weaker=False) is not None,
+    reason="this machine's kernel lacks a layer of the sandbox",
 )
 PATIENT = {"timeout_s": 120.0, "test_timeout_s": 60.0}
 """Other processes may use the same cores."""

@@ -15,14 +15,19 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.unit.rewards.calls import ROOT
+from tests.unit.sandbox.boxes import boxes
 
 from leaderless.config import Json
 from leaderless.config.rewards import RewardsConfig
 from leaderless.rewards.registry import check_rewards, make_rewards
-from leaderless.sandbox import jail, seccomp
-from leaderless.sandbox.jail import Jail, refusal
+from leaderless.sandbox import bubblewrap, builtin, seccomp
+from leaderless.sandbox.bubblewrap import BubblewrapSandbox
+from leaderless.sandbox.builtin import BuiltinSandbox
+from leaderless.sandbox.choose import choose_sandbox
+from leaderless.sandbox.jail import Script
 from leaderless.sandbox.kernel import Layers, ask_layers, is_supported
 from leaderless.sandbox.messages import Ended, Limits
+from leaderless.sandbox.protocol import Sandbox
 from leaderless.sandbox.syscalls import BOUND, PLAIN
 
 PROGRAM = (Path(__file__).parent / "break_outs.py").read_text(encoding="utf-8")
@@ -60,13 +65,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+needs_bubblewrap = pytest.mark.skipif(
+    bool(BubblewrapSandbox().refusal(allow_weaker=True)), reason=f"{BubblewrapSandbox().refusal(allow_weaker=True)}"
+)
+
+
 class Programs:
     """A program that executes one command per call."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def attempt(self, running: Jail, name: str) -> tuple[bool, Json]:
+    def attempt(self, running: Script, name: str) -> tuple[bool, Json]:
         """Whether an attempt succeeded, and its result."""
         secret = self._folder / "secret"
         secret.write_text(SECRET, encoding="utf-8")
@@ -84,8 +94,8 @@ class Programs:
         return is_done, value
 
 
-def do(running: Jail, name: str, argument: str = "") -> Ended:
-    return running.run_input(f"{name} {argument}\n", time.monotonic() + PATIENCE_S)
+def do(running: Script, name: str, argument: str = "") -> Ended:
+    return running.run(f"{name} {argument}\n", time.monotonic() + PATIENCE_S)
 
 
 def do_once(name: str, argument: str = "", **limits: float) -> Ended:
@@ -93,8 +103,8 @@ def do_once(name: str, argument: str = "", **limits: float) -> Ended:
         return do(running, name, argument)
 
 
-def start(program: str = PROGRAM, **limits: float) -> Jail:
-    return Jail(program, LIMITS._replace(**limits), has_tests=False)
+def start(program: str = PROGRAM, **limits: float) -> Script:
+    return Script(BuiltinSandbox(), program, LIMITS._replace(**limits))
 
 
 def value_of(ended: Ended) -> Json:
@@ -124,14 +134,57 @@ def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
     assert set(psutil.Process().children(recursive=True)) <= children
 
 
-def test_programs_reach_no_file_process_or_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize("box", boxes())
+def test_programs_reach_no_file_process_or_network(box: Sandbox, tmp_path: Path) -> None:
     programs = Programs(tmp_path)
-    with start() as running:
+    refused = {"EACCES", "EPERM", "ENOSYS", "AssertionError", "ValueError"}
+    with Script(box, PROGRAM, LIMITS) as running:
         for name in (*FILES, *CALLS, *REFUSED_ANYWAY, *UNSAFE_TO_SUCCEED):
             is_done, value = programs.attempt(running, name)
             assert not is_done, (name, value)
-            assert value in {"EACCES", "EPERM", "ENOSYS", "AssertionError", "ValueError"}, (name, value)
+            assert value in refused | ({"ENOENT", "EROFS"} if box.name == "bubblewrap" else set()), (name, value)
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+@needs_bubblewrap
+def test_bubblewrap_needs_no_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "ask_layers", lambda: ask_layers()._replace(landlock=0))
+    assert choose_sandbox("auto").name == "bubblewrap"
+    programs = Programs(tmp_path)
+    with Script(choose_sandbox("auto"), PROGRAM, LIMITS) as running:
+        for name in FILES:
+            is_done, value = programs.attempt(running, name)
+            assert not is_done, (name, value)
+        for path in ("/etc/passwd", "/home", str(tmp_path)):
+            assert json.loads(do(running, "list_folder", path).output) == [False, "ENOENT"]
+        assert value_of(do(running, "ordinary")) == "text [0, 1, 4] 0.25"
+        assert json.loads(do(running, "import_grader", str(ROOT / "src")).output) == [False, "ModuleNotFoundError"]
+        for path in ("/mine", "/dev/shm/mine", os.__file__):
+            assert json.loads(do(running, "write", path).output)[0] is False
+
+
+@needs_bubblewrap
+def test_programs_in_bubblewrap_are_limited_as_elsewhere() -> None:
+    with Script(BubblewrapSandbox(), PROGRAM, LIMITS._replace(test_timeout_s=1.0)) as running:
+        assert json.loads(do(running, "fill_memory").output) == [False, "MemoryError"]
+        assert value_of(do(running, "thread_bomb")) == LIMITS.max_processes
+        assert do(running, "fork_bomb").cause == "timeout"
+        assert do(running, "flood", "1").cause == "output"
+        assert value_of(do(running, "many_files")) == LIMITS.max_files
+
+
+@needs_bubblewrap
+def test_a_bubblewrap_that_may_not_make_namespaces_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(bubblewrap, "find_bubblewrap", lambda: str(broken))
+    for cached in (bubblewrap._refused, bubblewrap._enclosure):
+        cached.cache_clear()
+    with pytest.raises(RuntimeError, match=r"cannot use bubblewrap \(No permissions .*max_user_namespaces"):
+        choose_sandbox("bubblewrap", allow_weaker=True)
+    for cached in (bubblewrap._refused, bubblewrap._enclosure):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +198,7 @@ def test_what_is_readable_is_the_interpreter(path: str) -> None:
 
 def test_packages_beside_the_interpreter_are_out_of_reach() -> None:
     assert json.loads(do_once("import_grader", str(ROOT / "src")).output) == [False, "ModuleNotFoundError"]
-    readable, listable = jail._interpreter_paths()
+    readable, listable = builtin.interpreter_paths()
     assert not [path for path in readable if Path(path).name in {"site-packages", "dist-packages"}]
     assert all(Path(path, "os.py").exists() for path in listable)
 
@@ -153,18 +206,18 @@ def test_packages_beside_the_interpreter_are_out_of_reach() -> None:
 def test_each_layer_is_what_keeps_programs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempts are real: each succeeds when the layers that prevent it are removed."""
     programs = Programs(tmp_path)
-    monkeypatch.setattr(jail, "ask_layers", lambda: ask_layers()._replace(landlock=0))
+    monkeypatch.setattr(builtin, "ask_layers", lambda: ask_layers()._replace(landlock=0))
     with start() as running:
         for name in ("read", "list_folder", "write", "append", "delete", "move_in", "make_folder"):
             assert programs.attempt(running, name)[0], name
-    monkeypatch.setattr(jail, "ask_layers", lambda: Layers(0, has_filter=False, has_listener=False))
+    monkeypatch.setattr(builtin, "ask_layers", lambda: Layers(0, has_filter=False, has_listener=False))
     with start() as running:
         for name in (*FILES, *CALLS):
             assert programs.attempt(running, name)[0], name
 
 
 def test_without_a_listener_nothing_may_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jail, "ask_layers", lambda: ask_layers()._replace(has_listener=False))
+    monkeypatch.setattr(builtin, "ask_layers", lambda: ask_layers()._replace(has_listener=False))
     assert json.loads(do_once("write", "mine").output) == [False, "EPERM"]
     assert json.loads(do_once("clone3").output) == [False, "ENOSYS"]
     assert value_of(do_once("thread_bomb")) == 0
@@ -186,7 +239,7 @@ def test_programs_that_do_not_end_are_ended(name: str) -> None:
 
 def test_a_run_ends_at_its_deadline() -> None:
     with start() as running:
-        assert running.run_input("sleep \n", time.monotonic() + 0.1).cause == "timeout"
+        assert running.run("sleep \n", time.monotonic() + 0.1).cause == "timeout"
 
 
 def test_memory_is_limited() -> None:
@@ -245,7 +298,7 @@ def test_sets_have_the_same_order_in_every_run() -> None:
     outputs = set()
     for _ in range(2):
         with start("print(list({'a', 'b', 'c', 'd', 'e', 'f', 'g'}))") as running:
-            outputs |= {running.run_input("", time.monotonic() + PATIENCE_S).output for _ in range(2)}
+            outputs |= {running.run("", time.monotonic() + PATIENCE_S).output for _ in range(2)}
     assert len(outputs) == 1
 
 
@@ -261,7 +314,7 @@ sys.exit({"none": None, "text": "text", "number": 7}[way])
 """
     with start(source) as running:
         for way, code in {"none": 0, "text": 1, "number": 7, "error": 1}.items():
-            ended = running.run_input(way, time.monotonic() + PATIENCE_S)
+            ended = running.run(way, time.monotonic() + PATIENCE_S)
             assert (ended.code, ended.output) == (code, "thread\nat the end\n"), way
 
 
@@ -286,7 +339,7 @@ import sys, time
 from tests.unit.sandbox.test_sandbox import start
 with start({"import time; print(1); time.sleep(1000)"!r}) as running:
     print(running._supervisor.pid, flush=True)
-    running.run_input("", time.monotonic() + 1000)
+    running.run("", time.monotonic() + 1000)
 """
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     folders = scratch_folders()
@@ -311,26 +364,33 @@ with start({"import time; print(1); time.sleep(1000)"!r}) as running:
 def test_without_a_layer_programs_are_refused_unless_allowed(
     layers: Layers, missing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jail, "ask_layers", lambda: layers)
+    monkeypatch.setattr(builtin, "ask_layers", lambda: layers)
+    monkeypatch.setattr(bubblewrap, "find_bubblewrap", lambda: None)
+    bubblewrap._refused.cache_clear()
     config = RewardsConfig.model_validate({"code": {}})
-    with pytest.raises(ValueError, match=r"reward\.code.*set reward\.code\.allow_weaker=true") as refused:
+    with pytest.raises(
+        ValueError,
+        match=r"reward\.code: with sandbox=builtin .*set allow_weaker=true.*sandbox=bubblewrap finds no program",
+    ) as refused:
         check_rewards(config)
-    assert all(name in str(refused.value) for name in missing)
+    assert all(name in str(refused.value) for name in [*missing, "with sandbox=bubblewrap finds no program 'bwrap'"])
     with pytest.raises(RuntimeError, match=missing[0]):
         make_rewards(config)
     weaker = RewardsConfig.model_validate({"code": {"allow_weaker": True}})
     check_rewards(weaker)
     assert set(make_rewards(weaker)) == {"code"}
+    bubblewrap._refused.cache_clear()
 
 
 def test_other_systems_are_refused_whatever_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jail, "is_supported", lambda: False)
-    assert "Linux on x86-64 and 64-bit ARM only" in str(refusal(allow_weaker=True))
+    monkeypatch.setattr(builtin, "is_supported", lambda: False)
+    for sandbox in (BuiltinSandbox(), BubblewrapSandbox()):
+        assert "Linux on x86-64 and 64-bit ARM only" in str(sandbox.refusal(allow_weaker=True))
 
 
 def test_a_supervisor_that_cannot_confine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jail, "ask_layers", lambda: ask_layers()._replace(landlock=99))
-    monkeypatch.setattr(jail, "_interpreter_paths", lambda: (("/proc/self/mem\0",), ()))
+    monkeypatch.setattr(builtin, "ask_layers", lambda: ask_layers()._replace(landlock=99))
+    monkeypatch.setattr(builtin, "interpreter_paths", lambda: (("/proc/self/mem\0",), ()))
     with pytest.raises(RuntimeError, match=r"does not work on this machine: .*cannot be confined"):
         do_once("ordinary")
 
