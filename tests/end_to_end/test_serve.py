@@ -31,7 +31,8 @@ from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine,
 from leaderless.rollout.native import NativeEngine
 from leaderless.serve.app import sample_ids
 from leaderless.serve.load import Served, find_model, open_model
-from leaderless.serve.server import ModelServer, take_port
+from leaderless.serve.port import take_port
+from leaderless.serve.server import ModelServer
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a: "
 PROMPT = "12+é34="

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from leaderless.cli.plan import plan, schema, simulate
 from leaderless.cli.results import evaluate, export, report
+from leaderless.cli.retriever import retriever
 from leaderless.cli.reward import reward
 from leaderless.cli.serve import serve
 from leaderless.cli.template import template
@@ -36,6 +37,7 @@ app.command()(simulate)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(serve)
+app.command()(retriever)
 app.command()(report)
 app.command()(reward)
 app.command()(template)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
-from types import FrameType
 from typing import Annotated, Literal
 
 import typer
 
+from leaderless.cli.signals import ended_by_signals
 from leaderless.config import RecipeError
 from leaderless.observability.console import print_line
-from leaderless.supervision.stop import Interrupted
 from leaderless.worker.place import Place
 
 TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
@@ -59,9 +55,10 @@ def serve(  # noqa: PLR0913 - what a user may say of a server
     import asyncio
 
     from leaderless.serve.load import find_model, open_model
-    from leaderless.serve.server import ModelServer, take_port
+    from leaderless.serve.port import take_port
+    from leaderless.serve.server import ModelServer
 
-    with _ended_by_signals(), take_port(host, port, token) as listener:
+    with ended_by_signals(), take_port(host, port, token) as listener:
         address, number_of_port = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         source = find_model(target, role, print_line).changed(name, compute_dtype, max_sequences, engine_python)
@@ -80,21 +77,3 @@ def _check(token: str | None) -> None:
         raise RecipeError.at("", "`leaderless serve` is one process: start it without torchrun")
     if token is not None and (not token.isascii() or not token.isprintable() or not token.strip() or " " in token):
         raise RecipeError.at("--token", "must consist of printable ASCII characters, without blanks")
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end what runs inside cleanly, by an `Interrupted`."""
-    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    except Interrupted:
-        print_line("stopped")
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    raise Interrupted(number)

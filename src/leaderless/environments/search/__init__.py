@@ -1,0 +1,1 @@
+"""Searching as an action: retrievers, and the environment of Search-R1."""

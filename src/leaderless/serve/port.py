@@ -1,0 +1,30 @@
+"""Where a server listens."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from leaderless.config import RecipeError
+
+
+def take_port(host: str, port: int, token: str | None) -> socket.socket:
+    """Reserve a port, 0 for any, without accepting connections yet. Without a token no other machine may reach it.
+
+    Raises:
+        RecipeError: There is no such interface, the port is taken, or there is no token.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        if token is None and not ipaddress.ip_address(address[0]).is_loopback:
+            raise RecipeError.at(
+                f"--host {host}",
+                "can be reached from other machines, so clients need a token: set LEADERLESS_TOKEN to one",
+            )
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        reason = f"cannot be listened to: {error.strerror}; take another --port (0 for any) or --host"
+        raise RecipeError.at(f"--host {host} --port {port}", reason) from error
+    return listener
