@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.base import Section
 from leaderless.config.channels import ChannelConfig
-from leaderless.config.data import DataConfig
+from leaderless.config.data import DataConfig, DatasetConfig
+from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rewards import RewardsConfig
@@ -40,6 +41,8 @@ class Recipe(Section):
     """Batch sizes."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation of responses."""
+    environment: EnvironmentConfig | None = None
+    """Environment in which the policy acts. Without one, a prompt gets a response, and that is all."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage, loss, penalty, averaging."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -98,14 +101,32 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _tasks_have_no_prompts(self) -> Recipe:
+        sets: dict[str, DatasetConfig] = {**self.data.train_sets()}
+        if self.data.evaluation is not None:
+            sets["data.evaluation"] = self.data.evaluation
+        for key, config in sets.items() if self.environment else ():
+            if "{" in config.template:
+                raise ValueError(
+                    f"{key}.template must be auto, chat or plain: it says how the environment's observations are "
+                    "written; compose texts of columns in its method `reset`"
+                )
+            if config.response is not None:
+                raise ValueError(
+                    f"{key}.response: with an environment, all responses are sampled; leave one of the two out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
         if self.evaluation.every_steps and self.data.evaluation is None:
             raise ValueError("evaluation.every_steps needs data.evaluation, the held-out prompts")
-        if self.evaluation.every_steps and not self.reward.options():
+        if self.evaluation.every_steps and not self.reward.options() and self.environment is None:
             raise ValueError("evaluation.every_steps needs a reward, to tell whether a response is correct")
         metric = self.evaluation.metric
-        if metric is not None and metric not in self.reward.options():
-            known = ", ".join(self.reward.options()) or "none"
+        rewards = [*self.reward.options(), *(["environment"] if self.environment else [])]
+        if metric is not None and metric not in rewards:
+            known = ", ".join(rewards) or "none"
             raise ValueError(f"evaluation.metric='{metric}' is not one of the recipe's rewards ({known})")
         if self.evaluation.temperature == 0 and self.evaluation.responses_per_prompt > 1:
             raise ValueError(
@@ -155,7 +176,9 @@ class Recipe(Section):
         owner = owners.get(setting.partition(".")[0])
         return f"roles.{owner}.{setting}" if owner else setting
 
-    def longest_response(self, agents: Iterable[str]) -> int:
-        """Most tokens of a response that one of some roles samples; without any, of one in general."""
+    def longest_response(self, agents: Iterable[str] = ()) -> int:
+        """Most tokens after the prompt of a sample of one of some roles; without any, of one in general."""
+        if self.environment is not None:
+            return self.environment.max_episode_tokens
         lengths = (self.as_seen_by(agent).rollout.max_response_tokens for agent in agents)
         return max(lengths, default=self.rollout.max_response_tokens)

@@ -124,7 +124,7 @@ def open_training_set(
     progress: Progress | None = None,
 ) -> TrainingSet:
     """Open a dataset to train on; errors as of `open_source` and `open_dataset`. All ranks of the cache call it."""
-    encoder = RowEncoder(tokenizer, config, key)
+    encoder = RowEncoder(tokenizer, config, key, is_task=recipe.environment is not None)
     if config.streaming:
         return StreamedDataset(open_stream(config, key, cache), encoder, config, recipe.data)
     source = unpack(open_source(config, key, cache), config, cache)

@@ -142,6 +142,7 @@ def open_dataset(
     # The first rank names the file.
     tokenizer = tokenizer_fingerprint(encoder.tokenizer) if cache.is_first and cache.folder else ""
     limits: list[Json] = [data.max_prompt_tokens, data.max_response_tokens, data.overlong, max_rows]
+    limits += [True] * (recipe.environment is not None)  # tasks have no prompts that could be too long
     origin: list[Json] = [leaderless.__version__, source.version(), tokenizer, config.model_dump(mode="json"), limits]
     scan = _Scan(source, encoder, recipe, cache, progress)
     found = cache.kept("usable", origin, partial(scan.run, max_rows))

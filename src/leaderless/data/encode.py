@@ -64,9 +64,13 @@ class Encoded:
 class RowEncoder:
     """Makes prompts, and responses to imitate, of a dataset's rows."""
 
-    def __init__(self, tokenizer: Tokenizer, config: DatasetConfig, key: str) -> None:
-        """Decide how prompts are written; `key` is the recipe's section, for errors."""
-        self.tokenizer, self.config, self.key = tokenizer, config, key
+    def __init__(self, tokenizer: Tokenizer, config: DatasetConfig, key: str, *, is_task: bool = False) -> None:
+        """Decide how prompts are written; `key` is the recipe's section, for errors.
+
+        Rows that are tasks of an environment have no prompts: one token stands for that of each, until its episodes
+        have begun.
+        """
+        self.tokenizer, self.config, self.key, self._is_task = tokenizer, config, key, is_task
         if tokenizer.eos_token_id is None:
             raise RecipeError.at(
                 "models", "the tokenizer has no end-of-sequence token (eos_token), so that no response could ever end"
@@ -88,6 +92,9 @@ class RowEncoder:
 
     def encode_texts(self, texts: Sequence[tuple[str, str]]) -> list[Encoded]:
         """The token ids of the prompts and responses of rows; a fast tokenizer encodes them on all cores."""
+        if self._is_task:
+            assert self.tokenizer.eos_token_id is not None
+            return [Encoded([self.tokenizer.eos_token_id], []) for _ in texts]
         is_plain = "{" in self.config.template or not self.is_chat  # a chat template writes special tokens itself
         prompts = _encode_texts(self.tokenizer, [prompt for prompt, _ in texts], add_special_tokens=is_plain)
         if self.config.response is None:
@@ -118,6 +125,8 @@ class RowEncoder:
         return self._prompt(row, place), response
 
     def _prompt(self, row: Row, place: str) -> str:
+        if self._is_task:
+            return ""
         if "{" in self.config.template:
             return self._fill(self.config.template, row, place)
         prompt = self._value(row, self.config.prompt, place)

@@ -178,6 +178,14 @@ def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
                 f"data-parallel ranks of node '{node.name}', so that some would have nothing to do: "
                 f"set at least {-(-layout.dp // siblings)}, or start fewer workers",
             )
+        plays = recipe.environment is not None and "generate" in node.spec.roles.values()
+        if plays and layout.ranks_per_shard > 1:
+            raise RecipeError.at(
+                f"layout.{node.name}",
+                f"lets {layout.ranks_per_shard} ranks make one engine, but with an environment each rank plays its own "
+                "episodes, and ranks of one engine would have to ask for the same at the same time: leave out tp, or "
+                "the environment",
+            )
 
 
 def _check_critic(recipe: Recipe, workflow: Workflow, instances: Sequence[RoleInstance]) -> None:

@@ -294,7 +294,7 @@ class _Rank:
     def _decoding(self, model: _Model, num_sequences: int) -> dict[str, int]:
         """Keys and values are in slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too."""
         siblings, sampling = self.recipe.batch.responses_per_prompt, model.sampling
-        own, num_prompts = sampling.max_response_tokens, -(-num_sequences // siblings)
+        own, num_prompts = self._response(model), -(-num_sequences // siblings)
         slots = num_prompts * _slot(self.recipe.data.max_prompt_tokens)
         if siblings == 1:
             own, slots = self._longest(model), 0
@@ -305,7 +305,12 @@ class _Rank:
         return {"kv cache": slots * model.size.kv_values_per_token * model.width, "logits": logits}
 
     def _longest(self, model: _Model) -> int:
-        return self.recipe.data.max_prompt_tokens + model.sampling.max_response_tokens
+        return self.recipe.data.max_prompt_tokens + self._response(model)
+
+    def _response(self, model: _Model) -> int:
+        """Most tokens after a prompt."""
+        environment = self.recipe.environment
+        return environment.max_episode_tokens if environment else model.sampling.max_response_tokens
 
     def _bound(self, model: _Model) -> int:
         """Most sequences that a rank may decode at the same time."""

@@ -96,6 +96,7 @@ class RowSets:
             agents=agents,
             tag=tag or "",
             sampler=number.index(node.name) if spec.rows == "expand" else 0,
+            num_samplers=max(1, len(number)),
         )
 
     def _samples(self, node: Node) -> bool:

@@ -79,6 +79,10 @@ def _with_advantages(batch: Batch, context: StageContext) -> Batch:
     rows = episodes.rows
     lengths, is_valid = rows.dense("response_lengths"), rows.dense("reward_valid")
     rewards, penalties = _shaped_rewards(rows, context)
+    if "turn_rewards" in rows:
+        # A reward of a turn comes at its last token, and is not waited for until the end of the episode.
+        at_turns = rows.jagged("turn_rewards").values
+        rewards, penalties = rewards - algorithms.segment_sum(at_turns, lengths), penalties - at_turns
     inputs = AdvantageInputs(
         rewards=rewards - algorithms.segment_sum(penalties, lengths),
         final_rewards=rewards,

@@ -18,13 +18,18 @@ from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Episodes
+from leaderless.workflow.stages import ENVIRONMENT
 
 
 def reward(batch: Batch, context: StageContext) -> Batch:
     """Grade each episode once, by the recipe's rewards that apply to its source; all of its samples get the result."""
     episodes, inputs = Episodes.of(batch), inputs_of(batch, context)
-    inputs = [_joined([inputs[sample] for sample in samples]) for samples in episodes.samples()]
-    graded = context.grade(inputs, [context.recipe.data.source_of(one.row) for one in inputs])
+    inputs = [_joined([inputs[sample] for sample in samples], context.recipe) for samples in episodes.samples()]
+    sources = [context.recipe.data.source_of(one.row) for one in inputs]
+    if "environment_rewards" in batch:
+        graded = _with_environment(inputs, sources, episodes.rows, context)
+    else:
+        graded = context.grade(inputs, sources)
     rewards = torch.tensor([g.value for g in graded], dtype=torch.float32)
     is_valid = torch.tensor([g.is_valid for g in graded], dtype=torch.bool)
     _report(context, graded, rewards, is_sampled(episodes.rows))
@@ -36,20 +41,59 @@ def reward(batch: Batch, context: StageContext) -> Batch:
     return batch.with_columns({name: episodes.of_samples(column) for name, column in columns.items()})
 
 
+def _with_environment(
+    inputs: Sequence[RewardInput], sources: Sequence[str | None], episodes: Batch, context: StageContext
+) -> list[Graded]:
+    """What episodes are worth: the rewards of the environment, and the recipe's; a failed one is not graded."""
+    values, failures = episodes.dense("environment_rewards").tolist(), episodes.objects("environment_failed")
+    whole = [place for place, failure in enumerate(failures) if failure is None]
+    graded = [with_environment(None, value, failure) for value, failure in zip(values, failures, strict=True)]
+    if context.recipe.reward.options():
+        found = context.grade([inputs[place] for place in whole], [sources[place] for place in whole])
+        for place, one in zip(whole, found, strict=True):
+            graded[place] = with_environment(one, values[place], None)
+    return graded
+
+
+def with_environment(graded: Graded | None, value: float, failure: Json) -> Graded:
+    """What an episode is worth, from the recipe's rewards, if there are any, and the sum of those of its environment.
+
+    A failed episode is worth nothing, and not 0; `failure` says why it failed.
+    """
+    if isinstance(failure, Mapping):
+        return Graded(0.0, is_valid=False, details={ENVIRONMENT: {"error": failure["error"]}})
+    details: dict[str, Json] = {ENVIRONMENT: {"value": value}}
+    if graded is None:
+        return Graded(value, is_valid=True, details=details)
+    total = graded.value + value if graded.is_valid else 0.0
+    return Graded(total, is_valid=graded.is_valid, details={**graded.details, **details})
+
+
 def inputs_of(batch: Batch, context: StageContext) -> list[RewardInput]:
     """The inputs of rewards for samples of training data, each on its own."""
     rows = [row for row in batch.objects("rows") if isinstance(row, Mapping)]
     masks = batch.jagged("response_mask").to_lists() if "response_mask" in batch else None
     texts = transcripts(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe, masks)
     configs = [context.recipe.data.train_set_of(row) for row in rows]
-    return reward_inputs(configs, rows, texts, batch.dense("truncated").tolist())
+    inputs = reward_inputs(configs, rows, texts, batch.dense("truncated").tolist())
+    return [last_said(one) for one in inputs] if context.recipe.environment else inputs
 
 
-def _joined(samples: Sequence[RewardInput]) -> RewardInput:
-    """The input for an episode: what the policy sampled in all of its samples, and the transcript of the last."""
+def last_said(sample: RewardInput) -> RewardInput:
+    """The input for an episode in an environment, whose response is the policy's last message."""
+    said = [passage.text for passage in sample.transcript if passage.is_sampled]
+    return replace(sample, response=said[-1] if said else "")
+
+
+def _joined(samples: Sequence[RewardInput], recipe: Recipe) -> RewardInput:
+    """The input for an episode: what the policy sampled in all of its samples, and the transcript of the last.
+
+    In an environment the response is the last message.
+    """
     if len(samples) == 1:
         return samples[0]
-    response, is_truncated = "".join(one.response for one in samples), any(one.is_truncated for one in samples)
+    parts = samples[-1:] if recipe.environment else samples
+    response, is_truncated = "".join(one.response for one in parts), any(one.is_truncated for one in samples)
     return replace(samples[-1], response=response, is_truncated=is_truncated)
 
 
@@ -66,7 +110,7 @@ def _report(context: StageContext, graded: Sequence[Graded], rewards: Tensor, is
     for name, error in islice(errors, 1):
         context.run_directory.note_reward_error(context.step, context.process_group.rank, name, error)
     details = [g.details for g, is_kept in zip(graded, is_reported.tolist(), strict=True) if is_kept]
-    for name in context.recipe.reward.options():
+    for name in (*context.recipe.reward.options(), *([ENVIRONMENT] if context.recipe.environment else [])):
         values = [value for detail in details if (value := reward_value(detail, name)) is not None]
         context.metrics.mean(f"reward/{name}", sum(values), len(values))
 
@@ -121,12 +165,14 @@ def transcripts(
 ) -> list[tuple[Passage, ...]]:
     """Tokens as text by whoever wrote it, without special tokens and without the stop texts that ended a response.
 
+    In an environment, which stop texts may tell what the policy wants, they are kept.
+
     The masks say of each token whether the policy sampled it; None if it sampled all.
     """
 
     def decode(tokens: Sequence[int], *, is_response: bool) -> Passage:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        for stop in recipe.rollout.stop if is_response else ():
+        for stop in recipe.rollout.stop if is_response and recipe.environment is None else ():
             text = text.partition(stop)[0]
         return Passage(text, is_response)
 

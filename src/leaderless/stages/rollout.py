@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,8 @@ from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.errors import memory_explained
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.stages.context import StageContext
+from leaderless.stages.play import Play, play_tasks
+from leaderless.workflow.stages import ENVIRONMENT
 
 TOO_MUCH = (
     "the sequences that are sampled at the same time do not fit into memory: lower rollout.max_sequences or "
@@ -30,16 +32,21 @@ def rollout_with_greedy(batch: Batch, context: StageContext) -> Batch:
     siblings = context.recipe.batch.responses_per_prompt
     greedy = SamplingConfig(temperature=0.0)
     samples = _generate(batch, context, [*[context.recipe.rollout] * siblings, greedy])
+    if "is_greedy" in samples:
+        return samples
     is_greedy = torch.tensor([False] * siblings + [True]).repeat(len(batch))
     return samples.with_columns(is_greedy=is_greedy)
 
 
 def _generate(batch: Batch, context: StageContext, distributions: Sequence[SamplingConfig]) -> Batch:
     """Sample one response from each distribution for each prompt; samples point to their prompts."""
-    siblings = len(distributions)
-    prompt_index = torch.arange(len(batch)).repeat_interleave(siblings)
+    siblings, node = len(distributions), context.node.node
     # Samples of several nodes differ in their ids, and those of the first have the ids they would have alone.
-    first = context.node.node.sampler * (context.recipe.batch.responses_per_prompt + 1)
+    places = context.recipe.batch.responses_per_prompt + 1
+    first = node.sampler * places
+    if context.recipe.environment is not None:
+        return _play(batch, context, Play(distributions, first, node.num_samplers * places, context.recipe.seed))
+    prompt_index = torch.arange(len(batch)).repeat_interleave(siblings)
     ids = make_sample_ids(batch.ids[prompt_index], torch.arange(first, first + siblings).repeat(len(batch)))
     begin = time.perf_counter()
     completions = _complete(batch, context, distributions, ids.view(len(batch), siblings).tolist())
@@ -73,6 +80,21 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
         batch,
         prompt_index,
     )
+
+
+def _play(batch: Batch, context: StageContext, play: Play) -> Batch:
+    """Play an episode from each distribution for each task."""
+    data = [context.recipe.data.train_set_of(row) for row in batch.objects("rows") if isinstance(row, Mapping)]
+    with memory_explained(TOO_MUCH), context.role.generating() as engine:
+        begin = time.perf_counter()
+        played = play_tasks(engine, play, batch, data, context.recipe, context.tokenizer, context.progress)
+        seconds = time.perf_counter() - begin
+    played.report(context.metrics, context.node.layout.dp, seconds)
+    error = played.first_error()
+    if error is not None:
+        context.run_directory.note_reward_error(context.step, context.process_group.rank, ENVIRONMENT, error)
+    samples = played.samples()
+    return samples.with_columns(agent=torch.full((len(samples),), context.agents.index(context.node.node.role or "")))
 
 
 def _complete(

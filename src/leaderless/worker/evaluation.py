@@ -9,17 +9,20 @@ from itertools import islice
 import torch
 
 from leaderless.config import Json, Recipe
-from leaderless.data.batch import make_sample_ids
+from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.errors import memory_explained
 from leaderless.data.transport import ProcessGroup
+from leaderless.environments.player import Episode
 from leaderless.planner import Layout
 from leaderless.rewards.pool import Graded
-from leaderless.rollout.engine import Request, SamplingParams, generate
+from leaderless.rewards.protocol import RewardInput
+from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate
 from leaderless.stages.context import Grader, ModelRole
+from leaderless.stages.play import Play, play_tasks
 from leaderless.stages.record import TokenRecorder, describe_sample
-from leaderless.stages.reward import reward_inputs, transcripts
+from leaderless.stages.reward import last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.scores import Scores
 
@@ -65,40 +68,113 @@ class Evaluator:
 
     def _answer(self, rows: Sequence[int], progress: Callable[[float], None], record: Record | None) -> list[Graded]:
         """The graded responses to some rows, those to one row next to each other."""
-        config, done = self.recipe.evaluation, 0
-        k = config.responses_per_prompt
         batch = make_batch(rows, self.dataset.read(rows), has_responses=False)
-        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(rows)))
+        with memory_explained(TOO_MUCH), self.model.generating() as engine:
+            answer = self._sample if self.recipe.environment is None else self._play
+            answers = answer(engine, batch, progress)
+        k = self.recipe.evaluation.responses_per_prompt
+        data = self.recipe.data.evaluation
+        assert data is not None
+        values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
+        texts = transcripts(self.tokenizer, [a.tokens for a in answers], self.recipe, [a.is_sampled for a in answers])
+        inputs = reward_inputs([data] * len(values), values, texts, [a.is_truncated for a in answers])
+        graded = self._grade(inputs, answers, [str(row[data.source]) if data.source else None for row in values])
+        if record is not None:
+            recorder = TokenRecorder(self.tokenizer)
+            kept = zip(inputs, graded, answers, strict=True)
+            record(
+                [
+                    {"sample_id": answer.sample_id, "group_id": int(batch.ids[index // k])}
+                    | describe_sample(
+                        sample, one, recorder.describe(answer.tokens, {"rollout": answer.log_probs}, answer.is_sampled)
+                    )
+                    for index, (sample, one, answer) in enumerate(islice(kept, k * self.recipe.run.recorded_prompts))
+                ]
+            )
+        return graded
+
+    def _grade(
+        self, inputs: Sequence[RewardInput], answers: Sequence[_Answer], sources: Sequence[str | None]
+    ) -> list[Graded]:
+        if self.recipe.environment is None:
+            return self.grade(inputs, sources)
+        inputs = [last_said(one) for one in inputs]
+        whole = [place for place, answer in enumerate(answers) if answer.failure is None]
+        found: dict[int, Graded] = {}
+        if self.recipe.reward.options():
+            graded = self.grade([inputs[place] for place in whole], [sources[place] for place in whole])
+            found = dict(zip(whole, graded, strict=True))
+        return [
+            with_environment(found.get(place), answer.reward, answer.failure) for place, answer in enumerate(answers)
+        ]
+
+    def _sample(self, engine: RolloutEngine, batch: Batch, progress: Callable[[float], None]) -> list[_Answer]:
+        config, rollout, done = self.recipe.evaluation, self.recipe.rollout, 0
+        k = config.responses_per_prompt
+        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
         prompts = batch.jagged("prompt_tokens").to_lists()
-        requests = [Request(prompt, ids[i * k : (i + 1) * k].tolist()) for i, prompt in enumerate(prompts)]
-        rollout = self.recipe.rollout
-        params = SamplingParams(
-            config, rollout.max_response_tokens, rollout.stop, self.recipe.seed + EVALUATION_SEED_OFFSET
-        )
+        requests = [Request(prompt, ids[i * k : (i + 1) * k]) for i, prompt in enumerate(prompts)]
+        params = SamplingParams(config, rollout.max_response_tokens, rollout.stop, self._seed)
 
         def report(count: int) -> None:
             nonlocal done
             done += count
             progress(done / len(ids))
 
-        with memory_explained(TOO_MUCH), self.model.generating() as engine:
-            groups = generate(engine, requests, params, report)
-        completions = [completion for group in groups for completion in group]
-        texts = transcripts(self.tokenizer, [c.tokens for c in completions], self.recipe)
-        data = self.recipe.data.evaluation
+        groups = generate(engine, requests, params, report)
+        completions = zip(ids, (completion for group in groups for completion in group), strict=True)
+        return [
+            _Answer(number, c.tokens, [True] * len(c.tokens), c.log_probs, is_truncated=c.is_truncated)
+            for number, c in completions
+        ]
+
+    def _play(self, engine: RolloutEngine, batch: Batch, progress: Callable[[float], None]) -> list[_Answer]:
+        """The episodes; of several conversations, the last to end counts."""
+        config, data = self.recipe.evaluation, self.recipe.data.evaluation
         assert data is not None
-        values = [row for row in batch.objects("rows") if isinstance(row, Mapping) for _ in range(k)]
-        inputs = reward_inputs([data] * len(values), values, texts, [c.is_truncated for c in completions])
-        graded = self.grade(inputs, [str(row[data.source]) if data.source else None for row in values])
-        if record is not None:
-            recorder = TokenRecorder(self.tokenizer)
-            sample_ids = ids.tolist()
-            kept = zip(inputs, graded, completions, strict=True)
-            record(
-                [
-                    {"sample_id": sample_ids[index], "group_id": int(batch.ids[index // k])}
-                    | describe_sample(sample, one, recorder.describe(c.tokens, {"rollout": c.log_probs}))
-                    for index, (sample, one, c) in enumerate(islice(kept, k * self.recipe.run.recorded_prompts))
-                ]
-            )
-        return graded
+        k = config.responses_per_prompt
+        play = Play([config] * k, 0, k, self._seed)
+        played = play_tasks(engine, play, batch, [data] * len(batch), self.recipe, self.tokenizer, progress)
+        ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
+        return [_answer_of(number, episode) for number, episode in zip(ids, played.episodes, strict=True)]
+
+    @property
+    def _seed(self) -> int:
+        return self.recipe.seed + EVALUATION_SEED_OFFSET
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What follows a prompt: a response, or a conversation.
+
+    Attributes:
+        sample_id: Unique number.
+        tokens: Tokens.
+        is_sampled: Mask over the tokens: those that the model sampled.
+        log_probs: Log-probabilities of these.
+        is_truncated: Whether it was cut at a limit.
+        reward: Reward of the environment.
+        failure: Why the episode has failed; None if it has not.
+    """
+
+    sample_id: int
+    tokens: Sequence[int]
+    is_sampled: Sequence[bool]
+    log_probs: Sequence[float]
+    is_truncated: bool
+    reward: float = 0.0
+    failure: Json = None
+
+
+def _answer_of(sample_id: int, episode: Episode) -> _Answer:
+    samples = [] if episode.cause else list(episode.trace.samples())
+    if not samples:
+        return _Answer(
+            sample_id, [], [], [], is_truncated=False, failure={"cause": episode.cause, "error": episode.error}
+        )
+    last = max(samples, key=lambda sample: sample.turns[-1])
+    rewards = (node.said.reward for node in episode.trace.said() if node.said and node.said.agent == last.agent)
+    head = last.head_length
+    is_cut = episode.is_cut or last.is_truncated
+    tokens, is_sampled = last.tokens[head:], last.is_trained[head:]
+    return _Answer(sample_id, tokens, is_sampled, last.log_probs, is_truncated=is_cut, reward=sum(rewards))

@@ -154,7 +154,8 @@ class _Builder:
         assert config is not None, "checked when the recipe was read"
         self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
         cache = DataCache(self.transport.world, RunDirectory.of(self.recipe).data)
-        source, encoder = open_source(config, key, cache), RowEncoder(self.tokenizer, config, key)
+        source, is_task = open_source(config, key, cache), self.recipe.environment is not None
+        encoder = RowEncoder(self.tokenizer, config, key, is_task=is_task)
         with self.display.reading(config.path) as progress:
             dataset = open_dataset(source, encoder, self.recipe, cache, progress, self.recipe.evaluation.max_prompts)
         self._say(key, dataset, config.path)

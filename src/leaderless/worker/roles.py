@@ -262,7 +262,7 @@ class Roles:
 
 def _longest(recipe: Recipe) -> int:
     """Most tokens of a prompt with its response."""
-    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    return recipe.data.max_prompt_tokens + recipe.longest_response()
 
 
 def _placement(recipe: Recipe) -> Placement:

@@ -10,15 +10,16 @@ from leaderless.observability.metrics import Metrics
 from leaderless.rewards.pool import Graded
 from leaderless.stages.reward import reward_value
 from leaderless.workflow.metrics import pass_at_sizes
+from leaderless.workflow.stages import ENVIRONMENT
 
 
 class Scores:
     """Adds up the responses of one rank, prompt by prompt.
 
     A response is correct when the reward `evaluation.metric`, else the one of largest weight that applies to its row,
-    is at least `evaluation.correct_at`. Responses that could not be graded, or that a named metric does not apply to,
-    are left out and counted. The majority is that of the answers which the reward finds in the responses; a prompt
-    without any counts as wrong.
+    else that of the environment, is at least `evaluation.correct_at`. Responses that could not be graded, or that a
+    named metric does not apply to, are left out and counted. The majority is that of the answers which the reward finds
+    in the responses; a prompt without any counts as wrong.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -64,10 +65,11 @@ class Scores:
     def _metric_of(self, graded: Graded) -> str | None:
         """The reward that decides whether a response is correct; None where a named one does not apply."""
         named, weights = self.recipe.evaluation.metric, self.recipe.reward.options()
-        applying = [name for name in weights if name in graded.details]
         if named is not None:
-            return named if named in applying else None
-        return max(applying, key=lambda name: weights[name].weight, default=None)
+            return named if named in graded.details else None
+        applying = [name for name in weights if name in graded.details]
+        environment = ENVIRONMENT if ENVIRONMENT in graded.details else None
+        return max(applying, key=lambda name: weights[name].weight, default=environment)
 
 
 def _answer_of(graded: Graded, metric: str) -> str | None:

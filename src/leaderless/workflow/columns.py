@@ -36,6 +36,17 @@ class Column:
         return {"int64": 8, "int32": 4, "float32": 4, "bool": 1, "json": 512}[self.dtype]
 
 
+PLAY_COLUMNS = (
+    "prompt_tokens",
+    "episode_ids",
+    "joint_ids",
+    "actor",
+    "turns",
+    "turn_rewards",
+    "environment_rewards",
+    "environment_failed",
+)
+"""Columns that rollouts write in an environment, besides those that they always write."""
 EPISODE_IDS = "episode_ids"
 """Column of samples that share an episode with others; `Batch.episode_ids` knows what holds without it."""
 COLUMNS: dict[str, Column] = {
@@ -45,6 +56,14 @@ COLUMNS: dict[str, Column] = {
     "response_mask": Column("jagged", "bool", "which of `tokens` the policy sampled", "tokens"),
     "response_lengths": Column("dense", "int64", "number of sampled tokens"),
     "episode_ids": Column("dense", "int64", "the episode of the sample; without it, each sample is one"),
+    "joint_ids": Column("dense", "int64", "the play of an environment that the sample is from; its agents share it"),
+    "actor": Column("dense", "int64", "which of the environment's agents has sampled this one"),
+    "turns": Column("jagged", "int32", "number of the turn in the play, of all agents together", "response_tokens"),
+    "turn_rewards": Column(
+        "jagged", "float32", "the environment's reward of a turn at its last token, else 0", "response_tokens"
+    ),
+    "environment_rewards": Column("dense", "float32", "all rewards of the environment for the agent in the play"),
+    "environment_failed": Column("object", "json", "why the episode has failed, or null"),
     "truncated": Column("dense", "bool", "the response was cut at its longest allowed length"),
     "is_greedy": Column("dense", "bool", "the response was decoded greedily, as a baseline"),
     "agent": Column("dense", "int64", "which of the roles that sample responses has sampled this one"),

@@ -26,6 +26,7 @@ class Metric(NamedTuple):
 
 _ROUNDS = "a workflow that repeats nodes, such as `dapo`"
 _CRITIC = "a workflow with a critic, such as `ppo`"
+_PLAYED = "an `environment`"
 _EVALUATION = "`evaluation.every_steps` above 0"
 
 
@@ -69,6 +70,28 @@ METRICS: dict[str, Metric] = {
     "rollout/response_tokens": Metric("mean number of sampled tokens per response"),
     "rollout/truncated": Metric("share of responses that were cut at `rollout.max_response_tokens`"),
     "rollout/tokens_per_s": Metric("sampled tokens per second of rollout, over all ranks"),
+    "rollout/engine_busy": Metric("share of the rollout's time in which the engine works", _PLAYED),
+    "rollout/prefix_hits": Metric(
+        "share of the tokens of earlier turns whose keys and values the engine still had", _PLAYED
+    ),
+    "episode/turns": Metric("mean number of messages of the policy in an episode", _PLAYED),
+    "episode/tokens": Metric("mean number of tokens of an episode, with what the policy is told", _PLAYED),
+    "episode/told_tokens": Metric("mean number of those that the policy did not sample", _PLAYED),
+    "episode/samples": Metric("mean number of training sequences that an episode becomes", _PLAYED),
+    "episode/cut": Metric("share of episodes that ended at a limit of turns or tokens", _PLAYED),
+    "episode/drift": Metric(
+        "share of episodes in which the model has seen other tokens than if the chat template had written the "
+        "conversation anew",
+        _PLAYED,
+    ),
+    "episode/failed": Metric("episodes that failed, and are left out", _PLAYED),
+    "episode/failed_environment": Metric("those in which the environment raised an error or gave up", _PLAYED),
+    "episode/failed_timeout": Metric("those in which an answer took longer than its time limit", _PLAYED),
+    "episode/failed_crash": Metric("those whose process ended", _PLAYED),
+    "episode/failed_overflow": Metric("those that became too long", _PLAYED),
+    "episode/repeated": Metric("further attempts after episodes that failed", _PLAYED),
+    "episode/model_s": Metric("mean seconds of an episode in which it waited for the policy", _PLAYED),
+    "episode/environment_s": Metric("mean seconds of an episode in which it waited for the environment", _PLAYED),
     "rollout/staleness": Metric("mean number of optimizer updates between sampling a token and training on it"),
     "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
     **_of("advantage", ADVANTAGES),

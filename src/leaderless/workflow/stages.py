@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
-from leaderless.workflow.columns import COLUMNS, EPISODE_IDS
+from leaderless.environments.registry import find_environment
+from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, PLAY_COLUMNS
 from leaderless.workflow.stage import STAGES, StageSpec
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 SEQUENCE = ("prompt_tokens", "tokens", "response_mask")
 """Columns that make up a training sequence."""
 
+ENVIRONMENT = "environment"
+"""Name of the environment's reward among the rewards of a sample."""
 OWNERS_OF_LOG_PROBS = {
     "rollout": "the engine that sampled",
     "old": "the trained role before this step's updates",
@@ -68,6 +71,25 @@ def _advantage_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[st
 
 def _advantage_sampled_with(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return ["max_response_tokens"] * (recipe.algorithm.overlong.buffer_tokens > 0)
+
+
+def _reward_names(recipe: Recipe) -> list[str]:
+    return [*recipe.reward.options(), *([ENVIRONMENT] if recipe.environment else [])]
+
+
+def _rollout_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    return ["prompt_tokens"] if recipe.environment is None else ["rows"]
+
+
+def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
+    return [*ROLLOUT_WRITES, *(PLAY_COLUMNS if recipe.environment else ())]
+
+
+def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    names = [f"rollout/{name}" for name in ("response_tokens", "truncated", "tokens_per_s")]
+    if recipe.environment:
+        names += ["rollout/prefix_hits", "rollout/engine_busy", *(f"episode/{name}" for name in EPISODE_METRICS)]
+    return names
 
 
 def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -125,10 +147,12 @@ def _training_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 def _check_rollout(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
     if recipe.rollout.temperature == 0:
         raise RecipeError.at("rollout.temperature", "must be above 0: training needs responses that differ")
+    if recipe.environment is not None:
+        find_environment(recipe.environment)
 
 
 def _check_reward(recipe: Recipe, node: Node) -> None:
-    if not recipe.reward.options():
+    if not recipe.reward.options() and recipe.environment is None:
         raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
     limited = next((name for name, options in recipe.reward.options().items() if options.sources), None)
     train = recipe.data.train
@@ -160,8 +184,12 @@ def _check_dynamic_sampling(recipe: Recipe, node: Node) -> None:
         )
 
 
+def _longest(recipe: Recipe, section: Literal["data", "rollout"]) -> int:
+    return recipe.data.max_response_tokens if section == "data" else recipe.longest_response()
+
+
 def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
-    longest = recipe.data.max_prompt_tokens + getattr(recipe, section).max_response_tokens
+    longest = recipe.data.max_prompt_tokens + _longest(recipe, section)
     bound = recipe.batch.first_micro_batch_tokens(longest)
     if bound < longest:
         raise RecipeError.at(
@@ -243,6 +271,20 @@ def _check_sft(recipe: Recipe, node: Node) -> None:
     _check_updates_per_step(recipe)
 
 
+EPISODE_METRICS = (
+    "turns",
+    "tokens",
+    "told_tokens",
+    "samples",
+    "cut",
+    "drift",
+    "failed",
+    *(f"failed_{cause}" for cause in ("environment", "timeout", "crash", "overflow")),
+    "repeated",
+    "model_s",
+    "environment_s",
+)
+"""Metrics of episodes, below `episode/`."""
 ROLLOUT_WRITES = (
     "tokens",
     "response_mask",
@@ -255,12 +297,12 @@ ROLLOUT_WRITES = (
 )
 ROLLOUT = StageSpec(
     "leaderless.stages.rollout:rollout",
-    reads=("prompt_tokens",),
-    writes=ROLLOUT_WRITES,
+    reads=_rollout_reads,
+    writes=_rollout_writes,
     rows="expand",
     roles={"model": "generate"},
     streams=True,
-    metrics=("rollout/response_tokens", "rollout/truncated", "rollout/tokens_per_s"),
+    metrics=_rollout_metrics,
     check=_check_rollout,
     summary="sample responses to each prompt",
 )
@@ -270,11 +312,11 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         "leaderless.stages.reward:reward",
         sampled_with=("stop",),
         reads=_reward_reads,
-        reads_if_made=("response_mask", EPISODE_IDS),
+        reads_if_made=("response_mask", EPISODE_IDS, "environment_rewards", "environment_failed"),
         writes=("rewards", "reward_valid", "reward_details"),
         needs_whole_episodes=True,
         streams=True,
-        metrics=lambda recipe, _: [f"reward/{name}" for name in ("mean", "std", "failed", *recipe.reward.options())],
+        metrics=lambda recipe, _: [f"reward/{name}" for name in ("mean", "std", "failed", *_reward_names(recipe))],
         check=_check_reward,
         summary="compute the reward of each response",
     ),
@@ -291,14 +333,14 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
     "rollout_with_greedy": replace(
         ROLLOUT,
         implementation="leaderless.stages.rollout:rollout_with_greedy",
-        writes=(*ROLLOUT_WRITES, "is_greedy"),
+        writes=lambda recipe, node, workflow: [*_rollout_writes(recipe, node, workflow), "is_greedy"],
         summary="sample responses to each prompt, and decode one greedily",
     ),
     "advantage": StageSpec(
         "leaderless.stages.advantage:advantage",
         sampled_with=_advantage_sampled_with,
         reads=_advantage_reads,
-        reads_if_made=(EPISODE_IDS,),
+        reads_if_made=(EPISODE_IDS, "turn_rewards"),
         writes=_advantage_writes,
         needs_whole_groups=True,
         metrics=_advantage_metrics,
@@ -309,7 +351,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         "leaderless.stages.advantage:remax",
         sampled_with=_advantage_sampled_with,
         reads=lambda recipe, node: [*dict.fromkeys([*_advantage_reads(recipe, node), "is_greedy"])],
-        reads_if_made=(EPISODE_IDS,),
+        reads_if_made=(EPISODE_IDS, "turn_rewards"),
         writes=_advantage_writes,
         rows="filter",
         needs_whole_groups=True,

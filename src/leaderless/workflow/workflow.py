@@ -32,6 +32,7 @@ class Node:
         agents: Roles that sampled its rows, as the planner finds out.
         tag: Role that its metrics name, where several roles sample; the planner finds it out.
         sampler: Number of the node among those that make samples, from 0; the planner counts them.
+        num_samplers: Number of nodes that make samples.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Node:
     agents: tuple[str, ...] = ()
     tag: str = ""
     sampler: int = 0
+    num_samplers: int = 1
 
 
 @dataclass(frozen=True)

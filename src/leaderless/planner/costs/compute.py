@@ -95,7 +95,7 @@ class ModelCost:
     def _num_passes(self, rows: Rows, shards: Int) -> int:
         """Micro-batches of the fullest shard, which all shards run."""
         tokens = self._per_shard(shards, rows.tokens - rows.shared_tokens(shards))
-        longest = self.recipe.data.max_prompt_tokens + self.recipe.rollout.max_response_tokens
+        longest = self.recipe.data.max_prompt_tokens + self.recipe.longest_response()
         return int(np.ceil(tokens.max() / self.recipe.batch.first_micro_batch_tokens(longest)))
 
     def _per_shard(self, shards: Int, values: Int | Float) -> Float:

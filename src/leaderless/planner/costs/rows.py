@@ -116,8 +116,7 @@ def sample_workload(recipe: Recipe, config: WorkloadConfig, agents: Sequence[str
     is_given, count = recipe.data.has_responses, num_prompts * num_siblings
     samples: list[Rows] = []
     for agent in agents or (None,):
-        rollout = recipe.as_seen_by(agent).rollout
-        limit = recipe.data.max_response_tokens if is_given else rollout.max_response_tokens
+        limit = recipe.data.max_response_tokens if is_given else recipe.as_seen_by(agent).longest_response()
         responses = _lengths(generator, count, config.response_median_share * limit, config.response_sigma, limit)
         own = np.repeat(groups, num_siblings), np.repeat(prompts, num_siblings), responses
         samples.append(Rows(*own, are_samples=True))

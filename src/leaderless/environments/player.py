@@ -1,0 +1,270 @@
+"""Plays episodes: many at the same time, each with deadlines and limits of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from leaderless.config import Json, RecipeError
+from leaderless.config.environment import EnvironmentConfig
+from leaderless.environments.chat import ChatWriter
+from leaderless.environments.protocol import Message, Observation, Task, Turn
+from leaderless.environments.pump import EnginePump
+from leaderless.environments.trace import Said, Trace, TraceNode
+from leaderless.environments.world import ENVIRONMENT, OVERFLOW, Failure, World
+from leaderless.rollout.engine import RolloutEngine, SamplingParams
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Place:
+    """An episode to play.
+
+    Attributes:
+        number: Unique number; with the seed it decides what is sampled.
+        seed: Seed of the environment's random numbers.
+        task: Row of the dataset.
+        writer: Writer of its messages.
+        params: Distribution from which the policy samples, and the limits of one message.
+    """
+
+    number: int
+    seed: str
+    task: Task
+    writer: ChatWriter
+    params: SamplingParams
+
+
+@dataclass
+class Episode:
+    """What was played.
+
+    Attributes:
+        trace: Everything that was said.
+        agents: Names of the environment's agents.
+        cause: Word by which a failed episode is counted; empty if it did not fail.
+        error: Why it failed, for people.
+        is_cut: Whether it ended at a limit.
+        attempts: Number of times that it was tried.
+        seconds: Seconds in the model and in the environment, by these names.
+        info: Facts that the environment has noted.
+    """
+
+    trace: Trace = field(default_factory=Trace)
+    agents: tuple[str, ...] = ()
+    cause: str = ""
+    error: str = ""
+    is_cut: bool = False
+    attempts: int = 1
+    seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "environment": 0.0})
+    info: dict[str, Json] = field(default_factory=dict)
+
+
+class Player:
+    """Plays episodes in an environment."""
+
+    def __init__(
+        self, config: EnvironmentConfig, open_world: Callable[[], World], max_tokens: int, pump: EnginePump
+    ) -> None:
+        """Play nothing yet.
+
+        Args:
+            config: The recipe's `environment` section.
+            open_world: Function that makes the environment of an episode.
+            max_tokens: Most tokens of a conversation, from its beginning.
+            pump: Engine that samples what the policy says.
+        """
+        self._config, self._open_world, self._max_tokens, self._pump = config, open_world, max_tokens, pump
+
+    async def play(self, place: Place) -> Episode:
+        """Play an episode, again if it fails and may be tried again."""
+        episode = Episode()
+        for attempt in range(self._config.max_attempts):
+            episode = await _Attempt(self._config, self._max_tokens, self._pump, place, attempt).run(self._open_world)
+            if not episode.cause:
+                break
+        return episode
+
+
+class _Attempt:
+    """One try of an episode."""
+
+    def __init__(
+        self, config: EnvironmentConfig, max_tokens: int, pump: EnginePump, place: Place, attempt: int
+    ) -> None:
+        self._config, self._max_tokens, self._pump = config, max_tokens, pump
+        self._place, self._attempt = place, attempt
+        self.episode = Episode(attempts=attempt + 1)
+        self._ends: dict[str, TraceNode] = {}  # of each agent's conversation
+        self._waiting: dict[str, list[Message]] = {}  # what an agent has been told since it spoke last
+        self._num_turns = 0
+
+    async def run(self, open_world: Callable[[], World]) -> Episode:
+        """Play to the end, or to the failure."""
+        episode, world = self.episode, None
+        try:
+            world = open_world()
+            episode.agents = world.agents
+            await self._play(world)
+        except Failure as failure:
+            episode.cause, episode.error = failure.cause, str(failure)
+        except RecipeError as error:
+            episode.cause, episode.error = ENVIRONMENT, str(error)
+        finally:
+            for number in range(len(episode.agents)):
+                self._pump.forget(self._conversation(number))
+            if world is not None:
+                await world.close()
+        return episode
+
+    async def _play(self, world: World) -> None:
+        agent = world.agents[0]
+        observation = await self._timed(world.reset(self._place.task, self._place.seed))
+        self._tell(agent, observation)
+        while True:
+            said = await self._say(agent)
+            if said is None:
+                return
+            turn = await self._timed(world.act(self._place.writer.text(said.tokens)))
+            self._reward(turn, said, agent)
+            self.episode.info |= turn.info
+            if turn.done:
+                return
+            if self._num_turns >= self._config.max_turns:
+                self.episode.is_cut = True
+                return
+            agent = agent if turn.agent is None else turn.agent
+            self._tell(agent, turn.observation)
+
+    async def _timed(self, answer: Awaitable[Answer]) -> Answer:
+        begin = time.perf_counter()
+        try:
+            return await answer
+        finally:
+            self.episode.seconds["environment"] += time.perf_counter() - begin
+
+    def _tell(self, agent: str, observation: Observation) -> None:
+        try:
+            messages = self._place.writer.messages_of(observation)
+        except TypeError as error:
+            raise Failure(ENVIRONMENT, str(error)) from error
+        self._waiting.setdefault(agent, []).extend(messages)
+
+    async def _say(self, agent: str) -> TraceNode | None:
+        """Let an agent say something; None if its conversation has become too long."""
+        trace, writer = self.episode.trace, self._place.writer
+        end, told = self._ends.get(agent), self._waiting.pop(agent, [])
+        num_known = 0 if end is None else len(end.context())
+        if end is None:
+            messages, tokens = writer.begin(told)
+            end = trace.add(None, tokens, messages)
+        elif told:
+            end = trace.add(end, writer.add(told, end.tokens), told)
+        self._ends[agent] = end
+        prompt = end.context()
+        room = min(self._place.params.max_tokens, self._max_tokens - len(prompt))
+        if room < 1:
+            self._overflow(len(prompt))
+            return None
+        begin = time.perf_counter()
+        completion = await self._pump.ask(
+            prompt,
+            noise_id(self._place.number, self._attempt, self._num_turns),
+            self._place.params.limited_to(room),
+            self._conversation(self.episode.agents.index(agent)),
+            num_known,
+        )
+        self.episode.seconds["model"] += time.perf_counter() - begin
+        message: Message = {"role": "assistant", "content": writer.text(completion.tokens)}
+        facts = Said(completion.log_probs, completion.policy_versions, self._num_turns, agent, completion.is_truncated)
+        self._ends[agent] = trace.add(end, completion.tokens, [message], facts)
+        self._num_turns += 1
+        return self._ends[agent]
+
+    def _overflow(self, num_tokens: int) -> None:
+        """End an episode in which a conversation has become too long."""
+        text = (
+            f"a conversation has {num_tokens} tokens, and may have {self._max_tokens} (data.max_prompt_tokens + "
+            "environment.max_episode_tokens): raise them, or let the environment say less"
+        )
+        if self._config.on_overflow == "fail" or not self._num_turns:
+            raise Failure(OVERFLOW, text)
+        self.episode.is_cut = True
+
+    def _reward(self, turn: Turn, said: TraceNode, agent: str) -> None:
+        """Add rewards to what their agents have said last."""
+        rewards = turn.reward if isinstance(turn.reward, Mapping) else {agent: turn.reward}
+        for name, value in rewards.items():
+            node = said if name == agent else self._last_said(name)
+            if node is None and value:
+                raise Failure(ENVIRONMENT, f"agent '{name}' is rewarded by {value:g}, but has not said anything yet")
+            if node is not None and node.said is not None:
+                node.said.reward += value
+
+    def _last_said(self, agent: str) -> TraceNode | None:
+        nodes = (node for node in reversed(self.episode.trace.nodes) if node.said and node.said.agent == agent)
+        return next(nodes, None)
+
+    def _conversation(self, agent: int) -> int:
+        return noise_id(self._place.number, self._attempt, -1 - agent)
+
+
+def noise_id(number: int, attempt: int, turn: int) -> int:
+    """The sample id of a message: that of the episode for its first one, and 63 bits that follow from it for others."""
+    if attempt == turn == 0:
+        return number
+    digest = hashlib.blake2b(f"{number}/{attempt}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def play_all(
+    engine: RolloutEngine,
+    config: EnvironmentConfig,
+    open_world: Callable[[], World],
+    places: Sequence[Place],
+    max_tokens: int,
+    progress: Callable[[int], None],
+) -> tuple[list[Episode], EnginePump]:
+    """Play episodes with an engine that is awake and has weights, at most `config.concurrency` at a time.
+
+    Args:
+        engine: Engine that samples.
+        config: The recipe's `environment` section.
+        open_world: Function that makes the environment of an episode.
+        places: The episodes.
+        max_tokens: Most tokens of a conversation, from its beginning.
+        progress: Function that gets the number of episodes that have ended since its last call, also 0.
+
+    Returns:
+        The episodes in the order of their places, and the pump with what it has measured.
+    """
+
+    async def play() -> tuple[list[Episode], EnginePump]:
+        pump = EnginePump(engine, lambda: progress(0))
+        player, free = Player(config, open_world, max_tokens, pump), asyncio.Semaphore(config.concurrency)
+
+        async def one(place: Place) -> Episode:
+            async with free:
+                episode = await player.play(place)
+            progress(1)
+            return episode
+
+        async with asyncio.TaskGroup() as tasks:
+            engine_task = tasks.create_task(pump.run())
+            playing = [tasks.create_task(one(place)) for place in places]
+            await asyncio.gather(*playing)
+            engine_task.cancel()
+        return [task.result() for task in playing], pump
+
+    try:
+        return asyncio.run(play())
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group

@@ -1,0 +1,110 @@
+"""An engine for many conversations at once: it is stepped whenever one of them waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+
+BEAT_S = 1.0
+"""Seconds between signs of life while no conversation waits for the engine."""
+
+
+@dataclass
+class _Asked:
+    completion: Completion
+    answer: asyncio.Future[Completion]
+
+
+class EnginePump:
+    """Steps an engine in the event loop of those that ask it, so that neither needs a thread.
+
+    Attributes:
+        busy_s: Seconds that the engine has worked.
+        known_tokens: Tokens of prompts that the engine had read or sampled before, in the same conversation.
+        cached_tokens: Tokens of prompts whose keys and values it still had.
+    """
+
+    def __init__(self, engine: RolloutEngine, beat: Callable[[], None] = lambda: None) -> None:
+        """Drive an engine that is awake and has weights; `beat` is called as a sign of life."""
+        self._engine, self._beat = engine, beat
+        self._asked: dict[int, _Asked] = {}
+        self._has_work = asyncio.Event()
+        self.busy_s = 0.0
+        self.known_tokens = self.cached_tokens = 0
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        sample_id: int,
+        params: SamplingParams,
+        conversation: int | None = None,
+        known_tokens: int = 0,
+    ) -> Completion:
+        """Sample one response. If the caller is canceled, the response is aborted.
+
+        Args:
+            prompt: Token ids.
+            sample_id: Number that decides, with the seed, what is sampled.
+            params: Distribution and limits.
+            conversation: Number of the conversation that the prompt continues; None if it will not be continued.
+            known_tokens: Tokens at the beginning of the prompt that were read or sampled before in the conversation.
+        """
+        request = Request(prompt, [sample_id], conversation=conversation)
+        number = self._engine.submit(request, params)
+        self.known_tokens += known_tokens
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._asked[number] = _Asked(Completion(), answer)
+        self._has_work.set()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._asked.pop(number, None) is not None:
+                self._engine.abort(number)
+            raise
+
+    def forget(self, conversation: int) -> None:
+        """Let the engine release what it keeps of a conversation."""
+        self._engine.forget(conversation)
+
+    async def run(self) -> None:
+        """Step the engine until canceled.
+
+        Raises:
+            Exception: The engine has failed; everyone who waits gets the error, too.
+        """
+        while True:
+            if not self._asked:
+                self._has_work.clear()
+                try:
+                    await asyncio.wait_for(self._has_work.wait(), BEAT_S)
+                except TimeoutError:
+                    self._beat()
+                continue
+            self._step()
+            await asyncio.sleep(0)
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        deltas = self._engine.step()
+        self.busy_s += time.perf_counter() - begin
+        for delta in deltas:
+            asked = self._asked.get(delta.request)
+            if asked is None:
+                continue  # aborted
+            completion = asked.completion
+            self.cached_tokens += delta.cached_tokens
+            completion.tokens += delta.tokens
+            completion.log_probs += delta.log_probs
+            if delta.tokens:
+                assert delta.policy_version is not None, "each token has the version of the weights that sampled it"
+                completion.policy_versions += [delta.policy_version] * len(delta.tokens)
+            if delta.finish_reason is not None:
+                completion.finish_reason = delta.finish_reason
+                del self._asked[delta.request]
+                if not asked.answer.done():
+                    asked.answer.set_result(completion)
+        self._beat()

@@ -1,0 +1,40 @@
+"""Environments by name. Imports no torch, and an environment only when it is needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from leaderless.config import RecipeError, nearest
+from leaderless.config.environment import EnvironmentConfig
+from leaderless.config.functions import is_function_name, load_class
+from leaderless.environments.protocol import Environment
+
+BUILT_IN: Mapping[str, str] = {}
+"""Environments that come with the package, each as `module:Class`."""
+
+
+def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """A function that makes the environment of one episode.
+
+    Raises:
+        RecipeError: There is no such environment, or its constructor does not take the options.
+    """
+    name = BUILT_IN.get(config.type, config.type)
+    if not is_function_name(name):
+        hint = nearest(name, BUILT_IN)
+        raise RecipeError.at(
+            "environment.type", f"unknown environment '{name}'{hint}; a custom one is 'package.module:Class'"
+        )
+    found = load_class(name, "environment.type", Environment)  # type: ignore[type-abstract]
+    try:
+        inspect.signature(found).bind(**config.options)
+    except TypeError as error:
+        raise RecipeError.at(
+            "environment.options", f"{found.__name__}{inspect.signature(found)} does not take them: {error}"
+        ) from error
+    agents = tuple(found.agents)
+    if not agents or len(set(agents)) < len(agents):
+        raise RecipeError.at("environment.type", f"{found.__name__}.agents must be one or more different names")
+    return partial(found, **config.options)

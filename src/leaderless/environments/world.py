@@ -1,0 +1,131 @@
+"""An episode's environment as the player calls it: with deadlines, and with errors that name the cause. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from random import Random
+from typing import Protocol, TypeVar, cast
+
+from leaderless.environments.protocol import Environment, EpisodeFailed, Observation, Task, Turn
+from leaderless.environments.threads import call_user
+
+Result = TypeVar("Result")
+ENVIRONMENT, TIMEOUT, CRASH, OVERFLOW = "environment", "timeout", "crash", "overflow"
+CAUSES = (ENVIRONMENT, TIMEOUT, CRASH, OVERFLOW)
+"""Causes of failed episodes, by which they are counted."""
+
+
+class Failure(Exception):  # noqa: N818 - the end of an episode, not of the program
+    """Why an episode has failed.
+
+    Attributes:
+        cause: Word by which it is counted.
+    """
+
+    def __init__(self, cause: str, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+class World(Protocol):
+    """One episode's environment."""
+
+    agents: tuple[str, ...]
+
+    async def reset(self, task: Task, seed: str) -> Observation:
+        """Begin; `seed` decides all randomness."""
+
+    async def act(self, text: str) -> Turn:
+        """Answer what an agent has said."""
+
+    async def close(self) -> None:
+        """Release everything."""
+
+
+class ThreadWorld:
+    """See `World`. The environment is an object of this process; methods that are not `async` run in threads."""
+
+    def __init__(self, make: Callable[[], Environment], timeout_s: float) -> None:
+        """Make the environment.
+
+        Args:
+            make: Function that makes it.
+            timeout_s: Seconds that each of its answers may take.
+
+        Raises:
+            Failure: It cannot be made.
+        """
+        self._timeout_s = timeout_s
+        try:
+            self._environment = make()
+        except Exception as error:
+            raise failure_of(error, "the constructor of the environment") from error
+        self.agents = tuple(self._environment.agents)
+
+    async def reset(self, task: Task, seed: str) -> Observation:
+        """See `World`."""
+        environment, rng = self._environment, Random(seed)  # noqa: S311
+        return await call(lambda: environment.reset(task, rng), self._timeout_s, self._name("reset"))
+
+    async def act(self, text: str) -> Turn:
+        """See `World`."""
+        found = await call(lambda: self._environment.act(text), self._timeout_s, self._name("act"))
+        return checked(found, self._name("act"), self.agents)
+
+    async def close(self) -> None:
+        """See `World`. An error says nothing about the episode, which is over."""
+        with suppress(Failure):
+            await call(self._environment.close, self._timeout_s, self._name("close"))
+
+    def _name(self, method: str) -> str:
+        return f"{type(self._environment).__name__}.{method}"
+
+
+async def call(function: Callable[[], Result | Awaitable[Result]], timeout_s: float, what: str) -> Result:
+    """Call a user's function, in a thread unless it is a coroutine function, and wait for its result.
+
+    A thread that takes longer is left behind: it cannot be ended, but does not keep the process alive.
+
+    Raises:
+        Failure: It raised an error or took too long.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return cast("Result", await call_user(function, what))
+    except TimeoutError as error:
+        remedy = "raise environment.act_timeout_s, or give the call a time limit of its own"
+        raise Failure(TIMEOUT, f"{what} has not answered within {timeout_s:g} s: {remedy}") from error
+    except Failure:
+        raise
+    except Exception as error:
+        raise failure_of(error, what) from error
+
+
+def failure_of(error: Exception, what: str) -> Failure:
+    """The failure of an episode in which a user's function raised an error."""
+    if isinstance(error, EpisodeFailed):
+        return Failure(ENVIRONMENT, f"{what} gave up: {error}")
+    return Failure(ENVIRONMENT, f"{what} raised {type(error).__name__}: {error}")
+
+
+def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:
+    """What an environment has answered, if it is well-formed.
+
+    Raises:
+        Failure: It is no `Turn`, a reward is not finite, or an agent is unknown.
+    """
+    if not isinstance(turn, Turn):
+        raise Failure(ENVIRONMENT, f"{what} returned {type(turn).__name__}: it must return a Turn")
+    rewards = turn.reward.items() if isinstance(turn.reward, Mapping) else [(None, turn.reward)]
+    for agent, reward in rewards:
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise Failure(ENVIRONMENT, f"{what} returned the reward {reward!r}: it must be a finite number")
+        if agent is not None and agent not in agents:
+            known = ", ".join(agents)
+            raise Failure(ENVIRONMENT, f"{what} rewards the agent '{agent}', which is none of {known}")
+    if turn.agent is not None and turn.agent not in agents:
+        raise Failure(ENVIRONMENT, f"{what} lets the agent '{turn.agent}' act, which is none of {', '.join(agents)}")
+    return turn

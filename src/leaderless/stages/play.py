@@ -1,0 +1,310 @@
+"""Rollouts in an environment: each rank plays its own episodes, and its traces become samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+
+import torch
+
+from leaderless.config import Json, Recipe
+from leaderless.config.data import DatasetConfig
+from leaderless.config.rollout import SamplingConfig
+from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
+from leaderless.data.encode import RowEncoder, Tokenizer
+from leaderless.environments.chat import ChatWriter
+from leaderless.environments.player import Episode, Place, play_all
+from leaderless.environments.pump import EnginePump
+from leaderless.environments.registry import find_environment
+from leaderless.environments.trace import TraceSample
+from leaderless.environments.world import CAUSES, ThreadWorld
+from leaderless.observability.metrics import Metrics
+from leaderless.rollout.engine import RolloutEngine, SamplingParams
+
+
+@dataclass(frozen=True)
+class Play:
+    """Episodes to play for each task.
+
+    Attributes:
+        distributions: Distribution from which the policy samples in each of them.
+        first: Sibling number of the first episode of a task.
+        stride: Number of siblings after which those of the episodes' further samples begin.
+        seed: Seed of all noise.
+    """
+
+    distributions: Sequence[SamplingConfig]
+    first: int
+    stride: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Played:
+    """Episodes of some tasks, those of a task next to each other.
+
+    Attributes:
+        play: What was to be played.
+        tasks: The tasks.
+        episodes: The episodes.
+        pump: The engine's work.
+        end_token: Token with which the prompt of a task begins if none of its episodes succeeded.
+        writers: Writer of the messages of each task's episodes.
+    """
+
+    play: Play
+    tasks: Batch
+    episodes: Sequence[Episode]
+    pump: EnginePump
+    end_token: int
+    writers: Sequence[ChatWriter]
+
+    @cached_property
+    def _rows(self) -> Sequence[_Row]:
+        rows = [row for index, episode in enumerate(self.episodes) for row in _rows_of(episode, index, self.play)]
+        return sorted(rows, key=lambda row: (int(self.tasks.ids[row.task]), row.sibling))
+
+    def samples(self) -> Batch:
+        """The episodes as samples of the tasks, whose prompts are what all conversations of a task begin with."""
+        heads: list[list[list[int]]] = [[] for _ in range(len(self.tasks))]
+        for row in self._rows:
+            if row.sample is not None:
+                heads[row.task].append(row.sample.tokens[: row.sample.head_length])
+        prompts = [_common(some) if some else [self.end_token] for some in heads]
+        task = torch.tensor([row.task for row in self._rows], dtype=torch.int64)
+        table = self.tasks.with_columns(prompt_tokens=Jagged.from_lists(prompts, torch.int64, "prompt_tokens"))
+        siblings = torch.tensor([row.sibling for row in self._rows], dtype=torch.int64)
+        ids = make_sample_ids(self.tasks.ids[task], siblings)
+        lengths = [len(prompts[row.task]) for row in self._rows]
+        return Batch(ids, {**self._token_columns(lengths), **self._episode_columns(task)}, table, task)
+
+    def _token_columns(self, prompt_lengths: Sequence[int]) -> dict[str, Column]:
+        samples = [row.sample or NOTHING for row in self._rows]
+        pairs = list(zip(samples, prompt_lengths, strict=True))
+
+        def trained(values: Sequence[Sequence[float]], dtype: torch.dtype) -> Jagged:
+            return Jagged.from_lists(values, dtype, "response_tokens")
+
+        temperatures = [self.play.distributions[row.place].temperature for row in self._rows]
+        return {
+            "tokens": Jagged.from_lists([s.tokens[length:] for s, length in pairs], torch.int64, "tokens"),
+            "response_mask": Jagged.from_lists([s.is_trained[length:] for s, length in pairs], torch.bool, "tokens"),
+            "response_lengths": torch.tensor([len(s.log_probs) for s in samples], dtype=torch.int64),
+            "policy_versions": trained([s.policy_versions for s in samples], torch.int32),
+            "temperatures": trained(
+                [[t] * len(s.log_probs) for s, t in zip(samples, temperatures, strict=True)], torch.float32
+            ),
+            "rollout_log_probs": trained([s.log_probs for s in samples], torch.float32),
+            "turns": trained([s.turns for s in samples], torch.int32),
+            "turn_rewards": trained([s.rewards for s in samples], torch.float32),
+        }
+
+    def _episode_columns(self, task: torch.Tensor) -> dict[str, Column]:
+        def ids(siblings: Sequence[int]) -> torch.Tensor:
+            return make_sample_ids(self.tasks.ids[task], torch.tensor(siblings, dtype=torch.int64))
+
+        rows, distributions = self._rows, self.play.distributions
+        columns: dict[str, Column] = {
+            "truncated": torch.tensor([row.is_cut for row in rows], dtype=torch.bool),
+            "episode_ids": ids([row.credit for row in rows]),
+            "joint_ids": ids([row.play for row in rows]),
+            "actor": torch.tensor([row.actor for row in rows], dtype=torch.int64),
+            "environment_rewards": torch.tensor([row.reward for row in rows], dtype=torch.float32),
+            "environment_failed": tuple(row.failure for row in rows),
+        }
+        if any(distribution.temperature == 0 for distribution in distributions):
+            is_greedy = [distributions[row.place].temperature == 0 for row in rows]
+            columns["is_greedy"] = torch.tensor(is_greedy, dtype=torch.bool)
+        return columns
+
+    def first_error(self) -> str | None:
+        """Why the first failed episode has failed; None if none has."""
+        return next((episode.error for episode in self.episodes if episode.cause), None)
+
+    def report(self, metrics: Metrics, num_engines: int, seconds: float) -> None:
+        """Report what was played.
+
+        Args:
+            metrics: Collector.
+            num_engines: Number of engines that have played.
+            seconds: Seconds that this one took.
+        """
+        num_tokens = sum(len(node.tokens) for episode in self.episodes for node in episode.trace.said())
+        metrics.mean("rollout/tokens_per_s", num_engines * num_tokens, seconds)
+        metrics.mean("rollout/engine_busy", self.pump.busy_s, seconds)
+        metrics.mean("rollout/prefix_hits", self.pump.cached_tokens, self.pump.known_tokens)
+        siblings = len(self.play.distributions)
+        # A greedy episode is only a baseline, and in no metric of what the policy samples.
+        sampled = [
+            (index // siblings, episode)
+            for index, episode in enumerate(self.episodes)
+            if self.play.distributions[index % siblings].temperature > 0
+        ]
+        whole = [(task, episode) for task, episode in sampled if not episode.cause]
+        said = [node for _, episode in whole for node in episode.trace.said()]
+        cut = sum(node.said.is_truncated for node in said if node.said)
+        metrics.mean("rollout/response_tokens", sum(len(node.tokens) for node in said), len(said))
+        metrics.mean("rollout/truncated", cut, len(said))
+        metrics.total("episode/failed", len(sampled) - len(whole))
+        for cause in CAUSES:
+            metrics.total(f"episode/failed_{cause}", sum(episode.cause == cause for _, episode in sampled))
+        metrics.total("episode/repeated", sum(episode.attempts - 1 for _, episode in sampled))
+        numbers: dict[str, Sequence[float]] = {
+            "turns": [len(episode.trace.said()) for _, episode in whole],
+            "tokens": [sum(len(node.tokens) for node in episode.trace.nodes) for _, episode in whole],
+            "told_tokens": [
+                sum(len(node.tokens) for node in episode.trace.nodes if not node.said) for _, episode in whole
+            ],
+            "samples": [sum(1 for _ in episode.trace.samples()) for _, episode in whole],
+            "cut": [episode.is_cut for _, episode in whole],
+            "drift": [has_drifted(episode, self.writers[task]) for task, episode in whole],
+            "model_s": [episode.seconds["model"] for _, episode in whole],
+            "environment_s": [episode.seconds["environment"] for _, episode in whole],
+        }
+        for name, values in numbers.items():
+            metrics.mean(f"episode/{name}", sum(values), len(values))
+
+
+NOTHING = TraceSample("", [], [], [], [], [], [], is_truncated=False)
+"""What is left of a failed episode."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sample of an episode; of a failed one an empty one.
+
+    Attributes:
+        sibling: Number of the sample among those of its task.
+        task: Place of the task in the batch.
+        place: Place of the episode among those of its task.
+        credit: Sibling number of the first sample of its episode and agent: the unit of credit.
+        play: Sibling number of the first sample of the episode, which its agents share.
+        actor: Place of the agent among those of the environment.
+        sample: Tokens; None if the episode has failed.
+        reward: Sum of the agent's rewards in the episode.
+        is_cut: Whether the episode or the sample ended at a limit.
+        failure: Why the episode has failed; None if it has not.
+    """
+
+    sibling: int
+    task: int
+    place: int
+    credit: int
+    play: int
+    actor: int
+    sample: TraceSample | None
+    reward: float
+    is_cut: bool
+    failure: Json
+
+
+def _rows_of(episode: Episode, index: int, play: Play) -> list[_Row]:
+    """The samples of an episode, those of an agent one after the other; of a failed one an empty sample."""
+    task, place = divmod(index, len(play.distributions))
+    begin = play.first + place
+    if episode.cause:
+        failure: Json = {"cause": episode.cause, "error": episode.error}
+        return [_Row(begin, task, place, begin, begin, 0, None, 0.0, episode.is_cut, failure)]
+    rewards = dict.fromkeys(episode.agents, 0.0)
+    for node in episode.trace.said():
+        if node.said:
+            rewards[node.said.agent] += node.said.reward
+    rows: list[_Row] = []
+    credit: dict[str, int] = {}
+    samples = sorted(episode.trace.samples(), key=lambda sample: episode.agents.index(sample.agent))
+    for number, sample in enumerate(samples):
+        sibling = begin + number * play.stride
+        rows.append(
+            _Row(
+                sibling=sibling,
+                task=task,
+                place=place,
+                credit=credit.setdefault(sample.agent, sibling),
+                play=begin,
+                actor=episode.agents.index(sample.agent),
+                sample=sample,
+                reward=rewards[sample.agent],
+                is_cut=episode.is_cut or sample.is_truncated,
+                failure=None,
+            )
+        )
+    return rows
+
+
+def play_tasks(
+    engine: RolloutEngine,
+    play: Play,
+    tasks: Batch,
+    data: Sequence[DatasetConfig],
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    progress: Callable[[float], None],
+) -> Played:
+    """Play the episodes of some tasks with an engine that is awake and has weights.
+
+    Args:
+        engine: Engine that samples.
+        play: Episodes of each task.
+        tasks: Tasks: rows of datasets, with their group ids.
+        data: Dataset of each task.
+        recipe: The recipe, as seen by the role that samples.
+        tokenizer: Tokenizer of the policy.
+        progress: Function that gets the finished fraction.
+    """
+    config, end_token = recipe.environment, tokenizer.eos_token_id
+    assert config is not None
+    assert end_token is not None
+    make, timeout_s = find_environment(config), config.act_timeout_s
+    known = {id(one): writer_of(tokenizer, one) for one in data}
+    writers = [known[id(one)] for one in data]
+    places = list(_places(play, tasks, writers, recipe))
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done / max(1, len(places)))
+
+    longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
+    episodes, pump = play_all(engine, config, lambda: ThreadWorld(make, timeout_s), places, longest, report)
+    return Played(play, tasks, episodes, pump, end_token, writers)
+
+
+def _places(play: Play, tasks: Batch, writers: Sequence[ChatWriter], recipe: Recipe) -> Iterator[Place]:
+    siblings = torch.arange(play.first, play.first + len(play.distributions))
+    ids = make_sample_ids(tasks.ids.repeat_interleave(len(siblings)), siblings.repeat(len(tasks))).tolist()
+    numbers = iter(ids)
+    rollout = recipe.rollout
+    for task, group, writer in zip(tasks.objects("rows"), tasks.ids.tolist(), writers, strict=True):
+        assert isinstance(task, Mapping)
+        for distribution in play.distributions:
+            params = SamplingParams(distribution, rollout.max_response_tokens, rollout.stop, play.seed)
+            yield Place(next(numbers), f"{play.seed}/{group}", task, writer, params)
+
+
+def writer_of(tokenizer: Tokenizer, data: DatasetConfig) -> ChatWriter:
+    """What writes the messages of episodes whose tasks are rows of a dataset."""
+    return ChatWriter(tokenizer, RowEncoder(tokenizer, data, "data.train", is_task=True).is_chat, data.system)
+
+
+def has_drifted(episode: Episode, writer: ChatWriter) -> bool:
+    """Whether the model has seen other tokens than if a chat template had written some conversation anew each turn.
+
+    That is no error: what was sampled counts. But the model was perhaps trained on conversations written anew.
+    """
+    if not writer.is_chat:
+        return False
+    for node in episode.trace.said():
+        if node.parent is not None and node.parent.parent is not None:
+            messages = [message for one in node.parent.path() for message in one.messages]
+            if writer.fresh(messages) != node.parent.context():
+                return True
+    return False
+
+
+def _common(rows: Sequence[list[int]]) -> list[int]:
+    """What all sequences begin with."""
+    first, last = min(rows), max(rows)  # of sequences in order, the first and the last differ most
+    return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]

@@ -1,0 +1,53 @@
+"""What is added to a conversation is what the chat template would have written, and nothing else is written again."""
+
+from __future__ import annotations
+
+import pytest
+from tests.rows import Characters
+from tests.templates import BRACKETS, CHATML, DROPS_REASONING, LLAMA, tokenizer_with
+
+from leaderless.config import RecipeError
+from leaderless.environments.chat import ChatWriter
+
+TEMPLATES = {"chatml": (CHATML, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "qwen3": (DROPS_REASONING, "<|im_end|>")}
+TOLD = [[{"role": "user", "content": "two"}], [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("told", TOLD)
+def test_turn_by_turn_gives_the_tokens_of_the_whole_conversation(name: str, told: list[dict[str, str]]) -> None:
+    template, end = TEMPLATES[name]
+    writer = ChatWriter(tokenizer_with(template), is_chat=True, system="be brief")
+    messages, tokens = writer.begin([{"role": "user", "content": "one"}])
+    said = writer.tokenizer.encode("yes" + end, add_special_tokens=False)
+    grown = [*tokens, *said, *writer.add(told, said)]
+    assert grown == writer.fresh([*messages, {"role": "assistant", "content": "yes"}, *told])
+
+
+def test_a_message_that_was_cut_off_is_closed_by_the_template() -> None:
+    writer = ChatWriter(tokenizer_with(CHATML), is_chat=True)
+    messages, tokens = writer.begin([{"role": "user", "content": "one"}])
+    said = writer.tokenizer.encode("ye", add_special_tokens=False)
+    told = TOLD[0]
+    grown = [*tokens, *said, *writer.add(told, said)]
+    assert grown == writer.fresh([*messages, {"role": "assistant", "content": "ye"}, *told])
+
+
+def test_without_a_template_texts_follow_each_other() -> None:
+    writer = ChatWriter(Characters(), is_chat=False)
+    messages, tokens = writer.begin(writer.messages_of("a?"))
+    assert (messages, tokens) == ([{"role": "user", "content": "a?"}], [1, ord("a"), ord("?")])
+    assert writer.add(writer.messages_of("!"), [7]) == [ord("!")]
+
+
+def test_a_template_without_tool_messages_is_refused_by_name() -> None:
+    writer = ChatWriter(tokenizer_with(BRACKETS, end="</s>"), is_chat=True)
+    with pytest.raises(RecipeError, match="roles user, assistant, tool: no such role"):
+        writer.add([{"role": "tool", "content": "3"}], [])
+
+
+@pytest.mark.parametrize("observation", [None, 3, [{"role": "user"}], ["text"], {"role": "user", "content": "x"}])
+def test_an_observation_of_another_type_is_an_error(observation: object) -> None:
+    writer = ChatWriter(Characters(), is_chat=False)
+    with pytest.raises(TypeError, match="must be a text, or a list of messages"):
+        writer.messages_of(observation)  # type: ignore[arg-type]
