@@ -74,7 +74,7 @@ def load_function(name: str, key: str, num_arguments: int) -> Callable[..., obje
     Raises:
         RecipeError: It cannot be imported or called so; the error is at the setting `key`, which names the function.
     """
-    function = _find(name, key, "function")
+    function = load_callable(name, key, "function")
     try:
         signature = inspect.signature(function)
     except ValueError as error:
@@ -95,7 +95,7 @@ def load_class(name: str, key: str, base: type[Base]) -> type[Base]:
         RecipeError: It cannot be imported, derives from another class, or leaves out a method; the error is at the
             setting `key`, which names the class.
     """
-    found = _find(name, key, "class")
+    found = load_callable(name, key, "class")
     if not isinstance(found, type) or not issubclass(found, base):
         raise RecipeError.at(key, f"'{name}' must be a class derived from {base.__module__}.{base.__qualname__}")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
@@ -104,8 +104,17 @@ def load_class(name: str, key: str, base: type[Base]) -> type[Base]:
     return found
 
 
-def _find(name: str, key: str, kind: str) -> Callable[..., object]:
-    """The function or class of a name."""
+def load_callable(name: str, key: str, kind: str) -> Callable[..., object]:
+    """Import what a name means, a function or a class.
+
+    Args:
+        name: Name of the form `package.module:function`.
+        key: Setting that names it, for errors.
+        kind: Word for what it must be, for errors.
+
+    Raises:
+        RecipeError: It cannot be imported.
+    """
     module_name, _, attribute = name.partition(":")
     try:
         module = import_module(module_name)

@@ -16,7 +16,7 @@ import pytest
 from pydantic import Field
 
 from leaderless.environments.protocol import EpisodeFailed
-from leaderless.environments.tools import Call, Toolbox, ToolError, tool
+from leaderless.environments.tools import Call, Toolbox, ToolError, result_messages, tool
 from leaderless.environments.tools.formats import read_qwen3_coder
 from leaderless.environments.tools.function_tool import FunctionTool, tools_of_class
 
@@ -113,7 +113,12 @@ def test_arguments_are_converted_and_results_are_texts():
     results = run(toolbox, Call("add", {"a": "2"}), Call("draw", {"points": [{"x": 1}], "color": "blue", "size": 2}))
     assert [result.text for result in results] == ["3.0", "[Point(x=1, y=0)] blue 2"]
     assert all(result.failure is None for result in results)
-    assert results[0].message() == {"role": "tool", "name": "add", "content": "3.0"}
+    assert result_messages(results)[0] == {
+        "role": "tool",
+        "name": "add",
+        "tool_call_id": "call00000",
+        "content": "3.0",
+    }
 
 
 @pytest.mark.parametrize(

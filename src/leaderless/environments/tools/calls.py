@@ -53,8 +53,12 @@ class Calls:
         message: dict[str, Json] = {"role": "assistant", "content": self.content}
         if self.calls:
             message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.calls
+                {
+                    "id": _identifier(place),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for place, call in enumerate(self.calls)
             ]
         return message
 
@@ -77,9 +81,18 @@ class CallResult:
     seconds: float = 0.0
     failure: Failure | None = None
 
-    def message(self) -> Mapping[str, Json]:
-        """The message that tells the policy."""
-        return {"role": "tool", "name": self.name, "content": self.text}
+
+def result_messages(results: Sequence[CallResult]) -> list[Mapping[str, Json]]:
+    """The messages that tell the policy what was answered to the calls of one message."""
+    return [
+        {"role": "tool", "name": result.name, "tool_call_id": _identifier(place), "content": result.text}
+        for place, result in enumerate(results)
+    ]
+
+
+def _identifier(place: int) -> str:
+    """Nine letters and digits, on which some templates insist."""
+    return f"call{place:05d}"
 
 
 class Tool(ABC):

@@ -113,10 +113,10 @@ def tools_of_class(owner: type) -> list[FunctionTool]:
 
 def _marked(owner: type, names: Mapping[str, object]) -> Iterator[FunctionTool]:
     for name in names:
-        method = getattr(owner, name, None)
-        if inspect.isroutine(method) and getattr(method, _MARK, False):
-            is_plain = inspect.isfunction(inspect.getattr_static(owner, name))
-            yield FunctionTool.of(method, skips_first=is_plain)
+        found = inspect.getattr_static(owner, name, None)
+        function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+        if inspect.isfunction(function) and getattr(function, _MARK, False):
+            yield FunctionTool.of(getattr(owner, name), skips_first=found is function)
 
 
 def _documentation(function: Callable[..., object]) -> tuple[str, dict[str, str]]:

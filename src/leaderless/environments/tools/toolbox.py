@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from leaderless.config import Json, nearest
 from leaderless.environments.protocol import EpisodeFailed
+from leaderless.environments.threads import call_user
 from leaderless.environments.tools.calls import Call, CallResult, Calls, Failure, Tool, WrongArgumentsError
 from leaderless.environments.tools.formats import Reader, read_hermes
 from leaderless.environments.tools.function_tool import ToolError
@@ -25,12 +27,20 @@ class Toolbox:
         reader: Reader of the format in which the policy writes calls.
         max_result_characters: Most characters of a result that the policy is told; the middle of a longer one is left
             out.
+        closers: Functions that release what the tools hold; they may be `async`.
     """
 
-    def __init__(self, tools: Iterable[Tool], reader: Reader = read_hermes, max_result_characters: int = 4000) -> None:
+    def __init__(
+        self,
+        tools: Iterable[Tool],
+        reader: Reader = read_hermes,
+        max_result_characters: int = 4000,
+        closers: Sequence[Callable[[], object]] = (),
+    ) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self._read = reader
         self._max_result_characters = max_result_characters
+        self._closers = closers
 
     def schemas(self) -> list[Json]:
         """The tools as chat templates know them."""
@@ -71,6 +81,16 @@ class Toolbox:
                 raise end
         return [results[place] for place in range(len(calls))]
 
+    async def close(self, timeout_s: float) -> None:
+        """Release what the tools hold. An error says nothing about the episode, which is over.
+
+        Args:
+            timeout_s: Seconds that each tool may take.
+        """
+        for closer in self._closers:
+            with suppress(Exception):
+                await asyncio.wait_for(call_user(closer, "closing of tools"), timeout_s)
+
     async def _answer(self, call: Call, timeout_s: float) -> CallResult:
         if call.problem:
             usage = ", ".join(tool.usage for tool in self.tools.values())
@@ -106,7 +126,13 @@ class Toolbox:
         return CallResult(call.name, call.arguments, self._cut(text), time.monotonic() - begin)
 
     def _refusal(self, call: Call, text: str, failure: Failure, seconds: float = 0.0) -> CallResult:
-        return CallResult(call.name, call.arguments, self._cut(f"Error: {text}"), seconds, failure)
+        return CallResult(
+            call.name,
+            call.arguments,
+            self._cut(text if text.startswith("Error") else f"Error: {text}"),
+            seconds,
+            failure,
+        )
 
     def _cut(self, text: str) -> str:
         """A text without its middle if it is too long, and without halves of characters, which no tokenizer takes."""
