@@ -39,7 +39,8 @@ from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.make import RolloutSetup
 from leaderless.rollout.make import make_engine as engine_by_name
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.segment_attention import DecodeAttention, PrefillAttention
+from leaderless.rollout.prefill_attention import PrefillAttention
+from leaderless.rollout.segment_attention import DecodeAttention
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.shard import ALONE
 from leaderless.rollout.vllm import InProcessVllm, VllmServer

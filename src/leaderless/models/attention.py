@@ -155,8 +155,8 @@ class PackedAttention:
 def attend_padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention with heads in front, by a kernel that does not hold all scores at once.
 
-    Queries are [n, query_heads, queries, head_dim], keys and values [n, kv_heads, keys, head_dim]. The mask, [queries,
-    keys] bool, says which keys each query attends to; without one it is causal.
+    Queries are [n, query_heads, queries, head_dim], keys and values [n, kv_heads, keys, head_dim]. The mask, [n, 1,
+    queries, keys] bool, says which keys each query attends to; without one it is causal.
     """
     is_grouped = query.shape[1] != key.shape[1]
     # Of an accelerator's fused kernels only flash attention supports groups of heads, and it takes neither float32 nor

@@ -1,8 +1,12 @@
-"""The key-value cache: segments of tokens in slots, and slots sorted by size."""
+"""The key-value cache: segments of tokens in slots, and slots sorted by size.
+
+Segments of responses that are being decoded are active. Those of conversations that wait for their next turn are kept:
+they stay in slots behind the active ones, where no pass reads them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -30,7 +34,7 @@ class Segment:
 
 
 class Slots:
-    """Slots of one size; the first ones are in use, without a gap.
+    """Slots of one size. The first ones have the active segments, the next ones those that are kept, without a gap.
 
     Keys and values are [kv_heads, slots, tokens, head_dim], so that everything one head reads of a segment is
     contiguous. They are 0 where nothing was written: masked values are multiplied by 0, and 0 times NaN is NaN.
@@ -41,11 +45,17 @@ class Slots:
 
         `shapes` has empty tensors by layer, with the heads and the type of keys and values, once they are known.
         """
-        self.capacity, self.segments = capacity, list[Segment]()
+        self.capacity, self._segments = capacity, list[Segment]()
+        self._num_active = 0
         self._shapes, self._multiple = shapes, multiple
         self._layers: dict[int, LayerKeysValues] = {}
         self._num_slots = 0
         self.allocation = 0
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The active segments, in the order of their slots."""
+        return self._segments[: self._num_active]
 
     def layer(self, layer: int) -> LayerKeysValues:
         """Return the keys and values of a layer."""
@@ -63,35 +73,81 @@ class Slots:
         for tensor, new in zip(self.layer(layer), (key, value), strict=True):
             tensor.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
 
+    def unused_place(self, slot: int) -> int:
+        """Find a place in a slot behind the active ones at which nothing is overwritten; see `write`."""
+        kept = self._segments[slot].length if slot < len(self._segments) else 0
+        return slot * self.capacity + kept
+
     def add(self, length: int) -> Segment:
-        """Start a segment of some length in a free slot."""
-        segment = Segment(length, self, len(self.segments))
-        self.reserve(len(self.segments) + 1)
-        self.segments.append(segment)
+        """Start an active segment of some length."""
+        self.reserve(1)
+        segment = Segment(length, self, len(self._segments))
+        self._segments.append(segment)
+        self._fill(segment, self._segments[self._num_active])
+        self._num_active += 1
         return segment
 
+    def activate(self, segment: Segment) -> None:
+        """Make a kept segment active."""
+        self._exchange(segment, self._segments[self._num_active])
+        self._num_active += 1
+
+    def keep(self, segment: Segment) -> None:
+        """Keep an active segment. It loses the last token of a full slot, so that there is a `unused_place`."""
+        self._num_active -= 1
+        self._exchange(segment, self._segments[self._num_active])
+        segment.length = min(segment.length, self.capacity - 1)
+
+    def _exchange(self, one: Segment, other: Segment) -> None:
+        if one is other:
+            return
+        longest = max(one.length, other.length)
+        for keys_values in self._layers.values():
+            for tensor in keys_values:
+                before = tensor[:, one.slot, :longest].clone()
+                tensor[:, one.slot, :longest] = tensor[:, other.slot, :longest]
+                tensor[:, other.slot, :longest] = before
+        self._rename(one, other)
+
     def adopt(self, segment: Segment) -> None:
-        """Move a segment here from smaller slots, with its keys and values."""
-        slot = self.add(segment.length).slot
-        for layer in self._shapes:
-            for mine, other in zip(self.layer(layer), segment.home.layer(layer), strict=True):
-                mine[:, slot, : segment.length] = other[:, segment.slot, : segment.length]
+        """Move a segment here from smaller slots, with its keys and values, and make it active."""
+        here = self.add(segment.length)
+        self.copy(segment, here, 0)
         segment.home.remove(segment)
-        segment.home, segment.slot, self.segments[slot] = self, slot, segment
+        segment.home, segment.slot, self._segments[here.slot] = self, here.slot, segment
+
+    def copy(self, source: Segment, segment: Segment, begin: int) -> None:
+        """Copy the keys and values of a segment into one that is here, from the place `begin` on."""
+        for layer in self._shapes:
+            for mine, other in zip(self.layer(layer), source.home.layer(layer), strict=True):
+                mine[:, segment.slot, begin : begin + source.length] = other[:, source.slot, : source.length]
 
     def remove(self, segment: Segment) -> None:
-        """Free the slot of a segment and move the last segment into it. Without segments, memory is released."""
-        last = self.segments.pop()
-        if last is not segment:
-            for keys_values in self._layers.values():
-                for tensor in keys_values:
-                    tensor[:, segment.slot, : last.length] = tensor[:, last.slot, : last.length]
-            self.segments[segment.slot], last.slot = last, segment.slot
-        if not self.segments:
+        """Free the slot of a segment: the last one moves into it. Without segments, memory is released."""
+        if segment.slot < self._num_active:
+            self._num_active -= 1
+            self._fill(segment, self._segments[self._num_active])
+        self._fill(segment, self._segments[-1])
+        self._segments.pop()
+        if not self._segments:
             self._layers, self._num_slots = {}, 0
 
-    def reserve(self, num_segments: int) -> None:
-        """Allocate slots for a number of segments."""
+    def _fill(self, empty: Segment, other: Segment) -> None:
+        """Move a segment into the slot of one without keys and values, which gets the other's slot."""
+        if other is empty:
+            return
+        for keys_values in self._layers.values():
+            for tensor in keys_values:
+                tensor[:, empty.slot, : other.length] = tensor[:, other.slot, : other.length]
+        self._rename(empty, other)
+
+    def _rename(self, one: Segment, other: Segment) -> None:
+        one.slot, other.slot = other.slot, one.slot
+        self._segments[one.slot], self._segments[other.slot] = one, other
+
+    def reserve(self, num_more: int) -> None:
+        """Allocate slots for a number of further segments."""
+        num_segments = len(self._segments) + num_more
         if num_segments <= self._num_slots:
             return
         wanted = max(num_segments, min(2 * self._num_slots, self._num_slots + MOST_SPARE_SLOTS))
@@ -111,28 +167,50 @@ class Slots:
 class SegmentStore:
     """Segments of any length, each in a slot that is less than twice as long, or of the smallest size."""
 
-    def __init__(self, multiple: int = 1) -> None:
-        """Start without segments. The number of slots of each size is a multiple of `multiple`."""
-        self._shapes: dict[int, LayerKeysValues] = {}
+    def __init__(self, multiple: int = 1, shapes: dict[int, LayerKeysValues] | None = None) -> None:
+        """Start without segments.
+
+        Args:
+            multiple: Number of which the number of slots of each size is a multiple.
+            shapes: Shapes of keys and values that stores share, so that segments can be copied between them.
+        """
+        self._shapes: dict[int, LayerKeysValues] = {} if shapes is None else shapes
         self._sizes: dict[int, Slots] = {}
         self._multiple = multiple
 
     def __iter__(self) -> Iterator[Slots]:
-        """Iterate over slots that have segments, the smallest first."""
+        """Iterate over slots that have active segments, the smallest first."""
         return (self._sizes[capacity] for capacity in sorted(self._sizes) if self._sizes[capacity].segments)
 
     def add(self, length: int, room: int = 0) -> Segment:
         """Start a segment that can grow by `room` tokens before it has to move."""
         return self._slots(length + room).add(length)
 
+    def join(self, first: Segment, second: Segment) -> Segment:
+        """Copy two segments into an active one that can grow."""
+        joined = self.add(first.length + second.length, room=1)
+        joined.home.copy(first, joined, 0)
+        joined.home.copy(second, joined, first.length)
+        return joined
+
+    def resume(self, segment: Segment, num_known: int, length: int) -> None:
+        """Make a kept segment active, with its first `num_known` tokens and room for one more than `length` tokens."""
+        segment.length = num_known
+        slots = self._slots(length + 1)
+        if slots.capacity > segment.home.capacity:
+            slots.adopt(segment)
+        else:
+            segment.home.activate(segment)
+        segment.length = length
+
     def grow(self) -> bool:
-        """Move segments that fill their slots into larger ones; return whether there were any."""
+        """Move active segments that fill their slots into larger ones; return whether there were any."""
         moved = False
         for slots in list(self):
             full = [segment for segment in slots.segments if segment.length == slots.capacity]
             if full:
                 moved, larger = True, self._slots(2 * slots.capacity)
-                larger.reserve(len(larger.segments) + len(full))
+                larger.reserve(len(full))
                 for segment in reversed(full):
                     larger.adopt(segment)
         return moved

@@ -14,19 +14,14 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.encode import Tokenizer
 from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM
+from leaderless.rollout.conversations import Conversations
 from leaderless.rollout.cuda_graphs import DecodeGraphs
 from leaderless.rollout.engine import Completion, Delta, FinishReason, Request, SamplingParams, has_stopped
-from leaderless.rollout.kv_cache import Segment, SegmentStore
+from leaderless.rollout.kv_cache import LayerKeysValues, Segment, SegmentStore
 from leaderless.rollout.lean_forward import forward_of
+from leaderless.rollout.prefill_attention import PrefillAttention, PromptPart
 from leaderless.rollout.sampling import sample_tokens, uniform_noise
-from leaderless.rollout.segment_attention import (
-    DecodeAttention,
-    PrefillAttention,
-    PromptPart,
-    Rounding,
-    SharedPrompts,
-    round_up,
-)
+from leaderless.rollout.segment_attention import DecodeAttention, Rounding, SharedPrompts, round_up
 from leaderless.weights.stream import WeightStream
 
 PREFILL_TOKENS = 8192
@@ -41,10 +36,12 @@ class _Prompt:
     """A prompt with the tokens from which a response is resumed, and the responses that continue it."""
 
     tokens: tuple[int, ...]
+    num_known: int = 0  # first tokens that need not be read for the next response
     waiting: deque[_Sequence] = field(default_factory=deque)
     num_left: int = 0  # responses that have not ended
     is_shared: bool = False  # several responses attend to its segment; a single response extends the segment itself
     segment: Segment | None = None  # None until the prompt has been read
+    num_loads: int = 0  # how often weights had been loaded when it was read
     logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [vocabulary] float32, for the first token
 
 
@@ -58,6 +55,8 @@ class _Sequence:
     completion: Completion
     params: SamplingParams
     prompt: _Prompt
+    conversation: int | None
+    num_known: int = 0  # tokens of its prompt that were not read for it, until this has been reported
     segment: Segment | None = None
     num_tokens: int = field(init=False)
 
@@ -108,14 +107,17 @@ class NativeEngine:
         self.end_tokens, self.max_sequences = end_tokens, max_sequences
         self._pass = forward_of(model, enable_compile=device.type == "cuda")
         self._rounding = rounding or (EXACT if device.type == "cpu" else COARSE)
-        self._num_requests = 0
-        self._forget()
+        self._num_requests = self._num_loads = 0
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
+        self._continuing: deque[_Prompt] = deque()  # next turns of conversations that are kept; they are read first
         self._unread: dict[tuple[int, ...], _Prompt] = {}
         self._read: deque[_Prompt] = deque()
         self._deltas: list[Delta] = []
-        self._prompts, self._responses = (SegmentStore(self._rounding.rows) for _ in range(2))
+        shapes: dict[int, LayerKeysValues] = {}
+        self._prompts, self._responses = (SegmentStore(self._rounding.rows, shapes) for _ in range(2))
+        self._kept = Conversations(self._responses)
         self._graphs = DecodeGraphs(self._pass) if self.device.type == "cuda" else None
         self._active: dict[Segment, _Sequence] = {}
         self._rows: _Rows | None = None
@@ -124,7 +126,9 @@ class NativeEngine:
         """See `RolloutEngine`. Memory is taken as it is needed."""
 
     def load_weights(self, weights: WeightStream) -> None:
-        """See `RolloutEngine`. Keys and values of tokens that were read stay as they are."""
+        """See `RolloutEngine`. Responses in progress keep their keys and values until they end; nothing else does."""
+        self._kept.shrink(0)
+        self._num_loads += 1
         self.policy_version, missing = None, set(self._weights)
         for name, tensor in weights:
             if name not in self._weights:
@@ -139,7 +143,7 @@ class NativeEngine:
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See `RolloutEngine`."""
-        self._forget()
+        self._reset()
         if not keep_weights:
             self.policy_version = None
             for parameter in self._parameters.values():
@@ -154,35 +158,56 @@ class NativeEngine:
                 self._deltas.append(Delta(number, sibling, (), (), "length"))
                 continue
             tokens = (*request.prompt, *completion.tokens)
-            prompt = self._unread.setdefault(tokens, _Prompt(tokens))  # other requests may have the same prompt
-            prompt.waiting.append(_Sequence(number, sibling, sample_id, completion, params, prompt))
+            if request.conversation in self._kept:
+                prompt = _Prompt(tokens)
+                self._continuing.append(prompt)
+            else:
+                prompt = self._unread.setdefault(tokens, _Prompt(tokens))  # other requests may have the same prompt
+            sequence = _Sequence(number, sibling, sample_id, completion, params, prompt, request.conversation)
+            prompt.waiting.append(sequence)
             prompt.num_left += 1
         return number
 
     def abort(self, request: int) -> None:
         """See `RolloutEngine`."""
-        waiting = [sequence for prompt in (*self._unread.values(), *self._read) for sequence in prompt.waiting]
+        prompts = (*self._continuing, *self._unread.values(), *self._read)
+        waiting = [sequence for prompt in prompts for sequence in prompt.waiting]
         for sequence in [s for s in (*waiting, *self._active.values()) if s.request == request]:
             if sequence.segment is None:
                 sequence.prompt.waiting.remove(sequence)
             self._deltas.append(Delta(request, sequence.sibling, (), (), "aborted"))
             self._release(sequence)
         self._unread = {tokens: prompt for tokens, prompt in self._unread.items() if prompt.waiting}
-        self._read = deque(prompt for prompt in self._read if prompt.waiting)
+        self._continuing, self._read = (
+            deque(prompt for prompt in prompts if prompt.waiting) for prompts in (self._continuing, self._read)
+        )
 
-    def _release(self, sequence: _Sequence) -> None:
-        """Release keys and values that are no longer needed."""
-        if sequence.segment is not None:
-            sequence.segment.home.remove(sequence.segment)
-            del self._active[sequence.segment]
+    def _release(self, sequence: _Sequence, *, has_ended: bool = False) -> None:
+        """Release keys and values that are no longer needed, unless they are those of a conversation to be kept."""
+        prompt, segment = sequence.prompt, sequence.segment
+        if segment is not None:
+            del self._active[segment]
             self._rows = None
-        prompt = sequence.prompt
+            if has_ended and sequence.conversation is not None and prompt.num_loads == self._num_loads:
+                self._keep(sequence.conversation, sequence, segment)
+            else:
+                segment.home.remove(segment)
         prompt.num_left -= 1
         if prompt.num_left == 0 and prompt.is_shared and prompt.segment is not None:
             prompt.segment.home.remove(prompt.segment)
 
+    def _keep(self, conversation: int, sequence: _Sequence, own: Segment) -> None:
+        """Keep what has been read of a conversation: everything but the last token."""
+        prompt, segment = sequence.prompt, own
+        if prompt.is_shared and prompt.segment is not None:
+            segment = self._responses.join(prompt.segment, own)
+            own.home.remove(own)
+        num_new = sequence.num_tokens - len(prompt.tokens)
+        self._kept.keep(conversation, (*prompt.tokens, *sequence.completion.tokens[-num_new:]), segment)
+
     def forget(self, conversation: int) -> None:
-        """See `RolloutEngine`. Nothing is kept."""
+        """See `RolloutEngine`."""
+        self._kept.forget(conversation)
 
     def close(self) -> None:
         """See `RolloutEngine`."""
@@ -196,22 +221,24 @@ class NativeEngine:
                 self._decode()
             self._admit()
         except BaseException:
-            self._forget()  # a pass that was interrupted cannot be continued
+            self._reset()  # a pass that was interrupted cannot be continued
             raise
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _admit(self) -> None:
         """Fill free places, and draw the first token of each new response."""
-        while len(self._active) < self.max_sequences and (self._read or self._unread):
+        while len(self._active) < self.max_sequences and (self._read or self._continuing or self._unread):
             if not self._read:
                 self._prefill()
             admitted: list[_Sequence] = []
             while self._read and len(self._active) < self.max_sequences:
                 prompt = self._read[0]
                 sequence = prompt.waiting.popleft()
+                self._make_room(1)
                 sequence.segment = self._responses.add(0) if prompt.is_shared else prompt.segment
                 assert sequence.segment is not None
+                sequence.num_known, prompt.num_known = prompt.num_known, len(prompt.tokens)
                 self._active[sequence.segment] = sequence
                 admitted.append(sequence)
                 if not prompt.waiting:
@@ -223,37 +250,70 @@ class NativeEngine:
                     prompt.logits = torch.empty(0)  # a view would keep the logits of all prompts of the pass
             self._extend(admitted, logits, _draws(admitted))
 
+    def _make_room(self, num_responses: int) -> None:
+        """Forget conversations, so that there are places for some more responses."""
+        self._kept.shrink(self.max_sequences - len(self._active) - num_responses)
+
     def _prefill(self) -> None:
-        """Read as many waiting prompts as free places and one pass can take, or a single longer one."""
+        """Read waiting prompts, those of kept conversations first."""
         free = self.max_sequences - len(self._active)
-        taken: list[_Prompt] = []
-        num_tokens = num_responses = 0
-        while self._unread and num_responses < free:
-            tokens = next(iter(self._unread))
-            num_tokens += len(tokens)
-            if taken and num_tokens > PREFILL_TOKENS:
-                break
-            taken.append(self._unread.pop(tokens))
-            num_responses += len(taken[-1].waiting)
+        taken = self._take_unread(free)
+        self._make_room(min(free, sum(len(prompt.waiting) for prompt in taken)))
         for prompt in taken:
-            prompt.is_shared = prompt.num_left > 1
-            store, room = (self._prompts, 0) if prompt.is_shared else (self._responses, 1)
-            prompt.segment = store.add(len(prompt.tokens), room)
-        for begin in range(0, max(len(prompt.tokens) for prompt in taken), PREFILL_TOKENS):
-            logits = self._read_parts(taken, begin)
-        for prompt, row in zip(taken, logits, strict=True):
+            prompt.num_loads = self._num_loads
+            if prompt.segment is None:
+                prompt.is_shared = prompt.num_left > 1
+                store, room = (self._prompts, 0) if prompt.is_shared else (self._responses, 1)
+                prompt.segment = store.add(len(prompt.tokens), room)
+        in_order = sorted(taken, key=lambda prompt: prompt.num_known > 0)
+        for begin in range(0, max(len(prompt.tokens) - prompt.num_known for prompt in taken), PREFILL_TOKENS):
+            logits = self._read_parts(in_order, begin)
+        for prompt, row in zip(in_order, logits, strict=True):
             prompt.logits = row
         self._read += taken
 
+    def _take_unread(self, free: int) -> list[_Prompt]:
+        """Take as many waiting prompts as free places and one pass can take, or a single longer one.
+
+        Those that continue a kept conversation get its segment.
+        """
+        taken: list[_Prompt] = []
+        num_tokens = num_responses = 0
+        while num_responses < free and (self._continuing or self._unread):
+            prompt = self._continuing[0] if self._continuing else next(iter(self._unread.values()))
+            conversation = prompt.waiting[0].conversation if prompt.num_left == 1 else None
+            num_known = self._kept.num_known(conversation, prompt.tokens)
+            num_tokens += len(prompt.tokens) - num_known
+            if taken and num_tokens > PREFILL_TOKENS:
+                break
+            if self._continuing:
+                self._continuing.popleft()
+            else:
+                del self._unread[prompt.tokens]
+            if num_known and conversation is not None:
+                prompt.num_known = num_known
+                prompt.segment = self._kept.resume(conversation, num_known, prompt.tokens)
+            taken.append(prompt)
+            num_responses += len(prompt.waiting)
+        return taken
+
     def _read_parts(self, prompts: Sequence[_Prompt], begin: int) -> Tensor:
-        """Read prompts from a token on in one pass; return the logits of their last tokens, [n, vocabulary] float32."""
-        read = [prompt.tokens[begin : begin + PREFILL_TOKENS] for prompt in prompts]
-        segments = [prompt.segment for prompt in prompts if prompt.segment is not None]
-        parts = [PromptPart(segment, begin, len(tokens)) for segment, tokens in zip(segments, read, strict=True)]
-        positions = torch.cat([torch.arange(begin, begin + part.count) for part in parts])
+        """Read prompts in one pass, from the token `begin` of those that are not known on.
+
+        Returns:
+            [n, vocabulary] float32 logits of the last tokens that were read.
+        """
+        tokens: list[int] = []
+        parts: list[PromptPart] = []
+        for prompt in prompts:
+            first = prompt.num_known + begin
+            part = prompt.tokens[first : first + PREFILL_TOKENS]
+            assert prompt.segment is not None
+            parts.append(PromptPart(prompt.segment, first, len(part)))
+            tokens += part
+        positions = torch.cat([torch.arange(part.begin, part.begin + part.count) for part in parts])
         last = torch.tensor([part.count for part in parts]).cumsum(0) - 1
-        flat = torch.tensor([token for tokens in read for token in tokens])
-        return self._forward(flat, positions, PrefillAttention(parts, self.device), last)
+        return self._forward(torch.tensor(tokens), positions, PrefillAttention(parts, self.device), last)
 
     def _decode(self) -> None:
         """Decode one more token of each active response."""
@@ -302,12 +362,13 @@ class NativeEngine:
             completion.tokens.append(token)
             completion.log_probs.append(log_prob)
             sequence.num_tokens += 1
-            reason = self._finish_reason(completion, sequence.params)
+            reason, version = self._finish_reason(completion, sequence.params), self.policy_version
+            known, sequence.num_known = sequence.num_known, 0
             self._deltas.append(
-                Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, self.policy_version)
+                Delta(sequence.request, sequence.sibling, (token,), (log_prob,), reason, version, known)
             )
             if reason:
-                self._release(sequence)
+                self._release(sequence, has_ended=True)
 
     def _finish_reason(self, completion: Completion, params: SamplingParams) -> FinishReason | None:
         tokens = completion.tokens

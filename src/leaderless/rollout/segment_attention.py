@@ -1,4 +1,4 @@
-"""Attention of passes that fill the key-value cache: prompts in prefill, and one new token per response in decoding."""
+"""Attention of decoding passes, with one new token for each response."""
 
 from __future__ import annotations
 
@@ -9,62 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leaderless.models.attention import PackedAttention, attend_padded
 from leaderless.models.cpu_attention import flash_on_cpu
 from leaderless.models.products import bmm_in_float32
 from leaderless.rollout.kv_cache import Segment, SegmentStore, Slots
-
-QUERY_BLOCK = 1024
-"""Most queries that attend at a time in later parts of a long prompt."""
-
-
-@dataclass(frozen=True)
-class PromptPart:
-    """The `count` tokens of a prompt that one pass reads, after `begin` tokens that earlier passes have read."""
-
-    segment: Segment
-    begin: int
-    count: int
-
-
-class PrefillAttention(PackedAttention):
-    """Causal attention over prompts, which writes keys and values into their segments."""
-
-    def __init__(self, parts: Sequence[PromptPart], device: torch.device) -> None:
-        """Plan a pass over whole prompts, or over a single later part of one prompt."""
-        super().__init__([part.count for part in parts], device)
-        self._late = parts[0] if parts[0].begin else None
-        self.longest = max(part.begin + part.count for part in parts)
-        counts = [part.count for part in parts]
-        tokens = torch.split(torch.arange(sum(counts)), counts)
-        self._writes: list[tuple[Slots, Tensor, Tensor]] = []
-        for home in dict.fromkeys(part.segment.home for part in parts):
-            mine = [(own, part) for own, part in zip(tokens, parts, strict=True) if part.segment.home is home]
-            begins = [part.segment.slot * home.capacity + part.begin - int(own[0]) for own, part in mine]
-            source = torch.cat([own for own, _ in mine])
-            places = torch.cat([own + begin for (own, _), begin in zip(mine, begins, strict=True)])
-            self._writes.append((home, source.to(device), places.to(device)))
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Attention`."""
-        for home, source, places in self._writes:
-            home.write(layer, places, key.index_select(0, source), value.index_select(0, source))
-        if self._late is None:
-            return super().attend(layer, query, key, value, scale)
-        return self._attend_late(self._late, layer, query, scale)
-
-    def _attend_late(self, part: PromptPart, layer: int, query: Tensor, scale: float) -> Tensor:
-        """Attend to earlier parts too, in blocks of queries, so that masks stay small."""
-        outputs: list[Tensor] = []
-        for begin in range(0, part.count, QUERY_BLOCK):
-            block = query[begin : begin + QUERY_BLOCK].transpose(0, 1).unsqueeze(0)
-            longest = part.begin + begin + block.shape[2]
-            cached = part.segment.home.layer(layer)
-            keys, values = (tensor[:, part.segment.slot, :longest].unsqueeze(0) for tensor in cached)
-            is_seen = torch.ones(block.shape[2], longest, dtype=torch.bool, device=query.device)
-            is_seen = is_seen.tril(longest - block.shape[2])
-            outputs.append(attend_padded(block, keys, values, is_seen, scale).squeeze(0).transpose(0, 1))
-        return torch.cat(outputs)
 
 
 class Rounding(NamedTuple):
@@ -232,10 +179,12 @@ class DecodeAttention:
         self.shared, self.longest = shared, longest
         self._tiers: list[_Tier] = []
         for slots in store:
-            ends = [segment.length + 1 for segment in slots.segments]
-            ends += [1] * (round_up(len(ends), rounding.rows) - len(ends))
-            places = torch.tensor([slot * slots.capacity + end - 1 for slot, end in enumerate(ends)])
-            self._tiers.append(_plan(slots, ends, places, rounding, device))
+            lengths = [segment.length for segment in slots.segments]
+            count = round_up(len(lengths), rounding.rows)
+            places = [slot * slots.capacity + length for slot, length in enumerate(lengths)]
+            places += [slots.unused_place(slot) for slot in range(len(lengths), count)]
+            ends = [length + 1 for length in lengths] + [1] * (count - len(lengths))
+            self._tiers.append(_plan(slots, ends, torch.tensor(places), rounding, device))
 
     @property
     def _all_tiers(self) -> list[_Tier]:

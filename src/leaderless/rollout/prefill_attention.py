@@ -1,0 +1,139 @@
+"""Attention of passes that read prompts, or what came after earlier parts of them, into the key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaderless.models.attention import PackedAttention, attend_padded
+from leaderless.rollout.kv_cache import Segment, Slots
+
+QUERY_BLOCK = 1024
+"""Most queries of a later part that attend at a time, so that masks stay small."""
+KEY_BLOCK = 1 << 16
+"""Most keys of all segments that later parts attend to at a time; some kernels copy them for each query head."""
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """The `count` tokens of a prompt that one pass reads, after `begin` tokens that were read earlier."""
+
+    segment: Segment
+    begin: int
+    count: int
+
+
+class PrefillAttention:
+    """See `Attention`. Causal attention over prompts, which writes keys and values into their segments."""
+
+    def __init__(self, parts: Sequence[PromptPart], device: torch.device) -> None:
+        """Plan a pass over parts of different prompts: first the parts that begin a prompt, then the later ones."""
+        counts = [part.count for part in parts]
+        self.longest = max(part.begin + part.count for part in parts)
+        tokens = torch.split(torch.arange(sum(counts)), counts)
+        self._writes: list[tuple[Slots, Tensor, Tensor]] = []
+        for home in dict.fromkeys(part.segment.home for part in parts):
+            mine = [(own, part) for own, part in zip(tokens, parts, strict=True) if part.segment.home is home]
+            begins = [part.segment.slot * home.capacity + part.begin - int(own[0]) for own, part in mine]
+            source = torch.cat([own for own, _ in mine])
+            places = torch.cat([own + begin for (own, _), begin in zip(mine, begins, strict=True)])
+            self._writes.append((home, source.to(device), places.to(device)))
+        first = [part.count for part in parts if not part.begin]
+        self._num_first, self._first = sum(first), PackedAttention(first, device) if first else None
+        later = [_Block(part, int(own[0])) for own, part in zip(tokens, parts, strict=True) if part.begin]
+        self._later = [_LaterBlocks(group, device) for group in _grouped(later)]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Attention`."""
+        for home, source, places in self._writes:
+            home.write(layer, places, key.index_select(0, source), value.index_select(0, source))
+        results: list[Tensor] = []
+        if self._first is not None:
+            end = self._num_first
+            results.append(self._first.attend(layer, query[:end], key[:end], value[:end], scale))
+        if self._later:
+            later = torch.empty_like(query)
+            for blocks in self._later:
+                blocks.attend(layer, query, later, scale)
+            results.append(later[self._num_first :])
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+
+class _Block(NamedTuple):
+    """Tokens of a later part, of which the first is in row `row` of the pass."""
+
+    part: PromptPart
+    row: int
+
+    @property
+    def end(self) -> int:
+        """Number of keys to which the last token attends."""
+        return self.part.begin + self.part.count
+
+
+def _grouped(later: Sequence[_Block]) -> Iterator[list[_Block]]:
+    """Group what attends in one call: short parts in slots of one size, at least half as long as the longest of them.
+
+    The blocks of a longer part attend one after the other.
+    """
+    for home in dict.fromkeys(block.part.segment.home for block in later):
+        group: list[_Block] = []
+        for block in sorted((b for b in later if b.part.segment.home is home), key=lambda b: -b.part.count):
+            if block.part.count > QUERY_BLOCK:
+                yield from ([piece] for piece in _split(block))
+                continue
+            keys = max(one.end for one in (*group, block)) * (len(group) + 1)
+            if group and (2 * block.part.count < group[0].part.count or keys > KEY_BLOCK):
+                yield group
+                group = []
+            group.append(block)
+        if group:
+            yield group
+
+
+def _split(block: _Block) -> Iterator[_Block]:
+    segment, begin, count = block.part.segment, block.part.begin, block.part.count
+    for offset in range(0, count, QUERY_BLOCK):
+        part = PromptPart(segment, begin + offset, min(QUERY_BLOCK, count - offset))
+        yield _Block(part, block.row + offset)
+
+
+class _LaterBlocks:
+    """Blocks that attend in one call to all that their segments have; they are padded to the longest block."""
+
+    def __init__(self, blocks: Sequence[_Block], device: torch.device) -> None:
+        parts = [block.part for block in blocks]
+        self._home, self._slots = parts[0].segment.home, [part.segment.slot for part in parts]
+        self._longest = max(block.end for block in blocks)
+        counts, begins, rows = (
+            torch.tensor(numbers)[:, None]
+            for numbers in ([p.count for p in parts], [p.begin for p in parts], [block.row for block in blocks])
+        )
+        steps = torch.arange(parts[0].count)[None, :]
+        # Padding repeats the last token of a block.
+        self._queries = (rows + torch.minimum(steps, counts - 1)).to(device)
+        self._ends = (begins + steps + 1).to(device)
+        is_real = (steps < counts).flatten()
+        self._real = None if bool(is_real.all()) else is_real.nonzero().squeeze(1).to(device)
+        self._indices = torch.tensor(self._slots, device=device)
+
+    def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
+        """Attend with rows of [T, query_heads, head_dim] queries, and write the results into these rows."""
+        rows = self._queries.flatten()
+        block = query.index_select(0, rows).view(*self._queries.shape, *query.shape[1:]).transpose(1, 2)
+        keys, values = (self._segments(tensor).transpose(0, 1) for tensor in self._home.layer(layer))
+        is_seen = torch.arange(self._longest, device=query.device) < self._ends[:, None, :, None]
+        result = attend_padded(block, keys, values, is_seen, scale).transpose(1, 2).flatten(0, 1)
+        if self._real is not None:
+            rows, result = rows.index_select(0, self._real), result.index_select(0, self._real)
+        output.index_copy_(0, rows, result)
+
+    def _segments(self, cached: Tensor) -> Tensor:
+        """Take the segments' tokens, [kv_heads, blocks, longest, head_dim], without a copy if there is only one."""
+        if len(self._slots) == 1:
+            return cached[:, self._slots[0] : self._slots[0] + 1, : self._longest]
+        return cached[:, :, : self._longest].index_select(1, self._indices)
