@@ -65,6 +65,7 @@ class _Response:
     prompt: Sequence[int]
     completion: Completion
     params: SamplingParams
+    has_begun: bool = False  # some tokens have been reported
 
 
 class ExternalEngine:
@@ -233,6 +234,7 @@ class ExternalEngine:
         if gain.finish_reason not in {None, "stop", "length"}:
             raise EngineError(f"the engine has aborted a response by itself: finish reason '{gain.finish_reason}'")
         completion, reason = response.completion, cast("FinishReason | None", gain.finish_reason)
+        cached, response.has_begun = 0 if response.has_begun else gain.cached_tokens, True
         begin = len(completion.tokens)
         for token, log_prob in zip(gain.tokens, gain.log_probs, strict=True):
             completion.tokens.append(token)
@@ -245,7 +247,9 @@ class ExternalEngine:
             if gain.finish_reason is None:
                 self._abort([gain.id])
         tokens, log_probs = completion.tokens[begin:], completion.log_probs[begin:]
-        self._deltas.append(Delta(response.request, response.sibling, tokens, log_probs, reason, gain.policy_version))
+        self._deltas.append(
+            Delta(response.request, response.sibling, tokens, log_probs, reason, gain.policy_version, cached)
+        )
 
     def abort(self, request: int) -> None:
         """See `RolloutEngine`."""

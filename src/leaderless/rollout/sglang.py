@@ -208,7 +208,8 @@ def _read_gain(answer: Mapping[str, Json], known: dict[int, int]) -> Gain:
     known[number] += len(entries)
     finish = cast("Mapping[str, str] | None", info["finish_reason"])
     tokens, log_probs = [int(entry[1]) for entry in entries], [entry[0] for entry in entries]
-    return Gain(number, tokens, log_probs, finish["type"] if finish else None, int(str(info["weight_version"])))
+    reason, version = finish["type"] if finish else None, int(str(info["weight_version"]))
+    return Gain(number, tokens, log_probs, reason, version, int(str(info.get("cached_tokens", 0))))
 
 
 def _serialize(tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> str:

@@ -58,7 +58,8 @@ class Gain:
     """New tokens of a response, with their log-probabilities under the distribution they were drawn from.
 
     `finish_reason` is `stop` or `length`, or None while the response continues; `policy_version` is the version of the
-    weights that sampled the tokens.
+    weights that sampled the tokens. `cached_tokens` counts tokens of the prompt whose keys and values the engine still
+    had; it may be repeated with each gain.
     """
 
     id: int
@@ -66,6 +67,7 @@ class Gain:
     log_probs: Sequence[float]
     finish_reason: str | None
     policy_version: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ class VllmWorker:
                 part = output.outputs[0]
                 tokens = list(part.token_ids)
                 log_probs = [scores[token].logprob for token, scores in zip(tokens, part.logprobs or (), strict=True)]
-                number = int(output.request_id)
-                gains.append(Gain(number, tokens, log_probs, part.finish_reason, self._policy_version))
+                number, cached = int(output.request_id), output.num_cached_tokens or 0
+                gains.append(Gain(number, tokens, log_probs, part.finish_reason, self._policy_version, cached))
                 if output.finished:
                     self._open.discard(output.request_id)
         return gains
