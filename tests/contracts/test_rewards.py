@@ -40,6 +40,8 @@ REWARDS = {
     "math": Case("1/2", "so it is \\boxed{0.5}", "\\boxed{2}", {}),
     "exact_match": Case("12", " 12\n", "13", {}),
     "format": Case(None, "<a>", "a", {"pattern": "<.*>"}),
+    "answer_match": Case("Tiko", "<answer> the tiko. </answer>", "Tiko", {}),
+    "search_format": Case("Tiko", "<think>?</think><answer>Tiko</answer>", "<answer>Baro</answer>", {"structure": 0.3}),
     "code": Case(ASSERTS, "def twice(n): return 2 * n", "def twice(n): return n", {}),
     "tests.end_to_end.own_reward:share_of_digits": Case(None, "12", "ab", {}),
     "tests.end_to_end.own_reward:fail_on_small_letters": Case(None, "12", "XY", {}),
@@ -82,7 +84,7 @@ def test_values_depend_on_the_response_alone(name: str) -> None:
         assert graded.is_valid or (graded.value == 0 and "error" in graded.details[name])  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", ["math", "exact_match", "code"])
+@pytest.mark.parametrize("name", ["math", "exact_match", "answer_match", "search_format", "code"])
 @pytest.mark.parametrize("answer", [None, "", {"no": "answer"}])
 def test_a_row_that_cannot_be_graded_has_failed_and_is_not_worth_0(name: str, answer: Json) -> None:
     (graded,) = grade(name, answer, [REWARDS[name].good], 0)

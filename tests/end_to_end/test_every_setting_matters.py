@@ -69,6 +69,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
                 "exact_match": {"weight": 1.0, "timeout_s": 9.0, "sources": []},
                 "format": {"pattern": r".*\d.*"},
                 "math": 0.0,
+                "answer_match": 0.0,
+                "search_format": 0.0,
             },
             "evaluation": {"every_steps": 1, "responses_per_prompt": 2, "temperature": 1.0, "top_p": 0.9},
             "layout": {"rollout": {"ranks": "0", "dp": 1}},
@@ -115,7 +117,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     # Rewards are graded in separate processes, where nothing is watched; other tests show the effect of these settings.
     elsewhere = {("ExactMatchOptions", "ignore_case"), ("FormatOptions", "pattern")}
     elsewhere |= {("CodeOptions", name) for name in CodeOptions.model_fields}
-    elsewhere |= {(options, "timeout_s") for options in ("ExactMatchOptions", "FormatOptions", "MathOptions")}
+    builtin = ("AnswerMatchOptions", "ExactMatchOptions", "FormatOptions", "MathOptions", "SearchFormatOptions")
+    elsewhere |= {(options, "timeout_s") for options in builtin}
     # These are read when a guard has found something; see test_guards.py.
     elsewhere |= {("GuardsConfig", name) for name in ("non_finite_loss", "non_finite_gradient", "max_roll_backs")}
     # Engines in other processes are not part of these runs; tests/unit/test_make_engine.py tries each setting.

@@ -58,6 +58,23 @@ class FormatOptions(RewardOptions):
 
 
 SandboxName = Literal["auto", "builtin", "bubblewrap"]
+
+
+class AnswerMatchOptions(RewardOptions):
+    """1 where the response's last `<answer>...</answer>` is an expected answer after normalization, else 0."""
+
+
+class SearchFormatOptions(RewardOptions):
+    """1 for a right answer, less if its tags are out of order, and small rewards for order without a right answer."""
+
+    structure: float = Field(default=0.2, ge=0, le=1)
+    """Value of tags in order without a right answer, and what a right answer loses without them."""
+    retrieval: float = Field(default=0.1, ge=0, le=1)
+    """Value on top of that if a page that was found has the answer."""
+    final: float = Field(default=0.1, ge=0, le=1)
+    """Value of a wrong answer with tags out of order."""
+
+
 CODE_RESERVE_S = 2.0
 """Seconds of `timeout_s` that are reserved for starting and ending the sandbox; the rest is for tests."""
 
@@ -108,6 +125,12 @@ class RewardsConfig(Section):
     """1 where the response equals the expected answer, else 0."""
     format: FormatOptions | None = None
     """1 where the whole response matches `pattern`, else 0."""
+    answer_match: AnswerMatchOptions | None = None
+    """1 where the response's last `<answer>...</answer>` is an expected answer, apart from case, punctuation and
+    articles, else 0."""
+    search_format: SearchFormatOptions | None = None
+    """1 for such an answer, less if the tags of thoughts, searches and the answer are out of order, and small rewards
+    for order without a right answer."""
     code: CodeOptions | None = None
     """The share of its row's tests that the response's program passes, run in a sandbox; see
     [A reward that runs programs](../guides/code.md)."""

@@ -11,7 +11,7 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.functions import is_function_name, load_class
 from leaderless.environments.protocol import Environment
 
-BUILT_IN: Mapping[str, str] = {}
+BUILT_IN: Mapping[str, str] = {"search_r1": "leaderless.environments.search.search_r1:SearchR1"}
 """Environments that come with the package, each as `module:Class`."""
 
 

@@ -8,14 +8,17 @@ from typing import cast
 from leaderless.config.errors import Problem, RecipeError
 from leaderless.config.functions import load_function
 from leaderless.config.rewards import (
+    AnswerMatchOptions,
     CodeOptions,
     ExactMatchOptions,
     FormatOptions,
     MathOptions,
     RewardOptions,
     RewardsConfig,
+    SearchFormatOptions,
 )
 from leaderless.rewards.protocol import Reward
+from leaderless.rewards.search import AnswerMatchReward, SearchFormatReward
 from leaderless.rewards.text import ExactMatchReward, FormatReward
 
 
@@ -71,6 +74,10 @@ def _load(name: str, options: RewardOptions, in_worker: bool) -> Reward:
         return ExactMatchReward(options)
     if isinstance(options, FormatOptions):
         return FormatReward(options)
+    if isinstance(options, AnswerMatchOptions):
+        return AnswerMatchReward()
+    if isinstance(options, SearchFormatOptions):
+        return SearchFormatReward(options)
     if isinstance(options, CodeOptions):
         from leaderless.rewards.code import CodeReward
 
