@@ -32,3 +32,7 @@ class EnvironmentConfig(ShorthandSection):
     """Times that an episode is tried, before it counts as failed."""
     concurrency: int = Field(default=256, ge=1)
     """Number of episodes that one rank plays at the same time."""
+    isolation: Literal["thread", "process"] = "thread"
+    """`thread` calls methods that are not `async` in threads; `process` plays each episode in a process of its own,
+    which may crash or hang without harm. Environments that use global random numbers ask for processes by
+    themselves."""

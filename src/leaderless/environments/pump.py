@@ -80,7 +80,9 @@ class EnginePump:
             if not self._asked:
                 self._has_work.clear()
                 try:
-                    await asyncio.wait_for(self._has_work.wait(), BEAT_S)
+                    # `asyncio.wait_for` may lose a cancellation that comes at the same time as the work.
+                    async with asyncio.timeout(BEAT_S):
+                        await self._has_work.wait()
                 except TimeoutError:
                     self._beat()
                 continue

@@ -8,15 +8,17 @@ from functools import partial
 
 from leaderless.config import RecipeError, nearest
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.config.functions import is_function_name, load_class
+from leaderless.config.functions import is_function_name, load_class, name_of
+from leaderless.environments.apart import ProcessWorld
 from leaderless.environments.protocol import Environment
+from leaderless.environments.world import ThreadWorld, World
 
 BUILT_IN: Mapping[str, str] = {"search_r1": "leaderless.environments.search.search_r1:SearchR1"}
 """Environments that come with the package, each as `module:Class`."""
 
 
-def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """A function that makes the environment of one episode.
+def find_environment(config: EnvironmentConfig) -> type[Environment]:
+    """The environment that a recipe names.
 
     Raises:
         RecipeError: There is no such environment, or its constructor does not take the options.
@@ -37,4 +39,12 @@ def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
     agents = tuple(found.agents)
     if not agents or len(set(agents)) < len(agents):
         raise RecipeError.at("environment.type", f"{found.__name__}.agents must be one or more different names")
-    return partial(found, **config.options)
+    return found
+
+
+def world_maker(config: EnvironmentConfig) -> Callable[[], World]:
+    """A function that makes the environment of one episode; errors as of `find_environment`."""
+    found = find_environment(config)
+    if config.isolation == "process" or found.needs_own_process:
+        return partial(ProcessWorld, config, tuple(found.agents), name_of(found))
+    return partial(ThreadWorld, partial(found, **config.options), config.act_timeout_s)

@@ -17,9 +17,9 @@ from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.player import Episode, Place, play_all
 from leaderless.environments.pump import EnginePump
-from leaderless.environments.registry import find_environment
+from leaderless.environments.registry import world_maker
 from leaderless.environments.trace import TraceSample
-from leaderless.environments.world import CAUSES, ThreadWorld
+from leaderless.environments.world import CAUSES
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 
@@ -256,7 +256,6 @@ def play_tasks(
     config, end_token = recipe.environment, tokenizer.eos_token_id
     assert config is not None
     assert end_token is not None
-    make, timeout_s = find_environment(config), config.act_timeout_s
     known = {id(one): writer_of(tokenizer, one) for one in data}
     writers = [known[id(one)] for one in data]
     places = list(_places(play, tasks, writers, recipe))
@@ -268,7 +267,7 @@ def play_tasks(
         progress(done / max(1, len(places)))
 
     longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
-    episodes, pump = play_all(engine, config, lambda: ThreadWorld(make, timeout_s), places, longest, report)
+    episodes, pump = play_all(engine, config, world_maker(config), places, longest, report)
     return Played(play, tasks, episodes, pump, end_token, writers)
 
 

@@ -21,7 +21,7 @@ PLAIN = ChatWriter(Characters(), is_chat=False)  # type: ignore[arg-type]
 def counting(request: Request) -> list[int]:
     """Say the number of the turn: one more than the last one mentioned."""
     numbers = [chr(token) for token in request.prompt if chr(token).isdigit()]
-    return [ord(str(int(numbers[-1]) + 1 if numbers else 1))]
+    return [ord(str((int(numbers[-1]) + 1) % 10 if numbers else 1))]
 
 
 def text_of(episode: Episode) -> str:

@@ -89,7 +89,8 @@ class Toolbox:
         """
         for closer in self._closers:
             with suppress(Exception):
-                await asyncio.wait_for(call_user(closer, "closing of tools"), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await call_user(closer, "closing of tools")
 
     async def _answer(self, call: Call, timeout_s: float) -> CallResult:
         if call.problem:
@@ -106,7 +107,8 @@ class Toolbox:
             return self._refusal(call, f"{tool.name}: {error}. Use {tool.usage}.", "wrong_arguments")
         begin = time.monotonic()
         try:
-            value = await asyncio.wait_for(tool.call(prepared), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                value = await tool.call(prepared)
             text = _text_of(value)
         except ToolError as error:
             return self._refusal(call, str(error), "tool_error", time.monotonic() - begin)

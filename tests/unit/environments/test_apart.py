@@ -1,0 +1,120 @@
+"""An episode in a process of its own: what crashes, hangs, forks or uses global random numbers harms nobody else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from random import Random
+
+import pytest
+from tests.unit.environments.scripted import ScriptedEngine
+from tests.unit.environments.test_player import PLAIN, counting
+
+from leaderless.config.environment import EnvironmentConfig
+from leaderless.config.rollout import SamplingConfig
+from leaderless.environments import apart
+from leaderless.environments.player import Episode, Place, play_all
+from leaderless.environments.protocol import Environment, Observation, Task, Turn
+from leaderless.environments.registry import world_maker
+from leaderless.rollout.engine import SamplingParams
+
+
+class Wild(Environment):
+    """Does what its task says, once; then counts with global random numbers."""
+
+    needs_own_process = True
+
+    def __init__(self, sides: int = 6) -> None:
+        self.sides = sides
+
+    def reset(self, task: Task, rng: Random) -> Observation:  # noqa: ARG002
+        self.how, self.turn = task["text"], 0
+        return f"{random.randrange(self.sides)}:"
+
+    def act(self, text: str) -> Turn:
+        print("said", text)
+        self.turn += 1
+        match self.how:
+            case "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "exit":
+                os._exit(7)
+            case "hang":
+                time.sleep(60)
+            case "fork":
+                if os.fork() == 0:
+                    time.sleep(0.01)
+            case "set":
+                return Turn("", info={"values": {1, 2}})  # type: ignore[dict-item]
+        time.sleep(0.02 * Random().random())
+        told = f"{random.randrange(self.sides)} in {os.getpid()}" if self.how == "pid" else random.randrange(9)
+        return Turn(f"<{told}>", reward=0.5, done=self.turn == 3)
+
+
+def play(*texts: str, seed: str = "1", options: dict[str, int] | None = None) -> list[Episode]:
+    config = EnvironmentConfig.model_validate(
+        {"type": f"{__name__}:Wild", "act_timeout_s": 0.3, "options": options or {}, "concurrency": 4}
+    )
+    params = SamplingParams(SamplingConfig(), 8, (), 5)
+    places = [Place(n, seed, {"text": text}, PLAIN, params) for n, text in enumerate(texts)]
+    episodes, _ = play_all(ScriptedEngine(counting), config, world_maker(config), places, 200, lambda _: None)
+    return episodes
+
+
+def told(episode: Episode) -> str:
+    return "|".join(str(m["content"]) for node in episode.trace.nodes if not node.said for m in node.messages)
+
+
+def test_global_random_numbers_follow_from_the_seed_whatever_else_is_played() -> None:
+    together = [told(episode) for episode in play("a", "b", "c", "d", "e", "f")]
+    assert len(set(together)) == 1, "episodes of one seed see the same numbers"
+    assert together[0] == told(play("a")[0])
+    assert told(play("a", seed="2")[0]) != together[0]
+
+
+def test_each_episode_has_a_process_of_its_own_that_ends_with_it() -> None:
+    first, second = (told(episode).rpartition(" in ")[2].rstrip(">") for episode in play("pid", "pid"))
+    assert first != second
+    for pid in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+FAILURES = {
+    "crash": ("crash", "the environment's process was ended by SIGSEGV during 'act'"),
+    "exit": ("crash", "the environment's process has ended with exit code 7 during 'act'"),
+    "hang": ("timeout", "Wild.act has not answered within 0.3 s"),
+    "set": ("environment", "what 'act' returned cannot be sent to the player"),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_process_that_fails_costs_its_episode_only(how: str) -> None:
+    cause, text = FAILURES[how]
+    bad, good = play(how, "fine")
+    assert (bad.cause, good.cause) == (cause, "")
+    assert text in bad.error
+
+
+def test_a_copy_that_an_environment_forks_does_not_answer() -> None:
+    (episode,) = play("fork")
+    assert (episode.cause, len(episode.trace.said())) == ("", 3)
+
+
+def test_a_process_that_does_not_even_report_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "GRACE_S", -0.25)
+    (episode,) = play("hang")
+    assert episode.cause == "timeout"
+    assert "process has not answered 'act' within 0.05 s, and was ended" in episode.error
+
+
+def test_options_reach_the_constructor_there() -> None:
+    assert told(play("a", options={"sides": 1})[0]).startswith("0:|")
+
+
+def test_processes_import_no_torch() -> None:
+    program = "import sys, leaderless.environments.apart; assert 'torch' not in sys.modules"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", program]) == 0
