@@ -33,7 +33,7 @@ from leaderless.weights.stream import WeightStream
 ALONE = ProcessGroup((0,), 0)
 BUCKET_BYTES = 20_000
 """So small that the weights of a tiny model fill several buckets."""
-MAX_TOKENS = 64
+MAX_TOKENS = 512
 CACHE_BYTES = 1 << 26
 """Bytes of the KV cache of an engine for a tiny model."""
 

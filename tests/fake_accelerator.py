@@ -167,6 +167,13 @@ def decode(accelerator: Accelerator) -> dict[str, float]:
         requests.append(Request([9] * 30, [99]))
         groups = generate(engine, requests, SamplingParams(way, 4, (), seed=1))
         num_tokens += sum(len(completion.tokens) for group in groups for completion in group)
+        # Conversations with a shared beginning, which are joined, kept, moved to larger slots and continued.
+        texts = {number: [5] * 3 for number in range(4)}
+        for _ in range(3):
+            turns = [Request(list(text), [number], (), number) for number, text in texts.items()]
+            for number, (completion,) in enumerate(generate(engine, turns, SamplingParams(way, 4, (), seed=1))):
+                texts[number] += [*completion.tokens, *[6] * (1 + 9 * number)]
+                num_tokens += len(completion.tokens)
     return {"tokens": num_tokens, "copies to the host for each draw": (accelerator.num_copies - before) / num_draws}
 
 

@@ -124,7 +124,7 @@ class Server:
                     if finish:
                         del asks[rid]
                         self.running.discard(rid)
-                    info = {"id": rid, "finish_reason": finish, "weight_version": self.version}
+                    info = {"id": rid, "finish_reason": finish, "weight_version": self.version, "cached_tokens": 1}
                     yield {
                         "output_ids": [int(entry[1] or 0) for entry in grown[rid]],
                         "meta_info": info | {"output_token_logprobs": grown[rid]},

@@ -39,7 +39,8 @@ from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.make import RolloutSetup
 from leaderless.rollout.make import make_engine as engine_by_name
 from leaderless.rollout.native import NativeEngine
-from leaderless.rollout.segment_attention import DecodeAttention, PrefillAttention
+from leaderless.rollout.prefill_attention import PrefillAttention
+from leaderless.rollout.segment_attention import DecodeAttention
 from leaderless.rollout.sglang import SglangServer
 from leaderless.rollout.shard import ALONE
 from leaderless.rollout.vllm import InProcessVllm, VllmServer
@@ -444,6 +445,32 @@ def test_each_request_is_sampled_as_it_asks(make_engine: Callable[[str, int], Ro
 def test_a_request_that_makes_no_sense_is_refused(make: Callable[[], Request], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_turns_of_a_conversation_give_what_fresh_requests_give(
+    make_engine: Callable[[str, int], RolloutEngine],
+) -> None:
+    engine, trainer, name = make_engine(tiny_model(), 4), make_trainer(tiny_model()), make_engine.args[0]  # type: ignore[attr-defined]
+    text = torch.randint(1, 60, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+    for number in range(3):
+        request, completion, cached = Request(list(text), [number], conversation=5), Completion(), list[int]()
+        engine.submit(request, params())
+        while completion.finish_reason is None:
+            for delta in engine.step():
+                completion.tokens += delta.tokens
+                completion.log_probs += delta.log_probs
+                completion.finish_reason = delta.finish_reason
+                cached.append(delta.cached_tokens)
+        assert completion.log_probs == pytest.approx(expected_log_probs(trainer, request, completion), abs=1e-4)
+        ((fresh,),) = generate(engine, [Request(list(text), [number])], params())
+        assert completion.tokens == fresh.tokens
+        assert not any(cached[1:]), "it is reported once"
+        # vLLM finds whole blocks of 128 tokens; the fake of SGLang reports one token.
+        least = {"native": len(text) - 5, "vllm": 128, "vllm-in-process": 128, "sglang": 1}.get(name, 0)
+        assert (least if number else 0) <= cached[0] < len(text)
+        text += [*completion.tokens, 7, 8, 9]
+    engine.forget(5)
+    engine.forget(6)
 
 
 def test_progress_counts_every_response_once(make_engine: Callable[[str, int], RolloutEngine]) -> None:
