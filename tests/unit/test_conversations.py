@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -9,9 +10,11 @@ from random import Random
 import pytest
 import torch
 from tests.tiny import tiny_model
+from tests.unit.recipes import plan_of
 
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
+from leaderless.environments.pump import EnginePump
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.rollout import kv_cache, native, prefill_attention
@@ -178,6 +181,45 @@ def turns(engine: NativeEngine, requests: list[Request]) -> list[Answer]:
             completions[delta.request].finish_reason = delta.finish_reason
             known[delta.request] += delta.cached_tokens
     return [(completions[number], known[number]) for number in numbers]
+
+
+def test_the_plan_counts_the_memory_of_conversations_of_all_lengths() -> None:
+    plan = plan_of(
+        "grpo",
+        models={"policy": tiny_model()},
+        environment={"type": "tests.unit.environments.scripted:Count", "max_episode_tokens": 100},
+        data={"train": {"path": "a"}, "max_prompt_tokens": 156},
+        batch={"prompts_per_step": 2, "responses_per_prompt": 4},
+        rollout={"max_sequences": 8},
+    )
+    assert plan.memory is not None
+    planned = plan.memory.cpu.phases["policy generates"]["kv cache"]
+    engine, peak, texts = engine_of(8), 0, [[1] * (28 * number + 30) for number in range(8)]
+    for round_number in range(12):
+        answers = turns(engine, [Request(text, [round_number], (), number) for number, text in enumerate(texts)])
+        peak = max(peak, bytes_of(engine))
+        for number, (answer, _) in enumerate(answers):
+            texts[number] += [*answer.tokens, *[2] * 20]
+            if len(texts[number]) + PARAMS.max_tokens > 256:
+                texts[number] = [1] * 30
+                engine.forget(number)
+    assert 0.6 * planned < peak <= planned
+
+
+def test_no_more_is_counted_as_known_than_a_conversation_has_said() -> None:
+    async def play() -> EnginePump:
+        pump = EnginePump(engine_of())
+        running, prompt = asyncio.create_task(pump.run()), list(range(1, 31))
+        first = await asyncio.gather(*(pump.ask(prompt, number, PARAMS, number) for number in range(4)))
+        assert (pump.known_tokens, pump.cached_tokens) == (0, 0), "what siblings share is not a later turn's"
+        for number, completion in enumerate(first):
+            text = [*prompt, *completion.tokens, 7, 8]
+            await pump.ask(text, 10 + number, PARAMS, number, len(text) - 2)
+        running.cancel()
+        return pump
+
+    pump = asyncio.run(play())
+    assert pump.cached_tokens == pump.known_tokens - 4, "all but the last token that was sampled"
 
 
 def test_a_turn_reads_what_it_adds(reads: list[int]) -> None:

@@ -17,6 +17,7 @@ BEAT_S = 1.0
 class _Asked:
     completion: Completion
     answer: asyncio.Future[Completion]
+    known_tokens: int
 
 
 class EnginePump:
@@ -25,7 +26,7 @@ class EnginePump:
     Attributes:
         busy_s: Seconds that the engine has worked.
         known_tokens: Tokens of prompts that the engine had read or sampled before, in the same conversation.
-        cached_tokens: Tokens of prompts whose keys and values it still had.
+        cached_tokens: Those of them whose keys and values it still had; it may have more of other conversations.
     """
 
     def __init__(self, engine: RolloutEngine, beat: Callable[[], None] = lambda: None) -> None:
@@ -57,7 +58,7 @@ class EnginePump:
         number = self._engine.submit(request, params)
         self.known_tokens += known_tokens
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._asked[number] = _Asked(Completion(), answer)
+        self._asked[number] = _Asked(Completion(), answer, known_tokens)
         self._has_work.set()
         try:
             return await answer
@@ -98,7 +99,7 @@ class EnginePump:
             if asked is None:
                 continue  # aborted
             completion = asked.completion
-            self.cached_tokens += delta.cached_tokens
+            self.cached_tokens += min(delta.cached_tokens, asked.known_tokens)
             completion.tokens += delta.tokens
             completion.log_probs += delta.log_probs
             if delta.tokens:

@@ -292,14 +292,19 @@ class _Rank:
         return {"unsharded weights": own * is_copied, **decoding}
 
     def _decoding(self, model: _Model, num_sequences: int) -> dict[str, int]:
-        """Keys and values are in slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too."""
+        """Keys and values are in slots of 64, 128, 256, … tokens; while a slot grows, the smaller one is there, too.
+
+        Conversations of an environment hold their own prompts after their first turn, and are of all lengths at the
+        same time, so that slots of all sizes may be there for each of them.
+        """
         siblings, sampling = self.recipe.batch.responses_per_prompt, model.sampling
         own, num_prompts = self._response(model), -(-num_sequences // siblings)
         slots = num_prompts * _slot(self.recipe.data.max_prompt_tokens)
-        if siblings == 1:
-            own, slots = self._longest(model), 0
-        largest = _slot(own)
-        slots += num_sequences * (largest + (largest // 2 if largest > SMALLEST_SLOT else 0))
+        if siblings == 1 or self.recipe.environment:
+            own = self._longest(model)
+        largest, slots = _slot(own), slots * (siblings > 1)
+        smaller = largest - SMALLEST_SLOT if self.recipe.environment else largest // 2 * (largest > SMALLEST_SLOT)
+        slots += num_sequences * (largest + smaller)
         per_logit = TRUNCATED_LOGIT_BYTES if sampling.is_truncated else LOGIT_BYTES
         logits = (num_sequences * per_logit + num_prompts * FLOAT32_BYTES) * model.size.vocab_size
         return {"kv cache": slots * model.size.kv_values_per_token * model.width, "logits": logits}
