@@ -277,6 +277,20 @@ def test_log_probs_and_gradients_are_those_of_one_sample_after_the_other(
         assert difference < 1e-5, name
 
 
+def test_samples_without_a_common_prompt_are_scored_like_others() -> None:
+    batch = random_samples([(3, 5), (4, 6), (2, 7)])
+    expected, _ = trained(batch, 4096)
+    prompts, tokens = (batch.jagged(name).to_lists() for name in ("prompt_tokens", "tokens"))
+    rows = [*zip(prompts, tokens, strict=True), ([], [])]
+    everything = Jagged.from_lists([p + t for p, t in rows], torch.int64, "tokens")
+    mask = Jagged.from_lists([[False] * len(p) + [True] * len(t) for p, t in rows], torch.bool, "tokens")
+    table = Batch(torch.tensor([0]), {"prompt_tokens": Jagged.from_lists([[]], torch.int64, "prompt_tokens")})
+    index = torch.zeros(len(rows), dtype=torch.int64)
+    columns = {"tokens": everything, "response_mask": mask}
+    scores, _ = trained(Batch(torch.arange(len(rows)), columns, table, index), 4096)
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_shared_prompt_is_computed_once() -> None:
     shared, alone = (sum(len(m.tokens) for m in pieces(samples(is_shared=flag))) for flag in (True, False))
     assert alone - shared == 2 * (3 + 12 + 2)

@@ -159,7 +159,7 @@ class _Attempt:
         """Let an agent say something; None if its conversation has become too long."""
         trace, writer = self.episode.trace, self._place.writer
         end, told = self._ends.get(agent), self._waiting.pop(agent, [])
-        num_known = 0 if end is None else len(end.context())
+        num_known = 0 if end is None else len(end.context()) - 1  # the last token was sampled, but not read
         if end is None:
             messages, tokens = writer.begin(told)
             end = trace.add(None, tokens, messages)

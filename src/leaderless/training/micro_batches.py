@@ -99,6 +99,8 @@ class _Samples:
         prompts, prompt_of_row = batch.prompts, batch.prompt_index
         if prompts is None or prompt_of_row is None or "prompt_tokens" in batch.columns:
             prompts, prompt_of_row = batch, torch.arange(len(batch))
+        if not bool(prompts.jagged("prompt_tokens").lengths.all()):
+            return cls.of(_with_prompts(batch))
         mask = batch.jagged("response_mask")
         step = ragged_index(torch.zeros_like(mask.lengths), mask.lengths)
         row = torch.repeat_interleave(torch.arange(len(mask)), mask.lengths)
@@ -106,6 +108,26 @@ class _Samples:
         continuations, counts = batch.jagged("tokens"), response_lengths(mask)
         temperatures = batch.jagged(TEMPERATURES).values if TEMPERATURES in batch else None
         return cls(prompts.jagged("prompt_tokens"), prompt_of_row, continuations, mask, inputs, counts, temperatures)
+
+
+def _with_prompts(batch: Batch) -> Batch:
+    """The same samples with prompts of their own, where some have none: they take the first token of what follows.
+
+    Conversations with nothing in common, not even the first token, have an empty prompt. Nobody samples the first
+    token of a sequence.
+    """
+    columns = (batch.jagged(name).to_lists() for name in ("prompt_tokens", "tokens", "response_mask"))
+    moved = [
+        (prompt, tokens, mask) if prompt else (tokens[:1] or [0], tokens[1:], mask[1:])
+        for prompt, tokens, mask in zip(*columns, strict=True)
+    ]
+    prompts, tokens, masks = ([row[place] for row in moved] for place in range(3))
+    own = {
+        "prompt_tokens": Jagged.from_lists(prompts, torch.int64, "prompt_tokens"),
+        "tokens": Jagged.from_lists(tokens, torch.int64, "tokens"),
+        "response_mask": Jagged.from_lists(masks, torch.bool, "tokens"),
+    }
+    return Batch(batch.ids, {**batch.columns, **own})
 
 
 @dataclass
