@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jinja2 import TemplateError
-from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,14 +22,13 @@ from leaderless.config import Json
 from leaderless.config.rollout import MAX_RESPONSES
 from leaderless.rollout.engine import Request, SamplingParams
 from leaderless.serve.errors import ApiError
-from leaderless.serve.guard import Guard, to_response
+from leaderless.serve.guard import Guard
 from leaderless.serve.host import EngineHost, Ticket
 from leaderless.serve.load import Served
 from leaderless.serve.questions import ChatQuestion, CompletionQuestion, read_question
 from leaderless.serve.replies import AnyQuestion, ChatComposer, ChoicePart, CompletionComposer
+from leaderless.serve.wire import event, fail, read_body, refuse, refuse_http, serialized
 
-MAX_BODY_BYTES = 1 << 26
-"""Largest size of a request; no prompt that fits a model is as long."""
 AnyComposer = CompletionComposer | ChatComposer
 
 
@@ -50,7 +48,7 @@ def make_app(served: Served, host: EngineHost, token: str | None) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=[Middleware(Guard, token=token)],
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, Exception: _fail},
+        exception_handlers={ApiError: refuse, HTTPException: refuse_http, Exception: fail},
     )
 
 
@@ -81,14 +79,14 @@ class Api:
 
     async def completions(self, request: HttpRequest) -> Response:
         """Complete prompts."""
-        question = read_question(await _body(request), CompletionQuestion)
+        question = read_question(await read_body(request), CompletionQuestion)
         prompts = await self._in_thread(self._encode, question)
         params = self._check(question, prompts, "prompt")
         return await self._answer(request, CompletionComposer(question, prompts, self._tokenizer), params)
 
     async def chat(self, request: HttpRequest) -> Response:
         """Continue a chat."""
-        question = read_question(await _body(request), ChatQuestion)
+        question = read_question(await read_body(request), ChatQuestion)
         prompts = await self._in_thread(self._encode_chat, question)
         params = self._check(question, prompts, "messages")
         return await self._answer(request, ChatComposer(question, prompts, self._tokenizer), params)
@@ -176,7 +174,7 @@ class Api:
             await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
                 return Response(status_code=499)  # never read
-            return Response(_serialized(composer.whole(collecting.result())), media_type="application/json")
+            return Response(serialized(composer.whole(collecting.result())), media_type="application/json")
         finally:
             collecting.cancel()
             watching.cancel()
@@ -200,26 +198,18 @@ class _EventStream(StreamingResponse):
     async def _events(self) -> AsyncIterator[bytes]:
         composer = self._composer
         for reply in composer.first_chunks():
-            yield _event(reply)
+            yield event(reply)
         try:
             async for delta in self._ticket.deltas():
                 part = composer.take(delta)
                 if composer.has_content(part):
-                    yield _event(composer.chunk(part))
+                    yield event(composer.chunk(part))
         except ApiError as error:
-            yield _event(error.to_json())
+            yield event(error.to_json())
             return
         for reply in composer.last_chunks():
-            yield _event(reply)
+            yield event(reply)
         yield b"data: [DONE]\n\n"
-
-
-def _event(reply: Json) -> bytes:
-    return b"data: " + _serialized(reply) + b"\n\n"
-
-
-def _serialized(reply: Json) -> bytes:
-    return to_json(reply, inf_nan_mode="null")  # JSON has no other name for the log-probability of a broken model
 
 
 def sample_ids(seed: int, count: int) -> range:
@@ -230,27 +220,3 @@ def sample_ids(seed: int, count: int) -> range:
     """
     first = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:7])
     return range(first, first + count)
-
-
-async def _body(request: HttpRequest) -> bytes:
-    """Read the body of a request up to the size limit."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the request has more than {MAX_BODY_BYTES:,} bytes: send less at once")
-    return bytes(body)
-
-
-async def _refuse(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001
-    assert isinstance(error, ApiError)
-    return to_response(error)
-
-
-async def _refuse_http(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return to_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
-
-
-async def _fail(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001
-    return to_response(ApiError(500, f"{type(error).__name__} in the server; its log says where"))

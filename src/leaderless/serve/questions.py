@@ -206,9 +206,10 @@ def read_question(body: bytes, kind: type[AnyQuestion]) -> AnyQuestion:
         raise ApiError(400, f"the body of the request is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ApiError(400, "the body of the request must be a JSON object")
-    fields = _without_null(fields)
-    assert isinstance(fields, dict)
-    for name in [name for name in fields if name in _UNSUPPORTED]:
+    # A JSON schema of a tool may hold null as a value.
+    fields = {name: value if name == "tools" else _without_null(value) for name, value in fields.items()}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name in [name for name in fields if name in _UNSUPPORTED and name not in kind.model_fields]:
         neutral, reason = _UNSUPPORTED[name]
         value = fields.pop(name)
         if value not in neutral:

@@ -16,11 +16,12 @@ from tests.unit.serve.engines import ScriptedEngine, ScriptedServing
 import leaderless
 from leaderless.config import RecipeError
 from leaderless.data.encode import Tokenizer
-from leaderless.serve.app import MAX_BODY_BYTES, make_app
+from leaderless.serve.app import make_app
 from leaderless.serve.host import EngineHost
 from leaderless.serve.load import Served
 from leaderless.serve.port import take_port
 from leaderless.serve.server import ModelServer
+from leaderless.serve.wire import MAX_BODY_BYTES
 
 SERVED = Served("m", Mock(spec=Tokenizer, chat_template=None), 10, 20, ScriptedServing(ScriptedEngine()))
 ASK = b'{"model": "m", "prompt": [1]}'
