@@ -16,9 +16,11 @@ class EnvironmentConfig(ShorthandSection):
     shorthand: ClassVar[str] = "type"
 
     type: str = Field(min_length=1)
-    """Environment, a class `package.module:Class` derived from `leaderless.environments.Environment`."""
+    """Environment, a class `package.module:Class` derived from `leaderless.environments.Environment`; or a program that
+    leads the episode, a function `package.module:function` or `command`; see
+    [Programs that lead episodes](../guides/programs.md)."""
     options: Mapping[str, JsonValue] = {}
-    """Arguments of its constructor."""
+    """Arguments of its constructor; for a program, further arguments."""
     max_turns: int = Field(default=8, ge=1)
     """Number of messages of the policy after which an episode that is not over is cut."""
     max_episode_tokens: int = Field(default=2048, ge=1)
@@ -27,7 +29,8 @@ class EnvironmentConfig(ShorthandSection):
     on_overflow: Literal["cut", "fail"] = "cut"
     """What becomes of an episode that is longer: it is cut and keeps its reward so far, or it fails."""
     act_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that one answer of the environment may take; then the episode fails."""
+    """Seconds that one answer of the environment may take, or that a program may take between two questions; then the
+    episode fails."""
     max_attempts: int = Field(default=1, ge=1)
     """Times that an episode is tried, before it counts as failed."""
     concurrency: int = Field(default=256, ge=1)

@@ -7,13 +7,18 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, cast
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.chat import ChatWriter
+from leaderless.environments.programs.chat import Chat, Rules
+from leaderless.environments.programs.doorway import LazyDoorway
+from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.protocol import Message, Observation, Task, Turn
 from leaderless.environments.pump import EnginePump
+from leaderless.environments.tools.template import find_reader
 from leaderless.environments.trace import Said, Trace, TraceNode
 from leaderless.environments.world import ENVIRONMENT, OVERFLOW, Failure, World
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
@@ -69,7 +74,11 @@ class Player:
     """Plays episodes in an environment."""
 
     def __init__(
-        self, config: EnvironmentConfig, open_world: Callable[[], World], max_tokens: int, pump: EnginePump
+        self,
+        config: EnvironmentConfig,
+        open_world: Callable[[], World | ProgramWorld],
+        max_tokens: int,
+        pump: EnginePump,
     ) -> None:
         """Play nothing yet.
 
@@ -80,31 +89,43 @@ class Player:
             pump: Engine that samples what the policy says.
         """
         self._config, self._open_world, self._max_tokens, self._pump = config, open_world, max_tokens, pump
+        self._doorway = LazyDoorway()
 
     async def play(self, place: Place) -> Episode:
         """Play an episode, again if it fails and may be tried again."""
         episode = Episode()
         for attempt in range(self._config.max_attempts):
-            episode = await _Attempt(self._config, self._max_tokens, self._pump, place, attempt).run(self._open_world)
+            one = _Attempt(self._config, self._max_tokens, self._pump, self._doorway, place, attempt)
+            episode = await one.run(self._open_world)
             if not episode.cause:
                 break
         return episode
+
+    async def close(self) -> None:
+        """Answer no programs any more."""
+        await self._doorway.close()
 
 
 class _Attempt:
     """One try of an episode."""
 
     def __init__(
-        self, config: EnvironmentConfig, max_tokens: int, pump: EnginePump, place: Place, attempt: int
+        self,
+        config: EnvironmentConfig,
+        max_tokens: int,
+        pump: EnginePump,
+        doorway: LazyDoorway,
+        place: Place,
+        attempt: int,
     ) -> None:
-        self._config, self._max_tokens, self._pump = config, max_tokens, pump
+        self._config, self._max_tokens, self._pump, self._doorway = config, max_tokens, pump, doorway
         self._place, self._attempt = place, attempt
         self.episode = Episode(attempts=attempt + 1)
         self._ends: dict[str, TraceNode] = {}  # of each agent's conversation
         self._waiting: dict[str, list[Message]] = {}  # what an agent has been told since it spoke last
         self._num_turns = 0
 
-    async def run(self, open_world: Callable[[], World]) -> Episode:
+    async def run(self, open_world: Callable[[], World | ProgramWorld]) -> Episode:
         """Play to the end, or to the failure."""
         episode, world = self.episode, None
         try:
@@ -122,7 +143,10 @@ class _Attempt:
                 await world.close()
         return episode
 
-    async def _play(self, world: World) -> None:
+    async def _play(self, world: World | ProgramWorld) -> None:
+        if isinstance(world, ProgramWorld):
+            await self._follow(world)
+            return
         agent = world.agents[0]
         observation = await self._timed(world.reset(self._place.task, self._place.seed))
         self._tell(agent, observation)
@@ -140,6 +164,32 @@ class _Attempt:
                 return
             agent = agent if turn.agent is None else turn.agent
             self._tell(agent, turn.observation)
+
+    async def _follow(self, program: ProgramWorld) -> None:
+        """Play an episode that a program leads."""
+        place, config, episode = self._place, self._config, self.episode
+        rules = Rules(
+            number=f"{place.number}/{self._attempt}",
+            seed=place.seed,
+            params=place.params,
+            max_tokens=self._max_tokens,
+            max_turns=config.max_turns,
+            reader_of=partial(find_reader, "auto", place.writer.tokenizer),
+        )
+        chat = Chat(rules, place.writer, episode.trace, self._pump, self._doorway)
+        begin = time.perf_counter()
+        try:
+            result = await program.play(place.task, chat)
+        finally:
+            episode.seconds["model"] += chat.seconds
+            episode.seconds["environment"] += max(0.0, time.perf_counter() - begin - chat.seconds)
+        if chat.overflow is not None and config.on_overflow == "fail":
+            raise Failure(OVERFLOW, str(chat.overflow))
+        episode.is_cut = chat.overflow is not None
+        episode.info |= {name: value for name, value in result.items() if name != "reward"}
+        last = episode.trace.said()[-1].said
+        assert last is not None
+        last.reward += float(cast("float", result["reward"]))
 
     async def _timed(self, answer: Awaitable[Answer]) -> Answer:
         begin = time.perf_counter()
@@ -225,7 +275,7 @@ def noise_id(number: int, attempt: int, turn: int) -> int:
 def play_all(
     engine: RolloutEngine,
     config: EnvironmentConfig,
-    open_world: Callable[[], World],
+    open_world: Callable[[], World | ProgramWorld],
     places: Sequence[Place],
     max_tokens: int,
     progress: Callable[[int], None],
@@ -254,11 +304,14 @@ def play_all(
             progress(1)
             return episode
 
-        async with asyncio.TaskGroup() as tasks:
-            engine_task = tasks.create_task(pump.run())
-            playing = [tasks.create_task(one(place)) for place in places]
-            await asyncio.gather(*playing)
-            engine_task.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                engine_task = tasks.create_task(pump.run())
+                playing = [tasks.create_task(one(place)) for place in places]
+                await asyncio.gather(*playing)
+                engine_task.cancel()
+        finally:
+            await player.close()
         return [task.result() for task in playing], pump
 
     try:

@@ -10,6 +10,8 @@ from leaderless.config import RecipeError, nearest
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.functions import is_function_name, load_class, name_of
 from leaderless.environments.apart import ProcessWorld
+from leaderless.environments.programs.registry import COMMAND, program_maker
+from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.protocol import Environment
 from leaderless.environments.world import ThreadWorld, World
 
@@ -25,7 +27,7 @@ def find_environment(config: EnvironmentConfig) -> type[Environment]:
     """
     name = BUILT_IN.get(config.type, config.type)
     if not is_function_name(name):
-        hint = nearest(name, BUILT_IN)
+        hint = nearest(name, [*BUILT_IN, COMMAND])
         raise RecipeError.at(
             "environment.type", f"unknown environment '{name}'{hint}; a custom one is 'package.module:Class'"
         )
@@ -42,8 +44,15 @@ def find_environment(config: EnvironmentConfig) -> type[Environment]:
     return found
 
 
-def world_maker(config: EnvironmentConfig) -> Callable[[], World]:
-    """A function that makes the environment of one episode; errors as of `find_environment`."""
+def world_maker(config: EnvironmentConfig) -> Callable[[], World | ProgramWorld]:
+    """A function that makes the environment or the program of one episode.
+
+    Raises:
+        RecipeError: There is no such environment or program, or it does not take the options.
+    """
+    program = program_maker(config)
+    if program is not None:
+        return program
     found = find_environment(config)
     if config.isolation == "process" or found.needs_own_process:
         return partial(ProcessWorld, config, tuple(found.agents), name_of(found))

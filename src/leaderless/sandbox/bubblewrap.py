@@ -38,8 +38,10 @@ class BubblewrapSandbox:
 
     def refusal(self, *, allow_weaker: bool) -> str | None:
         """See `Sandbox`."""
-        if problem := refused_system() or _refused():
+        if problem := refused_system():
             return problem
+        if problem := bubblewrap_refusal():
+            return f"{problem}, or choose sandbox=builtin"
         missing = ask_layers()._replace(landlock=1).missing()
         return None if allow_weaker or not missing else refused_layers(missing)
 
@@ -76,10 +78,10 @@ def _around(folder: str) -> tuple[str, ...]:
 
 
 @cache
-def _refused() -> str | None:
+def bubblewrap_refusal() -> str | None:
     """Why bubblewrap does not work here: it is not installed, or may not make namespaces. It is tried once."""
     if find_bubblewrap() is None:
-        return "finds no program 'bwrap': install the package bubblewrap, or choose sandbox=builtin"
+        return "finds no program 'bwrap': install the package bubblewrap"
     with tempfile.TemporaryDirectory() as folder:
         tried = subprocess.run(  # noqa: S603 - the program that the user has chosen, on this interpreter
             [*_enclosure(), *_around(folder), interpreter(), "-S", "-c", "pass"],
@@ -93,5 +95,5 @@ def _refused() -> str | None:
     reason = tried.stderr.strip().replace("\n", "; ") or f"exit code {tried.returncode}"
     return (
         f"cannot use bubblewrap ({reason}): allow user namespaces (sysctl user.max_user_namespaces, and in a container "
-        "the right to make them), or choose sandbox=builtin"
+        "the right to make them)"
     )

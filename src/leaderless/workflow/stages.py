@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
-from leaderless.environments.registry import find_environment
+from leaderless.environments.registry import world_maker
 from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, PLAY_COLUMNS
 from leaderless.workflow.stage import STAGES, StageSpec
 
@@ -148,7 +148,7 @@ def _check_rollout(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
     if recipe.rollout.temperature == 0:
         raise RecipeError.at("rollout.temperature", "must be above 0: training needs responses that differ")
     if recipe.environment is not None:
-        find_environment(recipe.environment)
+        world_maker(recipe.environment)
 
 
 def _check_reward(recipe: Recipe, node: Node) -> None:

@@ -44,6 +44,16 @@ def episode(box: Sandbox, **limits: float) -> Iterator[PythonTool]:
         asyncio.run(found.close())
 
 
+def wait_for_rest(outer: psutil.Process, num_alive: int) -> None:
+    """Wait until so many processes are alive, one of which is stopped: the interpreter with its threads."""
+    deadline = time.monotonic() + PATIENCE_S
+    states: list[str] = []
+    while states.count(psutil.STATUS_STOPPED) != 1 or len(states) - states.count(psutil.STATUS_ZOMBIE) != num_alive:
+        assert time.monotonic() < deadline, states
+        time.sleep(0.01)
+        states = [process.status() for process in outer.children(recursive=True)]
+
+
 @every_box
 def test_state_is_kept_and_answers_are_those_of_an_interpreter(box: Sandbox) -> None:
     with episode(box) as tool:
@@ -96,10 +106,8 @@ def test_what_a_call_starts_does_not_run_on(box: Sandbox) -> None:
         begin = "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\nos.getpid()"
         for _ in range(3):  # those of earlier calls do not count
             assert tool.python(begin).isdigit()
-        (outer,) = psutil.Process().children()
-        states = [process.status() for process in outer.children(recursive=True)]
-        assert len(states) - states.count(psutil.STATUS_ZOMBIE) == (3 if box.name == "bubblewrap" else 1)
-        assert states.count(psutil.STATUS_STOPPED) == 1, "threads rest between calls"
+        assert tool._interpreter is not None
+        wait_for_rest(psutil.Process(tool._interpreter._supervisor.pid), 3 if box.name == "bubblewrap" else 1)
         count = "import threading, time\nn = 0\ndef run():\n    global n\n    while True:\n        n += 1\n"
         create = "        try: open('z', 'w').close()\n        except OSError: pass\n"
         assert tool.python(f"{count}{create}threading.Thread(target=run, daemon=True).start()") == "(no output)"

@@ -179,11 +179,11 @@ def test_a_bubblewrap_that_may_not_make_namespaces_says_so(tmp_path: Path, monke
     broken.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o700)
     monkeypatch.setattr(bubblewrap, "find_bubblewrap", lambda: str(broken))
-    for cached in (bubblewrap._refused, bubblewrap._enclosure):
+    for cached in (bubblewrap.bubblewrap_refusal, bubblewrap._enclosure):
         cached.cache_clear()
     with pytest.raises(RuntimeError, match=r"cannot use bubblewrap \(No permissions .*max_user_namespaces"):
         choose_sandbox("bubblewrap", allow_weaker=True)
-    for cached in (bubblewrap._refused, bubblewrap._enclosure):
+    for cached in (bubblewrap.bubblewrap_refusal, bubblewrap._enclosure):
         cached.cache_clear()
 
 
@@ -366,7 +366,7 @@ def test_without_a_layer_programs_are_refused_unless_allowed(
 ) -> None:
     monkeypatch.setattr(builtin, "ask_layers", lambda: layers)
     monkeypatch.setattr(bubblewrap, "find_bubblewrap", lambda: None)
-    bubblewrap._refused.cache_clear()
+    bubblewrap.bubblewrap_refusal.cache_clear()
     config = RewardsConfig.model_validate({"code": {}})
     with pytest.raises(
         ValueError,
@@ -379,7 +379,7 @@ def test_without_a_layer_programs_are_refused_unless_allowed(
     weaker = RewardsConfig.model_validate({"code": {"allow_weaker": True}})
     check_rewards(weaker)
     assert set(make_rewards(weaker)) == {"code"}
-    bubblewrap._refused.cache_clear()
+    bubblewrap.bubblewrap_refusal.cache_clear()
 
 
 def test_other_systems_are_refused_whatever_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,10 @@
+"""Episodes that a program leads: it asks the policy whenever it likes, and says in the end what that was worth.
+
+Imports no torch.
+"""
+
+from leaderless.environments.programs.chat import Answer as Answer
+from leaderless.environments.programs.chat import Chat as Chat
+from leaderless.environments.programs.messages import AskRefusedError as AskRefusedError
+
+__all__ = ["Answer", "AskRefusedError", "Chat"]

@@ -1,0 +1,297 @@
+"""The policy as a program of an episode asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from leaderless.config import Json, RecipeError
+from leaderless.environments.programs.conversations import Context, Conversations
+from leaderless.environments.programs.lines import Lines, number_of
+from leaderless.environments.programs.messages import AskRefusedError, call_of, checked
+from leaderless.environments.protocol import Message
+from leaderless.environments.trace import Said, Trace
+
+if TYPE_CHECKING:
+    from leaderless.config.rollout import SamplingConfig
+    from leaderless.environments.chat import ChatWriter
+    from leaderless.environments.pump import EnginePump
+    from leaderless.environments.tools.formats import Reader
+    from leaderless.rollout.engine import Completion, FinishReason, SamplingParams
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy has answered.
+
+    Attributes:
+        content: Its text, without calls of tools.
+        tool_calls: Its calls of tools in the format of OpenAI's API.
+        finish_reason: Why it ended: `stop`, `length` or `tool_calls`.
+        tokens: Token ids as they were sampled, with the end token.
+        log_probs: Log-probability of each token.
+        prompt_tokens: Token ids of the context.
+    """
+
+    content: str
+    tool_calls: Sequence[Mapping[str, Json]]
+    finish_reason: str
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    prompt_tokens: Sequence[int]
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message, to be put behind those that were asked."""
+        message: dict[str, Json] = {"role": "assistant", "content": self.content}
+        return message | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
+
+
+class Doorway(Protocol):
+    """Where programs in other processes reach the policy."""
+
+    def admit(self, chat: Chat) -> tuple[str, str]:
+        """The address and the key of an episode, which works from now on."""
+
+    def dismiss(self, chat: Chat) -> None:
+        """Answer nothing more for an episode."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a program may ask.
+
+    Attributes:
+        number: Unique number of the try of the episode; with the seed and the context it decides what is sampled.
+        seed: Seed of the program's random numbers.
+        params: Distribution from which the policy samples, and the limits of one answer.
+        max_tokens: Most tokens of a conversation, from its beginning.
+        max_turns: Most answers.
+        reader_of: Function that gives the reader of calls of tools, from their schemas.
+    """
+
+    number: str
+    seed: str
+    params: SamplingParams
+    max_tokens: int
+    max_turns: int
+    reader_of: Callable[[Sequence[Json]], Reader]
+
+
+class Chat:
+    """The policy in one episode.
+
+    Attributes:
+        rng: Source of random numbers; the same in all episodes of a prompt's group.
+        base_url: Address at which programs reach the policy in the format of OpenAI's API.
+        api_key: Key that they have to send there.
+        overflow: The first question that was refused because a limit of the episode was reached; None if none was.
+        seconds: Seconds in which the policy was asked.
+        reward: What a program has posted as its reward; None if nothing.
+    """
+
+    def __init__(self, rules: Rules, writer: ChatWriter, trace: Trace, pump: EnginePump, doorway: Doorway) -> None:
+        self.rules, self.writer, self.rng = rules, writer, Random(rules.seed)  # noqa: S311 - no secret
+        self._trace, self._pump, self._doorway = trace, pump, doorway
+        self._conversations = Conversations(trace, writer)
+        self._lines = Lines(rules.number, pump)
+        self._asked: dict[tuple[int, ...], int] = {}
+        self._num_turns = 0
+        self._address: tuple[str, str] | None = None
+        self._under_way: set[asyncio.Task[Answer]] = set()
+        self._last_s = time.monotonic()
+        self.overflow: AskRefusedError | None = None
+        self.seconds = 0.0
+        self.reward: Json = None
+
+    @property
+    def base_url(self) -> str:
+        """Address at which programs reach the policy in the format of OpenAI's API."""
+        return self._admitted()[0]
+
+    @property
+    def api_key(self) -> str:
+        """Key that they have to send there."""
+        return self._admitted()[1]
+
+    @property
+    def num_answers(self) -> int:
+        """Number of answers of the policy so far."""
+        return sum(node.said is not None for node in self._trace.nodes)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the policy has last answered; 0 while it is asked."""
+        return 0.0 if self._under_way else time.monotonic() - self._last_s
+
+    async def ask(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        tools: Sequence[Json] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        """Let the policy answer messages.
+
+        Messages that were asked before, and its answers to them, are continued; several questions may be asked at once.
+
+        Args:
+            messages: The conversation so far, or the text of its first message.
+            tools: Schemas of the tools that it may call, in the format of OpenAI's API.
+            max_tokens: Most tokens of the answer; the recipe's limits hold as well.
+            stop: Further texts that end the answer.
+
+        Raises:
+            AskRefusedError: The messages cannot be written, or a limit of the episode is reached.
+        """
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        messages = [checked(message) for message in said]
+        if not messages or messages[-1]["role"] == "assistant":
+            raise AskRefusedError("messages must end with a message of another role than 'assistant'")
+        try:
+            reader = self.rules.reader_of(tools) if tools else None
+            context = self._conversations.of_messages(messages, tools)
+        except RecipeError as error:
+            raise AskRefusedError(str(error)) from error
+        return await self._guarded(context, max_tokens, tuple(stop), reader)
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Answer:
+        """Let the policy continue a text or token ids; see `ask`."""
+        if not prompt:
+            raise AskRefusedError("prompt is empty: give at least one token")
+        return await self._guarded(self._conversations.of_prompt(prompt), max_tokens, tuple(stop), None)
+
+    async def close(self) -> None:
+        """Cancel what is asked, and answer nothing more."""
+        if self._address is not None:
+            self._doorway.dismiss(self)
+        tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._lines.close()
+
+    def _admitted(self) -> tuple[str, str]:
+        if self._address is None:
+            self._address = self._doorway.admit(self)
+        return self._address
+
+    async def _guarded(
+        self, context: Context, max_tokens: int | None, stop: tuple[str, ...], reader: Reader | None
+    ) -> Answer:
+        """Ask in a task, which is canceled with the episode."""
+        begin = time.monotonic()
+        task = asyncio.ensure_future(self._answer(context, self._params(context, max_tokens, stop), reader))
+        self._under_way.add(task)
+        try:
+            return await task
+        finally:
+            task.cancel()
+            self._under_way.discard(task)
+            self._last_s = time.monotonic()
+            self.seconds += self._last_s - begin
+
+    def _params(self, context: Context, max_tokens: int | None, stop: tuple[str, ...]) -> SamplingParams:
+        rules, length = self.rules, len(context.tokens)
+        if self._num_turns >= rules.max_turns:
+            raise self._over(
+                f"the policy has answered {self._num_turns} times, and may do so {rules.max_turns} times in an episode "
+                "(environment.max_turns): raise it, or ask less",
+                "max_turns",
+            )
+        room = rules.max_tokens - length
+        if room < 1:
+            raise self._over(
+                f"the conversation has {length} tokens, and may have {rules.max_tokens} (data.max_prompt_tokens + "
+                "environment.max_episode_tokens): raise them, or ask with less",
+                "context_length_exceeded",
+            )
+        self._num_turns += 1
+        limited = rules.params.limited_to(min(room, max_tokens or room))
+        return replace(limited, stop=(*limited.stop, *(text for text in stop if text not in limited.stop)))
+
+    def _over(self, text: str, code: str) -> AskRefusedError:
+        refusal = AskRefusedError(text, code)
+        self.overflow = self.overflow or refusal
+        return refusal
+
+    async def _answer(self, context: Context, params: SamplingParams, reader: Reader | None) -> Answer:
+        key = tuple(context.tokens)
+        again = self._asked[key] = self._asked.get(key, -1) + 1
+        line, num_known = self._lines.take(context.end)
+        try:
+            completion = await self._pump.ask(
+                context.tokens, self._noise(context.tokens, again), params, line, num_known
+            )
+        except BaseException:
+            self._lines.free(line, None)
+            raise
+        if completion.finish_reason == "aborted":
+            self._lines.free(line, None)
+            raise AskRefusedError("the engine has given up the answer: ask again", "aborted")
+        answer = self._written(completion, context.tokens, reader, params.stop)
+        facts = Said(
+            completion.log_probs, completion.policy_versions, self.num_answers, is_truncated=completion.is_truncated
+        )
+        said = self._conversations.answer(context, completion.tokens, checked(answer.message), facts)
+        self._lines.free(line, said)
+        return answer
+
+    def _noise(self, tokens: Sequence[int], again: int) -> int:
+        """The sample id of an answer. It depends on the context, and not on the order of questions asked at once."""
+        return number_of(f"{self.rules.number}/{again}/{','.join(map(str, tokens))}")
+
+    def _written(
+        self, completion: Completion, prompt: Sequence[int], reader: Reader | None, stop: Sequence[str]
+    ) -> Answer:
+        """An answer as the program is given it."""
+        content = _before(self.writer.text(completion.tokens), stop)
+        calls: list[Mapping[str, Json]] = []
+        if reader is not None:
+            read = reader(self.writer.text(completion.tokens, is_plain=False))
+            # What cannot be read is no call in OpenAI's API; the program sees the text, and says what is wrong with it.
+            if read.calls and not any(call.problem for call in read.calls):
+                content = read.content
+                first = number_of(",".join(map(str, (*prompt, *completion.tokens))))
+                numbered = enumerate(read.calls, first)
+                calls = [call_of(f"call_{number:x}", call.name, call.arguments) for number, call in numbered]
+        reason: FinishReason | str = completion.finish_reason or "stop"
+        return Answer(
+            content=content,
+            tool_calls=calls,
+            finish_reason="tool_calls" if calls and reason == "stop" else reason,
+            tokens=completion.tokens,
+            log_probs=completion.log_probs,
+            prompt_tokens=prompt,
+        )
+
+
+def differs(asked: SamplingConfig, given: Mapping[str, float], params: SamplingParams) -> str | None:
+    """Why an answer cannot be sampled as a program wants it; None if the recipe samples so.
+
+    Args:
+        asked: Distribution that the program asks for.
+        given: Names of the settings that it has given.
+        params: Distribution of the recipe.
+    """
+    for name in given:
+        wanted, own = getattr(asked, name), getattr(params.distribution, name)
+        if wanted != own:
+            return (
+                f"{name}={wanted:g} differs from the recipe's {own:g}, under which log-probabilities are trained: "
+                f"leave it out, or set rollout.{name}"
+            )
+    return None
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """A text without the stop text that has ended it."""
+    found = [place for place in map(text.find, stop) if place >= 0]
+    return text[: min(found)] if found else text

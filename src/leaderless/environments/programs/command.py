@@ -1,0 +1,163 @@
+"""A program of its own, in any language, as what leads an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from leaderless.config import Json, RecipeError
+from leaderless.environments.programs.chat import Chat
+from leaderless.environments.programs.confine import Confinement
+from leaderless.environments.protocol import Task
+from leaderless.environments.world import CRASH, ENVIRONMENT, Failure
+from leaderless.sandbox.bubblewrap import bubblewrap_refusal
+
+_KEPT_BYTES = 65536
+"""Bytes of output that are kept, the last ones."""
+_SHOWN_CHARACTERS = 2000
+_CLOSING_S = 2.0
+"""Seconds in which the output of a program that has ended is read to its end."""
+_KEY = "environment.options"
+
+
+class Command:
+    """See `Solve`. Each episode runs the command anew, in a process group that ends with the episode.
+
+    It finds the policy at OPENAI_BASE_URL with OPENAI_API_KEY, its task as JSON in LEADERLESS_TASK, and a text to seed
+    random numbers with in LEADERLESS_SEED. Its reward is the last line that it prints, as `{"reward": 1.0}`; or it
+    posts such an object to `$OPENAI_BASE_URL/reward`.
+
+    Args:
+        command: Program and arguments.
+        env: Further environment variables.
+        confine: Whether it runs in bubblewrap: it reads this machine's files, writes only to a folder of its own and
+            /tmp, which end with it, and reaches no address but the policy's.
+
+    Raises:
+        RecipeError: The command cannot be run.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, *, confine: bool = False) -> None:
+        is_text = isinstance(command, str)
+        if is_text or not command or not all(isinstance(part, str) for part in command):
+            raise RecipeError.at(
+                f"{_KEY}.command", f"is {command!r:.80}: must be a list of texts, such as [sh, agent.sh]"
+            )
+        if shutil.which(command[0]) is None:
+            raise RecipeError.at(f"{_KEY}.command", f"'{command[0]}' is no program that can be run: give its path")
+        if confine and (problem := bubblewrap_refusal()):
+            raise RecipeError.at(f"{_KEY}.confine", problem)
+        self._command, self._env, self._confine = command, dict(env or {}), confine
+
+    async def __call__(self, task: Task, chat: Chat) -> Mapping[str, Json]:
+        """Run the command, and return the object with its reward.
+
+        Raises:
+            Failure: It ended with an error, or gave no reward.
+        """
+        facts = {
+            "OPENAI_BASE_URL": chat.base_url,
+            "OPENAI_API_KEY": chat.api_key,
+            "LEADERLESS_TASK": json.dumps(task, ensure_ascii=False),
+            "LEADERLESS_SEED": chat.rules.seed,
+        }
+        if not self._confine:
+            return await self._run(self._command, os.environ | self._env | facts, chat)
+        with tempfile.TemporaryDirectory(prefix="leaderless-program-") as folder:
+            async with Confinement(folder, chat.base_url) as confinement:
+                kept = {name: value for name, value in os.environ.items() if name in {"PATH", "LANG", "LC_ALL"}}
+                env = kept | {"HOME": confinement.home} | self._env | facts
+                return await self._run(confinement.command(self._command), env, chat)
+
+    async def _run(self, command: Sequence[str], env: Mapping[str, str], chat: Chat) -> Mapping[str, Json]:
+        # Pipes of asyncio's own would keep `wait` waiting for whoever has inherited them.
+        output, errors = await _Tail.open(), await _Tail.open()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output.end,
+                stderr=errors.end,
+                start_new_session=True,
+            )
+            output.begin()
+            errors.begin()
+            try:
+                code = await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
+                await process.wait()
+        finally:
+            printed, told = await output.close(), await errors.close()
+        if code != 0:
+            shown = f"{printed.rstrip()}\n{told.rstrip()}".strip()[-_SHOWN_CHARACTERS:]
+            raise Failure(CRASH, f"the command '{self._name}' ended with {_code_name(code)}: {shown or 'no output'}")
+        if chat.reward is not None:
+            return {"reward": chat.reward}
+        return self._reward(printed)
+
+    @property
+    def _name(self) -> str:
+        return " ".join(self._command)
+
+    def _reward(self, printed: str) -> Mapping[str, Json]:
+        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
+        with suppress(ValueError):
+            found = json.loads(last)
+            if isinstance(found, Mapping) and "reward" in found:
+                return found
+        raise Failure(
+            ENVIRONMENT,
+            f"the command '{self._name}' gave no reward; its last line is {last[-80:]!r}: print "
+            '{"reward": 1.0} as the last line, or post it to $OPENAI_BASE_URL/reward',
+        )
+
+
+class _Tail:
+    """The end of what is written to a pipe."""
+
+    def __init__(self, transport: asyncio.ReadTransport, reader: asyncio.StreamReader, end: int) -> None:
+        self._transport, self._reader, self.end = transport, reader, end
+        self._kept = bytearray()
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls) -> _Tail:
+        """Open a pipe, whose writing end is to be given away."""
+        begin, end = os.pipe()
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        file = open(begin, "rb", buffering=0)  # noqa: SIM115, PTH123 - the transport closes it
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+        return cls(transport, reader, end)
+
+    def begin(self) -> None:
+        """Read, once the writing end was given away."""
+        os.close(self.end)
+        self._reading = asyncio.create_task(self._read())
+
+    async def close(self) -> str:
+        """Read the rest, which those that have been killed do not add to, and return the end of all."""
+        if self._reading is None:
+            os.close(self.end)
+        else:
+            await asyncio.wait({self._reading}, timeout=_CLOSING_S)
+            self._reading.cancel()
+        self._transport.close()
+        return self._kept.decode(errors="replace")
+
+    async def _read(self) -> None:
+        while data := await self._reader.read(_KEPT_BYTES):
+            self._kept += data
+            del self._kept[:-_KEPT_BYTES]
+
+
+def _code_name(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"the signal {signal.Signals(-code).name}"

@@ -1,0 +1,49 @@
+"""The address at which programs in other processes reach the policy."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from leaderless.environments.programs.chat import Chat
+
+if TYPE_CHECKING:
+    from leaderless.serve.door import Door
+
+
+def doorway_refusal() -> str | None:
+    """Why programs cannot reach the policy by an address; None if they can."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    return f"needs the package {' and '.join(missing)}: pip install 'leaderless[serve]'" if missing else None
+
+
+class LazyDoorway:
+    """See `Doorway`. It opens when the first program asks for an address, in the event loop of that moment."""
+
+    def __init__(self) -> None:
+        self._door: Door | None = None
+
+    def admit(self, chat: Chat) -> tuple[str, str]:
+        """See `Doorway`.
+
+        Raises:
+            RuntimeError: A package is missing.
+        """
+        if self._door is None:
+            if problem := doorway_refusal():
+                raise RuntimeError(f"an address of the policy {problem}")
+            from leaderless.serve.door import Door  # only programs in other processes need a server
+
+            self._door = Door()
+        return self._door.admit(chat)
+
+    def dismiss(self, chat: Chat) -> None:
+        """See `Doorway`."""
+        if self._door is not None:
+            self._door.dismiss(chat)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._door is not None:
+            await self._door.close()
+            self._door = None

@@ -1,0 +1,64 @@
+"""Messages and calls of tools, between the format of OpenAI's API and that of chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from leaderless.config import Json
+from leaderless.environments.protocol import Message
+
+
+class AskRefusedError(ValueError):
+    """The policy is not asked; the text says why.
+
+    Attributes:
+        code: Word for programs; `context_length_exceeded` and `max_turns` are the ends of an episode's limits.
+    """
+
+    def __init__(self, text: str, code: str = "invalid_request") -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def checked(message: Message) -> Message:
+    """A message as chat templates know it."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise AskRefusedError(f"a message must have a 'role' and a 'content', not {message!r:.80}")
+    kept = {name: value for name, value in message.items() if value is not None}
+    kept["content"] = _text(kept.get("content", ""))
+    calls = kept.get("tool_calls")
+    if calls:
+        if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+            raise AskRefusedError("tool_calls must be a list of objects with 'function'")
+        kept["tool_calls"] = [_templated(call) for call in calls if isinstance(call, Mapping)]
+    return kept
+
+
+def _text(content: Json) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        if len(texts) == len(content):
+            return "\n".join(map(str, texts))
+    raise AskRefusedError(f"content must be a text, or a list of parts of type 'text', not {content!r:.80}")
+
+
+def _templated(call: Mapping[str, Json]) -> Mapping[str, Json]:
+    """A call with arguments as an object, as chat templates want them; OpenAI's API has them as a text."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise AskRefusedError(f"a call of a tool must have a 'function' with a 'name', not {function!r:.80}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # then it is shown as it is
+            arguments = json.loads(arguments or "{}")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def call_of(identity: str, name: str, arguments: Mapping[str, Json]) -> Mapping[str, Json]:
+    """A call of a tool in the format of OpenAI's API."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": text}}
