@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from leaderless.config import Recipe as Recipe
     from leaderless.data.batch import Batch as Batch
     from leaderless.data.batch import Jagged as Jagged
+    from leaderless.environments.protocol import Environment as Environment
+    from leaderless.environments.protocol import EpisodeFailed as EpisodeFailed
+    from leaderless.environments.protocol import Turn as Turn
+    from leaderless.environments.tools import ToolError as ToolError
+    from leaderless.environments.tools import tool as tool
     from leaderless.planner import Cluster as Cluster
     from leaderless.planner import make_plan as make_plan
     from leaderless.planner import rollout_engine as rollout_engine
@@ -33,6 +38,8 @@ _HOME = {
     "Batch": "leaderless.data.batch",
     "Cluster": "leaderless.planner",
     "EngineSetup": "leaderless.training.engine",
+    "Environment": "leaderless.environments.protocol",
+    "EpisodeFailed": "leaderless.environments.protocol",
     "Jagged": "leaderless.data.batch",
     "Recipe": "leaderless.config",
     "RewardInput": "leaderless.rewards.protocol",
@@ -40,11 +47,14 @@ _HOME = {
     "RolloutSetup": "leaderless.rollout.make",
     "Run": "leaderless.run.run",
     "StageContext": "leaderless.stages.context",
+    "ToolError": "leaderless.environments.tools",
+    "Turn": "leaderless.environments.protocol",
     "Workflow": "leaderless.workflow",
     "load_recipe": "leaderless.workflow",
     "make_plan": "leaderless.planner",
     "rollout_engine": "leaderless.planner",
     "stage": "leaderless.workflow",
+    "tool": "leaderless.environments.tools",
     "train_backend": "leaderless.planner",
 }
 
@@ -52,6 +62,8 @@ __all__ = [
     "Batch",
     "Cluster",
     "EngineSetup",
+    "Environment",
+    "EpisodeFailed",
     "Jagged",
     "Recipe",
     "RewardInput",
@@ -59,11 +71,14 @@ __all__ = [
     "RolloutSetup",
     "Run",
     "StageContext",
+    "ToolError",
+    "Turn",
     "Workflow",
     "load_recipe",
     "make_plan",
     "rollout_engine",
     "stage",
+    "tool",
     "train_backend",
 ]
 

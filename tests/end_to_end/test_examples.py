@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from examples.environment.guess import prepare as prepare_guesses
 from examples.own_algorithm.algorithms import AgainstTheBest, SquaredRatioLoss
 from examples.own_data.convert import convert
 from examples.own_reward.rewards import digits_right, is_short
@@ -86,6 +87,24 @@ def test_own_stage_takes_its_penalty_from_the_reward(ranks: RankPool, tmp_path: 
     samples = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(samples) == 48
     assert all(one["reward"] < one["details"]["exact_match"]["value"] for one in samples)
+
+
+def test_own_environment_is_learned_from_scratch(ranks: RankPool, tmp_path: Path) -> None:
+    """Ten steps suffice to see that it learns to answer with digits."""
+    prepare_guesses(tmp_path)
+    overrides = [
+        f"models.policy={tmp_path / 'model'}",
+        f"data.train.path={tmp_path / 'tasks.jsonl'}",
+        f"run.directory={tmp_path / 'runs'}",
+        "run.tensorboard=false",
+        "run.timeout_s=60",
+        "batch.prompts_per_step=16",
+    ]
+    recipe = "examples/environment/recipe.yaml"
+    (steps,) = ranks.run(1, train_example, recipe, overrides, 10, init_group=False, timeout_s=120)
+    assert steps[0]["episode/failed"] == 0
+    assert steps[0]["reward/mean"] == steps[0]["reward/environment"] < -1
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.5
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
