@@ -18,6 +18,7 @@ from tests.unit.test_config_schema import all_sections
 from leaderless.config.algorithm import CorrectionConfig
 from leaderless.config.base import Section
 from leaderless.config.channels import ChannelConfig
+from leaderless.config.mcp import McpServerConfig
 from leaderless.config.rewards import CodeOptions, RewardOptions
 from leaderless.config.rollout import ExternalConfig
 
@@ -125,6 +126,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
     # Channels need two pools; tests/unit/test_channels.py tries each setting.
     elsewhere |= {("ChannelConfig", name) for name in ChannelConfig.model_fields}
+    # Servers of tools are not part of these runs; tests/unit/environments/test_tool_sources.py tries each setting.
+    elsewhere |= {("McpServerConfig", name) for name in McpServerConfig.model_fields}
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)

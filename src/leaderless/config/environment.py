@@ -8,6 +8,19 @@ from typing import ClassVar, Literal
 from pydantic import Field, JsonValue
 
 from leaderless.config.base import ShorthandSection
+from leaderless.config.mcp import McpServerConfig
+
+
+class ToolConfig(ShorthandSection):
+    """A function that the policy may call, or a class with methods that it may call."""
+
+    shorthand: ClassVar[str] = "type"
+
+    type: str = Field(min_length=1)
+    """Function `package.module:function`, or class `package.module:Class`, of which each episode has an object; or
+    `python`, an interpreter in a sandbox."""
+    options: Mapping[str, JsonValue] = {}
+    """Arguments of the constructor of a class."""
 
 
 class EnvironmentConfig(ShorthandSection):
@@ -39,3 +52,14 @@ class EnvironmentConfig(ShorthandSection):
     """`thread` calls methods that are not `async` in threads; `process` plays each episode in a process of its own,
     which may crash or hang without harm. Environments that use global random numbers ask for processes by
     themselves."""
+    tools: tuple[ToolConfig, ...] = ()
+    """Tools that the policy may call, besides the environment's methods marked with `@tool`."""
+    mcp: Mapping[str, McpServerConfig] = {}
+    """Servers of the Model Context Protocol, whose tools the policy may call, by name."""
+    tool_format: str = Field(default="auto", min_length=1)
+    """How the policy writes calls: `hermes`, `llama`, `qwen3_coder`, `mistral`, a custom `package.module:function`, or
+    `auto` for the format in which the chat template writes them."""
+    tool_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds that a call of a tool may take; then the episode fails."""
+    max_result_characters: int = Field(default=4000, ge=2)
+    """Characters of a tool's result that the policy is told; the middle of a longer one is left out."""

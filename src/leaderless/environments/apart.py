@@ -17,16 +17,20 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
-from typing import cast
+from typing import ClassVar, cast
 
 from leaderless.config import Json
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.protocol import Observation, Task, Turn
 from leaderless.environments.threads import call_user
+from leaderless.environments.tools.calls import Call, CallResult, Tool
+from leaderless.environments.tools.function_tool import FunctionTool, ToolError
+from leaderless.environments.tools.sources import python_tools
+from leaderless.environments.tools.toolbox import Toolbox
 from leaderless.environments.world import CRASH, ENVIRONMENT, TIMEOUT, Failure, ThreadWorld
 
 GRACE_S = 5.0
@@ -65,6 +69,15 @@ class ProcessWorld:
         found = await self._ask("act", {"text": text})
         return Turn(**cast("dict[str, Json]", found))  # type: ignore[arg-type]
 
+    async def bind(self, tool: FunctionTool) -> Tool:
+        """See `World`. All tools that are Python functions are called in the process."""
+        return RemoteTool(tool.name, tool.description, tool.parameters, tool, self)
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Json]) -> CallResult:
+        """The result of a tool in the process; the arguments are as the policy wrote them."""
+        found = await self._ask("tool", {"name": name, "arguments": arguments}, self._config.tool_timeout_s)
+        return CallResult(**cast("dict[str, Json]", found))  # type: ignore[arg-type]
+
     async def close(self) -> None:
         """See `World`."""
         try:
@@ -74,13 +87,13 @@ class ProcessWorld:
         finally:
             self._end()
 
-    async def _ask(self, what: str, arguments: Mapping[str, Json]) -> Json:
-        """Ask the process for something, and wait for its answer.
+    async def _ask(self, what: str, arguments: Mapping[str, Json], timeout_s: float | None = None) -> Json:
+        """Ask the process for something, and wait for its answer, which may take `act_timeout_s` or another time.
 
         Raises:
             Failure: The environment has failed, or its process has ended or does not answer.
         """
-        limit_s = self._config.act_timeout_s + GRACE_S + (0.0 if self._is_ready else START_S)
+        limit_s = (timeout_s or self._config.act_timeout_s) + GRACE_S + (0.0 if self._is_ready else START_S)
 
         def exchange() -> object:
             self._connection.send_bytes(json.dumps([what, arguments]).encode())
@@ -112,6 +125,40 @@ class ProcessWorld:
         self._connection.close()
         code = self._process.exitcode or 0
         return f"has ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+
+@dataclass(frozen=True)
+class RemoteTool(Tool):
+    """A tool in an episode's process, which answers one call after the other.
+
+    Attributes:
+        there: The tool, as it is described.
+        world: The process.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Json]
+    there: FunctionTool
+    world: ProcessWorld
+    limits_itself: ClassVar[bool] = True
+
+    @property
+    def owner(self) -> object | None:
+        """The process."""
+        return self.world
+
+    def prepare(self, arguments: Mapping[str, Json]) -> Mapping[str, object]:
+        """Check arguments; they are converted in the process."""
+        self.there.prepare(arguments)
+        return arguments
+
+    async def call(self, arguments: Mapping[str, object]) -> object:
+        """Call the tool in the process."""
+        result = await self.world.call_tool(self.name, cast("Mapping[str, Json]", arguments))
+        if result.refusal is not None:
+            raise ToolError(result.text)
+        return result.text
 
 
 def _start(name: str, config: EnvironmentConfig, connection: Connection) -> BaseProcess:
@@ -154,6 +201,7 @@ def serve(name: str, config: str, connection: Connection, path: Sequence[str]) -
 async def _serve(name: str, config: EnvironmentConfig, connection: Connection) -> None:
     module, _, attribute = name.partition(":")
     world: ThreadWorld | None = None
+    tools: dict[str, FunctionTool] = {}
     pid = os.getpid()
     while True:
         try:
@@ -165,7 +213,18 @@ async def _serve(name: str, config: EnvironmentConfig, connection: Connection) -
                 found = getattr(importlib.import_module(module), attribute)
                 _seed(str(arguments.get("seed")))
                 world = ThreadWorld(partial(found, **config.options), config.act_timeout_s)
-            answer: tuple[str, object] = ("value", await _answer(world, what, arguments))
+                tools = {tool.name: tool for tool in python_tools(config, found)}
+            if what == "tool":
+                call, toolbox = (
+                    Call(**arguments),
+                    Toolbox(
+                        [await world.bind(tools[arguments["name"]])], max_result_characters=config.max_result_characters
+                    ),
+                )
+                (result,) = await toolbox.run([call], config.tool_timeout_s)
+                answer: tuple[str, object] = ("value", asdict(result))
+            else:
+                answer = ("value", await _answer(world, what, arguments))
         except Failure as failure:
             answer = "failure", (failure.cause, str(failure))
         try:

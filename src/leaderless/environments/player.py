@@ -18,7 +18,9 @@ from leaderless.environments.programs.doorway import LazyDoorway
 from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.protocol import Message, Observation, Task, Turn
 from leaderless.environments.pump import EnginePump
+from leaderless.environments.tools import Call, CallResult, Toolbox, result_messages
 from leaderless.environments.tools.template import find_reader
+from leaderless.environments.tools.use import ToolUse
 from leaderless.environments.trace import Said, Trace, TraceNode
 from leaderless.environments.world import ENVIRONMENT, OVERFLOW, Failure, World
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
@@ -56,7 +58,8 @@ class Episode:
         error: Why it failed, for people.
         is_cut: Whether it ended at a limit.
         attempts: Number of times that it was tried.
-        seconds: Seconds in the model and in the environment, by these names.
+        seconds: Seconds in the model, in the environment and in tools, by these names.
+        calls: Results of all calls of tools.
         info: Facts that the environment has noted.
     """
 
@@ -66,7 +69,8 @@ class Episode:
     error: str = ""
     is_cut: bool = False
     attempts: int = 1
-    seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "environment": 0.0})
+    seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "environment": 0.0, "tools": 0.0})
+    calls: list[CallResult] = field(default_factory=list)
     info: dict[str, Json] = field(default_factory=dict)
 
 
@@ -79,6 +83,7 @@ class Player:
         open_world: Callable[[], World | ProgramWorld],
         max_tokens: int,
         pump: EnginePump,
+        tools: ToolUse | None = None,
     ) -> None:
         """Play nothing yet.
 
@@ -87,16 +92,17 @@ class Player:
             open_world: Function that makes the environment of an episode.
             max_tokens: Most tokens of a conversation, from its beginning.
             pump: Engine that samples what the policy says.
+            tools: Tools that the policy may call; None for none.
         """
         self._config, self._open_world, self._max_tokens, self._pump = config, open_world, max_tokens, pump
-        self._doorway = LazyDoorway()
+        self._tools, self._doorway = tools, LazyDoorway()
 
     async def play(self, place: Place) -> Episode:
         """Play an episode, again if it fails and may be tried again."""
         episode = Episode()
         for attempt in range(self._config.max_attempts):
             one = _Attempt(self._config, self._max_tokens, self._pump, self._doorway, place, attempt)
-            episode = await one.run(self._open_world)
+            episode = await one.run(self._open_world, self._tools)
             if not episode.cause:
                 break
         return episode
@@ -124,13 +130,16 @@ class _Attempt:
         self._ends: dict[str, TraceNode] = {}  # of each agent's conversation
         self._waiting: dict[str, list[Message]] = {}  # what an agent has been told since it spoke last
         self._num_turns = 0
+        self._toolbox: Toolbox | None = None
 
-    async def run(self, open_world: Callable[[], World | ProgramWorld]) -> Episode:
+    async def run(self, open_world: Callable[[], World | ProgramWorld], tools: ToolUse | None) -> Episode:
         """Play to the end, or to the failure."""
         episode, world = self.episode, None
         try:
             world = open_world()
             episode.agents = world.agents
+            if tools is not None and not isinstance(world, ProgramWorld):
+                self._toolbox = await tools.open(world)
             await self._play(world)
         except Failure as failure:
             episode.cause, episode.error = failure.cause, str(failure)
@@ -139,6 +148,8 @@ class _Attempt:
         finally:
             for number in range(len(episode.agents)):
                 self._pump.forget(self._conversation(number))
+            if self._toolbox is not None:
+                await self._toolbox.close(self._config.tool_timeout_s)
             if world is not None:
                 await world.close()
         return episode
@@ -148,22 +159,43 @@ class _Attempt:
             await self._follow(world)
             return
         agent = world.agents[0]
-        observation = await self._timed(world.reset(self._place.task, self._place.seed))
+        observation = await self._timed(world.reset(self._place.task, self._place.seed), "environment")
         self._tell(agent, observation)
         while True:
             said = await self._say(agent)
             if said is None:
                 return
-            turn = await self._timed(world.act(self._place.writer.text(said.tokens)))
-            self._reward(turn, said, agent)
-            self.episode.info |= turn.info
-            if turn.done:
-                return
+            calls = self._calls_in(said)
+            if not calls:
+                turn = await self._timed(world.act(self._place.writer.text(said.tokens)), "environment")
+                self._reward(turn, said, agent)
+                self.episode.info |= turn.info
+                if turn.done:
+                    return
             if self._num_turns >= self._config.max_turns:
                 self.episode.is_cut = True
                 return
+            if calls:
+                self._tell(agent, await self._answer(calls))
+                continue
             agent = agent if turn.agent is None else turn.agent
             self._tell(agent, turn.observation)
+
+    def _calls_in(self, said: TraceNode) -> Sequence[Call]:
+        """The calls in a message; it is then recorded as chat templates write one with calls, if they can be read."""
+        if self._toolbox is None:
+            return ()
+        found = self._toolbox.parse(self._place.writer.text(said.tokens, is_plain=False))
+        if found.calls and not any(call.problem for call in found.calls):
+            said.messages = [found.message()]
+        return found.calls
+
+    async def _answer(self, calls: Sequence[Call]) -> list[Message]:
+        """What tools answer to the calls of a message."""
+        assert self._toolbox is not None
+        results = await self._timed(self._toolbox.run(calls, self._config.tool_timeout_s), "tools")
+        self.episode.calls += results
+        return result_messages(results)
 
     async def _follow(self, program: ProgramWorld) -> None:
         """Play an episode that a program leads."""
@@ -174,7 +206,7 @@ class _Attempt:
             params=place.params,
             max_tokens=self._max_tokens,
             max_turns=config.max_turns,
-            reader_of=partial(find_reader, "auto", place.writer.tokenizer),
+            reader_of=partial(find_reader, config.tool_format, place.writer.tokenizer),
         )
         chat = Chat(rules, place.writer, episode.trace, self._pump, self._doorway)
         begin = time.perf_counter()
@@ -191,12 +223,12 @@ class _Attempt:
         assert last is not None
         last.reward += float(cast("float", result["reward"]))
 
-    async def _timed(self, answer: Awaitable[Answer]) -> Answer:
+    async def _timed(self, answer: Awaitable[Answer], what: str) -> Answer:
         begin = time.perf_counter()
         try:
             return await answer
         finally:
-            self.episode.seconds["environment"] += time.perf_counter() - begin
+            self.episode.seconds[what] += time.perf_counter() - begin
 
     def _tell(self, agent: str, observation: Observation) -> None:
         try:
@@ -279,6 +311,7 @@ def play_all(
     places: Sequence[Place],
     max_tokens: int,
     progress: Callable[[int], None],
+    tools: ToolUse | None = None,
 ) -> tuple[list[Episode], EnginePump]:
     """Play episodes with an engine that is awake and has weights, at most `config.concurrency` at a time.
 
@@ -289,6 +322,7 @@ def play_all(
         places: The episodes.
         max_tokens: Most tokens of a conversation, from its beginning.
         progress: Function that gets the number of episodes that have ended since its last call, also 0.
+        tools: Tools that the policy may call; None for none.
 
     Returns:
         The episodes in the order of their places, and the pump with what it has measured.
@@ -296,7 +330,7 @@ def play_all(
 
     async def play() -> tuple[list[Episode], EnginePump]:
         pump = EnginePump(engine, lambda: progress(0))
-        player, free = Player(config, open_world, max_tokens, pump), asyncio.Semaphore(config.concurrency)
+        player, free = Player(config, open_world, max_tokens, pump, tools), asyncio.Semaphore(config.concurrency)
 
         async def one(place: Place) -> Episode:
             async with free:

@@ -44,6 +44,11 @@ def find_environment(config: EnvironmentConfig) -> type[Environment]:
     return found
 
 
+def environment_class(config: EnvironmentConfig) -> type[Environment] | None:
+    """The environment that a recipe names; None if it names a program. Errors as of `world_maker`."""
+    return find_environment(config) if program_maker(config) is None else None
+
+
 def world_maker(config: EnvironmentConfig) -> Callable[[], World | ProgramWorld]:
     """A function that makes the environment or the program of one episode.
 

@@ -7,14 +7,18 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from random import Random
-from typing import Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from leaderless.environments.protocol import Environment, EpisodeFailed, Observation, Task, Turn
 from leaderless.environments.threads import call_user
 
+if TYPE_CHECKING:
+    from leaderless.environments.tools.calls import Tool
+    from leaderless.environments.tools.function_tool import FunctionTool, Home
+
 Result = TypeVar("Result")
-ENVIRONMENT, TIMEOUT, CRASH, OVERFLOW = "environment", "timeout", "crash", "overflow"
-CAUSES = (ENVIRONMENT, TIMEOUT, CRASH, OVERFLOW)
+ENVIRONMENT, TOOL, TIMEOUT, CRASH, OVERFLOW = "environment", "tool", "timeout", "crash", "overflow"
+CAUSES = (ENVIRONMENT, TOOL, TIMEOUT, CRASH, OVERFLOW)
 """Causes of failed episodes, by which they are counted."""
 
 
@@ -41,6 +45,9 @@ class World(Protocol):
     async def act(self, text: str) -> Turn:
         """Answer what an agent has said."""
 
+    async def bind(self, tool: FunctionTool) -> Tool:
+        """A tool of the recipe as one of this episode, with the object whose method it is."""
+
     async def close(self) -> None:
         """Release everything."""
 
@@ -64,6 +71,7 @@ class ThreadWorld:
         except Exception as error:
             raise failure_of(error, "the constructor of the environment") from error
         self.agents = tuple(self._environment.agents)
+        self._objects: dict[Home, object] = {}
 
     async def reset(self, task: Task, seed: str) -> Observation:
         """See `World`."""
@@ -75,19 +83,42 @@ class ThreadWorld:
         found = await call(lambda: self._environment.act(text), self._timeout_s, self._name("act"))
         return checked(found, self._name("act"), self.agents)
 
+    async def bind(self, tool: FunctionTool) -> Tool:
+        """See `World`."""
+        home = tool.home
+        if home is None:
+            return tool
+        if home.is_environment:
+            return tool.of_instance(self._environment)
+        if home not in self._objects:
+            what = f"the constructor of the tool {home.kind.__name__}"
+            self._objects[home] = await call(lambda: home.kind(**home.options), self._timeout_s, what, TOOL)
+        return tool.of_instance(self._objects[home])
+
     async def close(self) -> None:
         """See `World`. An error says nothing about the episode, which is over."""
-        with suppress(Failure):
-            await call(self._environment.close, self._timeout_s, self._name("close"))
+        for held in (*self._objects.values(), self._environment):
+            close = getattr(held, "close", None)
+            if callable(close):
+                with suppress(Failure):
+                    await call(close, self._timeout_s, f"{type(held).__name__}.close")
 
     def _name(self, method: str) -> str:
         return f"{type(self._environment).__name__}.{method}"
 
 
-async def call(function: Callable[[], Result | Awaitable[Result]], timeout_s: float, what: str) -> Result:
+async def call(
+    function: Callable[[], Result | Awaitable[Result]], timeout_s: float, what: str, cause: str = ENVIRONMENT
+) -> Result:
     """Call a user's function, in a thread unless it is a coroutine function, and wait for its result.
 
     A thread that takes longer is left behind: it cannot be ended, but does not keep the process alive.
+
+    Args:
+        function: Function without arguments.
+        timeout_s: Seconds that it may take.
+        what: Name of the function, for people.
+        cause: Word by which its errors are counted.
 
     Raises:
         Failure: It raised an error or took too long.
@@ -101,14 +132,14 @@ async def call(function: Callable[[], Result | Awaitable[Result]], timeout_s: fl
     except Failure:
         raise
     except Exception as error:
-        raise failure_of(error, what) from error
+        raise failure_of(error, what, cause) from error
 
 
-def failure_of(error: Exception, what: str) -> Failure:
+def failure_of(error: Exception, what: str, cause: str = ENVIRONMENT) -> Failure:
     """The failure of an episode in which a user's function raised an error."""
     if isinstance(error, EpisodeFailed):
-        return Failure(ENVIRONMENT, f"{what} gave up: {error}")
-    return Failure(ENVIRONMENT, f"{what} raised {type(error).__name__}: {error}")
+        return Failure(cause, f"{what} gave up: {error}")
+    return Failure(cause, f"{what} raised {type(error).__name__}: {error}")
 
 
 def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 import torch
 
-from leaderless.config import Json, Recipe
+from leaderless.config import Json, Recipe, RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
@@ -17,7 +17,8 @@ from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.player import Episode, Place, play_all
 from leaderless.environments.pump import EnginePump
-from leaderless.environments.registry import world_maker
+from leaderless.environments.registry import environment_class, world_maker
+from leaderless.environments.tools.use import ToolUse, tool_use
 from leaderless.environments.trace import TraceSample
 from leaderless.environments.world import CAUSES
 from leaderless.observability.metrics import Metrics
@@ -52,6 +53,7 @@ class Played:
         pump: The engine's work.
         end_token: Token with which the prompt of a task begins if none of its episodes succeeded.
         writers: Writer of the messages of each task's episodes.
+        tools: Tools that the policy may call; None for none.
     """
 
     play: Play
@@ -60,6 +62,7 @@ class Played:
     pump: EnginePump
     end_token: int
     writers: Sequence[ChatWriter]
+    tools: ToolUse | None
 
     @cached_property
     def _rows(self) -> Sequence[_Row]:
@@ -165,6 +168,21 @@ class Played:
         }
         for name, values in numbers.items():
             metrics.mean(f"episode/{name}", sum(values), len(values))
+        if self.tools is not None:
+            _report_calls(metrics, [episode for _, episode in whole], self.tools.names)
+
+
+def _report_calls(metrics: Metrics, episodes: Sequence[Episode], names: Sequence[str]) -> None:
+    """Report how episodes have used tools."""
+    calls = [call for episode in episodes for call in episode.calls]
+    metrics.mean("episode/tools_s", sum(episode.seconds["tools"] for episode in episodes), len(episodes))
+    metrics.mean("tool/calls", len(calls), len(episodes))
+    metrics.mean("tool/misread", sum(call.refusal in {"malformed", "unknown_tool"} for call in calls), len(calls))
+    for name in names:
+        own = [call for call in calls if call.name == name and call.refusal != "malformed"]
+        shown = name.replace("/", ".")  # as servers may name them
+        metrics.mean(f"tool/calls/{shown}", len(own), len(episodes))
+        metrics.mean(f"tool/refused/{shown}", sum(call.refusal is not None for call in own), len(own))
 
 
 NOTHING = TraceSample("", [], [], [], [], [], [], is_truncated=False)
@@ -256,7 +274,8 @@ def play_tasks(
     config, end_token = recipe.environment, tokenizer.eos_token_id
     assert config is not None
     assert end_token is not None
-    known = {id(one): writer_of(tokenizer, one) for one in data}
+    tools = tools_of(recipe, tokenizer)
+    known = {id(one): writer_of(tokenizer, one, tools) for one in data}
     writers = [known[id(one)] for one in data]
     places = list(_places(play, tasks, writers, recipe))
     done = 0
@@ -267,8 +286,8 @@ def play_tasks(
         progress(done / max(1, len(places)))
 
     longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
-    episodes, pump = play_all(engine, config, world_maker(config), places, longest, report)
-    return Played(play, tasks, episodes, pump, end_token, writers)
+    episodes, pump = play_all(engine, config, world_maker(config), places, longest, report, tools)
+    return Played(play, tasks, episodes, pump, end_token, writers, tools)
 
 
 def _places(play: Play, tasks: Batch, writers: Sequence[ChatWriter], recipe: Recipe) -> Iterator[Place]:
@@ -283,9 +302,23 @@ def _places(play: Play, tasks: Batch, writers: Sequence[ChatWriter], recipe: Rec
             yield Place(next(numbers), f"{play.seed}/{group}", task, writer, params)
 
 
-def writer_of(tokenizer: Tokenizer, data: DatasetConfig) -> ChatWriter:
+def tools_of(recipe: Recipe, tokenizer: Tokenizer) -> ToolUse | None:
+    """The tools that the policy may call in the recipe's environment, the same ones until they are closed.
+
+    Raises:
+        RecipeError: They cannot be used.
+    """
+    if recipe.environment is None:
+        return None
+    sets = [*recipe.data.train_sets().values(), *([recipe.data.evaluation] if recipe.data.evaluation else [])]
+    is_chat = any(writer_of(tokenizer, one).is_chat for one in sets)
+    return tool_use(recipe.environment, environment_class(recipe.environment), tokenizer, is_chat=is_chat)
+
+
+def writer_of(tokenizer: Tokenizer, data: DatasetConfig, tools: ToolUse | None = None) -> ChatWriter:
     """What writes the messages of episodes whose tasks are rows of a dataset."""
-    return ChatWriter(tokenizer, RowEncoder(tokenizer, data, "data.train", is_task=True).is_chat, data.system)
+    is_chat = RowEncoder(tokenizer, data, "data.train", is_task=True).is_chat
+    return ChatWriter(tokenizer, is_chat, data.system, () if tools is None else tools.schemas)
 
 
 def has_drifted(episode: Episode, writer: ChatWriter) -> bool:
@@ -298,7 +331,11 @@ def has_drifted(episode: Episode, writer: ChatWriter) -> bool:
     for node in episode.trace.said():
         if node.parent is not None and node.parent.parent is not None:
             messages = [message for one in node.parent.path() for message in one.messages]
-            if writer.fresh(messages) != node.parent.context():
+            try:
+                anew = writer.fresh(messages)
+            except RecipeError:  # some templates write one call in a message at most
+                return True
+            if anew != node.parent.context():
                 return True
     return False
 

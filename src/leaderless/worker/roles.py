@@ -13,6 +13,7 @@ from torch import Tensor
 from leaderless.config import Recipe, RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.environments.tools.use import close_tools
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering
@@ -21,6 +22,7 @@ from leaderless.planner.engines import engine_of
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, probe_of, shapes_of
 from leaderless.stages.context import ModelRole
+from leaderless.stages.play import tools_of
 from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import EngineSetup, Trainable, TrainEngine, ValueEngine
 from leaderless.training.registry import make_train_engine, make_value_engine
@@ -57,6 +59,8 @@ class Roles:
         self._routes: dict[SyncWeights, Route] = {}
         self._generating = [one for one in plan.instances if one.generates]
         self._generating.append(answering(plan.instances, recipe.evaluation.role))
+        if any(transport.rank in one.layout for one in self._generating):
+            tools_of(recipe, tokenizer)  # what is wrong with them shows before models are loaded
         for instance in plan.instances:
             if transport.rank in instance.layout:
                 self._add(instance)
@@ -151,7 +155,8 @@ class Roles:
         return Fed(engine, route, group, shard=setup.shard, may_restart=engine_of(instance.engine).restarts_on(layout))
 
     def close(self) -> None:
-        """End the engines that generate, and with them their servers."""
+        """End the engines that generate and the tools that they use, and with them their servers."""
+        close_tools()
         for model in self._models.values():
             if isinstance(model, ModelRole) and model.serving is not None:
                 model.serving.close()

@@ -27,6 +27,7 @@ class Metric(NamedTuple):
 _ROUNDS = "a workflow that repeats nodes, such as `dapo`"
 _CRITIC = "a workflow with a critic, such as `ppo`"
 _PLAYED = "an `environment`"
+_TOOLS = "an `environment` with tools"
 _EVALUATION = "`evaluation.every_steps` above 0"
 
 
@@ -86,12 +87,18 @@ METRICS: dict[str, Metric] = {
     ),
     "episode/failed": Metric("episodes that failed, and are left out", _PLAYED),
     "episode/failed_environment": Metric("those in which the environment raised an error or gave up", _PLAYED),
+    "episode/failed_tool": Metric("those in which a tool raised an error, or its server did not answer", _PLAYED),
     "episode/failed_timeout": Metric("those in which an answer took longer than its time limit", _PLAYED),
     "episode/failed_crash": Metric("those whose process ended", _PLAYED),
     "episode/failed_overflow": Metric("those that became too long", _PLAYED),
     "episode/repeated": Metric("further attempts after episodes that failed", _PLAYED),
     "episode/model_s": Metric("mean seconds of an episode in which it waited for the policy", _PLAYED),
     "episode/environment_s": Metric("mean seconds of an episode in which it waited for the environment", _PLAYED),
+    "episode/tools_s": Metric("mean seconds of an episode in which it waited for tools", _TOOLS),
+    "tool/calls": Metric("mean number of calls of tools in an episode", _TOOLS),
+    "tool/misread": Metric("share of calls that cannot be read, or name no tool", _TOOLS),
+    "tool/calls/<name>": Metric("mean number of calls of one tool in an episode", _TOOLS),
+    "tool/refused/<name>": Metric("share of its calls that have wrong arguments, or that it refused", _TOOLS),
     "rollout/staleness": Metric("mean number of optimizer updates between sampling a token and training on it"),
     "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
     **_of("advantage", ADVANTAGES),

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
-from leaderless.environments.registry import world_maker
+from leaderless.environments.registry import environment_class, world_maker
+from leaderless.environments.tools.formats import named_reader
+from leaderless.environments.tools.sources import python_tools
 from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, PLAY_COLUMNS
 from leaderless.workflow.stage import STAGES, StageSpec
 
@@ -89,6 +91,10 @@ def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     names = [f"rollout/{name}" for name in ("response_tokens", "truncated", "tokens_per_s")]
     if recipe.environment:
         names += ["rollout/prefix_hits", "rollout/engine_busy", *(f"episode/{name}" for name in EPISODE_METRICS)]
+        tools = python_tools(recipe.environment, environment_class(recipe.environment))
+        if tools or recipe.environment.mcp:
+            names += ["episode/tools_s", "tool/calls", "tool/misread"]
+            names += [f"tool/{kind}/{tool.name}" for tool in tools for kind in ("calls", "refused")]
     return names
 
 
@@ -149,6 +155,8 @@ def _check_rollout(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
         raise RecipeError.at("rollout.temperature", "must be above 0: training needs responses that differ")
     if recipe.environment is not None:
         world_maker(recipe.environment)
+        python_tools(recipe.environment, environment_class(recipe.environment))
+        named_reader(recipe.environment.tool_format)
 
 
 def _check_reward(recipe: Recipe, node: Node) -> None:
@@ -279,7 +287,7 @@ EPISODE_METRICS = (
     "cut",
     "drift",
     "failed",
-    *(f"failed_{cause}" for cause in ("environment", "timeout", "crash", "overflow")),
+    *(f"failed_{cause}" for cause in ("environment", "tool", "timeout", "crash", "overflow")),
     "repeated",
     "model_s",
     "environment_s",

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from leaderless.config import RecipeError
+from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.mcp import McpServerConfig
-from leaderless.environments.protocol import Environment, EpisodeFailed
+from leaderless.environments.protocol import Environment
 from leaderless.environments.tools import Call, tool
 from leaderless.environments.tools.formats import read_hermes
 from leaderless.environments.tools.sources import ToolSources
+from leaderless.environments.world import Failure, ThreadWorld
 
 HERE = "tests.unit.environments.test_tool_sources"
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -34,8 +36,8 @@ def without_hint(a) -> int: ...
 
 
 class Memory:
-    def __init__(self):
-        self.words = []
+    def __init__(self, words=()):
+        self.words = [*words]
 
     @tool
     async def remember(self, word: str) -> str:
@@ -52,13 +54,15 @@ class Broken(Memory):
         raise OSError("no disk")
 
 
-class World(Environment):
-    def __init__(self):
-        self.secret = 0
-
+class Plain(Environment):
     def reset(self, task, _):
         self.secret = task["secret"]
         return "Guess."
+
+
+class World(Plain):
+    def __init__(self, secret=0):
+        self.secret = secret
 
     @tool
     def is_more(self, than: int) -> bool:
@@ -81,54 +85,62 @@ def answer(toolbox, *calls, timeout_s=20.0):
 
 
 def failure_of(toolbox, *calls, timeout_s=20.0):
-    with pytest.raises(EpisodeFailed) as failed:
+    with pytest.raises(Failure) as failed:
         asyncio.run(toolbox.run(calls, timeout_s))
-    return failed.value.args
+    return failed.value.cause, str(failed.value)
 
 
-def open_box(sources, environment=None):
-    return asyncio.run(sources.open(environment, read_hermes, 1000))
+def sources_of(environment=Plain, *tools, **settings):
+    return ToolSources(EnvironmentConfig(type="x:Y", tools=tools, **settings), environment)
+
+
+def open_box(sources, world=None):
+    return asyncio.run(sources.open(world or ThreadWorld(Plain, 5.0), read_hermes))
 
 
 def test_each_episode_has_its_own_objects_of_environment_and_classes():
-    sources = ToolSources(World, [f"{HERE}:add", f"{HERE}:Memory"])
+    sources = sources_of(World, f"{HERE}:add", {"type": f"{HERE}:Memory", "options": {"words": ["a"]}})
     assert [schema["function"]["name"] for schema in sources.schemas()] == ["is_more", "add", "remember"]
-    boxes = []
-    for secret in (3, 5):
-        world = World()
-        world.reset({"secret": secret}, None)
-        boxes.append(open_box(sources, world))
+    worlds = [ThreadWorld(lambda secret=secret: World(secret), 5.0) for secret in (3, 5)]
+    boxes = [open_box(sources, world) for world in worlds]
     calls = [Call("is_more", {"than": 4}), Call("add", {"a": 1, "b": 2}), Call("remember", {"word": "x"})]
-    assert answer(boxes[0], *calls) == ["false", "3", "x"]
-    assert answer(boxes[1], *calls, calls[2]) == ["true", "3", "x", "x x"]
+    assert answer(boxes[0], *calls) == ["false", "3", "a x"]
+    assert answer(boxes[1], *calls, calls[2]) == ["true", "3", "a x", "a x x"]
     closed.clear()
-    for box in boxes:
-        asyncio.run(box.close(5.0))
-    assert closed == [["x"], ["x", "x"]]
+    for world in worlds:
+        asyncio.run(world.close())
+    assert closed == [["a", "x"], ["a", "x", "x"]]
     sources.close()
 
 
 def test_a_class_that_cannot_be_made_fails_its_episode():
-    sources = ToolSources(None, [f"{HERE}:Broken"])
-    with pytest.raises(EpisodeFailed, match="the tool Broken cannot be made: no disk"):
-        open_box(sources)
+    with pytest.raises(Failure, match="the constructor of the tool Broken raised OSError: no disk") as failed:
+        open_box(sources_of(Plain, f"{HERE}:Broken"))
+    assert failed.value.cause == "tool"
+
+
+def test_the_python_tool_has_a_short_name():
+    assert [tool.usage for tool in sources_of(Plain, "python").tools] == ["python(code: string)"]
 
 
 @pytest.mark.parametrize(
-    ("environment", "names", "key", "problem"),
+    ("environment", "entry", "key", "problem"),
     [
-        (None, ["ad"], "environment.tools", "unknown tool 'ad'"),
-        (None, [f"{HERE}:ad"], "environment.tools", "has no function 'ad' (did you mean 'add'?)"),
-        (None, ["no.such:add"], "environment.tools", "module 'no.such' cannot be imported"),
-        (None, [f"{HERE}:without_hint"], "environment.tools", "parameter 'a' has no type hint"),
-        (None, [f"{HERE}:McpServerConfig"], "environment.tools", "has no tools: mark methods with @tool"),
-        (Untyped, [], "environment.type", "parameter 'than' has no type hint"),
-        (Twice, [f"{HERE}:add"], "environment.tools", "2 tools have the name 'add'"),
+        (Plain, "pythons", "environment.tools.0", "unknown tool 'pythons' (did you mean 'python'?)"),
+        (Plain, f"{HERE}:ad", "environment.tools.0", "has no function 'ad' (did you mean 'add'?)"),
+        (Plain, "no.such:add", "environment.tools.0", "module 'no.such' cannot be imported"),
+        (Plain, f"{HERE}:without_hint", "environment.tools.0", "parameter 'a' has no type hint"),
+        (Plain, f"{HERE}:McpServerConfig", "environment.tools.0", "has no tools: mark methods with @tool"),
+        (Plain, {"type": f"{HERE}:add", "options": {"a": 1}}, "environment.tools.0.options", "only a class takes"),
+        (Plain, {"type": f"{HERE}:Memory", "options": {"size": 1}}, "environment.tools.0.options", "Memory(words=())"),
+        (None, "python", "environment.tools", "a program calls its tools itself"),
+        (Untyped, "python", "environment.type", "parameter 'than' has no type hint"),
+        (Twice, f"{HERE}:add", "environment.tools", "2 tools have the name 'add'"),
     ],
 )
-def test_tools_that_cannot_be_used_are_refused(environment, names, key, problem):
+def test_tools_that_cannot_be_used_are_refused(environment, entry, key, problem):
     with pytest.raises(RecipeError) as error:
-        ToolSources(environment, names)
+        sources_of(environment, entry)
     assert error.value.problems[0].key == key
     assert problem in str(error.value)
 
@@ -138,7 +150,7 @@ def servers():
     opened = []
 
     def start(**configs):
-        opened.append(ToolSources(None, (), {name: McpServerConfig(**config) for name, config in configs.items()}))
+        opened.append(sources_of(Plain, mcp=configs))
         return opened[-1]
 
     yield start
@@ -164,12 +176,13 @@ def test_servers_on_standard_input_serve_an_episode_or_all(servers, monkeypatch)
         "Error executing tool refuse: not today",
     ]
     cause, text = failure_of(first, Call("own_die"))
-    assert cause == "mcp:own"
+    assert cause == "tool"
+    assert "the MCP server 'own'" in text
     assert "has not answered a call of 'die'" in text
-    assert failure_of(first, Call("own_count"))[0] == "mcp:own"
-    assert failure_of(second, Call("all_die"))[0] == "mcp:all"
+    assert "has died during the episode" in failure_of(first, Call("own_count"))[1]
+    assert "the MCP server 'all'" in failure_of(second, Call("all_die"))[1]
     assert [text.split()[0] for text in answer(second, *counts)] == ["2", "10"]  # what is shared began anew
-    assert failure_of(second, Call("own_sleep", {"seconds": 9}), timeout_s=0.2)[0] == "tool_timeout:own_sleep"
+    assert failure_of(second, Call("own_sleep", {"seconds": 9}), timeout_s=0.2)[0] == "timeout"
     for box in (first, second):
         asyncio.run(box.close(20.0))
     with pytest.raises(ProcessLookupError):
@@ -192,7 +205,7 @@ def test_a_server_at_an_address_may_come_back(servers, monkeypatch):
         box = open_box(sources)
         assert answer(box, Call("add", {"a": 1, "b": 2}), Call("add", {"a": 3, "b": 4})) == ["3", "7"]
         process.send_signal(signal.SIGKILL)
-    assert failure_of(box, Call("add", {"a": 1, "b": 2}))[0] == "mcp:web"
+    assert "the MCP server 'web'" in failure_of(box, Call("add", {"a": 1, "b": 2}))[1]
     with subprocess.Popen(program) as process:
         wait_for(port)
         assert answer(box, Call("add", {"a": 1, "b": 2})) == ["3"]
@@ -244,4 +257,4 @@ def test_a_server_has_one_address(config, problem):
 def test_a_missing_client_library_is_named(monkeypatch):
     monkeypatch.setattr("leaderless.environments.tools.mcp_servers.find_spec", lambda _: None)
     with pytest.raises(RecipeError, match=r"needs the package 'mcp': .* '\.\[mcp\]'"):
-        ToolSources(None, (), {"x": McpServerConfig(command=("x",))})
+        sources_of(Plain, mcp={"x": {"command": ["x"]}})

@@ -58,7 +58,7 @@ def test_a_format_may_be_named():
 @pytest.mark.parametrize(
     ("name", "template", "problem"),
     [
-        ("auto", None, "the tokenizer has no chat template, which would tell the format; set environment.tool_format"),
+        ("auto", None, "no chat template is used, which would tell the format; set environment.tool_format"),
         ("auto", LLAMA, "the chat template does not show the tool 'add'"),
         ("auto", CHATML.replace(CALL, GLM), "writes calls in an unknown format; set environment.tool_format to"),
         ("hermes", BRACKETS, "cannot write tools, with the roles user, assistant, tool: TemplateError: no such role"),

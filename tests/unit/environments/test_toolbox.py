@@ -18,7 +18,8 @@ from pydantic import Field
 from leaderless.environments.protocol import EpisodeFailed
 from leaderless.environments.tools import Call, Toolbox, ToolError, result_messages, tool
 from leaderless.environments.tools.formats import read_qwen3_coder
-from leaderless.environments.tools.function_tool import FunctionTool, tools_of_class
+from leaderless.environments.tools.function_tool import FunctionTool, Home, tools_of
+from leaderless.environments.world import Failure
 
 
 @dataclass
@@ -55,9 +56,9 @@ def run(toolbox, *calls, timeout_s=5.0):
 
 
 def failure_of(toolbox, *calls, timeout_s=5.0):
-    with pytest.raises(EpisodeFailed) as failed:
+    with pytest.raises(Failure) as failed:
         run(toolbox, *calls, timeout_s=timeout_s)
-    return failed.value.args
+    return failed.value.cause, str(failed.value)
 
 
 def test_a_schema_follows_from_hints_and_docstring():
@@ -112,7 +113,7 @@ def test_arguments_are_converted_and_results_are_texts():
     toolbox = box(add, draw)
     results = run(toolbox, Call("add", {"a": "2"}), Call("draw", {"points": [{"x": 1}], "color": "blue", "size": 2}))
     assert [result.text for result in results] == ["3.0", "[Point(x=1, y=0)] blue 2"]
-    assert all(result.failure is None for result in results)
+    assert all(result.refusal is None for result in results)
     assert result_messages(results)[0] == {
         "role": "tool",
         "name": "add",
@@ -122,7 +123,7 @@ def test_arguments_are_converted_and_results_are_texts():
 
 
 @pytest.mark.parametrize(
-    ("call", "failure", "says"),
+    ("call", "refusal", "says"),
     [
         (Call("", problem="nothing is closed"), "malformed", "nothing is closed. Tools: add(a: integer"),
         (Call("ad", {}), "unknown_tool", "There is no tool 'ad' (did you mean 'add'?)"),
@@ -134,9 +135,9 @@ def test_arguments_are_converted_and_results_are_texts():
         (Call("add", {"field_0": 1}), "wrong_arguments", "there is no argument 'field_0'"),
     ],
 )
-def test_a_wrong_call_is_answered_with_what_is_wrong(call, failure, says):
+def test_a_wrong_call_is_answered_with_what_is_wrong(call, refusal, says):
     (result,) = run(box(add), call)
-    assert result.failure == failure
+    assert result.refusal == refusal
     assert result.text.startswith("Error: ")
     assert says in result.text
     assert len(result.text) < 500
@@ -152,7 +153,7 @@ def test_texts_become_what_the_tool_wants():
     calls = toolbox.parse(f"<tool_call><function=show>{text}</function></tool_call>").calls
     assert run(toolbox, *calls)[0].text == "(1, [2, 3], '4', 'null', True)"
     wrong = toolbox.parse(f"<function=show>{text.replace('[2, 3]', '[2, 3')}</function>").calls
-    assert run(toolbox, *wrong)[0].failure == "wrong_arguments"
+    assert run(toolbox, *wrong)[0].refusal == "wrong_arguments"
 
 
 def test_a_tool_refuses_by_a_tool_error_and_fails_the_episode_by_any_other():
@@ -167,18 +168,18 @@ def test_a_tool_refuses_by_a_tool_error_and_fails_the_episode_by_any_other():
     toolbox = box(divide, divide_later)
     for name in ("divide", "divide_later"):
         (result,) = run(toolbox, Call(name, {"a": 1, "b": -1}))
-        assert (result.text, result.failure) == ("Error: b must not be negative", "tool_error")
+        assert (result.text, result.refusal) == ("Error: b must not be negative", "tool_error")
         assert failure_of(toolbox, Call(name, {"a": 1, "b": 0})) == (
-            f"tool:{name}",
-            "ZeroDivisionError: division by zero",
+            "tool",
+            f"the tool '{name}' raised ZeroDivisionError: division by zero",
         )
 
 
 def test_a_tool_fails_the_episode_with_a_cause_of_its_own():
     def give_up() -> str:
-        raise EpisodeFailed("gave_up")
+        raise EpisodeFailed("no more")
 
-    assert failure_of(box(give_up), Call("give_up")) == ("gave_up",)
+    assert failure_of(box(give_up), Call("give_up")) == ("tool", "the tool 'give_up' gave up: no more")
 
 
 def leave() -> str:
@@ -213,7 +214,8 @@ def of_a_set() -> object:
 )
 def test_a_tool_that_ends_strangely_fails_only_its_episode(function, says):
     cause, detail = failure_of(box(function), Call(function.__name__))
-    assert cause == f"tool:{function.__name__}"
+    assert cause == "tool"
+    assert f"the tool '{function.__name__}' raised" in detail
     assert says in detail
 
 
@@ -236,7 +238,7 @@ def test_calls_run_at_the_same_time_and_are_answered_in_order():
         Call("no"),
     )
     assert [result.text for result in results[:3]] == ["x", "y", "z"]
-    assert results[3].failure == "unknown_tool"
+    assert results[3].refusal == "unknown_tool"
 
 
 class Counter:
@@ -273,7 +275,7 @@ class Louder(Counter):
 
 
 def test_methods_of_one_object_are_called_in_order_one_by_one():
-    described = tools_of_class(Louder)
+    described = tools_of(Home(Louder, {}))
     assert [found.usage for found in described] == [
         "increase(by: integer, times: integer = 1)",
         "double(x: integer)",
@@ -289,9 +291,9 @@ def test_methods_of_one_object_are_called_in_order_one_by_one():
 def test_a_tool_that_hangs_fails_its_episode_and_does_not_keep_the_process():
     program = """
 import asyncio, time
-from leaderless.environments.protocol import EpisodeFailed
 from leaderless.environments.tools import Call, Toolbox
 from leaderless.environments.tools.function_tool import FunctionTool
+from leaderless.environments.world import Failure
 
 def hang() -> str:
     time.sleep(1000)
@@ -303,12 +305,12 @@ toolbox = Toolbox(map(FunctionTool.of, (hang, hang_too)))
 for name in ("hang", "hang_too"):
     try:
         asyncio.run(toolbox.run([Call(name)], 0.05))
-    except EpisodeFailed as error:
-        print(*error.args)
+    except Failure as error:
+        print(error.cause, error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["tool_timeout:hang", "tool_timeout:hang_too"]
+    assert [line.split()[3] for line in lines] == ["'hang'", "'hang_too'"]
     assert all("took more than 0.05 s (environment.tool_timeout_s)" in line for line in lines)
 
 

@@ -6,11 +6,11 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from leaderless.config import Json
 
-Failure = Literal["malformed", "unknown_tool", "wrong_arguments", "tool_error"]
+Refusal = Literal["malformed", "unknown_tool", "wrong_arguments", "tool_error"]
 """Why a call has no result: it cannot be read, names no tool, has arguments that the tool does not take, or the tool
 refused it with a `ToolError`."""
 
@@ -72,14 +72,14 @@ class CallResult:
         arguments: Arguments, as the policy wrote them.
         text: Text for the policy.
         seconds: Seconds that the tool took.
-        failure: Why the call has no result; None if it has one.
+        refusal: Why the call has no result; None if it has one.
     """
 
     name: str
     arguments: Mapping[str, Json]
     text: str
     seconds: float = 0.0
-    failure: Failure | None = None
+    refusal: Refusal | None = None
 
 
 def result_messages(results: Sequence[CallResult]) -> list[Mapping[str, Json]]:
@@ -107,6 +107,8 @@ class Tool(ABC):
     name: str
     description: str
     parameters: Mapping[str, Json]
+    limits_itself: ClassVar[bool] = False
+    """Whether it keeps the limits of a call's time and of a result's length by itself."""
 
     @property
     def owner(self) -> object | None:

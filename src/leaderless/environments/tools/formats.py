@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from typing import cast
 
-from leaderless.config import Json
+from leaderless.config import Json, RecipeError, nearest
+from leaderless.config.functions import is_function_name, load_function
 from leaderless.environments.tools.calls import Call, Calls
 
 Reader = Callable[[str], Calls]
 """Finds the calls in a message."""
 
+KEY = "environment.tool_format"
+"""Setting that names a format."""
 _END = re.compile(r"(?:<\|(?!python_tag)\w+\|>|</s>)$")
 """Tokens that end a message, such as `<|im_end|>`."""
 _END_OF_THINK = "</think>"
@@ -115,6 +119,20 @@ FORMATS: Mapping[str, Reader] = {
     "mistral": read_mistral,
 }
 """Readers by the name of their format."""
+
+
+def named_reader(name: str) -> Reader | None:
+    """The reader of a format that the recipe names; None for `auto`.
+
+    Raises:
+        RecipeError: There is no such format.
+    """
+    if name == "auto" or name in FORMATS:
+        return FORMATS.get(name)
+    if not is_function_name(name):
+        hint = nearest(name, [*FORMATS, "auto"])
+        raise RecipeError.at(KEY, f"unknown format '{name}'{hint}; a custom one is 'package.module:function'")
+    return cast("Reader", load_function(name, KEY, 1))
 
 
 def _split(text: str) -> tuple[str, str]:

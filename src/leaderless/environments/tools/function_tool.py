@@ -34,6 +34,21 @@ def tool(function: Function) -> Function:
     return function
 
 
+@dataclass(frozen=True, eq=False)
+class Home:
+    """The class whose methods are tools; each episode has an object of it.
+
+    Attributes:
+        kind: The class.
+        options: Arguments of its constructor.
+        is_environment: Whether the object is the episode's environment.
+    """
+
+    kind: type
+    options: Mapping[str, Json]
+    is_environment: bool = False
+
+
 @dataclass(frozen=True)
 class FunctionTool(Tool):
     """A Python function as a tool.
@@ -41,7 +56,8 @@ class FunctionTool(Tool):
     Attributes:
         function: The function; it takes the arguments by name.
         model: The arguments as a pydantic model.
-        instance: Object whose method it is, None for a plain function.
+        home: Class whose method it is; None for a plain function.
+        instance: Object whose method it is; None for a plain function, and as long as there is none.
     """
 
     name: str
@@ -49,6 +65,7 @@ class FunctionTool(Tool):
     parameters: Mapping[str, Json]
     function: Callable[..., object]
     model: type[BaseModel]
+    home: Home | None = None
     instance: object | None = None
 
     @classmethod
@@ -101,14 +118,14 @@ class FunctionTool(Tool):
         return await call_user(function, f"tool {self.name}")
 
 
-def tools_of_class(owner: type) -> list[FunctionTool]:
+def tools_of(home: Home) -> list[FunctionTool]:
     """The methods of a class that are marked with `@tool`, those of base classes first, in the order of the source.
 
     Raises:
         ValueError: One of them cannot be a tool.
     """
-    names = dict.fromkeys(name for base in reversed(owner.__mro__) for name in vars(base))
-    return list(_marked(owner, names))
+    names = dict.fromkeys(name for base in reversed(home.kind.__mro__) for name in vars(base))
+    return [replace(found, home=home) for found in _marked(home.kind, names)]
 
 
 def _marked(owner: type, names: Mapping[str, object]) -> Iterator[FunctionTool]:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.mcp import McpServerConfig
-from leaderless.environments.protocol import EpisodeFailed
 from leaderless.environments.tools.calls import Tool, WrongArgumentsError
 from leaderless.environments.tools.function_tool import ToolError
+from leaderless.environments.world import TOOL, Failure
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -89,8 +89,8 @@ class McpServers:
 def _listed(name: str, listing: Future[list[McpTool]]) -> list[McpTool]:
     try:
         return listing.result()
-    except EpisodeFailed as error:
-        raise RecipeError.at(f"environment.mcp.{name}", str(error.args[-1])) from error
+    except Failure as error:
+        raise RecipeError.at(f"environment.mcp.{name}", str(error)) from error
 
 
 class McpSession:
@@ -112,7 +112,7 @@ class McpSession:
 
         Raises:
             ToolError: The tool refuses the call.
-            EpisodeFailed: The server does not answer.
+            Failure: The server does not answer.
         """
         work = self._call(tool, arguments)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -196,11 +196,11 @@ class McpSession:
             self._retired = [known for known in self._retired if not known.has_ended] + [connection]
         connection.retire()
 
-    def _failed(self, problem: str) -> EpisodeFailed:
+    def _failed(self, problem: str) -> Failure:
         config = self._config
         address = config.url or " ".join(config.command)
         remedy = "check that it runs there" if config.url else "try the command in a terminal"
-        return EpisodeFailed(f"mcp:{self.name}", f"the MCP server '{self.name}' ({address}) {problem}; {remedy}")
+        return Failure(TOOL, f"the MCP server '{self.name}' ({address}) {problem}; {remedy}")
 
 
 class _Connection:
@@ -209,20 +209,26 @@ class _Connection:
     client: Client
 
     def __init__(self, config: McpServerConfig) -> None:
+        from anyio import CancelScope
+
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_calls, self._is_retired = 0, False
         self._leave = asyncio.Event()
+        self._start = CancelScope()  # ends a program in order, as `Task.cancel` does not
         self._task = asyncio.create_task(self._own(config))
 
     async def _own(self, config: McpServerConfig) -> None:
+        problem: Exception = RuntimeError("it was ended")
         try:
-            async with _client(config) as self.client:
-                self.ready.set_result(None)
-                await self._leave.wait()
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whoever waits for `ready` gets it
-            if not self.ready.done():
-                self.ready.set_exception(error if isinstance(error, Exception) else RuntimeError("ended"))
-                self.ready.exception()  # perhaps nobody waits
+            with self._start:
+                async with _client(config) as self.client:
+                    self.ready.set_result(None)
+                    await self._leave.wait()
+        except Exception as error:  # noqa: BLE001 - whoever waits for `ready` gets it
+            problem = error
+        if not self.ready.done():
+            self.ready.set_exception(problem)
+            self.ready.exception()  # perhaps nobody waits
 
     @property
     def has_ended(self) -> bool:
@@ -244,7 +250,7 @@ class _Connection:
         """Leave as soon as no call is in progress, without waiting for it."""
         self._is_retired = True
         if not self.ready.done():
-            self._task.cancel()
+            self._start.cancel()
         elif not self._num_calls:
             self._leave.set()
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from jinja2 import TemplateError
 
-from leaderless.config import Json, RecipeError, nearest
-from leaderless.config.functions import is_function_name, load_function
+from leaderless.config import Json, RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.environments.protocol import Message
 from leaderless.environments.tools.calls import Call, CallResult, Calls, result_messages
-from leaderless.environments.tools.formats import FORMATS, Reader
+from leaderless.environments.tools.formats import FORMATS, KEY, Reader, named_reader
 
-KEY = "environment.tool_format"
 _QUESTION: Message = {"role": "user", "content": "What is it?"}
 _CALL = Call("look_up", {"word": "blue"})
 _RESULT = "the seventh color"
 
 
-def find_reader(name: str, tokenizer: Tokenizer, schemas: Sequence[Json]) -> Reader:
+def find_reader(name: str, tokenizer: Tokenizer, schemas: Sequence[Json], *, is_chat: bool = True) -> Reader:
     """The reader of the calls that a policy writes.
 
     Args:
@@ -28,23 +25,21 @@ def find_reader(name: str, tokenizer: Tokenizer, schemas: Sequence[Json]) -> Rea
             a function that gets a message and returns `Calls`.
         tokenizer: Tokenizer of the policy.
         schemas: Tools that the template has to show.
+        is_chat: Whether messages are written by the chat template.
 
     Raises:
         RecipeError: There is no such format, or none that the template writes; or the template leaves out the tools or
             their results.
     """
-    if tokenizer.chat_template is not None:
+    is_chat = is_chat and tokenizer.chat_template is not None
+    if is_chat:
         check_results(tokenizer, schemas)
-    if name in FORMATS:
-        return FORMATS[name]
-    if name != "auto":
-        if not is_function_name(name):
-            hint = nearest(name, [*FORMATS, "auto"])
-            raise RecipeError.at(KEY, f"unknown format '{name}'{hint}; a custom one is 'package.module:function'")
-        return cast("Reader", load_function(name, KEY, 1))
+    named = named_reader(name)
+    if named is not None:
+        return named
     remedy = f"set {KEY} to the format in which the policy is to write calls: {', '.join(FORMATS)}"
-    if tokenizer.chat_template is None:
-        raise RecipeError.at(KEY, f"auto: the tokenizer has no chat template, which would tell the format; {remedy}")
+    if not is_chat:
+        raise RecipeError.at(KEY, f"auto: no chat template is used, which would tell the format; {remedy}")
     check_shown(tokenizer, schemas)
     written = _render(tokenizer, [_QUESTION, Calls("", [_CALL]).message()], schemas, is_prompt=False)
     found = _written_format(written, _render(tokenizer, [_QUESTION], schemas))

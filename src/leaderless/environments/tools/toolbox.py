@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from leaderless.config import Json, nearest
-from leaderless.environments.protocol import EpisodeFailed
 from leaderless.environments.threads import call_user
-from leaderless.environments.tools.calls import Call, CallResult, Calls, Failure, Tool, WrongArgumentsError
+from leaderless.environments.tools.calls import Call, CallResult, Calls, Refusal, Tool, WrongArgumentsError
 from leaderless.environments.tools.formats import Reader, read_hermes
 from leaderless.environments.tools.function_tool import ToolError
+from leaderless.environments.world import TIMEOUT, TOOL, Failure, failure_of
 
 MAX_NAME = 64
 """Characters of an unknown tool's name that are repeated to the policy."""
@@ -62,7 +62,7 @@ class Toolbox:
             timeout_s: Seconds that each of them may take.
 
         Raises:
-            EpisodeFailed: A tool took too long, or raised something else than a `ToolError`.
+            Failure: A tool took too long, or raised something else than a `ToolError`.
         """
         lanes: dict[int, list[int]] = {}
         for place, call in enumerate(calls):
@@ -107,33 +107,33 @@ class Toolbox:
             return self._refusal(call, f"{tool.name}: {error}. Use {tool.usage}.", "wrong_arguments")
         begin = time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(None if tool.limits_itself else timeout_s):
                 value = await tool.call(prepared)
             text = _text_of(value)
         except ToolError as error:
             return self._refusal(call, str(error), "tool_error", time.monotonic() - begin)
-        except EpisodeFailed:
+        except Failure:
             raise
         except TimeoutError as error:
-            elapsed = time.monotonic() - begin
-            if elapsed < timeout_s:  # the tool's own
-                raise EpisodeFailed(f"tool:{tool.name}", f"{type(error).__name__}: {error}") from error
-            raise EpisodeFailed(
-                f"tool_timeout:{tool.name}",
-                f"tool '{tool.name}' took more than {timeout_s:g} s (environment.tool_timeout_s): raise the limit, or "
-                f"give the tool a limit of its own that ends in a ToolError",
+            if time.monotonic() - begin < timeout_s:  # the tool's own
+                raise failure_of(error, f"the tool '{tool.name}'", TOOL) from error
+            raise Failure(
+                TIMEOUT,
+                f"the tool '{tool.name}' took more than {timeout_s:g} s (environment.tool_timeout_s): raise the limit, "
+                f"or give the tool a limit of its own that ends in a ToolError",
             ) from error
         except Exception as error:
-            raise EpisodeFailed(f"tool:{tool.name}", f"{type(error).__name__}: {error}") from error
-        return CallResult(call.name, call.arguments, self._cut(text), time.monotonic() - begin)
+            raise failure_of(error, f"the tool '{tool.name}'", TOOL) from error
+        text = text if tool.limits_itself else self._cut(text)
+        return CallResult(call.name, call.arguments, text, time.monotonic() - begin)
 
-    def _refusal(self, call: Call, text: str, failure: Failure, seconds: float = 0.0) -> CallResult:
+    def _refusal(self, call: Call, text: str, refusal: Refusal, seconds: float = 0.0) -> CallResult:
         return CallResult(
             call.name,
             call.arguments,
             self._cut(text if text.startswith("Error") else f"Error: {text}"),
             seconds,
-            failure,
+            refusal,
         )
 
     def _cut(self, text: str) -> str:
