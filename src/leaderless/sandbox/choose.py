@@ -19,8 +19,11 @@ def choose_sandbox(name: SandboxName, *, allow_weaker: bool = False) -> Sandbox:
     A sandbox with all of its layers is preferred to one that lacks some, even if the user accepts that.
 
     Raises:
+        ValueError: There is no such sandbox.
         RuntimeError: It cannot be used on this machine; the text begins with a verb.
     """
+    if name != "auto" and name not in _SANDBOXES:
+        raise ValueError(f"sandbox='{name}' must be auto, {' or '.join(_SANDBOXES)}")
     chosen = list(_SANDBOXES.values()) if name == "auto" else [_SANDBOXES[name]]
     for weaker in dict.fromkeys((False, allow_weaker)):
         problems = [(sandbox, sandbox.refusal(allow_weaker=weaker)) for sandbox in chosen]

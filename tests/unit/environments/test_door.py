@@ -239,6 +239,15 @@ def test_a_script_that_fails_is_counted_by_cause(script: str, cause: str, words:
     assert re.search(words, episode.error, re.DOTALL), episode.error
 
 
+def test_a_task_that_no_variable_holds_fails_with_the_remedy() -> None:
+    question = f"ask chat/completions '{QUESTION}' > /dev/null && echo '{{\"reward\": 1}}'"
+    options = {"command": ["bash", "-c", CURL + question]}
+    room = 2**17 - len('LEADERLESS_TASK={"text": ""}') - 1
+    fits, too_long = lead(type="command", options=options, tasks=[{"text": "x" * room}, {"text": "x" * (room + 1)}])[0]
+    assert not fits.error
+    assert "holds 131,055: leave out columns" in too_long.error
+
+
 def test_nothing_that_a_command_has_started_is_left() -> None:
     begin = time.monotonic()
     episode = run_script(f"ask chat/completions '{QUESTION}' > /dev/null; sleep 4711 & echo '{{\"reward\": 1}}'")

@@ -159,6 +159,11 @@ def test_a_program_that_pretends_to_be_done_hurts_only_itself(box: Sandbox) -> N
         assert tool.python("3") == "3"
 
 
+def test_an_unknown_sandbox_is_refused() -> None:
+    with pytest.raises(ValueError, match="sandbox='docker' must be auto, builtin or bubblewrap"):
+        PythonTool(sandbox="docker")  # type: ignore[arg-type]
+
+
 def test_it_is_a_tool_and_ends_with_its_episode() -> None:
     async def use() -> None:
         python = PythonTool()

@@ -21,6 +21,8 @@ from leaderless.sandbox.bubblewrap import bubblewrap_refusal
 _KEPT_BYTES = 65536
 """Bytes of output that are kept, the last ones."""
 _SHOWN_CHARACTERS = 2000
+_MAX_TASK_BYTES = 2**17 - len("LEADERLESS_TASK=") - 1
+"""Limit of Linux for one environment variable, without its name and end."""
 _CLOSING_S = 2.0
 """Seconds in which the output of a program that has ended is read to its end."""
 _KEY = "environment.options"
@@ -61,10 +63,17 @@ class Command:
         Raises:
             Failure: It ended with an error, or gave no reward.
         """
+        row = json.dumps(task, ensure_ascii=False)
+        if len(row.encode()) > _MAX_TASK_BYTES:
+            raise Failure(
+                ENVIRONMENT,
+                f"a task has {len(row.encode()):,} bytes as JSON, and an environment variable holds "
+                f"{_MAX_TASK_BYTES:,}: leave out columns, or name a file in the row",
+            )
         facts = {
             "OPENAI_BASE_URL": chat.base_url,
             "OPENAI_API_KEY": chat.api_key,
-            "LEADERLESS_TASK": json.dumps(task, ensure_ascii=False),
+            "LEADERLESS_TASK": row,
             "LEADERLESS_SEED": chat.rules.seed,
         }
         if not self._confine:
