@@ -19,6 +19,7 @@ from generate_gpu import with_gpu
 from generate_hosts import with_hosts
 from generate_markup import cell, sections_of, table_of
 from generate_performance import with_fixed_lag, with_real_size, with_training_step
+from generate_search import with_search
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -101,6 +102,8 @@ def render() -> dict[Path, str]:
     files[index] = with_combinations(index.read_text(encoding="utf-8"))
     scaling = DOCS / "scaling.md"
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
+    search = DOCS / "guides/search.md"
+    files[search] = with_search(search.read_text(encoding="utf-8"))
     performance = DOCS / "performance.md"
     files[performance] = with_gpu(
         with_real_size(with_fixed_lag(with_generation(with_training_step(performance.read_text(encoding="utf-8")))))

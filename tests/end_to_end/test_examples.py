@@ -13,6 +13,7 @@ from examples.own_algorithm.algorithms import AgainstTheBest, SquaredRatioLoss
 from examples.own_data.convert import convert
 from examples.own_reward.rewards import digits_right, is_short
 from examples.own_workflow.workflow import informative
+from examples.search import prepare
 from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_additions
@@ -163,3 +164,20 @@ def test_own_data_grades_kinds_of_rows_by_their_own_rewards(ranks: RankPool, tmp
     for answer, rewards in by_answer.items():
         is_easy = answer in {42, 92, 65, 48}
         assert rewards == ({"math", "format"} if is_easy else {"math"}), answer
+
+
+def test_search_plays_episodes_in_which_an_untrained_model_finds_nothing(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "NUM_DEMONSTRATIONS", 1)
+    prepare.prepare(tmp_path)
+    overrides = [f"run.directory={tmp_path / 'runs'}", f"environment.options.pages={tmp_path / 'pages.jsonl'}"]
+    overrides += [
+        f"data.{kind}.path={tmp_path / name}.jsonl" for kind, name in (("train", "train"), ("evaluation", "test"))
+    ]
+    overrides += [f"models.policy={tmp_path / 'model'}", "batch.prompts_per_step=2", "evaluation.max_prompts=2"]
+    recipe = "recipes/agents/search/grpo.yaml"
+    (steps,) = ranks.run(1, train_example, recipe, [*overrides, "run.tensorboard=false"], 1, init_group=False)
+    assert steps[0]["episode/turns"] > 1, "it is told what is valid, and tries again"
+    assert steps[0]["episode/failed"] == steps[0]["reward/failed"] == steps[0]["reward/mean"] == 0
+    assert steps[-1]["evaluation/mean@1"] == 0

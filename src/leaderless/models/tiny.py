@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import torch
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer, Qwen3Config
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config
 
-END_TOKEN = "<|endoftext|>"  # noqa: S105
+END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<|unknown|>"
 
 
 def write_tiny_model(  # noqa: PLR0913
@@ -52,9 +53,69 @@ def write_tiny_model(  # noqa: PLR0913
         pad_token=END_TOKEN,
         chat_template=chat_template,
     )
+    return _write_model(
+        folder,
+        tokenizer,
+        family=family,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        max_positions=max_positions,
+        seed=seed,
+    )
+
+
+def write_word_model(
+    folder: Path, words: Iterable[str], pieces: Iterable[str], *, hidden_size: int, num_layers: int, seed: int = 0
+) -> Path:
+    """Write a randomly initialized Qwen3 and a tokenizer of whole words as a Hugging Face folder.
+
+    Args:
+        folder: Folder to write.
+        words: Texts that are a token each, with the blanks that belong to them, if no letter follows on their last
+            letter. Where several fit, the longest is one.
+        pieces: Texts that are a token each within other words, too.
+        hidden_size: Width; a multiple of 4.
+        num_layers: Number of decoder layers.
+        seed: Seed of the weights.
+
+    Returns:
+        The folder.
+    """
+    whole, part = (sorted({*texts}, key=lambda text: (-len(text), text)) for texts in (words, pieces))
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys([END_TOKEN, UNKNOWN_TOKEN, *whole, *part]))}
+    pattern = "|".join(
+        [*(re.escape(word) + r"(?![A-Za-z])" * word[-1].isalpha() for word in whole), *map(re.escape, part)]
+    )
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN_TOKEN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END_TOKEN,
+        pad_token=END_TOKEN,
+        unk_token=UNKNOWN_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+    # With other families, `transformers` loads a tokenizer of its own in place of this one.
+    sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": 4, "max_positions": 512}
+    return _write_model(folder, tokenizer, family="qwen3", seed=seed, **sizes)
+
+
+def _write_model(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    family: Literal["qwen2", "qwen3"],
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    max_positions: int,
+    seed: int,
+) -> Path:
     tokenizer.save_pretrained(folder)
     sizes = {
-        "vocab_size": len(vocabulary),
+        "vocab_size": len(tokenizer),
         "hidden_size": hidden_size,
         "intermediate_size": 3 * hidden_size,
         "num_hidden_layers": num_layers,

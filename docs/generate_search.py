@@ -1,0 +1,33 @@
+"""What the search example learns, for its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+MARKS = "<!-- search: begin -->", "<!-- search: end -->"
+RESULTS = Path(__file__).parent / "performance/search.json"
+
+
+def with_search(page: str) -> str:
+    """A page with the newest results of `benchmarks/search.py` between its two marks."""
+    before, _, rest = page.partition(MARKS[0])
+    content = "There are no results yet: the script has not been run."
+    if RESULTS.exists():
+        content = _table(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"])
+    return f"{before}{MARKS[0]}\n\n{content}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def _table(runs: list[Mapping[str, Mapping[str, float]]]) -> str:
+    """Held-out accuracies of each seed, from imitation to the last step."""
+    steps = list(runs[0]["search"])
+    lines = [
+        f"| seed | best guess | without searching | after imitation | {' | '.join(f'step {s}' for s in steps[1:])} |",
+        f"| --- {'| ---: ' * (len(steps) + 2)}|",
+    ]
+    for run in runs:
+        last = list(run["closed_book"].values())[-1]
+        shares = [run["guess"], last, *run["search"].values()]
+        lines.append(f"| {run['seed']} | {' | '.join(f'{share:.1%}' for share in shares)} |")
+    return "\n".join(lines)
