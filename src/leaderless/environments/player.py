@@ -57,6 +57,7 @@ class Episode:
         cause: Word by which a failed episode is counted; empty if it did not fail.
         error: Why it failed, for people.
         is_cut: Whether it ended at a limit.
+        is_led: Whether a program led it.
         attempts: Number of times that it was tried.
         seconds: Seconds in the model, in the environment and in tools, by these names.
         calls: Results of all calls of tools.
@@ -68,6 +69,7 @@ class Episode:
     cause: str = ""
     error: str = ""
     is_cut: bool = False
+    is_led: bool = False
     attempts: int = 1
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "environment": 0.0, "tools": 0.0})
     calls: list[CallResult] = field(default_factory=list)
@@ -206,8 +208,9 @@ class _Attempt:
             params=place.params,
             max_tokens=self._max_tokens,
             max_turns=config.max_turns,
-            reader_of=partial(find_reader, config.tool_format, place.writer.tokenizer),
+            reader_of=partial(find_reader, config.tool_format, place.writer.tokenizer, is_chat=place.writer.is_chat),
         )
+        episode.is_led = True
         chat = Chat(rules, place.writer, episode.trace, self._pump, self._doorway)
         begin = time.perf_counter()
         try:

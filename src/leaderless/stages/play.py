@@ -162,7 +162,7 @@ class Played:
             ],
             "samples": [sum(1 for _ in episode.trace.samples()) for _, episode in whole],
             "cut": [episode.is_cut for _, episode in whole],
-            "drift": [has_drifted(episode, self.writers[task]) for task, episode in whole],
+            "drift": [has_drifted(episode, self.writers[task]) for task, episode in whole if not episode.is_led],
             "model_s": [episode.seconds["model"] for _, episode in whole],
             "environment_s": [episode.seconds["environment"] for _, episode in whole],
         }

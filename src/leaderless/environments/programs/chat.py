@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,6 +101,7 @@ class Chat:
         self._conversations = Conversations(trace, writer)
         self._lines = Lines(rules.number, pump)
         self._asked: dict[tuple[int, ...], int] = {}
+        self._readers: dict[str, Reader] = {}
         self._num_turns = 0
         self._address: tuple[str, str] | None = None
         self._under_way: set[asyncio.Task[Answer]] = set()
@@ -154,7 +156,7 @@ class Chat:
         if not messages or messages[-1]["role"] == "assistant":
             raise AskRefusedError("messages must end with a message of another role than 'assistant'")
         try:
-            reader = self.rules.reader_of(tools) if tools else None
+            reader = self._reader(tools) if tools else None
             context = self._conversations.of_messages(messages, tools)
         except RecipeError as error:
             raise AskRefusedError(str(error)) from error
@@ -177,6 +179,13 @@ class Chat:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._lines.close()
+
+    def _reader(self, tools: Sequence[Json]) -> Reader:
+        """The reader of calls of tools, which takes some renderings of the chat template to find."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._readers:
+            self._readers[key] = self.rules.reader_of(tools)
+        return self._readers[key]
 
     def _admitted(self) -> tuple[str, str]:
         if self._address is None:

@@ -124,13 +124,15 @@ def _tools_of_entry(entry: ToolConfig, key: str) -> list[FunctionTool]:
                 raise RecipeError.at(f"{key}.options", f"'{entry.type}' is a function: only a class takes options")
             return [FunctionTool.of(found)]
         inspect.signature(found).bind(**entry.options)
+        if entry.type in BUILT_IN:
+            found(**entry.options)  # it starts nothing yet, and says whether it can work on this machine
         tools = tools_of(Home(found, entry.options))
     except TypeError as error:
         taken = f"{found.__name__}{inspect.signature(found)}"
         raise RecipeError.at(f"{key}.options", f"{taken} does not take them: {error}") from error
     except RecipeError:
         raise
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise RecipeError.at(key, str(error)) from error
     if not tools:
         raise RecipeError.at(key, f"class '{entry.type}' has no tools: mark methods with @tool")
