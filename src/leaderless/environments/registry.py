@@ -15,7 +15,13 @@ from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.protocol import Environment
 from leaderless.environments.world import ThreadWorld, World
 
-BUILT_IN: Mapping[str, str] = {"search_r1": "leaderless.environments.search.search_r1:SearchR1"}
+BUILT_IN: Mapping[str, str] = {
+    "gymnasium": "leaderless.environments.adapters.gymnasium:GymnasiumEnvironment",
+    "reasoning_gym": "leaderless.environments.adapters.reasoning_gym:ReasoningGym",
+    "search_r1": "leaderless.environments.search.search_r1:SearchR1",
+    "textarena": "leaderless.environments.adapters.textarena:TextArena",
+    "textarena_solo": "leaderless.environments.adapters.textarena:TextArenaSolo",
+}
 """Environments that come with the package, each as `module:Class`."""
 
 
