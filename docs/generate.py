@@ -295,7 +295,7 @@ def cli_page() -> str:
             "command (130: Ctrl-C), and 1 for any other failure."
         ),
     ]
-    for name, command in group.commands.items():
+    for name, command in _commands_of(group):
         arguments = [p for p in command.params if _is_argument(p)]
         usage = " ".join(_usage(parameter) for parameter in arguments)
         parts += [f"## `leaderless {name}`", inspect.cleandoc(command.help or "")]
@@ -304,6 +304,15 @@ def cli_page() -> str:
         rows += [_option_row(p) for p in command.params if not _is_argument(p) and p.name != "help"]
         parts += [table_of(("argument or option", "default", "meaning"), rows)] if rows else []
     return "\n\n".join(parts)
+
+
+def _commands_of(group: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+    """All commands by name, those of groups such as `env replay` as well."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from ((f"{name} {inner}", one) for inner, one in _commands_of(command))
+        else:
+            yield name, command
 
 
 def _is_argument(parameter: Any) -> bool:  # noqa: ANN401

@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
+from leaderless.cli.env import env
 from leaderless.cli.plan import plan, schema, simulate
 from leaderless.cli.results import evaluate, export, report
 from leaderless.cli.retriever import retriever
@@ -42,6 +43,7 @@ app.command()(report)
 app.command()(reward)
 app.command()(template)
 app.command()(schema)
+app.add_typer(env, name="env")
 
 
 def main() -> None:

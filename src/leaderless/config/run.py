@@ -51,6 +51,9 @@ class RunConfig(Section):
     notebooks; then time limits are not enforced, and a reward that crashes ends the worker."""
     recorded_prompts: int = Field(default=4, ge=0)
     """Prompts per step and recording rank whose samples are kept for the report; 0 prunes the recording node."""
+    kept_episodes: int = Field(default=100, ge=0)
+    """Number of newest steps of which all episodes in an environment are kept, to be read and played again; of the
+    steps before, about as many are kept as well, evenly spread. 0 writes none."""
     tensorboard: bool = True
     """Write TensorBoard events next to `metrics.jsonl`."""
     trace_steps: int = Field(default=20, ge=0)

@@ -17,15 +17,16 @@ from leaderless.environments.programs.chat import Chat, Rules
 from leaderless.environments.programs.doorway import LazyDoorway
 from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.protocol import Message, Observation, Task, Turn
-from leaderless.environments.pump import EnginePump
+from leaderless.environments.pump import EnginePump, Pump
 from leaderless.environments.tools import Call, CallResult, Toolbox, result_messages
 from leaderless.environments.tools.template import find_reader
 from leaderless.environments.tools.use import ToolUse
 from leaderless.environments.trace import Said, Trace, TraceNode
+from leaderless.environments.witness import Answer, Witness
 from leaderless.environments.world import ENVIRONMENT, OVERFLOW, Failure, World
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Episode:
         seconds: Seconds in the model, in the environment and in tools, by these names.
         calls: Results of all calls of tools.
         info: Facts that the environment has noted.
+        place: What was to be played; None if it was not played here.
+        answers: What the environment has answered.
     """
 
     trace: Trace = field(default_factory=Trace)
@@ -74,6 +77,8 @@ class Episode:
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "environment": 0.0, "tools": 0.0})
     calls: list[CallResult] = field(default_factory=list)
     info: dict[str, Json] = field(default_factory=dict)
+    place: Place | None = None
+    answers: list[Answer] = field(default_factory=list)
 
 
 class Player:
@@ -84,7 +89,7 @@ class Player:
         config: EnvironmentConfig,
         open_world: Callable[[], World | ProgramWorld],
         max_tokens: int,
-        pump: EnginePump,
+        pump: Pump,
         tools: ToolUse | None = None,
     ) -> None:
         """Play nothing yet.
@@ -93,7 +98,7 @@ class Player:
             config: The recipe's `environment` section.
             open_world: Function that makes the environment of an episode.
             max_tokens: Most tokens of a conversation, from its beginning.
-            pump: Engine that samples what the policy says.
+            pump: What samples what the policy says.
             tools: Tools that the policy may call; None for none.
         """
         self._config, self._open_world, self._max_tokens, self._pump = config, open_world, max_tokens, pump
@@ -121,14 +126,14 @@ class _Attempt:
         self,
         config: EnvironmentConfig,
         max_tokens: int,
-        pump: EnginePump,
+        pump: Pump,
         doorway: LazyDoorway,
         place: Place,
         attempt: int,
     ) -> None:
         self._config, self._max_tokens, self._pump, self._doorway = config, max_tokens, pump, doorway
         self._place, self._attempt = place, attempt
-        self.episode = Episode(attempts=attempt + 1)
+        self.episode = Episode(attempts=attempt + 1, place=place)
         self._ends: dict[str, TraceNode] = {}  # of each agent's conversation
         self._waiting: dict[str, list[Message]] = {}  # what an agent has been told since it spoke last
         self._num_turns = 0
@@ -160,6 +165,7 @@ class _Attempt:
         if isinstance(world, ProgramWorld):
             await self._follow(world)
             return
+        world = Witness(world, self.episode.answers)
         agent = world.agents[0]
         observation = await self._timed(world.reset(self._place.task, self._place.seed), "environment")
         self._tell(agent, observation)
@@ -226,7 +232,7 @@ class _Attempt:
         assert last is not None
         last.reward += float(cast("float", result["reward"]))
 
-    async def _timed(self, answer: Awaitable[Answer], what: str) -> Answer:
+    async def _timed(self, answer: Awaitable[Result], what: str) -> Result:
         begin = time.perf_counter()
         try:
             return await answer

@@ -6,11 +6,29 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 
 BEAT_S = 1.0
 """Seconds between signs of life while no conversation waits for the engine."""
+
+
+class Pump(Protocol):
+    """What samples what the policy says; see `EnginePump` for its methods."""
+
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        sample_id: int,
+        params: SamplingParams,
+        conversation: int | None = None,
+        known_tokens: int = 0,
+    ) -> Completion:
+        """Sample one response."""
+
+    def forget(self, conversation: int) -> None:
+        """Release what is kept of a conversation."""
 
 
 @dataclass

@@ -42,6 +42,7 @@ class RunDirectory:
         self.journal = path / "journal"
         self.limits = path / "limits.json"
         self.samples = path / "samples"
+        self.episodes = path / "episodes"
         self.traces = path / "trace"
         self.checkpoints = path / "checkpoints"
         self.errors = path / "errors"
@@ -248,12 +249,12 @@ def _numbers(record: Mapping[str, Json]) -> dict[str, float]:
     return {name: math.nan if value is None else cast("float", value) for name, value in record.items()}
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is complete or does not exist."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file, of text or bytes, so that it is complete or does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -132,7 +132,7 @@ class _Inputs:
 
     def _text(self, text: str, suffix: str) -> str:
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{suffix}"
-        self._missing[path] = partial(write_atomically, text=text)
+        self._missing[path] = partial(write_atomically, content=text)
         return str(path)
 
     def _model(self, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase], key: str) -> str:

@@ -13,6 +13,7 @@ from leaderless.config import Recipe
 from leaderless.config.run import GuardAction
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
+from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.observability.run_directory import RunDirectory
@@ -87,6 +88,7 @@ class StageContext:
         num_roll_backs: Number of times that the run has rolled back.
         agents: Roles that sample responses: the column `agent` holds places in it.
         models: Models of the node's roles, by the names that the stage declares.
+        episodes: Journal of the episodes of this rank; None if there is none.
         progress: Function that takes the finished fraction of the node's work, for the progress line.
     """
 
@@ -104,6 +106,7 @@ class StageContext:
     num_roll_backs: int = 0
     agents: Sequence[str] = ()
     models: Mapping[str, ModelRole | ValueEngine] = field(default_factory=dict)
+    episodes: EpisodeJournal | None = None
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
 
     @property

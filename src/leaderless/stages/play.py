@@ -12,9 +12,10 @@ import torch
 from leaderless.config import Json, Recipe, RecipeError
 from leaderless.config.data import DatasetConfig
 from leaderless.config.rollout import SamplingConfig
-from leaderless.data.batch import Batch, Column, Jagged, make_sample_ids
+from leaderless.data.batch import SIBLING_BITS, Batch, Column, Jagged, make_sample_ids
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.environments.chat import ChatWriter
+from leaderless.environments.journal import line_of, text_of
 from leaderless.environments.player import Episode, Place, play_all
 from leaderless.environments.pump import EnginePump
 from leaderless.environments.registry import environment_class, world_maker
@@ -75,7 +76,7 @@ class Played:
         for row in self._rows:
             if row.sample is not None:
                 heads[row.task].append(row.sample.tokens[: row.sample.head_length])
-        prompts = [_common(some) if some else [self.end_token] for some in heads]
+        prompts = [common_beginning(some) if some else [self.end_token] for some in heads]
         task = torch.tensor([row.task for row in self._rows], dtype=torch.int64)
         table = self.tasks.with_columns(prompt_tokens=Jagged.from_lists(prompts, torch.int64, "prompt_tokens"))
         siblings = torch.tensor([row.sibling for row in self._rows], dtype=torch.int64)
@@ -121,6 +122,14 @@ class Played:
             is_greedy = [distributions[row.place].temperature == 0 for row in rows]
             columns["is_greedy"] = torch.tensor(is_greedy, dtype=torch.bool)
         return columns
+
+    def journal(self) -> Iterator[str]:
+        """The episodes that were played here, as lines of the journal."""
+        for episode in self.episodes:
+            if episode.place is not None:
+                number = episode.place.number
+                place: dict[str, Json] = {"group_id": number >> SIBLING_BITS, "stride": self.play.stride}
+                yield text_of(line_of(episode) | place)
 
     def first_error(self) -> str | None:
         """Why the first failed episode has failed; None if none has."""
@@ -340,7 +349,7 @@ def has_drifted(episode: Episode, writer: ChatWriter) -> bool:
     return False
 
 
-def _common(rows: Sequence[list[int]]) -> list[int]:
+def common_beginning(rows: Sequence[list[int]]) -> list[int]:
     """What all sequences begin with."""
     first, last = min(rows), max(rows)  # of sequences in order, the first and the last differ most
     return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
 
@@ -14,6 +15,7 @@ from leaderless.config import Json, Recipe
 from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch, Column
 from leaderless.data.encode import Tokenizer
+from leaderless.environments.journal import text_of
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import Passage, RewardInput
 from leaderless.stages.context import StageContext
@@ -24,7 +26,7 @@ from leaderless.workflow.stages import ENVIRONMENT
 def reward(batch: Batch, context: StageContext) -> Batch:
     """Grade each episode once, by the recipe's rewards that apply to its source; all of its samples get the result."""
     episodes, inputs = Episodes.of(batch), inputs_of(batch, context)
-    inputs = [_joined([inputs[sample] for sample in samples], context.recipe) for samples in episodes.samples()]
+    inputs = [joined([inputs[sample] for sample in samples], context.recipe) for samples in episodes.samples()]
     sources = [context.recipe.data.source_of(one.row) for one in inputs]
     if "environment_rewards" in batch:
         graded = _with_environment(inputs, sources, episodes.rows, context)
@@ -33,6 +35,9 @@ def reward(batch: Batch, context: StageContext) -> Batch:
     rewards = torch.tensor([g.value for g in graded], dtype=torch.float32)
     is_valid = torch.tensor([g.is_valid for g in graded], dtype=torch.bool)
     _report(context, graded, rewards, is_sampled(episodes.rows))
+    stands_for_shard = context.node.layout.represents(context.process_group.rank)
+    if context.episodes is not None and "joint_ids" in batch and stands_for_shard:
+        context.episodes.write("step", context.step, "graded", partial(grades, episodes.rows, graded))
     columns: dict[str, Column] = {
         "rewards": rewards,
         "reward_valid": is_valid,
@@ -53,6 +58,19 @@ def _with_environment(
         for place, one in zip(whole, found, strict=True):
             graded[place] = with_environment(one, values[place], None)
     return graded
+
+
+def grades(episodes: Batch, graded: Sequence[Graded]) -> Iterator[str]:
+    """What episodes were found to be worth, as lines of their journal, by the number of the play and of the agent."""
+    numbers, actors = episodes.dense("joint_ids").tolist(), episodes.dense("actor").tolist()
+    for number, actor, one in zip(numbers, actors, graded, strict=True):
+        yield text_of(grade_of(number, actor, one))
+
+
+def grade_of(number: int, actor: int, graded: Graded) -> dict[str, Json]:
+    """What an agent's part of an episode was found to be worth, as a line of the journal."""
+    worth: dict[str, Json] = {"reward": graded.value, "is_valid": graded.is_valid, "details": dict(graded.details)}
+    return {"id": number, "actor": actor, **worth}
 
 
 def with_environment(graded: Graded | None, value: float, failure: Json) -> Graded:
@@ -85,7 +103,7 @@ def last_said(sample: RewardInput) -> RewardInput:
     return replace(sample, response=said[-1] if said else "")
 
 
-def _joined(samples: Sequence[RewardInput], recipe: Recipe) -> RewardInput:
+def joined(samples: Sequence[RewardInput], recipe: Recipe) -> RewardInput:
     """The input for an episode: what the policy sampled in all of its samples, and the transcript of the last.
 
     In an environment the response is the last message.

@@ -90,6 +90,8 @@ def _play(batch: Batch, context: StageContext, play: Play) -> Batch:
         played = play_tasks(engine, play, batch, data, context.recipe, context.tokenizer, context.progress)
         seconds = time.perf_counter() - begin
     played.report(context.metrics, context.node.layout.dp, seconds)
+    if context.episodes is not None:
+        context.episodes.write("step", context.step, "played", played.journal)
     error = played.first_error()
     if error is not None:
         context.run_directory.note_reward_error(context.step, context.process_group.rank, ENVIRONMENT, error)

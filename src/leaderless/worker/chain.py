@@ -199,6 +199,7 @@ class Chain:
             process_group=parts.transport.process_group(node.layout.ranks),
             metrics=self.metrics.of_node(node).named(partial(tagged, node=node.node)),
             run_directory=parts.directory,
+            episodes=parts.episodes,
             tokenizer=parts.tokenizer,
             model=models.get(main) if main else None,
             models=models,

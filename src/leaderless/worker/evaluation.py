@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,7 +14,9 @@ from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.errors import memory_explained
 from leaderless.data.transport import ProcessGroup
+from leaderless.environments.journal import text_of
 from leaderless.environments.player import Episode
+from leaderless.observability.episode_files import What
 from leaderless.planner import Layout
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
@@ -22,12 +24,14 @@ from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, ge
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.play import Play, play_tasks
 from leaderless.stages.record import TokenRecorder, describe_sample
-from leaderless.stages.reward import last_said, reward_inputs, transcripts, with_environment
+from leaderless.stages.reward import grade_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
 from leaderless.worker.scores import Scores
 
 Record = Callable[[Sequence[Mapping[str, Json]]], None]
 """Writes samples of held-out prompts."""
+Journal = Callable[[What, Callable[[], Iterable[str]]], None]
+"""Writes lines about episodes."""
 EVALUATION_SEED_OFFSET = 1 << 31
 """Recipes' seeds are smaller, so evaluation never samples with the noise of training."""
 
@@ -44,12 +48,15 @@ class Evaluator:
     tokenizer: Tokenizer
     grade: Grader
 
-    def run(self, progress: Callable[[float], None], record: Record | None = None) -> dict[str, float]:
+    def run(
+        self, progress: Callable[[float], None], record: Record | None = None, journal: Journal | None = None
+    ) -> dict[str, float]:
         """Evaluate. All ranks of the layout call it together.
 
         Args:
             progress: Function that receives the finished fraction, between 0 and 1.
             record: Function that receives, on the first rank, the samples to keep for people.
+            journal: Function that receives this rank's episodes in an environment.
 
         Returns:
             `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;
@@ -59,19 +66,28 @@ class Evaluator:
         rows = self.dataset.rows[: config.max_prompts].tolist()
         shard = self.layout.shard_of(process_group.rank)
         mine = rows[len(rows) * shard // self.layout.dp : len(rows) * (shard + 1) // self.layout.dp]
-        graded = self._answer(mine, progress, record if process_group.rank == self.layout.ranks[0] else None)
+        is_first = process_group.rank == self.layout.ranks[0]
+        graded = self._answer(mine, progress, record if is_first else None, journal)
         k = config.responses_per_prompt
         scores = Scores(self.recipe)
         for index in range(len(mine) if self.layout.represents(process_group.rank) else 0):
             scores.add(graded[index * k : (index + 1) * k])
         return scores.numbers(scores.metrics.reduce(process_group))
 
-    def _answer(self, rows: Sequence[int], progress: Callable[[float], None], record: Record | None) -> list[Graded]:
+    def _answer(
+        self,
+        rows: Sequence[int],
+        progress: Callable[[float], None],
+        record: Record | None,
+        journal: Journal | None,
+    ) -> list[Graded]:
         """The graded responses to some rows, those to one row next to each other."""
         batch = make_batch(rows, self.dataset.read(rows), has_responses=False)
         with memory_explained(TOO_MUCH), self.model.generating() as engine:
-            answer = self._sample if self.recipe.environment is None else self._play
-            answers = answer(engine, batch, progress)
+            if self.recipe.environment is None:
+                answers = self._sample(engine, batch, progress)
+            else:
+                answers = self._play(engine, batch, progress, journal)
         k = self.recipe.evaluation.responses_per_prompt
         data = self.recipe.data.evaluation
         assert data is not None
@@ -79,6 +95,9 @@ class Evaluator:
         texts = transcripts(self.tokenizer, [a.tokens for a in answers], self.recipe, [a.is_sampled for a in answers])
         inputs = reward_inputs([data] * len(values), values, texts, [a.is_truncated for a in answers])
         graded = self._grade(inputs, answers, [str(row[data.source]) if data.source else None for row in values])
+        if journal is not None and self.recipe.environment is not None:
+            lines = [text_of(grade_of(a.sample_id, a.actor, one)) for a, one in zip(answers, graded, strict=True)]
+            journal("graded", lambda: lines)
         if record is not None:
             recorder = TokenRecorder(self.tokenizer)
             kept = zip(inputs, graded, answers, strict=True)
@@ -128,13 +147,17 @@ class Evaluator:
             for number, c in completions
         ]
 
-    def _play(self, engine: RolloutEngine, batch: Batch, progress: Callable[[float], None]) -> list[_Answer]:
+    def _play(
+        self, engine: RolloutEngine, batch: Batch, progress: Callable[[float], None], journal: Journal | None
+    ) -> list[_Answer]:
         """The episodes; of several conversations, the last to end counts."""
         config, data = self.recipe.evaluation, self.recipe.data.evaluation
         assert data is not None
         k = config.responses_per_prompt
         play = Play([config] * k, 0, k, self._seed)
         played = play_tasks(engine, play, batch, [data] * len(batch), self.recipe, self.tokenizer, progress)
+        if journal is not None:
+            journal("played", played.journal)
         ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()
         return [_answer_of(number, episode) for number, episode in zip(ids, played.episodes, strict=True)]
 
@@ -155,6 +178,7 @@ class _Answer:
         is_truncated: Whether it was cut at a limit.
         reward: Reward of the environment.
         failure: Why the episode has failed; None if it has not.
+        actor: Place of the agent that ended it among those of the environment.
     """
 
     sample_id: int
@@ -164,6 +188,7 @@ class _Answer:
     is_truncated: bool
     reward: float = 0.0
     failure: Json = None
+    actor: int = 0
 
 
 def _answer_of(sample_id: int, episode: Episode) -> _Answer:
@@ -177,4 +202,5 @@ def _answer_of(sample_id: int, episode: Episode) -> _Answer:
     head = last.head_length
     is_cut = episode.is_cut or last.is_truncated
     tokens, is_sampled = last.tokens[head:], last.is_trained[head:]
-    return _Answer(sample_id, tokens, is_sampled, last.log_probs, is_truncated=is_cut, reward=sum(rewards))
+    actor = episode.agents.index(last.agent)
+    return _Answer(sample_id, tokens, is_sampled, last.log_probs, is_truncated=is_cut, reward=sum(rewards), actor=actor)

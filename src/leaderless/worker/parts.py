@@ -12,6 +12,7 @@ from leaderless.data.dataset import TrainingSet
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
 from leaderless.observability.console import Display
+from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Action, Plan, flat
 from leaderless.stages.context import Grader
@@ -33,6 +34,7 @@ class Parts:
     tokenizer: Tokenizer
     grade: Grader
     directory: RunDirectory
+    episodes: EpisodeJournal
     display: Display
 
     @cached_property

@@ -26,6 +26,7 @@ from leaderless.data.sources import open_source
 from leaderless.data.transport import Transport
 from leaderless.models.tokenizer import load_tokenizer
 from leaderless.observability.console import Display
+from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.rewards.pool import RewardPool
@@ -61,6 +62,8 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
             builder.roles.adapt_to_memory(directory, pass_tokens)
         builder.roles.sync_all()
         stack.callback(display.stop)
+        episodes = EpisodeJournal(directory, place.rank, recipe.run.kept_episodes)
+        stack.callback(episodes.close)
         parts = Parts(
             recipe=recipe,
             plan=plan,
@@ -71,6 +74,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
             tokenizer=builder.tokenizer,
             grade=grade,
             directory=directory,
+            episodes=episodes,
             display=display,
         )
         worker = Worker(parts)

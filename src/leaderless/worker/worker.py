@@ -166,7 +166,8 @@ class Worker:
         if self.parts.evaluator is not None:
             with self.tracer.span("evaluate", step):
                 record = partial(self.parts.directory.write_samples, step, self._rank, kind="evaluation")
-                numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"), record)
+                journal = partial(self.parts.episodes.write, "evaluation", step)
+                numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"), record, journal)
             numbers["time/evaluate"] = self.tracer.take("evaluate")
         return to_first_rank(ranks, numbers, self._ranks)
 
@@ -191,6 +192,10 @@ class Worker:
         self._keeper.resume(self._guards.resumed)
         self.chain.num_roll_backs = self._guards.num_roll_backs
         self.chain.channels.open_journals()
+        world_size, progress = self.parts.plan.world_size, self.progress
+        self.parts.episodes.forget(
+            progress.step or -1, progress.trained or -1, lambda rank: rank % world_size == self._rank
+        )
         if self._log is not None:
             self._log.open(self.progress, self._guards.num_roll_backs)
 

@@ -20,7 +20,7 @@ from leaderless.environments.trace import Said, Trace
 if TYPE_CHECKING:
     from leaderless.config.rollout import SamplingConfig
     from leaderless.environments.chat import ChatWriter
-    from leaderless.environments.pump import EnginePump
+    from leaderless.environments.pump import Pump
     from leaderless.environments.tools.formats import Reader
     from leaderless.rollout.engine import Completion, FinishReason, SamplingParams
 
@@ -95,7 +95,7 @@ class Chat:
         reward: What a program has posted as its reward; None if nothing.
     """
 
-    def __init__(self, rules: Rules, writer: ChatWriter, trace: Trace, pump: EnginePump, doorway: Doorway) -> None:
+    def __init__(self, rules: Rules, writer: ChatWriter, trace: Trace, pump: Pump, doorway: Doorway) -> None:
         self.rules, self.writer, self.rng = rules, writer, Random(rules.seed)  # noqa: S311 - no secret
         self._trace, self._pump, self._doorway = trace, pump, doorway
         self._conversations = Conversations(trace, writer)

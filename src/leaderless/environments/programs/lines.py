@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from leaderless.environments.trace import TraceNode
 
 if TYPE_CHECKING:
-    from leaderless.environments.pump import EnginePump
+    from leaderless.environments.pump import Pump
 
 
 class Lines:
     """Numbers of conversations for the engine: growing sequences, in each of which one answer is sampled at a time."""
 
-    def __init__(self, prefix: str, pump: EnginePump) -> None:
+    def __init__(self, prefix: str, pump: Pump) -> None:
         self._prefix, self._pump = prefix, pump
         self._ends: dict[int, TraceNode | None] = {}  # None while an answer is sampled
 

@@ -1,0 +1,75 @@
+"""Plays episodes of a journal again, without a model, and finds the first difference. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+
+from leaderless.config.environment import EnvironmentConfig
+from leaderless.environments.differences import Difference, first_difference
+from leaderless.environments.journal import Line, episode_of, line_of
+from leaderless.environments.player import Place, Player
+from leaderless.environments.programs.registry import program_maker
+from leaderless.environments.programs.world import ProgramWorld
+from leaderless.environments.stand_ins import JournalPump, JournalTools, JournalWorld, UpToFailure
+from leaderless.environments.tools.use import ToolUse
+from leaderless.environments.world import CRASH, TIMEOUT, World
+
+
+def replay(
+    lines: Sequence[Line],
+    config: EnvironmentConfig,
+    open_world: Callable[[], World | ProgramWorld] | None,
+    place_of: Callable[[Line], Place],
+    max_tokens: int,
+    tools: ToolUse | None = None,
+) -> Iterator[tuple[Line, Difference | None]]:
+    """Play episodes again, and compare them with their lines.
+
+    An episode that was ended by a time limit or a crash is played up to there; one that a program led, not at all.
+
+    Args:
+        lines: Lines of the journal.
+        config: The recipe's `environment` section.
+        open_world: Function that makes the environment of an episode; None to take its answers from the journal.
+        place_of: Function that says what was to be played in a line's episode.
+        max_tokens: Most tokens of a conversation, from its beginning.
+        tools: Tools of the run, of which only those of the environment are called; None for none.
+
+    Yields:
+        Each line, with the first difference if there is one.
+
+    Raises:
+        ValueError: A line is damaged, or a program leads the episodes and is not to be used.
+    """
+    once, is_program = config.model_copy(update={"max_attempts": 1}), program_maker(config) is not None
+    if is_program and open_world is None:
+        raise ValueError("a program leads the episodes, and has no answers in the journal: play them with the program")
+
+    async def play(line: Line) -> Difference | None:
+        episode = episode_of(line)
+
+        def opened() -> World | ProgramWorld:
+            world = JournalWorld(episode) if open_world is None else open_world()
+            return world if isinstance(world, ProgramWorld) else UpToFailure(world, episode)
+
+        if is_program and episode.cause in {TIMEOUT, CRASH}:
+            return None
+        known = None
+        if tools is not None:
+            parts = {field.name: getattr(tools, field.name) for field in fields(ToolUse)}
+            limit, has_environment = config.max_result_characters, open_world is not None
+            known = JournalTools(**parts, episode=episode, max_result_characters=limit, has_environment=has_environment)
+        player = Player(once, opened, max_tokens, JournalPump(episode.trace.said()), known)
+        try:
+            return first_difference(line, line_of(await player.play(place_of(line))))
+        finally:
+            await player.close()
+
+    async def play_some(some: Sequence[Line]) -> list[Difference | None]:
+        return await asyncio.gather(*map(play, some))
+
+    for begin in range(0, len(lines), config.concurrency):
+        some = lines[begin : begin + config.concurrency]
+        yield from zip(some, asyncio.run(play_some(some)), strict=True)

@@ -1,0 +1,151 @@
+"""The journal of episodes in the folder of a run: one compressed file for each step and rank, written in a thread."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from leaderless.config import Json
+from leaderless.observability.run_directory import RunDirectory, write_atomically
+
+Kind = Literal["step", "evaluation"]
+"""Episodes of a training step, or of the evaluation after it."""
+What = Literal["played", "graded"]
+"""What is known after the rollout, or after the rewards."""
+_FOLDER = re.compile(r"(step|evaluation)-(\d+)")
+_FILE = re.compile(r"(played|graded)\.rank-(\d+)\.jsonl\.gz")
+
+
+class EpisodeFile(NamedTuple):
+    """A file of the journal."""
+
+    kind: str
+    step: int
+    what: str
+    rank: int
+    path: Path
+
+
+class EpisodeJournal:
+    """Writes the episodes of a rank, next to what the rank does meanwhile."""
+
+    def __init__(self, directory: RunDirectory, rank: int, kept_steps: int) -> None:
+        """Nothing is written yet; see `kept` for the steps whose files are kept, 0 for no journal at all."""
+        self._directory, self._rank, self._kept_steps = directory, rank, kept_steps
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+
+    def write(self, kind: Kind, step: int, what: What, make: Callable[[], Iterable[str]]) -> None:
+        """Add lines to the rank's file of a step. What was given before is written first.
+
+        Args:
+            kind: Whether the step trains or evaluates.
+            step: Number of the step.
+            what: Kind of lines, each with a file of its own.
+            make: Function that makes the lines, called in the thread.
+
+        Raises:
+            Exception: What was given before could not be made into lines.
+        """
+        if not self._kept_steps:
+            return
+        self._finish()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "episode journal")
+        self._writing = self._thread.submit(self._write, kind, step, what, make)
+
+    def forget(self, step: int, evaluated: int, is_own: Callable[[int], bool]) -> None:
+        """Drop what ranks, for which a function says that it is due, have written of later steps and evaluations."""
+        self._finish()
+        last = {"step": step, "evaluation": evaluated}
+        for file in episode_files(self._directory.episodes):
+            if file.step > last[file.kind] and is_own(file.rank):
+                file.path.unlink(missing_ok=True)
+                _remove(file.path.parent)
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._finish()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _finish(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write(self, kind: Kind, step: int, what: What, make: Callable[[], Iterable[str]]) -> None:
+        lines = "".join(f"{line}\n" for line in make())
+        folder = self._directory.episodes
+        path = folder / f"{kind}-{step:06d}" / f"{what}.rank-{self._rank}.jsonl.gz"
+        with self._directory.may_fail(folder):
+            # A step may have several rounds, and several nodes that play; parts of a compressed file follow each other.
+            before = path.read_bytes() if path.exists() else b""
+            write_atomically(path, before + gzip.compress(lines.encode("ascii"), 1, mtime=0))
+            self._thin(kind, step)
+
+    def _thin(self, kind: Kind, step: int) -> None:
+        """Remove the rank's files of steps that are no longer kept."""
+        steps = {found: path for name, found, path in _folders(self._directory.episodes) if name == kind}
+        for dropped in steps.keys() - kept(kind, steps, self._kept_steps, step):
+            for path in steps[dropped].glob(f"*.rank-{self._rank}.jsonl.gz"):
+                path.unlink(missing_ok=True)
+            _remove(steps[dropped])
+
+
+def kept(kind: Kind, steps: Iterable[int], num_newest: int, last: int) -> set[int]:
+    """The steps whose episodes are kept when those of the last one have been written.
+
+    Of training, they are the newest, and about as many of the steps before, evenly spread from the first; of
+    evaluations, twice as many of the newest.
+    """
+    if kind == "evaluation":
+        return set(sorted(steps)[-2 * num_newest :])
+    stride = 1
+    while last // stride > num_newest:
+        stride *= 2
+    return {step for step in steps if step > last - num_newest or step % stride == min(1, stride - 1)}
+
+
+def episode_files(folder: Path) -> list[EpisodeFile]:
+    """The files of a journal, by kind, step and rank; those of the rewards before those of what was played."""
+    found: list[EpisodeFile] = []
+    for kind, step, path in _folders(folder):
+        for file in path.iterdir():
+            match = _FILE.fullmatch(file.name)
+            if match:
+                found.append(EpisodeFile(kind, step, match[1], int(match[2]), file))
+    return sorted(found)
+
+
+def read_episode_file(path: Path) -> Iterator[dict[str, Json]]:
+    """The lines of a file, which may be compressed.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for line in lines:
+                yield json.loads(line)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise ValueError(f"{path} is no file of episodes, or is damaged: {error}") from error
+
+
+def _folders(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            yield match[1], int(match[2]), path
+
+
+def _remove(folder: Path) -> None:
+    with suppress(OSError):  # another rank has removed it, or has just written into it
+        folder.rmdir()

@@ -1,0 +1,191 @@
+"""The episodes of a run, from its journal: played again, or graded again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from leaderless.config import Json, LoadedRecipe, Recipe, RecipeError
+from leaderless.config.environment import EnvironmentConfig
+from leaderless.config.source import Setting, apply_overrides, read_yaml, with_setting
+from leaderless.data.encode import Tokenizer
+from leaderless.environments.differences import Difference
+from leaderless.environments.journal import Line
+from leaderless.environments.player import Place
+from leaderless.environments.registry import world_maker
+from leaderless.environments.replay import replay
+from leaderless.environments.tools.use import close_tools
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.observability.episode_files import EpisodeFile, Kind, episode_files, read_episode_file
+from leaderless.rewards.pool import Graded, RewardPool
+from leaderless.rollout.engine import SamplingParams
+from leaderless.stages.play import tools_of, writer_of
+from leaderless.stages.regrade import Part, parts_of, regrade
+from leaderless.workflow import load_recipe, resolve_workflow
+from leaderless.workflow.stages import spec_of
+
+Grade = Mapping[str, Json]
+"""A line about what a part of an episode was worth."""
+
+
+class Comparison(NamedTuple):
+    """A part of an episode, with what it was worth in the run, None if that is not known, and is worth now."""
+
+    part: Part
+    old: Grade | None
+    new: Graded
+
+    @property
+    def before(self) -> float | None:
+        """The reward in the run; None if it failed or is not known."""
+        return float(str(self.old["reward"])) if self.old is not None and self.old["is_valid"] else None
+
+    @property
+    def now(self) -> float | None:
+        """The reward now; None if it failed."""
+        return self.new.value if self.new.is_valid else None
+
+
+@dataclass(frozen=True)
+class RunEpisodes:
+    """The journal of a run, or one file of it.
+
+    Attributes:
+        loaded: The run's recipe.
+        files: Files of the journal.
+    """
+
+    loaded: LoadedRecipe
+    files: Sequence[EpisodeFile]
+
+    @classmethod
+    def of(cls, target: Path, overrides: Sequence[str] = ()) -> RunEpisodes:
+        """The journal of a run's folder, or the file of a rank and step in it.
+
+        Raises:
+            RecipeError: There is none, or the run's recipe cannot be read or has no environment.
+        """
+        folder = target if target.is_dir() else target.parent.parent.parent
+        files = episode_files(folder / "episodes")
+        if not target.is_dir():
+            places = {(*file[:2], file.rank) for file in files if file.path == target}
+            files = [file for file in files if (*file[:2], file.rank) in places]
+        if not files:
+            raise RecipeError.at(
+                "", f"{target} holds no episodes: name the folder of a run that has an environment, or one of its files"
+            )
+        loaded = load_recipe(folder / "config.yaml", list(overrides))
+        if loaded.recipe.environment is None:
+            raise loaded.locate(RecipeError.at("environment", "is missing: the episodes are from another recipe"))
+        return cls(loaded, files)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The run's recipe."""
+        return self.loaded.recipe
+
+    @property
+    def environment(self) -> EnvironmentConfig:
+        """The run's environment."""
+        assert self.recipe.environment is not None, "checked when it was opened"
+        return self.recipe.environment
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model that speaks."""
+        nodes = resolve_workflow(self.recipe.workflow).nodes
+        role = next((node.role for node in nodes if "generate" in spec_of(node).roles.values() and node.role), "policy")
+        config = self.recipe.model_of(role)
+        if config is None:
+            raise RecipeError.at("models", f"has no model for the role '{role}'")
+        return load_tokenizer(config, role)
+
+    def steps(self, kind: Kind) -> list[int]:
+        """The steps of which there are episodes."""
+        return sorted({file.step for file in self.files if file.kind == kind})
+
+    def played(self, kind: Kind, step: int) -> list[Line]:
+        """The episodes of a step, by their numbers. Of an episode that several nodes played, it is the last line.
+
+        Raises:
+            ValueError: A file is damaged.
+        """
+        lines = {int(str(line["id"])): line for line in self._lines(kind, step, "played")}
+        return [lines[number] for number in sorted(lines)]
+
+    def graded(self, kind: Kind, step: int) -> dict[tuple[int, int], Grade]:
+        """What the parts of a step's episodes were worth, by the numbers of episode and agent; errors as above."""
+        lines = self._lines(kind, step, "graded")
+        return {(int(str(line["id"])), int(str(line["actor"]))): line for line in lines}
+
+    def replay(
+        self, kind: Kind, lines: Sequence[Line], *, from_journal: bool
+    ) -> Iterator[tuple[Line, Difference | None]]:
+        """Play episodes again; see `replay`.
+
+        Args:
+            kind: Whether they are from training.
+            lines: Their lines.
+            from_journal: Whether the environment's answers are taken from the journal.
+        """
+        recipe, config = self.recipe, self.environment
+        open_world = None if from_journal else world_maker(config)
+        tools = tools_of(recipe, self.tokenizer)
+        writers = {id(data): writer_of(self.tokenizer, data, tools) for data in recipe.data.train_sets().values()}
+        held_out = recipe.data.evaluation
+        held_out_writer = writer_of(self.tokenizer, held_out, tools) if held_out is not None else None
+        sampling = recipe.rollout if kind == "step" else recipe.evaluation
+        params = SamplingParams(sampling, recipe.rollout.max_response_tokens, recipe.rollout.stop, recipe.seed)
+
+        def place_of(line: Line) -> Place:
+            task = line["task"]
+            assert isinstance(task, Mapping), "checked when the line was read"
+            writer = held_out_writer if kind == "evaluation" else writers[id(recipe.data.train_set_of(task))]
+            assert writer is not None, "who evaluates has a dataset to do so"
+            return Place(int(str(line["id"])), str(line["seed"]), task, writer, params)
+
+        longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
+        try:
+            yield from replay(lines, config, open_world, place_of, longest, tools)
+        finally:
+            close_tools()
+
+    def regrade(self, steps: Sequence[int], rewards: Sequence[str]) -> Iterator[tuple[int, list[Comparison]]]:
+        """Grade episodes of training again, step by step.
+
+        Args:
+            steps: The steps.
+            rewards: Another recipe whose `reward` section takes the place of the run's, or settings `reward.x=value`
+                on top of it.
+        """
+        recipe = with_rewards(self.loaded, rewards)
+        with RewardPool(recipe.reward, recipe.run.reward_processes) as pool:
+            for step in steps:
+                parts, old = parts_of(self.played("step", step), recipe, self.tokenizer), self.graded("step", step)
+                graded = regrade(parts, recipe, pool)
+                known = [old.get((part.number, part.actor)) for part in parts]
+                yield step, [Comparison(*one) for one in zip(parts, known, graded, strict=True)]
+
+    def _lines(self, kind: Kind, step: int, what: str) -> Iterator[dict[str, Json]]:
+        for file in self.files:
+            if (file.kind, file.step, file.what) == (kind, step, what):
+                yield from read_episode_file(file.path)
+
+
+def with_rewards(loaded: LoadedRecipe, rewards: Sequence[str]) -> Recipe:
+    """A recipe with other rewards; see `RunEpisodes.regrade`.
+
+    Raises:
+        RecipeError: The rewards cannot be read.
+    """
+    source = loaded.source
+    for one in rewards:
+        if "=" in one:
+            source = apply_overrides(source, [one if one.startswith("reward.") else f"reward.{one}"])
+        else:
+            section: Setting = read_yaml(Path(one)).settings.get("reward", {})
+            source = with_setting(source, ("reward",), section, one)
+    return load_recipe(source).recipe
