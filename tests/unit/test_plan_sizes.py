@@ -152,6 +152,16 @@ def test_a_rank_that_generates_holds_all_weights_and_the_cache(model):
     assert few.phases["policy generates"]["kv cache"] == (16 * (512 + 256) + 2 * 512) * per_token
 
 
+def test_each_agent_of_an_episode_has_a_conversation_in_the_cache(model):
+    def cache(name, prompts_per_step):
+        sections = {"environment": name, "batch": {"prompts_per_step": prompts_per_step, "responses_per_prompt": 2}}
+        return memory_of("grpo", 1, model, **sections).phases["policy generates"]["kv cache"]
+
+    alone, team = "tests.unit.environments.scripted:Count", "tests.unit.environments.test_player:Pair"
+    assert cache(team, 16) == 2 * cache(alone, 16) == cache(alone, 32)
+    assert cache(team, 256) == cache(alone, 256), "both fill rollout.max_sequences"
+
+
 def test_held_out_prompts_may_fill_the_cache(model):
     sections = {
         "data": {"train": {"path": "a"}, "evaluation": {"path": "b"}},

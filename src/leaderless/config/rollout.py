@@ -97,7 +97,9 @@ class RolloutConfig(SamplingConfig):
     stop: tuple[str, ...] = ()
     """Texts after which a response ends, besides the end-of-sequence token."""
     max_sequences: int = Field(default=256, ge=1)
-    """Number of sequences that one engine decodes at the same time; it bounds the KV cache."""
+    """Number of sequences that one engine decodes at the same time; it bounds the KV cache. Of conversations that wait
+    for their next turn it keeps what remains of this number, so for episodes set at least `environment.concurrency`,
+    times the agents of an episode."""
 
     @field_validator("engine")
     @classmethod

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from leaderless.config import Recipe
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import RolloutConfig
+from leaderless.environments.registry import environment_class
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import RolloutEngineSpec, engine_of
 from leaderless.planner.layout import all_ranks
@@ -322,11 +323,13 @@ class _Rank:
         return model.sampling.max_sequences if self.max_sequences is None else self.max_sequences
 
     def _num_sequences(self, model: _Model) -> int:
-        """Sequences that an engine decodes at the same time."""
+        """Sequences that an engine decodes or keeps at the same time; each agent of an episode has one."""
         if self.recipe.evaluation.every_steps:
             return self._bound(model)  # held-out prompts are not counted before they are read
         prompts = -(-self.recipe.batch.prompts_per_step // model.instance.serving_layout.dp)
-        samples = prompts * self.recipe.batch.responses_per_prompt
+        environment = self.recipe.environment
+        played = None if environment is None else environment_class(environment)
+        samples = prompts * self.recipe.batch.responses_per_prompt * (1 if played is None else len(played.agents))
         return min(self._bound(model), samples)
 
     def _scoring(self, model: _Model) -> dict[str, int]:
