@@ -18,7 +18,7 @@ from generate_generation import with_generation
 from generate_gpu import with_gpu
 from generate_hosts import with_hosts
 from generate_markup import cell, sections_of, table_of
-from generate_performance import with_fixed_lag, with_real_size, with_training_step
+from generate_performance import with_episodes, with_fixed_lag, with_real_size, with_training_step
 from generate_search import with_search
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -106,7 +106,9 @@ def render() -> dict[Path, str]:
     files[search] = with_search(search.read_text(encoding="utf-8"))
     performance = DOCS / "performance.md"
     files[performance] = with_gpu(
-        with_real_size(with_fixed_lag(with_generation(with_training_step(performance.read_text(encoding="utf-8")))))
+        with_episodes(
+            with_real_size(with_fixed_lag(with_generation(with_training_step(performance.read_text(encoding="utf-8")))))
+        )
     )
     return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
 

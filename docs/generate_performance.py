@@ -11,6 +11,7 @@ ALT = "Seconds of generation, log-probs and update of a step, ours next to TRL's
 MEMORY_MARKS = "<!-- real size: begin -->", "<!-- real size: end -->"
 MEMORY = Path(__file__).parent / "performance/real_size.json"
 LAG_MARKS = "<!-- fixed lag: begin -->", "<!-- fixed lag: end -->"
+EPISODE_MARKS = "<!-- episodes: begin -->", "<!-- episodes: end -->"
 
 
 def with_real_size(page: str) -> str:
@@ -43,6 +44,17 @@ def with_fixed_lag(page: str) -> str:
         on = f"{results['cores']} cores, {results['iterations']} iterations, {MEAN_S:g} s of each kind on average."
         content = f"{on}\n\n{table(results)}"
     return f"{before}{LAG_MARKS[0]}\n\n{content}\n\n{LAG_MARKS[1]}{rest.partition(LAG_MARKS[1])[2]}"
+
+
+def with_episodes(page: str) -> str:
+    """A page with the newest results of `benchmarks/episodes.py` between its two marks."""
+    from benchmarks.episodes import load, summary, table
+
+    before, _, rest = page.partition(EPISODE_MARKS[0])
+    results, content = load(), "There are no results yet: the script has not been run."
+    if results is not None:
+        content = f"{summary(results)}\n\n{table(results)}"
+    return f"{before}{EPISODE_MARKS[0]}\n\n{content}\n\n{EPISODE_MARKS[1]}{rest.partition(EPISODE_MARKS[1])[2]}"
 
 
 def with_training_step(page: str) -> str:
