@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from examples.calculator.prepare import prepare as prepare_sums
 from examples.environment.guess import prepare as prepare_guesses
 from examples.own_algorithm.algorithms import AgainstTheBest, SquaredRatioLoss
 from examples.own_data.convert import convert
@@ -106,6 +107,26 @@ def test_own_environment_is_learned_from_scratch(ranks: RankPool, tmp_path: Path
     assert steps[0]["episode/failed"] == 0
     assert steps[0]["reward/mean"] == steps[0]["reward/environment"] < -1
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.5
+
+
+def test_calculator_is_called_by_a_model_that_was_shown_how(ranks: RankPool, tmp_path: Path) -> None:
+    prepare_sums(tmp_path, num_sums=60)
+    rows = [json.loads(line) for line in (tmp_path / "demonstrations.jsonl").read_text().splitlines()]
+    assert any(row["response"].startswith("<tool_call>") for row in rows)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "1200+34", "answer": "1234"}))
+    overrides = [
+        f"models.policy={tmp_path / 'model'}",
+        f"data.train.path={tmp_path / 'train.jsonl'}",
+        f"data.evaluation.path={tmp_path / 'test.jsonl'}",
+        f"run.directory={tmp_path / 'runs'}",
+        "run.tensorboard=false",
+        "run.timeout_s=60",
+        "batch.prompts_per_step=4",
+    ]
+    (steps,) = ranks.run(1, train_example, "recipes/agents/calculator/grpo.yaml", overrides, 1, init_group=False)
+    assert steps[0]["episode/failed"] == 0
+    assert {"tool/calls/calculate", "tool/refused/calculate"} <= steps[0].keys()
+    assert "evaluation/mean@1" in steps[-1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -16,6 +16,7 @@ from leaderless.environments.protocol import Environment
 from leaderless.environments.world import ThreadWorld, World
 
 BUILT_IN: Mapping[str, str] = {
+    "calculator": "leaderless.environments.calculator:Calculator",
     "gymnasium": "leaderless.environments.adapters.gymnasium:GymnasiumEnvironment",
     "reasoning_gym": "leaderless.environments.adapters.reasoning_gym:ReasoningGym",
     "search_r1": "leaderless.environments.search.search_r1:SearchR1",

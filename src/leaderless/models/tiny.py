@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2Tokenizer, Qwen3Config
 
 END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<|unknown|>"
@@ -24,6 +24,7 @@ def write_tiny_model(  # noqa: PLR0913
     num_heads: int = 4,
     max_positions: int = 512,
     chat_template: str | None = None,
+    words: Sequence[str] = (),
     seed: int = 0,
 ) -> Path:
     """Write a randomly initialized model and a tokenizer of single bytes as a Hugging Face folder.
@@ -37,6 +38,7 @@ def write_tiny_model(  # noqa: PLR0913
         num_heads: Number of query heads; there are half as many key-value heads.
         max_positions: Longest sequence.
         chat_template: Chat template of the tokenizer, in Jinja.
+        words: Texts that are one token each.
         seed: Seed of the weights.
 
     Returns:
@@ -53,6 +55,7 @@ def write_tiny_model(  # noqa: PLR0913
         pad_token=END_TOKEN,
         chat_template=chat_template,
     )
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     return _write_model(
         folder,
         tokenizer,
