@@ -71,6 +71,14 @@ PICTURES = {
     "workflow-ppo": Picture("recipes/quickstart/ppo.yaml", 2, ("algorithm.kl.coefficient=0.001",)),
     "workflow-dapo": Picture("recipes/quickstart/dapo.yaml", 2),
     "workflow-remax": Picture("recipes/quickstart/grpo.yaml", 2, ("workflow=remax",)),
+    "workflow-marft": Picture(
+        "recipes/agents/signal/marft.yaml",
+        2,
+        (
+            *(f"layout.{name}.ranks=0" for name in ("planner_rollout", "planner")),
+            *(f"layout.{name}.ranks=1" for name in ("solver_rollout", "solver", "advantage", "critic")),
+        ),
+    ),
     "workflow-sft": Picture("recipes/quickstart/sft.yaml", 2),
     "workflow-informative": Picture("examples/own_workflow/recipe.yaml", 2),
 }
@@ -390,6 +398,7 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
     rows = {
         "same": "keeps them",
         "expand": "turns prompts into samples",
+        "extend": "keeps samples, and adds further ones",
         "filter": "drops some",
         "regroup": "forms new groups",
     }

@@ -44,7 +44,6 @@ def columns() -> dict[str, object]:
         "joint_ids": torch.tensor([8, 8, 3, 3, 5, 5, 9, 10]),
         "actor": torch.tensor([0, 1, 0, 1, 1, 0, 0, 0]),
         "turns": torch.tensor([0, 0, 2, 2, 1, 1, 0, 1, 1, 1, 3, 3, 3, 1, 3, 3, 0, 0, 1, 1, 3, 3, 3], dtype=torch.int32),
-        "turn_rewards": torch.randn(len(PENALTIES), generator=noise) * (torch.arange(len(PENALTIES)) % 3 == 0),
         "rows": tuple({"question": str(group)} for group in GROUPS.tolist()),
     }
 

@@ -34,6 +34,14 @@ WORKFLOWS: dict[str, dict[str, object]] = {
     "ppo": {"models.critic": tiny_model()},
     "remax": {},
     "sft": {"data.train.response": "answer", "data.max_response_tokens": 4, "reward": {}},
+    "happo": {
+        "models": dict.fromkeys(("planner", "solver", "critic"), tiny_model()),
+        "environment": {
+            "type": "tests.unit.environments.test_play_on:Talk",
+            "agents": {"planner": "planner", "solver": "solver"},
+            "max_episode_tokens": 40,
+        },
+    },
     "own.yaml": {},
     "episodes.yaml": {},
 }
@@ -70,7 +78,7 @@ def watched(node: PlannedNode, stage: StageFunction, seen: list[str]) -> StageFu
                 assert ids == given
             case "filter":
                 assert ids == [row for row in given if row in set(ids)]
-            case "expand":
+            case "expand" | "extend":
                 assert len(set(ids)) == len(ids) >= len(given)
         return result
 

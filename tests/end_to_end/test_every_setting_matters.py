@@ -15,7 +15,7 @@ from tests.end_to_end.cli import ROOT, command
 from tests.tiny import tiny_model, write_additions, write_recipe
 from tests.unit.test_config_schema import all_sections
 
-from leaderless.config.algorithm import CorrectionConfig
+from leaderless.config.algorithm import CorrectionConfig, TeamConfig
 from leaderless.config.base import Section
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.mcp import McpServerConfig
@@ -128,6 +128,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("ChannelConfig", name) for name in ChannelConfig.model_fields}
     # Servers of tools are not part of these runs; tests/unit/environments/test_tool_sources.py tries each setting.
     elsewhere |= {("McpServerConfig", name) for name in McpServerConfig.model_fields}
+    # Teams need an environment; test_team.py tries each setting.
+    elsewhere |= {("TeamConfig", name) for name in TeamConfig.model_fields} | {("EnvironmentConfig", "agents")}
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py
     wanted = {
         (section.__name__, name)

@@ -78,6 +78,16 @@ class RepeatConfig(Section):
     run stops in either case."""
 
 
+class TeamConfig(Section):
+    """Training of several roles that play together."""
+
+    rotate_steps: int = Field(default=0, ge=0)
+    """Number of steps after which the next of the roles that sample is trained; 0 trains all of them in every step."""
+    max_ratio: float = Field(default=2.0, gt=1)
+    """Limit of the ratio by which a role's update scales the advantages of roles that are updated after it: it is
+    between 1 / `max_ratio` and `max_ratio`. Only in workflows that update one role after the other, as `happo` does."""
+
+
 class CriticConfig(Section):
     """Training of the critic."""
 
@@ -111,6 +121,8 @@ class AlgorithmConfig(Section):
     """Rounds that fill a step, in a workflow that repeats nodes."""
     critic: CriticConfig = CriticConfig()
     """Training of the critic, in a workflow with one."""
+    team: TeamConfig = TeamConfig()
+    """Training of several roles that play together."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> AlgorithmConfig:

@@ -34,6 +34,9 @@ class EnvironmentConfig(ShorthandSection):
     [Programs that lead episodes](../guides/programs.md)."""
     options: Mapping[str, JsonValue] = {}
     """Arguments of its constructor; for a program, further arguments."""
+    agents: Mapping[str, str] = {}
+    """Role that plays each of the environment's agents, by the name of the agent; by default, the role of the rollout
+    plays all of them."""
     max_turns: int = Field(default=8, ge=1)
     """Number of messages of the policy after which an episode that is not over is cut."""
     max_episode_tokens: int = Field(default=2048, ge=1)

@@ -96,8 +96,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _roles_share_what_is_not_theirs(self) -> Recipe:
         for role, config in self.roles.items():
-            if config.algorithm is not None and config.algorithm.repeat != self.algorithm.repeat:
-                raise ValueError(f"roles.{role}.algorithm.repeat must be that of all roles: set algorithm.repeat")
+            for name in ("repeat", "team") if config.algorithm is not None else ():
+                if getattr(config.algorithm, name) != getattr(self.algorithm, name):
+                    raise ValueError(f"roles.{role}.algorithm.{name} must be that of all roles: set algorithm.{name}")
         return self
 
     @model_validator(mode="after")
@@ -121,6 +122,12 @@ class Recipe(Section):
     def _sections_agree(self) -> Recipe:
         if self.evaluation.every_steps and self.data.evaluation is None:
             raise ValueError("evaluation.every_steps needs data.evaluation, the held-out prompts")
+        roles = set(self.environment.agents.values()) if self.environment else set()
+        if self.evaluation.every_steps and len(roles) > 1:
+            raise ValueError(
+                f"evaluation.every_steps: one role plays held-out tasks, but environment.agents names {len(roles)}: "
+                "leave it out"
+            )
         if self.evaluation.every_steps and not self.reward.options() and self.environment is None:
             raise ValueError("evaluation.every_steps needs a reward, to tell whether a response is correct")
         metric = self.evaluation.metric

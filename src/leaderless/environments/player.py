@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -30,6 +30,21 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
+class Spoken:
+    """What was said in an episode that is continued.
+
+    Attributes:
+        context: Token ids that it followed on.
+        tokens: Its own token ids.
+        said: Facts about it; its reward is found again.
+    """
+
+    context: Sequence[int]
+    tokens: Sequence[int]
+    said: Said
+
+
+@dataclass(frozen=True)
 class Place:
     """An episode to play.
 
@@ -39,6 +54,8 @@ class Place:
         task: Row of the dataset.
         writer: Writer of its messages.
         params: Distribution from which the policy samples, and the limits of one message.
+        agents: Agents that the policy plays; the episode ends when another one is to act. None if it plays all.
+        history: What others have said before, in the order of the turns.
     """
 
     number: int
@@ -46,6 +63,8 @@ class Place:
     task: Task
     writer: ChatWriter
     params: SamplingParams
+    agents: frozenset[str] | None = None
+    history: Sequence[Spoken] = ()
 
 
 @dataclass
@@ -170,7 +189,12 @@ class _Attempt:
         observation = await self._timed(world.reset(self._place.task, self._place.seed), "environment")
         self._tell(agent, observation)
         while True:
-            said = await self._say(agent)
+            if self._num_turns < len(self._place.history):
+                said: TraceNode | None = self._repeat(agent, self._place.history[self._num_turns])
+            elif self._place.agents is None or agent in self._place.agents:
+                said = await self._say(agent)
+            else:
+                return
             if said is None:
                 return
             calls = self._calls_in(said)
@@ -248,15 +272,9 @@ class _Attempt:
 
     async def _say(self, agent: str) -> TraceNode | None:
         """Let an agent say something; None if its conversation has become too long."""
-        trace, writer = self.episode.trace, self._place.writer
-        end, told = self._ends.get(agent), self._waiting.pop(agent, [])
-        num_known = 0 if end is None else len(end.context()) - 1  # the last token was sampled, but not read
-        if end is None:
-            messages, tokens = writer.begin(told)
-            end = trace.add(None, tokens, messages)
-        elif told:
-            end = trace.add(end, writer.add(told, end.tokens), told)
-        self._ends[agent] = end
+        known = self._ends.get(agent)
+        num_known = 0 if known is None else len(known.context()) - 1  # the last token was sampled, but not read
+        end = self._told(agent)
         prompt = end.context()
         room = min(self._place.params.max_tokens, self._max_tokens - len(prompt))
         if room < 1:
@@ -271,11 +289,38 @@ class _Attempt:
             num_known,
         )
         self.episode.seconds["model"] += time.perf_counter() - begin
-        message: Message = {"role": "assistant", "content": writer.text(completion.tokens)}
         facts = Said(completion.log_probs, completion.policy_versions, self._num_turns, agent, completion.is_truncated)
-        self._ends[agent] = trace.add(end, completion.tokens, [message], facts)
+        facts.temperature = self._place.params.distribution.temperature
+        return self._add(end, completion.tokens, facts)
+
+    def _told(self, agent: str) -> TraceNode:
+        """The end of an agent's conversation, with what it has been told since it spoke last."""
+        trace, writer = self.episode.trace, self._place.writer
+        end, told = self._ends.get(agent), self._waiting.pop(agent, [])
+        if end is None:
+            messages, tokens = writer.begin(told)
+            end = trace.add(None, tokens, messages)
+        elif told:
+            end = trace.add(end, writer.add(told, end.tokens), told)
+        self._ends[agent] = end
+        return end
+
+    def _repeat(self, agent: str, spoken: Spoken) -> TraceNode:
+        """Say again what was said when the episode was played up to here."""
+        end = self._told(agent)
+        if agent != spoken.said.agent or end.context() != list(spoken.context):
+            raise Failure(
+                ENVIRONMENT,
+                f"the environment has not done the same again in turn {self._num_turns + 1}, so that another policy "
+                "cannot continue the episode: let it take all randomness from `rng`",
+            )
+        return self._add(end, spoken.tokens, replace(spoken.said, reward=0.0, is_repeated=True))
+
+    def _add(self, end: TraceNode, tokens: Sequence[int], facts: Said) -> TraceNode:
+        message: Message = {"role": "assistant", "content": self._place.writer.text(tokens)}
+        self._ends[facts.agent] = self.episode.trace.add(end, tokens, [message], facts)
         self._num_turns += 1
-        return self._ends[agent]
+        return self._ends[facts.agent]
 
     def _overflow(self, num_tokens: int) -> None:
         """End an episode in which a conversation has become too long."""

@@ -12,7 +12,7 @@ from leaderless.config.functions import is_function_name, load_class, name_of
 from leaderless.environments.apart import ProcessWorld
 from leaderless.environments.programs.registry import COMMAND, program_maker
 from leaderless.environments.programs.world import ProgramWorld
-from leaderless.environments.protocol import Environment
+from leaderless.environments.protocol import ONLY_AGENT, Environment
 from leaderless.environments.world import ThreadWorld, World
 
 BUILT_IN: Mapping[str, str] = {
@@ -48,12 +48,24 @@ def find_environment(config: EnvironmentConfig) -> type[Environment]:
     agents = tuple(found.agents)
     if not agents or len(set(agents)) < len(agents):
         raise RecipeError.at("environment.type", f"{found.__name__}.agents must be one or more different names")
+    if config.agents and set(config.agents) != set(agents):
+        raise RecipeError.at(
+            "environment.agents",
+            f"names {', '.join(config.agents)}, but {found.__name__} has the agents {', '.join(agents)}: give a role "
+            "for each of these",
+        )
     return found
 
 
 def environment_class(config: EnvironmentConfig) -> type[Environment] | None:
     """The environment that a recipe names; None if it names a program. Errors as of `world_maker`."""
     return find_environment(config) if program_maker(config) is None else None
+
+
+def agents_of(config: EnvironmentConfig) -> tuple[str, ...]:
+    """Names of the agents of the environment that a recipe names. Errors as of `world_maker`."""
+    found = environment_class(config)
+    return (ONLY_AGENT,) if found is None else tuple(found.agents)
 
 
 def world_maker(config: EnvironmentConfig) -> Callable[[], World | ProgramWorld]:

@@ -23,6 +23,8 @@ class Said:
         agent: Agent that said it.
         is_truncated: Whether it was cut off at its longest allowed length.
         reward: Reward of what was said.
+        temperature: Temperature at which it was sampled.
+        is_repeated: Whether it was sampled earlier, on perhaps another rank, and only said again.
     """
 
     log_probs: Sequence[float]
@@ -31,6 +33,8 @@ class Said:
     agent: str = ONLY_AGENT
     is_truncated: bool = False
     reward: float = 0.0
+    temperature: float = 1.0
+    is_repeated: bool = False
 
 
 @dataclass(eq=False)
@@ -75,6 +79,7 @@ class TraceSample:
         policy_versions: Version of the weights of each trained token.
         turns: Number of the turn of each trained token.
         rewards: Reward at each trained token: that of a turn at its last one, else 0.
+        temperatures: Temperature at which each trained token was sampled.
         is_truncated: Whether the last trained message was cut off.
     """
 
@@ -85,6 +90,7 @@ class TraceSample:
     policy_versions: list[int]
     turns: list[int]
     rewards: list[float]
+    temperatures: list[float]
     is_truncated: bool
 
     @property
@@ -155,5 +161,6 @@ def _sample(path: Sequence[TraceNode], chosen: Sequence[TraceNode], agent: str) 
             for node, said in facts
             for place in range(len(node.tokens))
         ],
+        temperatures=[said.temperature for node, said in facts for _ in node.tokens],
         is_truncated=facts[-1][1].is_truncated,
     )

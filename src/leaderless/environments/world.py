@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
@@ -76,11 +77,11 @@ class ThreadWorld:
     async def reset(self, task: Task, seed: str) -> Observation:
         """See `World`."""
         environment, rng = self._environment, Random(seed)  # noqa: S311
-        return await call(lambda: environment.reset(task, rng), self._timeout_s, self._name("reset"))
+        return await call(partial(environment.reset, task, rng), self._timeout_s, self._name("reset"))
 
     async def act(self, text: str) -> Turn:
         """See `World`."""
-        found = await call(lambda: self._environment.act(text), self._timeout_s, self._name("act"))
+        found = await call(partial(self._environment.act, text), self._timeout_s, self._name("act"))
         return checked(found, self._name("act"), self.agents)
 
     async def bind(self, tool: FunctionTool) -> Tool:
@@ -99,7 +100,7 @@ class ThreadWorld:
         """See `World`. An error says nothing about the episode, which is over."""
         for held in (*self._objects.values(), self._environment):
             close = getattr(held, "close", None)
-            if callable(close):
+            if callable(close) and getattr(type(held), "close", None) is not Environment.close:
                 with suppress(Failure):
                     await call(close, self._timeout_s, f"{type(held).__name__}.close")
 

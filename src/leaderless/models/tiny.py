@@ -25,6 +25,7 @@ def write_tiny_model(  # noqa: PLR0913
     max_positions: int = 512,
     chat_template: str | None = None,
     words: Sequence[str] = (),
+    is_tied: bool = True,
     seed: int = 0,
 ) -> Path:
     """Write a randomly initialized model and a tokenizer of single bytes as a Hugging Face folder.
@@ -39,6 +40,7 @@ def write_tiny_model(  # noqa: PLR0913
         max_positions: Longest sequence.
         chat_template: Chat template of the tokenizer, in Jinja.
         words: Texts that are one token each.
+        is_tied: Whether the output head has the weights of the token embeddings.
         seed: Seed of the weights.
 
     Returns:
@@ -64,6 +66,7 @@ def write_tiny_model(  # noqa: PLR0913
         num_layers=num_layers,
         num_heads=num_heads,
         max_positions=max_positions,
+        is_tied=is_tied,
         seed=seed,
     )
 
@@ -102,10 +105,10 @@ def write_word_model(
     )
     # With other families, `transformers` loads a tokenizer of its own in place of this one.
     sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": 4, "max_positions": 512}
-    return _write_model(folder, tokenizer, family="qwen3", seed=seed, **sizes)
+    return _write_model(folder, tokenizer, family="qwen3", is_tied=True, seed=seed, **sizes)
 
 
-def _write_model(
+def _write_model(  # noqa: PLR0913
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
     *,
@@ -115,6 +118,7 @@ def _write_model(
     num_heads: int,
     max_positions: int,
     seed: int,
+    is_tied: bool,
 ) -> Path:
     tokenizer.save_pretrained(folder)
     sizes = {
@@ -126,7 +130,7 @@ def _write_model(
         "num_key_value_heads": max(1, num_heads // 2),
         "max_position_embeddings": max_positions,
         "initializer_range": hidden_size**-0.5,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": is_tied,
         "eos_token_id": 0,
         "bos_token_id": None,
     }

@@ -15,8 +15,8 @@ from leaderless.workflow.metrics import check_best_metric
 HINTS = {
     "values": "a critic does: use the workflow ppo, add a node that runs the stage 'values', or set an "
     "algorithm.advantage.type that reads none",
-    "returns": "the stage 'advantage' does, with algorithm.advantage.type=gae: set it, or use a workflow without a "
-    "critic, as grpo",
+    "returns": "the stage 'advantage' does, with algorithm.advantage.type=gae or chained_gae: set it, or use a "
+    "workflow without a critic, as grpo",
 }
 """Writers of columns that only some settings produce."""
 OLD_LOG_PROBS = "old_log_probs"
@@ -265,7 +265,7 @@ class Flow:
     def _check_agents(self, node: Node) -> None:
         """A role does not learn from the samples of several: not all are of the policy that the loss assumes."""
         is_own = self._trains_policy(node) and "policy_versions" in self.sources[node.name]
-        if is_own and len(node.agents) > 1:
+        if is_own and len(node.agents) > 1 and not self.specs[node.name].takes_own_rows:
             raise RecipeError.at(
                 f"nodes.{node.name}.after",
                 f"node '{node.name}' trains role '{node.role}' on samples of the roles {', '.join(node.agents)}: "

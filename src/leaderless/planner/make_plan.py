@@ -55,6 +55,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         for node in flow.order
     )
     _check_responses(recipe, nodes)
+    _check_players(recipe, nodes)
     _check_idle_ranks(nodes, cluster)
     _check_layouts(recipe, nodes)
     instances = _role_instances(recipe, nodes, cluster.engine)
@@ -145,13 +146,25 @@ def _check_vllm(recipe: Recipe, instances: Sequence[RoleInstance], cluster: Clus
 
 def _check_responses(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
     """All samples of a prompt have an id."""
-    num_samplers, siblings = sum(node.spec.rows == "expand" for node in nodes), recipe.batch.responses_per_prompt
+    num_samplers, siblings = sum(node.spec.samples for node in nodes), recipe.batch.responses_per_prompt
     if num_samplers > 1 and num_samplers * (siblings + 1) > MAX_RESPONSES:
         raise RecipeError.at(
             "batch.responses_per_prompt",
             f"is {siblings}, and {num_samplers} nodes sample as many each: set at most "
             f"{MAX_RESPONSES // num_samplers - 1}",
         )
+
+
+def _check_players(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
+    """Every agent is played by a role that samples."""
+    sampling = {node.node.role for node in nodes if node.spec.samples}
+    for agent, role in recipe.environment.agents.items() if recipe.environment else ():
+        if role not in sampling:
+            raise RecipeError.at(
+                f"environment.agents.{agent}",
+                f"is role '{role}'{nearest(role, [name for name in sampling if name])}, which no node of the workflow "
+                "samples with: name one that does, or add a node that runs 'play_on' with it",
+            )
 
 
 def _check_idle_ranks(nodes: Sequence[PlannedNode], cluster: Cluster) -> None:
@@ -284,7 +297,9 @@ def _instance(
         is_trained=any(use == "train" for _, use in users),
         scores=any(use == "score" for _, use in users),
         is_critic=any(node.spec.is_critic(node.node, role) for node, _ in users),
-        num_updates=sum(node.spec.num_updates(node.settings_of(recipe)) for node, use in users if use == "train"),
+        num_updates=sum(
+            node.spec.num_updates(node.settings_of(recipe), node.node) for node, use in users if use == "train"
+        ),
         engine=engine if named == "auto" else named,
         is_engine_only=is_engine_only,
     )
@@ -331,7 +346,7 @@ def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
 
 def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], longest_tokens: int) -> BatchSizes:
     batch = recipe.batch
-    num_samplers = sum(node.spec.rows == "expand" for node in nodes)
+    num_samplers = sum(node.spec.samples for node in nodes)
     per_prompt = batch.responses_per_prompt * num_samplers if num_samplers else 1
     per_update = -(-batch.prompts_per_step // batch.updates_per_step)
     shards = min(node.layout.dp for node in nodes if node.row_set == DATA)

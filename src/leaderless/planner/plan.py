@@ -306,7 +306,7 @@ class Plan:
     @property
     def agents(self) -> tuple[str, ...]:
         """Roles that sample responses, in order: the column `agent` holds places in it."""
-        return tuple(dict.fromkeys(x.node.role for x in self.nodes if x.spec.rows == "expand" and x.node.role))
+        return tuple(dict.fromkeys(x.node.role for x in self.nodes if x.spec.samples and x.node.role))
 
     def chain(self, rank: int) -> tuple[Action, ...]:
         """What one rank does in each iteration of its loop, in order."""

@@ -87,20 +87,22 @@ class RowSets:
     def _described(self, node: Node) -> Node:
         """A node with what it is to know about its rows."""
         spec, agents = self.specs[node.name], self._sets[self.of[node.name]].agents
-        sampling = list(dict.fromkeys(x.role for x in self._nodes.values() if self._samples(x)))
-        own = [node.role] if spec.rows == "expand" else list(agents)
+        sampling = list(dict.fromkeys(x.role for x in self._nodes.values() if x.role and self._samples(x)))
+        trained = {x.role for x in self._nodes.values() if self.specs[x.name].role_use == "train"}
+        own = [node.role] if spec.samples else list(agents)
         tag = own[0] if len(sampling) > 1 and len(own) == 1 else None
-        number = [x.name for x in self._nodes.values() if self.specs[x.name].rows == "expand"]
+        number = [x.name for x in self._nodes.values() if self.specs[x.name].samples]
         return replace(
             node,
             agents=agents,
             tag=tag or "",
-            sampler=number.index(node.name) if spec.rows == "expand" else 0,
+            sampler=number.index(node.name) if spec.samples else 0,
             num_samplers=max(1, len(number)),
+            team=tuple(role for role in sampling if role in trained),
         )
 
     def _samples(self, node: Node) -> bool:
-        return self.specs[node.name].rows == "expand" and node.role is not None
+        return self.specs[node.name].samples and node.role is not None
 
     def _add(self, node: Node) -> None:
         if node.run in ROW_STAGES:
@@ -128,7 +130,7 @@ class RowSets:
         node = _with_roles(node, spec)
         self._nodes[node.name], self.specs[node.name], self.of[node.name] = node, spec, rows
         self.after[node.name] = rows if spec.rows == "same" else node.name
-        given = self._sets[rows]
+        given, agents = self._sets[rows], (node.role,) if node.role else ()
         if spec.rows == "expand":
             if given.expanders != {DATA}:  # the samples of a sample would have no ids
                 raise RecipeError.at(
@@ -136,8 +138,17 @@ class RowSets:
                     f"stage '{node.run}' makes samples of prompts, but the rows behind node "
                     f"'{max(given.expanders - {DATA})}' are samples already: leave one of the two nodes out",
                 )
-            agents = (node.role,) if node.role else ()
             self._sets[node.name] = RowSet((rows,), frozenset({node.name}), agents=agents)
+        elif spec.rows == "extend":
+            if given.expanders == {DATA}:
+                raise RecipeError.at(
+                    f"nodes.{node.name}.after",
+                    f"stage '{node.run}' continues what others have sampled, but no node before '{node.name}' samples: "
+                    "put it after one that runs 'rollout'",
+                )
+            agents = tuple(dict.fromkeys((*given.agents, *agents)))
+            # New samples may have any value in the columns by which the given ones were selected.
+            self._sets[node.name] = RowSet((rows,), given.expanders | {node.name}, agents=agents)
         elif spec.rows != "same":
             self._sets[node.name] = replace(given, parents=(rows,))
 

@@ -20,10 +20,11 @@ from leaderless.environments.player import Episode, Place, play_all
 from leaderless.environments.pump import EnginePump
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, tool_use
-from leaderless.environments.trace import TraceSample
+from leaderless.environments.trace import TraceNode, TraceSample
 from leaderless.environments.world import CAUSES
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
+from leaderless.stages.earlier import Earlier, Seat
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Played:
         play: What was to be played.
         tasks: The tasks.
         episodes: The episodes.
+        seats: Place that each episode belongs to.
         pump: The engine's work.
         end_token: Token with which the prompt of a task begins if none of its episodes succeeded.
         writers: Writer of the messages of each task's episodes.
@@ -60,6 +62,7 @@ class Played:
     play: Play
     tasks: Batch
     episodes: Sequence[Episode]
+    seats: Sequence[Seat]
     pump: EnginePump
     end_token: int
     writers: Sequence[ChatWriter]
@@ -67,7 +70,8 @@ class Played:
 
     @cached_property
     def _rows(self) -> Sequence[_Row]:
-        rows = [row for index, episode in enumerate(self.episodes) for row in _rows_of(episode, index, self.play)]
+        played = zip(self.episodes, self.seats, strict=True)
+        rows = [row for episode, seat in played for row in _rows_of(episode, seat, self.play.stride)]
         return sorted(rows, key=lambda row: (int(self.tasks.ids[row.task]), row.sibling))
 
     def samples(self) -> Batch:
@@ -91,15 +95,12 @@ class Played:
         def trained(values: Sequence[Sequence[float]], dtype: torch.dtype) -> Jagged:
             return Jagged.from_lists(values, dtype, "response_tokens")
 
-        temperatures = [self.play.distributions[row.place].temperature for row in self._rows]
         return {
             "tokens": Jagged.from_lists([s.tokens[length:] for s, length in pairs], torch.int64, "tokens"),
             "response_mask": Jagged.from_lists([s.is_trained[length:] for s, length in pairs], torch.bool, "tokens"),
             "response_lengths": torch.tensor([len(s.log_probs) for s in samples], dtype=torch.int64),
             "policy_versions": trained([s.policy_versions for s in samples], torch.int32),
-            "temperatures": trained(
-                [[t] * len(s.log_probs) for s, t in zip(samples, temperatures, strict=True)], torch.float32
-            ),
+            "temperatures": trained([s.temperatures for s in samples], torch.float32),
             "rollout_log_probs": trained([s.log_probs for s in samples], torch.float32),
             "turns": trained([s.turns for s in samples], torch.int32),
             "turn_rewards": trained([s.rewards for s in samples], torch.float32),
@@ -143,19 +144,18 @@ class Played:
             num_engines: Number of engines that have played.
             seconds: Seconds that this one took.
         """
-        num_tokens = sum(len(node.tokens) for episode in self.episodes for node in episode.trace.said())
+        num_tokens = sum(len(node.tokens) for episode in self.episodes for node in sampled_in(episode))
         metrics.mean("rollout/tokens_per_s", num_engines * num_tokens, seconds)
         metrics.mean("rollout/engine_busy", self.pump.busy_s, seconds)
         metrics.mean("rollout/prefix_hits", self.pump.cached_tokens, self.pump.known_tokens)
-        siblings = len(self.play.distributions)
         # A greedy episode is only a baseline, and in no metric of what the policy samples.
         sampled = [
-            (index // siblings, episode)
-            for index, episode in enumerate(self.episodes)
-            if self.play.distributions[index % siblings].temperature > 0
+            (seat.task, episode)
+            for seat, episode in zip(self.seats, self.episodes, strict=True)
+            if self.play.distributions[seat.place].temperature > 0
         ]
         whole = [(task, episode) for task, episode in sampled if not episode.cause]
-        said = [node for _, episode in whole for node in episode.trace.said()]
+        said = [node for _, episode in whole for node in sampled_in(episode)]
         cut = sum(node.said.is_truncated for node in said if node.said)
         metrics.mean("rollout/response_tokens", sum(len(node.tokens) for node in said), len(said))
         metrics.mean("rollout/truncated", cut, len(said))
@@ -194,7 +194,7 @@ def _report_calls(metrics: Metrics, episodes: Sequence[Episode], names: Sequence
         metrics.mean(f"tool/refused/{shown}", sum(call.refusal is not None for call in own), len(own))
 
 
-NOTHING = TraceSample("", [], [], [], [], [], [], is_truncated=False)
+NOTHING = TraceSample("", [], [], [], [], [], [], [], is_truncated=False)
 """What is left of a failed episode."""
 
 
@@ -227,10 +227,14 @@ class _Row:
     failure: Json
 
 
-def _rows_of(episode: Episode, index: int, play: Play) -> list[_Row]:
+def sampled_in(episode: Episode) -> list[TraceNode]:
+    """What was sampled in an episode, without what others had said before."""
+    return [node for node in episode.trace.said() if node.said and not node.said.is_repeated]
+
+
+def _rows_of(episode: Episode, seat: Seat, stride: int) -> list[_Row]:
     """The samples of an episode, those of an agent one after the other; of a failed one an empty sample."""
-    task, place = divmod(index, len(play.distributions))
-    begin = play.first + place
+    task, place, begin = seat
     if episode.cause:
         failure: Json = {"cause": episode.cause, "error": episode.error}
         return [_Row(begin, task, place, begin, begin, 0, None, 0.0, episode.is_cut, failure)]
@@ -242,7 +246,7 @@ def _rows_of(episode: Episode, index: int, play: Play) -> list[_Row]:
     credit: dict[str, int] = {}
     samples = sorted(episode.trace.samples(), key=lambda sample: episode.agents.index(sample.agent))
     for number, sample in enumerate(samples):
-        sibling = begin + number * play.stride
+        sibling = begin + number * stride
         rows.append(
             _Row(
                 sibling=sibling,
@@ -260,7 +264,7 @@ def _rows_of(episode: Episode, index: int, play: Play) -> list[_Row]:
     return rows
 
 
-def play_tasks(
+def play_tasks(  # noqa: PLR0913
     engine: RolloutEngine,
     play: Play,
     tasks: Batch,
@@ -268,6 +272,9 @@ def play_tasks(
     recipe: Recipe,
     tokenizer: Tokenizer,
     progress: Callable[[float], None],
+    *,
+    role: str | None = None,
+    earlier: Sequence[Earlier] | None = None,
 ) -> Played:
     """Play the episodes of some tasks with an engine that is awake and has weights.
 
@@ -279,6 +286,8 @@ def play_tasks(
         recipe: The recipe, as seen by the role that samples.
         tokenizer: Tokenizer of the policy.
         progress: Function that gets the finished fraction.
+        role: Role that samples; episodes end when an agent of another role is to act. None if it plays all agents.
+        earlier: Episodes to continue; None to begin new ones.
     """
     config, end_token = recipe.environment, tokenizer.eos_token_id
     assert config is not None
@@ -286,7 +295,8 @@ def play_tasks(
     tools = tools_of(recipe, tokenizer)
     known = {id(one): writer_of(tokenizer, one, tools) for one in data}
     writers = [known[id(one)] for one in data]
-    places = list(_places(play, tasks, writers, recipe))
+    begun = _begun(play, len(tasks)) if earlier is None else earlier
+    places = _places([one for one in begun if not one.failure], play, tasks, writers, recipe, role)
     done = 0
 
     def report(count: int) -> None:
@@ -296,19 +306,38 @@ def play_tasks(
 
     longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
     episodes, pump = play_all(engine, config, world_maker(config), places, longest, report, tools)
-    return Played(play, tasks, episodes, pump, end_token, writers, tools)
+    played = iter(episodes)
+    whole = [Episode(cause=one.failure[0], error=one.failure[1]) if one.failure else next(played) for one in begun]
+    return Played(play, tasks, whole, [one.seat for one in begun], pump, end_token, writers, tools)
 
 
-def _places(play: Play, tasks: Batch, writers: Sequence[ChatWriter], recipe: Recipe) -> Iterator[Place]:
-    siblings = torch.arange(play.first, play.first + len(play.distributions))
-    ids = make_sample_ids(tasks.ids.repeat_interleave(len(siblings)), siblings.repeat(len(tasks))).tolist()
-    numbers = iter(ids)
-    rollout = recipe.rollout
-    for task, group, writer in zip(tasks.objects("rows"), tasks.ids.tolist(), writers, strict=True):
-        assert isinstance(task, Mapping)
-        for distribution in play.distributions:
-            params = SamplingParams(distribution, rollout.max_response_tokens, rollout.stop, play.seed)
-            yield Place(next(numbers), f"{play.seed}/{group}", task, writer, params)
+def _begun(play: Play, num_tasks: int) -> list[Earlier]:
+    """All episodes, before anything has been said."""
+    places = range(len(play.distributions))
+    seats = (Seat(task, place, play.first + place) for task in range(num_tasks) for place in places)
+    return [Earlier(seat, (), None) for seat in seats]
+
+
+def _places(
+    begun: Sequence[Earlier],
+    play: Play,
+    tasks: Batch,
+    writers: Sequence[ChatWriter],
+    recipe: Recipe,
+    role: str | None,
+) -> list[Place]:
+    rollout, roles = recipe.rollout, recipe.environment.agents if recipe.environment else {}
+    rows, groups = tasks.objects("rows"), tasks.ids.tolist()
+    agents = frozenset(agent for agent in roles if roles[agent] == role) if roles and role else None
+    places: list[Place] = []
+    for one in begun:
+        task, place, begin = one.seat
+        row, group = rows[task], groups[task]
+        assert isinstance(row, Mapping)
+        params = SamplingParams(play.distributions[place], rollout.max_response_tokens, rollout.stop, play.seed)
+        number = (group << SIBLING_BITS) + begin
+        places.append(Place(number, f"{play.seed}/{group}", row, writers[task], params, agents, one.history))
+    return places
 
 
 def tools_of(recipe: Recipe, tokenizer: Tokenizer) -> ToolUse | None:

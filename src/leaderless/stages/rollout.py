@@ -10,8 +10,10 @@ import torch
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.errors import memory_explained
+from leaderless.environments.registry import agents_of
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.stages.context import StageContext
+from leaderless.stages.earlier import Earlier, earlier_episodes
 from leaderless.stages.play import Play, play_tasks
 from leaderless.workflow.stages import ENVIRONMENT
 
@@ -82,12 +84,36 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     )
 
 
-def _play(batch: Batch, context: StageContext, play: Play) -> Batch:
-    """Play an episode from each distribution for each task."""
+def play_on(batch: Batch, context: StageContext) -> Batch:
+    """Continue the episodes of other roles, up to where an agent of yet another role is to act.
+
+    The samples of all agents come out, with what the environment has answered since.
+    """
+    config, node, siblings = context.recipe.environment, context.node.node, context.recipe.batch.responses_per_prompt
+    assert config is not None
+    assert batch.prompts is not None
+    play = Play([context.recipe.rollout] * siblings, 0, node.num_samplers * (siblings + 1), context.recipe.seed)
+    return _play(batch.prompts, context, play, earlier_episodes(batch, agents_of(config), siblings + 1))
+
+
+def _play(batch: Batch, context: StageContext, play: Play, earlier: Sequence[Earlier] | None = None) -> Batch:
+    """Play an episode from each distribution for each task, or continue earlier ones."""
+    config, own, role = context.recipe.environment, context.node.node.role or "", context.role
+    assert config is not None
     data = [context.recipe.data.train_set_of(row) for row in batch.objects("rows") if isinstance(row, Mapping)]
-    with memory_explained(TOO_MUCH), context.role.generating() as engine:
+    with memory_explained(TOO_MUCH), role.generating() as engine:
         begin = time.perf_counter()
-        played = play_tasks(engine, play, batch, data, context.recipe, context.tokenizer, context.progress)
+        played = play_tasks(
+            engine,
+            play,
+            batch,
+            data,
+            context.recipe,
+            context.tokenizer,
+            context.progress,
+            role=own,
+            earlier=earlier,
+        )
         seconds = time.perf_counter() - begin
     played.report(context.metrics, context.node.layout.dp, seconds)
     if context.episodes is not None:
@@ -96,7 +122,9 @@ def _play(batch: Batch, context: StageContext, play: Play) -> Batch:
     if error is not None:
         context.run_directory.note_reward_error(context.step, context.process_group.rank, ENVIRONMENT, error)
     samples = played.samples()
-    return samples.with_columns(agent=torch.full((len(samples),), context.agents.index(context.node.node.role or "")))
+    roles = [config.agents.get(agent, own) for agent in agents_of(config)]
+    numbers = torch.tensor([context.agents.index(role) if role in context.agents else 0 for role in roles])
+    return samples.with_columns(agent=numbers[samples.dense("actor")])
 
 
 def _complete(

@@ -29,6 +29,7 @@ from leaderless.stages.mini_batches import (
     take,
 )
 from leaderless.training.micro_batches import TEMPERATURES, MicroBatch, response_lengths
+from leaderless.workflow.stage import has_turn
 
 
 def log_probs(batch: Batch, context: StageContext) -> Batch:
@@ -37,7 +38,7 @@ def log_probs(batch: Batch, context: StageContext) -> Batch:
     The column is `old_log_probs` for a role that is trained, `ref_log_probs` for the reference, and `<role>_log_probs`
     for any other.
     """
-    scores = context.role.train_engine.log_probs(_with_temperatures(batch, context))
+    scores = context.role.train_engine.log_probs(with_temperatures(batch, context))
     (column,) = context.node.writes
     return batch.with_columns({column: scores})
 
@@ -56,10 +57,10 @@ def update(batch: Batch, context: StageContext) -> Batch:
     engine, algorithm = context.role.train_engine, context.recipe.algorithm
     _check_versions(batch, context)
     _report_size(batch, context)
-    if context.step <= algorithm.critic.warmup_steps:
+    if context.step <= algorithm.critic.warmup_steps or not has_turn(context.recipe, context.node.node, context.step):
         return batch
     counted = Counted.of(batch, counted_samples(batch, context), context)
-    for mini_batch in mini_batches(_with_temperatures(batch, context), counted, algorithm.aggregation, context):
+    for mini_batch in mini_batches(with_temperatures(batch, context), counted, algorithm.aggregation, context):
         own = losses.token_columns(mini_batch.rows, algorithm.policy_loss.reads)
         loss_of = partial(_policy_gradient_loss, context, mini_batch, own, _choose(mini_batch, context))
         make_update(engine, mini_batch, loss_of, context)
@@ -71,7 +72,7 @@ def update(batch: Batch, context: StageContext) -> Batch:
     return batch
 
 
-def _with_temperatures(batch: Batch, context: StageContext) -> Batch:
+def with_temperatures(batch: Batch, context: StageContext) -> Batch:
     """The batch with the temperature of each sampled token: the recipe's, where the rollout has not written any."""
     if TEMPERATURES in batch:
         return batch

@@ -116,6 +116,9 @@ METRICS: dict[str, Metric] = {
     "<role>/learning_rate": Metric("largest learning rate of the step's updates"),
     "<role>/entropy": Metric("entropy of the next token, in nats, averaged over tokens"),
     "<role>/clip_fraction": Metric("share of tokens whose gradient the loss clips"),
+    "<role>/joint_ratio": Metric(
+        "mean ratio by which the role's update has scaled the advantages of other roles", "a workflow such as `happo`"
+    ),
     **_of("policy_loss", POLICY_LOSSES, "<role>/"),
     "<role>/kl": Metric(
         "divergence from the reference in the loss, in nats per token",

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 Rows = Literal["same", "expand", "filter", "regroup"]
 """Effect of a stage on rows: it keeps them, makes samples from prompts, drops some, or forms new groups."""
+SAMPLING: tuple[RowEffect, ...] = ("expand", "extend")
+"""Effects of stages that sample: from prompts, or from the samples of others, which they put out with their own."""
 RoleUse = Literal["generate", "score", "train"]
 """Use of a role: to sample with it, to compute log-probabilities, or to change its weights."""
-RowEffect = Rows | Literal["join"]
-"""The same, or adding them to rows of other nodes, which only nodes of the planner do."""
+RowEffect = Rows | Literal["extend", "join"]
+"""The same, adding samples to given ones, or adding rows to those of other nodes, as only nodes of the planner do."""
 
 Names = Sequence[str] | Callable[["Recipe", "Node"], Sequence[str]]
 """Names of columns or metrics, or a function of the recipe and the node that gives them."""
@@ -47,6 +49,7 @@ class StageSpec:
             groups.
         roles: Use of each role of the node, by the name of its parameter: to generate, score or train.
         critics: Those of its roles that are value models, not language models, by the names of their parameters.
+        takes_own_rows: Whether it trains its role on those of its rows that the role sampled.
         idle_steps: Number of first steps in which it does not train its role, as a function of the recipe.
         has_effect: Whether it has an effect beyond its columns, such as an update, and runs even if no node reads them;
             may be a function of the recipe.
@@ -68,6 +71,7 @@ class StageSpec:
     streams: bool = False
     roles: Mapping[str, RoleUse] = field(default_factory=dict)
     critics: tuple[str, ...] = ()
+    takes_own_rows: bool = False
     idle_steps: Callable[[Recipe], int] = field(default=lambda recipe: 0)  # noqa: ARG005
     has_effect: bool | Callable[[Recipe], bool] = False
     metrics: Names = ()
@@ -78,6 +82,11 @@ class StageSpec:
     def role_use(self) -> RoleUse | Literal["none"]:
         """Use of the main role: the one that is trained, else the one that generates, else the one that scores."""
         return next((use for use in ("train", "generate", "score") if use in self.roles.values()), "none")
+
+    @property
+    def samples(self) -> bool:
+        """Whether it makes samples."""
+        return self.rows in SAMPLING
 
     def is_critic(self, node: Node, role: str | None) -> bool:
         """Whether a role is a value model for a node of this stage whose roles have been resolved."""
@@ -113,7 +122,7 @@ class StageSpec:
 
     def settings_of(self, recipe: Recipe, node: Node) -> Recipe:
         """The recipe with the settings that hold for a node of this stage."""
-        return recipe.as_seen_by(node.role, [node.role] if self.rows == "expand" and node.role else node.agents)
+        return recipe.as_seen_by(node.role, [node.role] if self.samples and node.role else node.agents)
 
     def sampled_with_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
         """Settings of `rollout` that all samples of a node of this stage must have been generated with."""
@@ -131,13 +140,29 @@ class StageSpec:
         """Metrics that a node of this stage reports under a recipe."""
         return tuple(self.metrics(recipe, node) if callable(self.metrics) else self.metrics)
 
-    def num_updates(self, recipe: Recipe) -> int:
-        """Optimizer updates in the whole run, for a stage that trains."""
-        return max(0, recipe.steps - self.idle_steps(recipe)) * recipe.batch.updates_per_step
+    def num_updates(self, recipe: Recipe, node: Node) -> int:
+        """Optimizer updates in the whole run, for a node that trains."""
+        before, steps = self.idle_steps(recipe), recipe.steps
+        if recipe.algorithm.team.rotate_steps and node.role in node.team:
+            before, steps = (num_turns(recipe, node, count) for count in (before, steps))
+        return max(0, steps - before) * recipe.batch.updates_per_step
 
     def is_effective(self, recipe: Recipe) -> bool:
         """Whether the stage has an effect beyond its columns under a recipe."""
         return self.has_effect(recipe) if callable(self.has_effect) else self.has_effect
+
+
+def has_turn(recipe: Recipe, node: Node, step: int) -> bool:
+    """Whether the role of a node is trained in a step, from 1, if roles are trained in rotation."""
+    return not recipe.algorithm.team.rotate_steps or num_turns(recipe, node, step) > num_turns(recipe, node, step - 1)
+
+
+def num_turns(recipe: Recipe, node: Node, steps: int) -> int:
+    """In how many of the first steps the role of a node is trained, if roles are trained in rotation."""
+    length = recipe.algorithm.team.rotate_steps
+    rounds, rest = divmod(steps, length * len(node.team))
+    assert node.role is not None
+    return rounds * length + min(max(rest - node.team.index(node.role) * length, 0), length)
 
 
 STAGES = Declarations("stage", StageSpec, "@leaderless.stage(reads=..., writes=...)", num_arguments=2)

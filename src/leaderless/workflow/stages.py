@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
-from leaderless.environments.registry import environment_class, world_maker
+from leaderless.environments.registry import agents_of, environment_class, world_maker
 from leaderless.environments.tools.formats import named_reader
 from leaderless.environments.tools.sources import python_tools
 from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, PLAY_COLUMNS
@@ -22,6 +22,8 @@ SEQUENCE = ("prompt_tokens", "tokens", "response_mask")
 
 ENVIRONMENT = "environment"
 """Name of the environment's reward among the rewards of a sample."""
+TURN_COLUMNS = ("agent", "joint_ids", "actor", "turns")
+"""Columns that say who has sampled a token, in which play and turn."""
 OWNERS_OF_LOG_PROBS = {
     "rollout": "the engine that sampled",
     "old": "the trained role before this step's updates",
@@ -50,6 +52,12 @@ def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     if algorithm.is_penalized_in_loss:
         columns.append("ref_log_probs")
     return list(dict.fromkeys([*columns, *algorithm.policy_loss.reads, *_filter_reads(recipe)]))
+
+
+def _update_in_turn_reads(recipe: Recipe, node: Node) -> list[str]:
+    """It computes the log-probabilities before its update itself, as it has to compare them with those after it."""
+    columns = dict.fromkeys([*_update_reads(recipe, node), *TURN_COLUMNS])
+    return [column for column in columns if column != "old_log_probs"]
 
 
 def _filter_reads(recipe: Recipe) -> list[str]:
@@ -150,13 +158,39 @@ def _training_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return [*own, f"guard/skipped/{node.role}", "guard/roll_backs"]
 
 
-def _check_rollout(recipe: Recipe, node: Node) -> None:  # noqa: ARG001
+def _check_sampling(recipe: Recipe) -> None:
     if recipe.rollout.temperature == 0:
         raise RecipeError.at("rollout.temperature", "must be above 0: training needs responses that differ")
     if recipe.environment is not None:
         world_maker(recipe.environment)
         python_tools(recipe.environment, environment_class(recipe.environment))
         named_reader(recipe.environment.tool_format)
+
+
+def _check_rollout(recipe: Recipe, node: Node) -> None:
+    _check_sampling(recipe)
+    config = recipe.environment
+    if config is not None and config.agents:
+        if environment_class(config) is None:
+            raise RecipeError.at("environment.agents", "names agents, but a program has only one: leave it out")
+        first = agents_of(config)[0]
+        if config.agents[first] != node.role:
+            raise RecipeError.at(
+                f"environment.agents.{first}",
+                f"is role '{config.agents[first]}', but node '{node.name}' begins episodes with role '{node.role}', "
+                f"and '{first}' acts first: let that role play it, and others continue in nodes that run 'play_on'",
+            )
+
+
+def _check_play_on(recipe: Recipe, node: Node) -> None:
+    _check_sampling(recipe)
+    roles = recipe.environment.agents if recipe.environment else {}
+    if node.role not in roles.values():
+        raise RecipeError.at(
+            "environment.agents",
+            f"names no agent of role '{node.role}', which node '{node.name}' lets play: say which role plays each "
+            "agent",
+        )
 
 
 def _check_reward(recipe: Recipe, node: Node) -> None:
@@ -220,6 +254,12 @@ def _check_log_probs(recipe: Recipe, node: Node) -> None:
 def _check_update(recipe: Recipe, node: Node) -> None:
     _check_sample_fits(recipe, "rollout")
     _check_updates_per_step(recipe)
+    if recipe.algorithm.team.rotate_steps and len(node.team) < 2:
+        raise RecipeError.at(
+            "algorithm.team.rotate_steps",
+            f"is {recipe.algorithm.team.rotate_steps}, but no other role than '{node.role}' samples and is trained: "
+            "leave it out",
+        )
     if recipe.algorithm.critic.warmup_steps >= recipe.steps:
         raise RecipeError.at(
             "algorithm.critic.warmup_steps",
@@ -254,6 +294,16 @@ def _check_policy_loss(recipe: Recipe, node: Node) -> None:
                 "response token; compute one in a stage of the workflow, and read that",
             )
     loss.check(recipe)
+
+
+def _check_update_in_turn(recipe: Recipe, node: Node) -> None:
+    _check_update(recipe, node)
+    if node.role not in node.agents:
+        raise RecipeError.at(
+            f"nodes.{node.name}.role",
+            f"'{node.role}' has sampled none of the rows before node '{node.name}', and has nothing to be trained "
+            "on: name a role that samples",
+        )
 
 
 def _check_update_critic(recipe: Recipe, node: Node) -> None:
@@ -316,6 +366,16 @@ ROLLOUT = StageSpec(
 )
 BUILTIN_STAGES: dict[str, StageSpec] = {
     "rollout": ROLLOUT,
+    "play_on": replace(
+        ROLLOUT,
+        implementation="leaderless.stages.rollout:play_on",
+        reads=("rows", *dict.fromkeys([*ROLLOUT_WRITES, *PLAY_COLUMNS])),
+        rows="extend",
+        needs_whole_groups=True,
+        streams=False,
+        check=_check_play_on,
+        summary="continue the episodes of other roles",
+    ),
     "reward": StageSpec(
         "leaderless.stages.reward:reward",
         sampled_with=("stop",),
@@ -416,6 +476,20 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         metrics=_update_metrics,
         check=_check_update,
         summary="policy-gradient updates",
+    ),
+    "update_in_turn": StageSpec(
+        "leaderless.stages.team:update_in_turn",
+        reads=_update_in_turn_reads,
+        reads_if_made=(EPISODE_IDS, "temperatures"),
+        writes=("advantages",),
+        needs_whole_groups=True,
+        roles={"model": "train"},
+        takes_own_rows=True,
+        idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,
+        has_effect=True,
+        metrics=lambda recipe, node: [*_update_metrics(recipe, node), f"{node.role}/joint_ratio"],
+        check=_check_update_in_turn,
+        summary="policy-gradient updates of one role of a team after the other",
     ),
     "update_critic": StageSpec(
         "leaderless.stages.update:update_critic",

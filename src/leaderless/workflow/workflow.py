@@ -33,6 +33,7 @@ class Node:
         tag: Role that its metrics name, where several roles sample; the planner finds it out.
         sampler: Number of the node among those that make samples, from 0; the planner counts them.
         num_samplers: Number of nodes that make samples.
+        team: Trained roles that sample, in the order of the workflow, as the planner finds out.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Node:
     tag: str = ""
     sampler: int = 0
     num_samplers: int = 1
+    team: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,6 @@ def test_one_agent_with_one_turn_has_exactly_the_advantages_of_gae(whiten: bool)
         "joint_ids": inputs.episode_ids,
         "actor": torch.zeros_like(inputs.episode_ids),
         "turns": torch.zeros_like(inputs.penalties, dtype=torch.int32),
-        "turn_rewards": torch.zeros_like(inputs.penalties),
     }
     for level in ("token", "all"):
         chained = ChainedGaeAdvantage(token_discount=0.97, decay=0.9, whiten="agent" if whiten else "none")
@@ -222,18 +221,6 @@ def test_advantages_are_fractions_whatever_the_type_of_masks_and_turns() -> None
     """Code that stores them in a tensor like the mask cuts them to whole numbers."""
     gains, _ = estimate([Turn(0, 0, [0.7, -0.3], [0.0, 0.0])], level="token", turn_discount=1.0, decay=1.0)
     assert gains == [[pytest.approx(0.4), pytest.approx(-0.3)]]
-
-
-def test_rewards_of_turns_stand_where_the_turn_ends_and_the_rest_at_the_end() -> None:
-    advantage = ChainedGaeAdvantage(whiten="none")
-    inputs = inputs_of(advantage)
-    values, turn_rewards = torch.zeros_like(inputs.penalties), torch.zeros_like(inputs.penalties)
-    turn_rewards[1] = 5.0  # in the first row, which gets 1 in all
-    columns = {**inputs.columns, "values": values, "turn_rewards": turn_rewards, "joint_ids": inputs.episode_ids}
-    columns["turns"] = torch.zeros_like(values, dtype=torch.int32)
-    changed = type(inputs)(**{**vars(inputs), "columns": columns, "penalties": torch.zeros_like(values)})
-    gains = compute(advantage, changed).advantages[: int(ROW_LENGTHS[0])]
-    assert gains.tolist() == [1.0, 1.0, -4.0, -4.0]
 
 
 def test_a_failed_reward_leaves_out_the_whole_play() -> None:

@@ -51,7 +51,7 @@ class ChainedGaeAdvantage(Advantage):
     """Constant added to the standard deviation for whitening."""
 
     is_per_token: ClassVar[bool] = True
-    reads: ClassVar[tuple[str, ...]] = ("values", "joint_ids", "actor", "turns", "turn_rewards")
+    reads: ClassVar[tuple[str, ...]] = ("values", "joint_ids", "actor", "turns")
     writes: ClassVar[tuple[str, ...]] = ("returns",)
 
     def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -66,13 +66,10 @@ class ChainedGaeAdvantage(Advantage):
     def compute(self, inputs: AdvantageInputs) -> AdvantageOutput:
         """Compute the advantages and returns of this rank's response tokens."""
         lengths, joint_ids, values = inputs.lengths, inputs.column("joint_ids"), inputs.column("values")
-        turn_rewards = torch.where(repeat_per_token(inputs.is_valid, lengths), inputs.column("turn_rewards"), 0.0)
-        # What is not the environment's reward of a turn, such as that of the recipe's rewards, comes at the end.
-        final = inputs.token_rewards(inputs.final_rewards - segment_sum(turn_rewards, lengths))
         _, is_valid = team_rewards(inputs.final_rewards, inputs.is_valid, joint_ids)
         is_counted = repeat_per_token(is_valid, lengths)
         gains, returns = chained_gae(
-            final + turn_rewards,
+            inputs.token_rewards(),
             values,
             Plays.of(joint_ids, inputs.column("turns"), lengths),
             level=self.level,

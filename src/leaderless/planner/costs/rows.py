@@ -126,7 +126,7 @@ def sample_workload(recipe: Recipe, config: WorkloadConfig, agents: Sequence[str
 
 def samplers_of(plan: Plan) -> list[PlannedNode]:
     """The nodes that sample responses, in order."""
-    return [node for node in plan.nodes if node.spec.rows == "expand"]
+    return [node for node in plan.nodes if node.spec.samples]
 
 
 def _lengths(generator: np.random.Generator, count: int, median: float, sigma: float, limit: int) -> Int:
@@ -180,9 +180,9 @@ class Placement:
         """The places of the nodes that sampled the rows of a row set; none for prompts."""
         found = set[int]()
         for maker in makers(self.plan.nodes, row_set):
-            if maker.spec.rows == "expand":
+            if maker.spec.samples:
                 found.add([node.name for node in samplers_of(self.plan)].index(maker.name))
-            else:
+            if maker.spec.rows != "expand":
                 agents = dict(maker.node.where).get("agent", self._agents)
                 found |= {place for place in self._samplers(maker.row_set) if self._agents[place] in agents}
         return found
@@ -209,6 +209,10 @@ class Placement:
             return shards
         if node.spec.rows == "expand":
             shards = shards[rows.groups]
+        elif node.spec.rows == "extend":  # a new sample is where those of its group are
+            by_group = np.zeros(len(self.workload.prompts), dtype=np.int64)
+            by_group[self.rows(node.row_set).groups] = shards
+            shards = by_group[rows.groups]
         elif node.spec.rows == "filter" and rows.are_samples:
             shards = shards[np.isin(before, after)]
         self._shards[key] = shards

@@ -238,7 +238,7 @@ class Walk:
         """What the step took, once all of its events have been walked."""
         cluster, took = self.network.cluster, float(self.clocks.max())
         worked = [event for event in events if isinstance(event, Worked)]
-        sampled = [event for event in worked if event.node.spec.rows == "expand"] or worked[-1:]
+        sampled = [event for event in worked if event.node.spec.samples] or worked[-1:]
         process_bytes = max(self.peak_bytes, int(self.held.max()))
         host_bytes = process_bytes * min(processes_per_host, self.network.num_ranks)
         return Estimate(

@@ -1,0 +1,38 @@
+"""The stage that updates the roles of a team one after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from leaderless.algorithms import repeat_per_token
+from leaderless.algorithms.sequential import joint_ratios, rounds_of
+from leaderless.data.batch import Batch, Jagged
+from leaderless.stages.context import StageContext
+from leaderless.stages.mini_batches import metric_name
+from leaderless.stages.update import update, with_temperatures
+
+
+def update_in_turn(batch: Batch, context: StageContext) -> Batch:
+    """Update a role on its own samples, then scale the advantages of the others by how its probabilities have changed.
+
+    The next role of the team is trained on those.
+    """
+    engine, role = context.role.train_engine, context.node.node.role
+    is_own = batch.dense("agent") == context.agents.index(role or "")
+    mine = batch.select(is_own)
+    scored, version = with_temperatures(mine, context), engine.policy_version
+    before = engine.log_probs(scored)
+    update(scored.with_columns(old_log_probs=before), context)
+    advantages = batch.jagged("advantages")
+    if engine.policy_version == version:
+        return batch
+    change = engine.log_probs(scored).values - before.values
+    is_mine = repeat_per_token(is_own, advantages.lengths)
+    log_ratios = torch.zeros_like(advantages.values)
+    log_ratios[is_mine] = change.to(log_ratios)
+    columns = (batch.dense("joint_ids"), batch.dense("actor"), batch.jagged("turns").values, advantages.lengths)
+    ratios = joint_ratios(log_ratios, is_mine, rounds_of(*columns), max_ratio=context.recipe.algorithm.team.max_ratio)
+    others = ~is_mine
+    context.metrics.mean(metric_name(context, "joint_ratio"), ratios[others].sum(), others.sum())
+    scaled = torch.where(is_mine, advantages.values, ratios * advantages.values)
+    return batch.with_columns(advantages=Jagged(scaled, advantages.lengths, "response_tokens"))

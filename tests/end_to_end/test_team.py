@@ -1,0 +1,127 @@
+"""Several policies that play together: the same on any ranks and pools, and they agree on a language."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from examples.signal_game.prepare import prepare
+from tests.distributed.ranks import RankPool
+from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
+
+ROOT = Path(__file__).parents[2]
+CLOCKS = (
+    "time",
+    "throughput",
+    "rollout/tokens_per_s",
+    "rollout/engine_busy",
+    "memory",
+    "data/",
+    "balance/",
+    "episode/",
+)
+POOLS = {
+    **dict.fromkeys(("planner_rollout", "planner", "reward", "samples"), "0"),
+    **dict.fromkeys(("solver_rollout", "solver", "values", "advantage", "critic"), "1"),
+}
+CASES: Mapping[str, Mapping[str, object]] = {
+    "marft": {"workflow": "marft", "advantage": {"type": "chained_gae", "decay": 0.9}},
+    "actions": {"workflow": "marft", "advantage": {"type": "chained_gae", "level": "action", "whiten": "all"}},
+    "rotated": {"workflow": "marft", "team": {"rotate_steps": 1}},
+    "happo": {"workflow": "happo", "advantage": {"type": "chained_gae", "decay": 0.9}},
+    "dr_mas": {"workflow": "dr_mas"},
+    "magrpo": {"workflow": "dr_mas", "advantage": {"type": "magrpo"}},
+    "rae": {"workflow": "dr_mas", "advantage": {"type": "rae", "reward": "team"}},
+}
+Walk = Callable[[str, int, bool], list[list[Step]]]
+
+
+def write_game(folder: Path, case: str, layout: Mapping[str, object], **changes: object) -> Path:
+    """The signal game with small batches, as a recipe."""
+    own = dict(CASES[case])
+    recipe = {
+        "name": "team",
+        "workflow": own.pop("workflow"),
+        "models": {role: str(folder / role) for role in ("planner", "solver", "critic")},
+        "data": {
+            "train": {"path": str(folder / "digits.jsonl"), "prompt": "digit", "template": "plain"},
+            "max_prompt_tokens": 2,
+        },
+        "environment": {
+            "type": "examples.signal_game.game:SignalGame",
+            "agents": {"planner": "planner", "solver": "solver"},
+            "max_episode_tokens": 4,
+        },
+        "batch": {"prompts_per_step": 8, "responses_per_prompt": 4, "updates_per_step": 2, "micro_batch_tokens": 512},
+        "rollout": {"max_response_tokens": 1, "max_sequences": 64},
+        "optimizer": {"learning_rate": 0.01, "epsilon": 0.1},
+        "algorithm": own,
+        "layout": layout,
+        "run": {"directory": str(folder / "runs"), "timeout_s": 60, "tensorboard": False, "reward_processes": 0},
+        "steps": 3,
+    }
+    if recipe["workflow"] == "dr_mas":
+        del recipe["models"]["critic"]  # type: ignore[attr-defined]
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe | changes))
+    return path
+
+
+@pytest.fixture(scope="module")
+def walk(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Walk:
+    """What the ranks see of each of three steps of a case; each is run once."""
+    models = prepare(tmp_path_factory.mktemp("game"))
+
+    @functools.cache
+    def walk(case: str, world_size: int, is_apart: bool) -> list[list[Step]]:
+        nodes = {"planner_old": "0", "solver_old": "1"} if CASES[case]["workflow"] != "happo" else {}
+        unused = {"values", "critic"} if CASES[case]["workflow"] == "dr_mas" else set()
+        pools = {name: {"ranks": own} for name, own in (POOLS | nodes).items() if name not in unused}
+        recipe = write_game(models, case, pools if is_apart else {})
+        return ranks.run(world_size, walk_steps, str(recipe), f"{case}-{world_size}-{is_apart}", 3, init_group=False)
+
+    return walk
+
+
+@pytest.mark.parametrize(
+    ("case", "is_apart"), [*((case, True) for case in CASES), ("marft", False), ("happo", False), ("rae", False)]
+)
+def test_a_team_learns_the_same_on_two_ranks_and_on_two_pools(walk: Walk, case: str, is_apart: bool) -> None:
+    single, several = walk(case, 1, False), walk(case, 2, is_apart)
+    for step in range(3):
+        expected, result = merged(single, step), merged(several, step)
+        for name, value in expected["numbers"].items():  # type: ignore[attr-defined]
+            if not name.startswith(CLOCKS):
+                other = result["numbers"][name]  # type: ignore[index]
+                assert other == pytest.approx(value, rel=1e-3, abs=1e-4), f"{name}, step {step + 1}"
+        assert expected["weights"].keys() == result["weights"].keys()  # type: ignore[attr-defined]
+        for name, weights in expected["weights"].items():  # type: ignore[attr-defined]
+            difference = (result["weights"][name] - weights).norm() / weights.norm().clamp(min=1e-3)  # type: ignore[index]
+            assert float(difference) < 1e-4, f"{name}, step {step + 1}"
+
+
+def moved(steps: list[list[Step]], step: int) -> set[str]:
+    """Roles whose weights have changed since the step before."""
+    before, after = merged(steps, step - 1)["weights"], merged(steps, step)["weights"]
+    return {name.partition(".")[0] for name in after if not torch.equal(before[name], after[name])}  # type: ignore[attr-defined, index]
+
+
+def test_roles_are_trained_together_or_in_rotation(walk: Walk) -> None:
+    assert [moved(walk("marft", 1, False), step) for step in (1, 2)] == [{"planner", "solver", "critic"}] * 2
+    assert moved(walk("rotated", 1, False), 1) == {"solver", "critic"}
+    assert moved(walk("rotated", 1, False), 2) == {"planner", "critic"}
+
+
+def test_a_later_agent_is_trained_with_what_the_update_of_an_earlier_one_has_changed(walk: Walk) -> None:
+    """The planner comes first, so that only the solver's update differs from one at the same time."""
+    together, in_turn = (walk(case, 1, False) for case in ("marft", "happo"))
+    ratios = [merged(in_turn, step)["numbers"]["planner/joint_ratio"] for step in range(3)]  # type: ignore[index]
+    assert all(0.5 <= ratio <= 2 and ratio != 1 for ratio in ratios)
+    first, other = (merged(steps, 0)["weights"] for steps in (together, in_turn))
+    same = {name: torch.equal(weights, other[name]) for name, weights in first.items()}  # type: ignore[attr-defined, index]
+    assert all(is_same for name, is_same in same.items() if not name.startswith("solver."))
+    assert not all(is_same for name, is_same in same.items() if name.startswith("solver."))
