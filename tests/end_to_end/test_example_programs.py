@@ -36,4 +36,5 @@ def test_a_process_of_its_own_leads_episodes(ranks: RankPool, tmp_path: Path) ->
     (numbers,) = steps
     assert numbers["episode/failed"] == 0
     assert (numbers["episode/turns"], numbers["episode/samples"]) == (2, 1)
+    assert numbers["rollout/prefix_hits"] > 0.5, "the second question reads only what is new"
     assert numbers["mismatch/abs_max"] < 1e-4, "what is trained is what was sampled"

@@ -81,8 +81,8 @@ METRICS: dict[str, Metric] = {
     "episode/samples": Metric("mean number of training sequences that an episode becomes", _PLAYED),
     "episode/cut": Metric("share of episodes that ended at a limit of turns or tokens", _PLAYED),
     "episode/drift": Metric(
-        "share of episodes in which the model has seen other tokens than if the chat template had written the "
-        "conversation anew",
+        "share of episodes that no program leads in which the model has seen other tokens than if the chat template "
+        "had written the conversation anew",
         _PLAYED,
     ),
     "episode/failed": Metric("episodes that failed, and are left out", _PLAYED),

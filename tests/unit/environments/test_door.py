@@ -248,6 +248,26 @@ def test_a_task_that_no_variable_holds_fails_with_the_remedy() -> None:
     assert "holds 131,055: leave out columns" in too_long.error
 
 
+def test_a_failed_engine_ends_the_programs_that_wait_for_it() -> None:
+    class Broken(Speaker):
+        def step(self):  # type: ignore[no-untyped-def]
+            raise RuntimeError("out of order")
+
+    def plain(task: Task, chat: Chat) -> float:
+        with openai.OpenAI(base_url=chat.base_url, api_key=chat.api_key, max_retries=0) as client:
+            client.completions.create(model="m", prompt="x")
+        return 1.0
+
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="out of order"):
+        lead(plain, engine=Broken(lambda _: ""))
+    script = f"sleep 4714 & ask chat/completions '{QUESTION}'; wait"
+    with pytest.raises(RuntimeError, match="out of order"):
+        lead(type="command", options={"command": ["bash", "-c", CURL + script]}, engine=Broken(lambda _: ""))
+    assert time.monotonic() - begin < 10
+    assert not is_running("sleep", "4714")
+
+
 def test_nothing_that_a_command_has_started_is_left() -> None:
     begin = time.monotonic()
     episode = run_script(f"ask chat/completions '{QUESTION}' > /dev/null; sleep 4711 & echo '{{\"reward\": 1}}'")
