@@ -15,6 +15,7 @@ from examples.own_data.convert import convert
 from examples.own_reward.rewards import digits_right, is_short
 from examples.own_workflow.workflow import informative
 from examples.search import prepare
+from examples.tools.look import prepare as prepare_looks
 from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_additions
@@ -127,6 +128,22 @@ def test_calculator_is_called_by_a_model_that_was_shown_how(ranks: RankPool, tmp
     assert steps[0]["episode/failed"] == 0
     assert {"tool/calls/calculate", "tool/refused/calculate"} <= steps[0].keys()
     assert "evaluation/mean@1" in steps[-1]
+
+
+def test_tools_of_ones_own_are_called(ranks: RankPool, tmp_path: Path) -> None:
+    prepare_looks(tmp_path)
+    overrides = [
+        f"models.policy={tmp_path / 'model'}",
+        f"data.train.path={tmp_path / 'tasks.jsonl'}",
+        f"run.directory={tmp_path / 'runs'}",
+        "run.tensorboard=false",
+        "run.timeout_s=60",
+        "batch.prompts_per_step=8",
+    ]
+    recipe = "examples/tools/recipe.yaml"
+    (steps,) = ranks.run(1, train_example, recipe, overrides, 2, init_group=False)
+    assert steps[0]["episode/failed"] == 0
+    assert 0 < steps[0]["tool/calls"] == steps[0]["tool/calls/look"] < 0.5
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from leaderless.cli.env_try import try_
 from leaderless.config import RecipeError
 from leaderless.observability.console import console, print_line
 from leaderless.observability.episode_files import Kind
@@ -26,10 +27,7 @@ MAX_CELL_CHARACTERS = 60
 
 env = typer.Typer(help="Try environments, and play the episodes of a run again.", no_args_is_help=True)
 
-
-@env.callback()
-def _commands() -> None:
-    """Without this, a single command would have no name."""
+env.command("try")(try_)
 
 
 @env.command("replay")

@@ -73,7 +73,7 @@ def try_rewards(recipe: Recipe, num_rows: int, responses: Sequence[str] = ()) ->
         ValueError: The numbers of responses and rows do not fit.
     """
     rewards, options = make_rewards(recipe.reward, in_worker=True), recipe.reward.options()
-    rows = list(_training_rows(recipe, num_rows))
+    rows = list(training_rows(recipe, num_rows))
     if 1 < len(responses) < len(rows):
         raise ValueError(f"there are {len(responses)} responses for {len(rows)} rows: give one, or one for each row")
     for number, row in enumerate(rows):
@@ -128,7 +128,7 @@ def _trace(error: BaseException) -> str:
     return without_secrets("".join(traceback.format_exception(type(error), error, place)))
 
 
-def _training_rows(recipe: Recipe, num_rows: int) -> Iterator[Row]:
+def training_rows(recipe: Recipe, num_rows: int) -> Iterator[Row]:
     """The first rows of each dataset, as they would be read to train on."""
     for key, config in recipe.data.train_sets().items():
         name = {} if isinstance(recipe.data.train, DatasetConfig) else {DATASET_COLUMN: key.rpartition(".")[2]}

@@ -15,7 +15,7 @@ class Sums(Environment):
 
     def reset(self, task: Task, rng: Random) -> Observation:  # noqa: ARG002
         self.sum = 0
-        return "Count:"
+        return f"Count{task.get('n', '')}:"
 
     @tool
     def count(self, by: int) -> int:
