@@ -89,7 +89,6 @@ class TestRequest(TypedDict):
 
 
 class CallRequest(TypedDict):
-    """Asks an interpreter to execute code, until a deadline by the monotonic clock."""
+    """Asks an interpreter to execute code."""
 
     code: str
-    deadline: float

@@ -228,13 +228,15 @@ def test_a_reward_may_be_posted() -> None:
     [
         ("echo lost >&2; exit 3", "crash", "ended with exit code 3: .*lost"),
         ("kill -9 $$", "crash", "the signal SIGKILL"),
-        ("sleep 1000", "timeout", "for 0.5 s: raise environment.act_timeout_s"),
+        ("sleep 1000", "timeout", "for 1 s: raise environment.act_timeout_s"),
         ("echo fine", "environment", "gave no reward; its last line is 'fine'"),
         ("echo '{\"reward\": true}'", "environment", "gave the reward True: it must be a finite number"),
     ],
 )
 def test_a_script_that_fails_is_counted_by_cause(script: str, cause: str, words: str) -> None:
-    episode = run_script(f"ask chat/completions '{QUESTION}' > /dev/null\n{script}", act_timeout_s=0.5)
+    episode = run_script(
+        f"ask chat/completions '{QUESTION}' > /dev/null\n{script}", act_timeout_s=1 if cause == "timeout" else 30
+    )
     assert episode.cause == cause
     assert re.search(words, episode.error, re.DOTALL), episode.error
 

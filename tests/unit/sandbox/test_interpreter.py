@@ -17,7 +17,7 @@ from tests.unit.sandbox.boxes import boxes
 from leaderless.environments.python_tool import PythonTool
 from leaderless.environments.tools import Toolbox
 from leaderless.environments.tools.calls import Call
-from leaderless.environments.tools.function_tool import tools_of_class
+from leaderless.environments.tools.function_tool import Home, tools_of
 from leaderless.sandbox.protocol import Sandbox
 
 PATIENCE_S = 30.0
@@ -75,9 +75,9 @@ def test_state_is_kept_and_answers_are_those_of_an_interpreter(box: Sandbox) -> 
 
 @every_box
 def test_a_call_that_is_ended_says_so_and_the_next_one_begins_anew(box: Sandbox) -> None:
-    with episode(box, timeout_s=1.0, max_output_bytes=2**14) as tool:
+    with episode(box, timeout_s=2.0, max_output_bytes=2**14) as tool:
         for code, said in {
-            "print('begun', flush=True)\nwhile True: pass": "begun\nError: the call took more than 1 s and was ended.",
+            "print('begun', flush=True)\nwhile True: pass": "begun\nError: the call took more than 2 s and was ended.",
             "import os\nos._exit(7)": "Error: the call ended the interpreter with exit code 7.",
             "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)": "ended the interpreter with the signal SIGSEGV.",
             "print('x' * 10_000_000)": "x [...]\nError: the call printed more than 16,384 bytes and was ended.",
@@ -167,7 +167,7 @@ def test_an_unknown_sandbox_is_refused() -> None:
 def test_it_is_a_tool_and_ends_with_its_episode() -> None:
     async def use() -> None:
         python = PythonTool()
-        (found,) = tools_of_class(PythonTool)
+        (found,) = tools_of(Home(PythonTool, {}))
         box = Toolbox([found.of_instance(python)])
         assert "no network" in str(box.schemas())
         results = await box.run([Call("python", {"code": "a = 1"}), Call("python", {"code": "a"})], 30.0)
