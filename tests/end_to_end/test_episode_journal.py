@@ -16,6 +16,7 @@ from tests.tiny import tiny_model, write_additions, write_recipe
 
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.observability.episode_files import episode_files, read_episode_file
+from leaderless.observability.report.run_files import read_run
 from leaderless.rewards.protocol import RewardInput
 
 NUM_STEPS = 2
@@ -79,6 +80,16 @@ def test_each_rank_writes_its_episodes_of_each_step(folder: Path) -> None:
     of_step = [line for file in files if file[:3] == ("step", 1, "played") for line in read_episode_file(file.path)]
     assert len({line["id"] for line in of_step}) == len(of_step) == 6 * 4
     assert 0 < sum(line["cause"] == "environment" for line in lines) < len(lines) / 2
+
+
+def test_the_report_has_the_conversations_of_recorded_samples(folder: Path) -> None:
+    run_files = read_run(folder / "runs/tiny")
+    for samples in (run_files.samples, run_files.held_out):
+        for step in samples.steps:
+            shown = {sample.episode for group in step.groups for sample in group.samples}
+            assert shown
+            assert shown == step.episodes.keys()
+    assert not run_files.notes
 
 
 def test_episodes_are_played_again_byte_for_byte(ranks: RankPool, folder: Path) -> None:

@@ -102,6 +102,8 @@ def _describe(batch: Batch, context: StageContext) -> list[dict[str, Json]]:
             "sample_id": int(batch.ids[index]),
             "advantage": float(advantages[0]) if len(advantages) else 0.0,
         }
+        if "joint_ids" in batch:
+            place["joint_id"] = int(batch.dense("joint_ids")[index])
         if roles:
             place["role"] = roles[index]
         samples.append(place | describe_sample(sample, graded, recorder.describe(tokens[index], known, mask)))

@@ -104,6 +104,7 @@ class Evaluator:
             record(
                 [
                     {"sample_id": answer.sample_id, "group_id": int(batch.ids[index // k])}
+                    | ({} if self.recipe.environment is None else {"joint_id": answer.sample_id})
                     | describe_sample(
                         sample, one, recorder.describe(answer.tokens, {"rollout": answer.log_probs}, answer.is_sampled)
                     )

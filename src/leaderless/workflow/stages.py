@@ -450,7 +450,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         "leaderless.stages.record:record",
         sampled_with=("stop",),
         reads=_record_reads,
-        reads_if_written=("response_mask", "rollout_log_probs", "old_log_probs", EPISODE_IDS),
+        reads_if_written=("response_mask", "rollout_log_probs", "old_log_probs", EPISODE_IDS, "joint_ids"),
         has_effect=lambda recipe: recipe.run.recorded_prompts > 0,
         needs_whole_groups=True,
         summary="keep some samples for the report",

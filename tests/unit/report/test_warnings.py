@@ -28,6 +28,28 @@ WARNINGS = {
 }
 
 
+OF_EPISODES = {
+    "Many episodes fail": ("episode/failed", 52, 51),
+    "Many episodes are cut": ("episode/cut", 0.21, 0.2),
+    "Conversations are read again in each turn": ("rollout/prefix_hits", 0.49, 0.5),
+    "Many calls of tools cannot be read": ("tool/misread", 0.11, 0.1),
+}
+
+
+@pytest.mark.parametrize("title", OF_EPISODES)
+def test_a_warning_about_episodes_appears_above_its_threshold_and_not_at_it(run, title):
+    (run / "config.yaml").write_text("batch: {prompts_per_step: 128, responses_per_prompt: 8}\n")
+    metric, bad, good = OF_EPISODES[title]
+    for value, wanted in ((good, []), (bad, [title])):
+        rows = [{"step": step, metric: value, "episode/failed_timeout": 3} for step in range(1, 9)]
+        write_lines(run / "metrics.jsonl", rows)
+        assert titles(run) == wanted
+    if metric == "episode/failed":
+        assert review(read_run(run)).findings[0].seen == (
+            "5% of the episodes in steps 7 to 8. By cause, in the whole run: timeout 24."
+        )
+
+
 @pytest.mark.parametrize("title", WARNINGS)
 def test_a_warning_appears_above_its_threshold_and_not_at_it(run, title):
     metric, value = WARNINGS[title]
@@ -40,7 +62,7 @@ def test_a_warning_appears_above_its_threshold_and_not_at_it(run, title):
     page = Page(render_report(run))
     assert title in page.text
     assert "Nothing to worry about" not in page.text
-    assert "6 checks passed, 0 could not be made" in page.text
+    assert "6 checks passed, 4 could not be made" in page.text
 
 
 def test_failed_rewards_come_with_count_and_example(run):
@@ -74,7 +96,7 @@ def test_what_a_run_does_not_log_is_not_called_fine(run):
     losses = [{"step": s, "time_s": s, "policy/loss": 2.0 - s} for s in (1, 2)]
     write_lines(run / "metrics.jsonl", losses)
     outcome = review(read_run(run))
-    assert (len(outcome.findings), len(outcome.passed), len(outcome.not_made)) == (0, 1, 6)
+    assert (len(outcome.findings), len(outcome.passed), len(outcome.not_made)) == (0, 1, 10)
     text = Page(render_report(run)).text
-    assert "1 check passed, 6 could not be made" in text
+    assert "1 check passed, 10 could not be made" in text
     assert "Loss 0 −1 since step 1 (1)" in text

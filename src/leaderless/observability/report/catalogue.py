@@ -94,6 +94,45 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             ("policy/entropy",),
         ),
     ),
+    "How its episodes go": (
+        Topic("Turns", "Mean messages of the policy in an episode.", ("episode/turns",)),
+        Topic(
+            "Tokens of an episode",
+            "Mean tokens with all that the policy is told, and those that it did not sample.",
+            ("episode/tokens", "episode/told_tokens"),
+        ),
+        Topic(
+            "Cut or drifted episodes",
+            "Those that reached a limit, and those whose tokens differ from what the template would write anew.",
+            ("episode/cut", "episode/drift"),
+            unit="share",
+        ),
+        Topic(
+            "Failed episodes",
+            "By cause. They are left out of training, and are not worth 0.",
+            ("episode/failed", "episode/failed_*"),
+        ),
+        Topic("Calls of tools", "Mean calls in an episode, by tool.", ("tool/calls", "tool/calls/*")),
+        Topic(
+            "Calls without a result",
+            "Calls that cannot be read or name no tool, and by tool those with wrong arguments or that it refused.",
+            ("tool/misread", "tool/refused/*"),
+            unit="share",
+        ),
+        Topic(
+            "Seconds of an episode",
+            "Mean seconds in which it waits for the policy, the environment and tools.",
+            ("episode/model_s", "episode/environment_s", "episode/tools_s"),
+        ),
+        Topic(
+            "Known beginnings",
+            "Tokens of a conversation whose keys and values the engine still had, of those it had seen before.",
+            ("rollout/prefix_hits",),
+            unit="share",
+        ),
+        Topic("Engine at work", "Share of the rollout in which it works.", ("rollout/engine_busy",), unit="share"),
+        Topic("Samples of an episode", "Mean training sequences that one becomes.", ("episode/samples",)),
+    ),
     "How it is trained": (
         Topic("Gradient norm", "Global L2 norm before clipping.", ("policy/grad_norm",)),
         Topic(

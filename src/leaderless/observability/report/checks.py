@@ -15,6 +15,14 @@ MAX_NO_SIGNAL = 0.5
 """Largest fraction of groups without signal, lately."""
 MAX_TRUNCATED = 0.2
 """Largest fraction of responses that are cut, lately."""
+MAX_FAILED_EPISODES = 0.05
+"""Largest share of a step's episodes that fail, lately."""
+MAX_CUT_EPISODES = 0.2
+"""Largest share of episodes that reach a limit of turns or tokens, lately."""
+MIN_PREFIX_HITS = 0.5
+"""Smallest share of known tokens that the engine has kept, lately."""
+MAX_MISREAD = 0.1
+"""Largest share of calls of tools that cannot be read, lately."""
 MIN_ENTROPY_LEFT = 0.1
 """Smallest fraction of its first entropy that the policy should keep."""
 SPIKE_FACTOR = 10.0
@@ -191,6 +199,68 @@ def _gradient_spikes(run: RunFiles) -> Finding | None:
     )
 
 
+def _failed_episodes(run: RunFiles) -> Finding | None:
+    sizes = [run.settings.get(("batch", name), "") for name in ("prompts_per_step", "responses_per_prompt")]
+    recent, mean = _recent_mean(run, "episode/failed")
+    num_episodes = int(sizes[0]) * int(sizes[1]) if all(size.isdigit() for size in sizes) else 0
+    if not num_episodes or mean <= MAX_FAILED_EPISODES * num_episodes:
+        return None
+    counts = {
+        name.removeprefix("episode/failed_"): sum(value for _, value in series.finite)
+        for name, series in run.matching("episode/failed_*").items()
+    }
+    causes = ", ".join(f"{cause} {count:,.0f}" for cause, count in counts.items() if count)
+    return Finding(
+        "Many episodes fail",
+        f"{mean / num_episodes:.0%} of the episodes in {recent}. By cause, in the whole run: {causes or 'not logged'}.",
+        "A failed episode carries no gradient. If certain tasks or answers fail more often, the policy learns from a "
+        "biased selection.",
+        "Read the error. For `timeout` raise environment.act_timeout_s or tool_timeout_s, for `overflow` "
+        "environment.max_episode_tokens, for errors that pass environment.max_attempts. Play episodes again with "
+        "leaderless env replay.",
+        run.samples.example_error,
+    )
+
+
+def _cut_episodes(run: RunFiles) -> Finding | None:
+    recent, mean = _recent_mean(run, "episode/cut")
+    if mean <= MAX_CUT_EPISODES:
+        return None
+    limits = [(name, run.settings.get(("environment", name))) for name in ("max_turns", "max_episode_tokens")]
+    known = ", ".join(f"environment.{name}={value}" for name, value in limits if value)
+    return Finding(
+        "Many episodes are cut",
+        f"{mean:.0%} of the episodes in {recent} reached a limit{f' ({known})' if known else ''}.",
+        "An episode that is cut keeps only the rewards that it has had, so the policy learns to hurry, or never sees "
+        "the end of a task.",
+        "Raise the limit, let the environment say less, or look in the samples for turns that repeat.",
+    )
+
+
+def _prefix_hits(run: RunFiles) -> Finding | None:
+    recent, mean = _recent_mean(run, "rollout/prefix_hits")
+    if mean >= MIN_PREFIX_HITS:
+        return None
+    return Finding(
+        "Conversations are read again in each turn",
+        f"The engine had kept {mean:.0%} of what it had seen of its conversations in {recent}.",
+        "Keys and values of earlier turns were dropped to make room, so each turn computes all of it again.",
+        "Lower environment.concurrency, or give the engine more memory for keys and values.",
+    )
+
+
+def _misread_calls(run: RunFiles) -> Finding | None:
+    recent, mean = _recent_mean(run, "tool/misread")
+    if mean <= MAX_MISREAD:
+        return None
+    return Finding(
+        "Many calls of tools cannot be read",
+        f"{mean:.0%} of the calls in {recent} cannot be read, or name no tool.",
+        "The policy is told what is wrong, and loses a turn.",
+        "Compare environment.tool_format with how the model was trained to write calls; read such turns below.",
+    )
+
+
 def _recent_mean(run: RunFiles, metric: str) -> tuple[str, float]:
     points = run.series[metric].recent(RECENT)
     first, last = points[0][0], points[-1][0]
@@ -212,6 +282,15 @@ CHECKS = (
     ),
     Check(f"at most {MAX_NO_SIGNAL:.0%} of groups are without signal lately", "group/no_signal", 1, _no_signal),
     Check(f"at most {MAX_TRUNCATED:.0%} of responses are cut off lately", "rollout/truncated", 1, _truncated),
+    Check(f"at most {MAX_FAILED_EPISODES:.0%} of episodes fail lately", "episode/failed", 1, _failed_episodes),
+    Check(f"at most {MAX_CUT_EPISODES:.0%} of episodes are cut lately", "episode/cut", 1, _cut_episodes),
+    Check(
+        f"the engine keeps at least {MIN_PREFIX_HITS:.0%} of its conversations lately",
+        "rollout/prefix_hits",
+        1,
+        _prefix_hits,
+    ),
+    Check(f"at most {MAX_MISREAD:.0%} of calls of tools are misread lately", "tool/misread", 1, _misread_calls),
     Check(
         f"the policy keeps at least {MIN_ENTROPY_LEFT:.0%} of its first entropy",
         "policy/entropy",

@@ -82,8 +82,9 @@ def read_run(directory: Path) -> RunFiles:
         notes.append("metrics.jsonl holds no step yet, so there are no curves.")
     settings = flatten_recipe(recipe_text)
     judge = _judge(settings)
-    samples = read_samples(directory / "samples", judge)
-    held_out = read_samples(directory / "samples", judge, HELD_OUT_BYTES, "evaluation")
+    episodes = directory / "episodes"
+    samples = read_samples(directory / "samples", judge, episodes=episodes)
+    held_out = read_samples(directory / "samples", judge, HELD_OUT_BYTES, "evaluation", episodes)
     if not samples.num_recorded_steps and _is_recorded(plan):
         notes.append("samples/ holds no recorded samples, so none can be shown.")
     has_events = events.exists() and events.stat().st_size > 0  # most runs have none

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
+from leaderless.observability.report.episodes import Conversation, Conversations
 from leaderless.observability.report.untrusted import (
     as_list,
     as_mapping,
@@ -70,7 +71,7 @@ class Sample:
     """A response as recorded, or several equal ones.
 
     The state is that of a `Judge`, and a failed reward is None. The role that sampled it is empty in runs with a single
-    one.
+    one, and the number of the episode in runs without an environment.
     """
 
     sample_id: str
@@ -81,6 +82,7 @@ class Sample:
     is_truncated: bool
     details: tuple[Detail, ...]
     role: str = ""
+    episode: str = ""
     count: int = 1
 
 
@@ -96,12 +98,13 @@ class Group:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The recorded samples of one step that the page shows, and single tokens by sample id."""
+    """The recorded samples of one step that the page shows, single tokens by sample id, and episodes by number."""
 
     step: int
     groups: tuple[Group, ...]
     num_recorded: int
     tokens: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    episodes: Mapping[str, Conversation] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -111,7 +114,7 @@ class RecordedStep:
     @cached_property
     def size_bytes(self) -> int:
         """Size in the page, without the tokens."""
-        return _size_bytes(asdict(replace(self, tokens={})))
+        return _size_bytes(asdict(replace(self, tokens={}, episodes={})))
 
     def cut(self, limit_bytes: int) -> RecordedStep:
         """The step with only as many groups as fit; the last of them may lack responses."""
@@ -146,6 +149,11 @@ class Samples:
         return sum(step.num_recorded - step.num_samples for step in self.steps)
 
     @property
+    def has_episodes(self) -> bool:
+        """Whether some samples are shown with the conversation that they are from."""
+        return any(step.episodes for step in self.steps)
+
+    @property
     def example_error(self) -> str:
         """The newest error of a reward, with its step and the reward's name; empty if none was recorded."""
         errors = (
@@ -160,15 +168,22 @@ class Samples:
 
 
 def read_samples(
-    folder: Path, judge: Judge, budget_bytes: int = BUDGET_BYTES, kind: Literal["step", "evaluation"] = "step"
+    folder: Path,
+    judge: Judge,
+    budget_bytes: int = BUDGET_BYTES,
+    kind: Literal["step", "evaluation"] = "step",
+    episodes: Path | None = None,
 ) -> Samples:
     """Read the samples of evenly spread steps, the first and the last among them, within the budget.
+
+    Where there are episodes, only steps that have some are read.
 
     Args:
         folder: Folder `samples/` of a run, which may be missing.
         judge: Rule that tells correct from wrong.
         budget_bytes: Largest size in the page, without tokens.
         kind: Samples of training steps, or of evaluations after them.
+        episodes: Folder of the journal of episodes, which may be missing; None for none.
     """
     files, problems = _files_by_step(folder, kind), list[str]()
 
@@ -176,16 +191,23 @@ def read_samples(
     def read(step: int) -> RecordedStep:
         return read_step(step, [row for path in files[step] for row in _read_rows(path, problems)], judge)
 
+    conversations = None if episodes is None else Conversations(episodes, kind)
     every_step = sorted(files)
+    if conversations is not None and files.keys() & conversations.steps:
+        every_step = sorted(files.keys() & conversations.steps)
     # Files hold a prompt once per response, the page only once, so files may be larger than the budget.
     count = _num_fitting(
-        every_step, len(files), lambda step: sum(path.stat().st_size for path in files[step]), 8 * budget_bytes
+        every_step, len(every_step), lambda step: sum(path.stat().st_size for path in files[step]), 8 * budget_bytes
     )
     count = _num_fitting(every_step, count, lambda step: read(step).size_bytes, budget_bytes)
     recorded = [read(step) for step in _spread(every_step, count)]
     if sum(one.size_bytes for one in recorded) > budget_bytes:
         recorded = [one.cut(budget_bytes // len(recorded)) for one in recorded]
-    return Samples(_with_newest_tokens(recorded), len(every_step), tuple(problems), budget_bytes)
+    steps = _with_newest_tokens(recorded)
+    if conversations is not None:
+        steps = tuple(replace(step, episodes=found) for step, found in conversations.of(steps))
+        problems += conversations.problems
+    return Samples(steps, len(files), tuple(problems), budget_bytes)
 
 
 def read_step(step: int, rows: Sequence[Mapping[str, object]], judge: Judge) -> RecordedStep:
@@ -287,6 +309,7 @@ def _sample(row: Mapping[str, object], judge: Judge) -> Sample:
             for name, detail in details.items()
         ),
         role=as_text(row.get("role")),
+        episode=as_text(row.get("joint_id")),
     )
 
 

@@ -12,6 +12,8 @@
   let position = 0;
   let state = "";
   let query = "";
+  let from = null;
+  let to = null;
   let numShown = GROUPS_PER_PAGE;
 
   function make(tag, className, ...children) {
@@ -59,16 +61,25 @@
     return [body, button];
   }
 
-  function matchingSamples(group) {
+  // All texts of a sample: its response, and what was said in its episode.
+  function textsOf(sample, step) {
+    const episode = step.episodes[sample.episode];
+    return [sample.response, ...(episode ? [episode.error, ...episode.messages.map((message) => message.text)] : [])];
+  }
+
+  function matchingSamples(group, step) {
     const isFoundInGroup = holds(group.prompt) || holds(group.answer);
     return group.samples.filter((sample) => {
+      const isInRange = (from === null && to === null)
+        || (sample.reward !== null && (from === null || sample.reward >= from) && (to === null || sample.reward <= to));
+      if (!isInRange) return false;
       const fits = !state || (state === "truncated" ? sample.is_truncated : sample.state === state);
-      return fits && (!query || isFoundInGroup || holds(sample.response) || sample.details.some((d) => holds(d.error)));
+      return fits && (!query || isFoundInGroup || textsOf(sample, step).some(holds) || sample.details.some((d) => holds(d.error)));
     });
   }
 
   function matchesOf(step) {
-    return step.groups.map((group) => ({ group, samples: matchingSamples(group) })).filter(({ samples }) => samples.length);
+    return step.groups.map((group) => ({ group, samples: matchingSamples(group, step) })).filter(({ samples }) => samples.length);
   }
 
   function groupHeader(group) {
@@ -109,8 +120,55 @@
     return view;
   }
 
-  function responseCell(sample) {
-    const cell = make("div", "", ...foldable(sample.response, "response"));
+  const seconds = (value) => `${value < 0.1 ? value.toFixed(3) : value < 10 ? value.toFixed(2) : value.toFixed(0)} s`;
+
+  // A message of an episode: who says it, what, and what came of it.
+  function bubble(message, isFailed, agents) {
+    const place = agents.indexOf(message.who);
+    const isSaid = message.kind === "said";
+    const node = make("div", `bubble ${message.kind}`);
+    if (isSaid && place > 0) node.classList.add(`agent-${Math.min(place, 3)}`);
+    const facts = make("div", "bubble-facts", make("b", "", isSaid ? message.who || "policy" : message.who));
+    const fact = (text, className = "") => facts.append(make("span", className, text));
+    if (isSaid) {
+      if (message.turn !== null) fact(`turn ${message.turn + 1}`);
+      fact(`${counted(message.tokens, "token")} ${isFailed ? "left out" : "trained"}`, isFailed ? "cut" : "");
+      if (message.is_truncated) fact("cut", "cut");
+      if (message.reward) fact(`reward ${signed(message.reward)}`, message.reward > 0 ? "gain" : "loss");
+      if (message.seconds !== null) fact(`answered in ${seconds(message.seconds)}`);
+    } else if (message.kind === "tool") {
+      if (message.refusal) fact(message.refusal.replaceAll("_", " "), "loss");
+      if (message.seconds !== null) fact(seconds(message.seconds));
+    }
+    node.append(facts);
+    if (message.text) node.append(...foldable(message.text, "message"));
+    for (const call of message.calls || []) {
+      node.append(make("div", "call", make("b", "", call.name), " ", ...marked(call.arguments)));
+    }
+    return node;
+  }
+
+  function conversationView(episode) {
+    const isFailed = Boolean(episode.cause);
+    const view = make("div", "conversation", ...episode.messages.map((message) => bubble(message, isFailed, episode.agents)));
+    if (episode.total > episode.messages.length) {
+      view.append(make("p", "note", `${counted(episode.total - episode.messages.length, "more message")} in episodes/`));
+    }
+    if (isFailed) view.append(make("div", "bubble failure", make("b", "", `failed: ${episode.cause}`), make("div", "text", ...marked(episode.error))));
+    const spent = Object.entries(episode.seconds).filter(([, value]) => value > 0);
+    const end = episode.is_cut ? "cut at a limit" : isFailed ? "" : "over";
+    view.append(make("p", "note", [end, ...spent.map(([name, value]) => `${name} ${seconds(value)}`)].filter(Boolean).join(" · ")));
+    return view;
+  }
+
+  // Samples of one episode share its conversation, which is shown with the first of them.
+  function responseCell(sample, shown) {
+    const episode = steps[position].episodes[sample.episode];
+    let content = foldable(sample.response, "response");
+    if (episode && shown.has(sample.episode)) content = [make("p", "note", "The same episode as above.")];
+    else if (episode) content = [conversationView(episode)];
+    shown.add(sample.episode);
+    const cell = make("div", "", ...content);
     const tokens = steps[position].tokens[sample.sample_id];
     if (!tokens) return cell;
     const plain = [...cell.childNodes];
@@ -126,7 +184,7 @@
     return cell;
   }
 
-  function sampleRow(sample) {
+  function sampleRow(sample, shown) {
     const tags = make("div", "tags", make("span", `tag ${sample.state}`, sample.state));
     if (sample.count > 1) {
       const times = make("span", "tag count", `× ${sample.count}`);
@@ -146,7 +204,12 @@
     for (const detail of sample.details.filter((one) => one.error)) {
       verdict.append(make("div", "error", `${detail.name}: `, ...marked(detail.error)));
     }
-    return make("div", "sample", verdict, responseCell(sample));
+    return make("div", "sample", verdict, responseCell(sample, shown));
+  }
+
+  function withShown(samples) {
+    const shown = new Set();
+    return samples.map((sample) => sampleRow(sample, shown));
   }
 
   function showElsewhere() {
@@ -177,7 +240,7 @@
     const more = recorded.num_recorded > total ? `; ${recorded.num_recorded - total} more are in samples/` : "";
     byId("found").textContent = `${shownOf}${counted(total, "response")} to ${counted(matches.length, "prompt")}${more}`;
     list.replaceChildren(
-      ...shown.map(({ group, samples }) => make("article", "group", groupHeader(group), ...samples.map(sampleRow))),
+      ...shown.map(({ group, samples }) => make("article", "group", groupHeader(group), ...withShown(samples))),
     );
     byId("more").hidden = matches.length <= shown.length;
     showElsewhere();
@@ -228,6 +291,12 @@
         goTo(position);
       }, 150);
     });
+    const bound = (id, set) => byId(id).addEventListener("input", (event) => {
+      set(event.target.value === "" ? null : Number(event.target.value));
+      goTo(position);
+    });
+    bound("reward-from", (value) => { from = value; });
+    bound("reward-to", (value) => { to = value; });
     document.addEventListener("report:step", (event) => {
       goTo(nearest(event.detail));
       byId("samples").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
