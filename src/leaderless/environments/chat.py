@@ -20,7 +20,8 @@ class ChatWriter:
     """Writes messages by a tokenizer's chat template, or as they are.
 
     A conversation only grows: what is added to it is what the template writes after the agent's message, and nothing
-    before it is written again.
+    before it is written again. With a chat template, texts that spell a special token are told with a blank in it, so
+    that no tool or page can end a message and begin another.
 
     Attributes:
         tokenizer: Tokenizer of the policy.
@@ -34,10 +35,12 @@ class ChatWriter:
     system: str | None = None
     tools: Sequence[Json] = ()
     _ends: list[str] = field(init=False)
+    _special: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         special = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()} if self.is_chat else ()
         self._ends = sorted(special, key=len, reverse=True)
+        self._special = [token for token in self._ends if len(token) > 1 and token in _special_tokens(self.tokenizer)]
 
     def messages_of(self, observation: Observation, role: str = "user") -> list[Message]:
         """An observation as messages.
@@ -108,16 +111,34 @@ class ChatWriter:
             )
         return behind
 
+    def _harmless(self, message: Message) -> Message:
+        """A message of others, without special tokens in its text."""
+        text = message["content"]
+        if message["role"] == "assistant" or not isinstance(text, str):
+            return message
+        for token in self._special:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return {**message, "content": text}
+
     def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=self.tools or None, add_generation_prompt=is_prompt, tokenize=False
+                list(map(self._harmless, messages)),
+                tools=self.tools or None,
+                add_generation_prompt=is_prompt,
+                tokenize=False,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise RecipeError.at(
                 "", f"the tokenizer's chat template cannot write a conversation of the roles {roles}: {error}"
             ) from error
+
+
+def _special_tokens(tokenizer: Tokenizer) -> set[str]:
+    """The texts of tokens that have a meaning of their own, such as the end of a message."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)}
 
 
 def _text(messages: Sequence[Message]) -> str:

@@ -31,7 +31,7 @@ class Tokenizer(Characters):
 def played(texts: str, environment: type, siblings: int = 2, first: int = 0, script: object = counting) -> Played:
     name = f"{environment.__module__}:{environment.__name__}"
     recipe = make_recipe(
-        environment={"type": name, "max_turns": 5, "act_timeout_s": 0.05},
+        environment={"type": name, "max_turns": 5, "act_timeout_s": 5},
         data={"train": {"path": "rows.jsonl", "template": "plain"}},
         rollout={"max_response_tokens": 4},
     )
