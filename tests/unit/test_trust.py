@@ -48,6 +48,8 @@ ALLOWED = {
     # code. What a policy wrote reaches them as text, and their outcomes come back as JSON.
     ("rewards/dispatch.py", "multiprocessing"),
     ("rewards/process.py", "multiprocessing"),
+    # An episode's process is forked, and exchanges JSON with its worker on a private pipe.
+    ("environments/apart.py", "multiprocessing"),
     # SGLang's interface takes weights pickled. A rank writes them for its own server, and reads nothing of the kind.
     ("rollout/sglang.py", "pickle"),
     ("rollout/sglang.py", "multiprocessing"),

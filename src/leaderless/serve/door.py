@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -23,6 +22,7 @@ from leaderless.environments.programs.chat import Answer, Chat, differs
 from leaderless.environments.programs.messages import AskRefusedError
 from leaderless.rollout.engine import Delta
 from leaderless.serve.errors import ApiError
+from leaderless.serve.port import take_port
 from leaderless.serve.questions import CompletionQuestion, Question, read_question
 from leaderless.serve.replies import ChoicePart, CompletionComposer
 from leaderless.serve.tool_chats import ToolComposer, ToolQuestion
@@ -38,7 +38,8 @@ class Door:
     def __init__(self) -> None:
         """Listen; nothing is answered before an episode is admitted."""
         self._chats: dict[str, tuple[Chat, str]] = {}
-        self._listener = socket.create_server((HOST, 0))
+        self._listener = take_port(HOST, 0, None)
+        self._listener.listen()
         app = Starlette(
             routes=[
                 Route("/episodes/{episode}/v1/models", self._models),

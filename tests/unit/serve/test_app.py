@@ -114,6 +114,13 @@ def test_errors_are_in_the_words_of_the_api() -> None:
         assert words in json.loads(text)["error"]["message"]
 
 
+def test_a_response_does_not_wait_for_its_head_to_be_confirmed() -> None:
+    with take_port("127.0.0.1", 0, None) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 def test_other_machines_are_listened_to_only_with_a_token() -> None:
     for host in ("0.0.0.0", "::"):
         with pytest.raises(RecipeError, match="so clients need a token: set LEADERLESS_TOKEN"):

@@ -18,6 +18,7 @@ def main() -> None:
     """Run the command of the arguments, and end with its exit code."""
     door, host, port, *command = sys.argv[1:]
     listener = socket.create_server((host, int(port)))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # pieces of a response do not wait for each other
     threading.Thread(target=_listen, args=(listener, door), daemon=True).start()
     code = subprocess.run(command, check=False).returncode  # noqa: S603 - the user's own
     sys.exit(code if code >= 0 else 128 - code)
