@@ -74,7 +74,14 @@ def _pairs_of_messages(known: Line, new: Line) -> Iterator[tuple[str, Json, Json
         turn += one["said"] is not None
         place = f"turn {turn}" if one["said"] is not None else f"what is told before turn {turn + 1}"
         for name in one:
-            yield f"{place}, {name}", one[name], other.get(name)
+            yield f"{place}, {name}", _compared(one[name]), _compared(other.get(name))
+
+
+def _compared(value: Json) -> Json:
+    """A value of a message, without what says how it came to be said."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: one for name, one in value.items() if name not in {"is_repeated", "temperature"}}
 
 
 def _shown(place: str, expected: Json, found: Json) -> Difference:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from leaderless.config import Json, LoadedRecipe, Recipe, RecipeError
 from leaderless.config.environment import EnvironmentConfig
@@ -108,12 +108,14 @@ class RunEpisodes:
         return sorted({file.step for file in self.files if file.kind == kind})
 
     def played(self, kind: Kind, step: int) -> list[Line]:
-        """The episodes of a step, by their numbers. Of an episode that several nodes played, it is the last line.
+        """The episodes of a step, by their numbers. Of an episode that several nodes played, it is the longest line.
 
         Raises:
             ValueError: A file is damaged.
         """
-        lines = {int(str(line["id"])): line for line in self._lines(kind, step, "played")}
+        lines: dict[int, Line] = {}
+        for line in sorted(self._lines(kind, step, "played"), key=lambda line: len(cast("list[Json]", line["nodes"]))):
+            lines[int(str(line["id"]))] = line
         return [lines[number] for number in sorted(lines)]
 
     def graded(self, kind: Kind, step: int) -> dict[tuple[int, int], Grade]:

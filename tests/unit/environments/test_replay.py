@@ -123,6 +123,15 @@ def test_the_first_difference_is_found(way: str, place: str, expected: str, foun
     assert again(line, Other) == Difference(place, expected, found)
 
 
+def test_how_a_message_came_to_be_said_makes_no_difference() -> None:
+    _, line = journaled(Count)
+    other = json.loads(text_of(line))
+    for node in other["nodes"]:
+        if node["said"]:
+            node["said"] |= {"is_repeated": True, "temperature": 0.0}
+    assert first_difference(line, other) is None
+
+
 def test_a_difference_in_a_long_text_is_shown_where_it_begins() -> None:
     _, line = journaled(Count)
     other = json.loads(text_of(line))
