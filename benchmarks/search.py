@@ -48,8 +48,9 @@ def measure(seed: int, folder: Path) -> dict[str, object]:
     return {
         "seed": seed,
         "guess": best_guess(folder / "runs/search-data"),
-        "search": accuracies(folder / "runs/search"),
-        "closed_book": accuracies(folder / "runs/search-closed-book"),
+        "search": by_step(folder / "runs/search", "evaluation/mean@1"),
+        "messages": by_step(folder / "runs/search", "episode/turns"),
+        "closed_book": by_step(folder / "runs/search-closed-book", "evaluation/mean@1"),
         "seconds": {part: seconds(folder, part) for part in ("data", "sft", "grpo", "closed_book")},
     }
 
@@ -82,10 +83,10 @@ def seconds(folder: Path, part: str) -> float:
     return round(value, 1)
 
 
-def accuracies(run: Path) -> dict[str, float]:
-    """Held-out accuracy by step."""
+def by_step(run: Path, metric: str) -> dict[str, float]:
+    """A metric by step, where there was an evaluation."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {str(line["step"]): line["evaluation/mean@1"] for line in lines if "evaluation/mean@1" in line}
+    return {str(line["step"]): line[metric] for line in lines if "evaluation/mean@1" in line and metric in line}
 
 
 def best_guess(data: Path) -> float:

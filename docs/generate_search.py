@@ -20,14 +20,16 @@ def with_search(page: str) -> str:
 
 
 def _table(runs: list[Mapping[str, Mapping[str, float]]]) -> str:
-    """Held-out accuracies of each seed, from imitation to the last step."""
+    """Held-out accuracies of each seed, from imitation to the last step, and messages per episode there."""
     steps = list(runs[0]["search"])
+    columns = "".join(f" step {step} |" for step in steps[1:])
     lines = [
-        f"| seed | best guess | without searching | after imitation | {' | '.join(f'step {s}' for s in steps[1:])} |",
-        f"| --- {'| ---: ' * (len(steps) + 2)}|",
+        f"| seed | best guess | without searching | after imitation |{columns} messages |",
+        f"| --- {'| ---: ' * (len(steps) + 3)}|",
     ]
     for run in runs:
         last = list(run["closed_book"].values())[-1]
         shares = [run["guess"], last, *run["search"].values()]
-        lines.append(f"| {run['seed']} | {' | '.join(f'{share:.1%}' for share in shares)} |")
+        messages = list(run["messages"].values())[-1]
+        lines.append(f"| {run['seed']} | {' | '.join(f'{share:.1%}' for share in shares)} | {messages:.2f} |")
     return "\n".join(lines)

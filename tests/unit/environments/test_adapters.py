@@ -9,11 +9,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from tests.unit.environments.scripted import ScriptedEngine, play
+from tests.unit.environments.test_play import Tokenizer
 
 from leaderless.config import Json, RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.adapters import gymnasium, needed, reasoning_gym, textarena
 from leaderless.environments.apart import ProcessWorld
+from leaderless.environments.chat import ChatWriter
 from leaderless.environments.protocol import Environment, EpisodeFailed, Turn
 from leaderless.environments.registry import BUILT_IN, environment_class, world_maker
 from leaderless.rewards.protocol import RewardInput, RewardResult
@@ -148,6 +151,19 @@ def test_two_players_of_a_game_take_turns_and_share_the_reward() -> None:
     assert "[Player 1]" not in turns[2].observation, "what a player has said itself is not repeated"
     last = act(environment, "[2]")
     assert last == Turn(reward={"first": 1.0, "second": -1.0}, done=True, info={"reason": "Player 0 has won!"})
+
+
+def test_each_player_of_a_game_is_trained_on_its_own_moves() -> None:
+    moves = iter("03142")
+    engine = ScriptedEngine(lambda _: [ord(letter) for letter in f"[{next(moves)}]"])
+    writer = ChatWriter(Tokenizer(), is_chat=False)  # type: ignore[arg-type]
+    (episode,), _ = play(engine, lambda: textarena.TextArena("TicTacToe-v0"), writer, max_tokens=5000)
+    assert not episode.error
+    found = {}
+    for sample in episode.trace.samples():
+        trained = [token for token, is_trained in zip(sample.tokens, sample.is_trained, strict=True) if is_trained]
+        found[sample.agent] = ("".join(map(chr, trained)), sum(sample.rewards))
+    assert found == {"first": ("[0][1][2]", 1.0), "second": ("[3][4]", -1.0)}
 
 
 def test_who_has_not_made_a_move_is_not_rewarded() -> None:
