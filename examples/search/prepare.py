@@ -53,7 +53,8 @@ def prepare(folder: Path, seed: int = 0) -> None:
 def row(question: Question) -> dict[str, str]:
     """A question as a row of data."""
     kind = f"{question.searches[-1].word}, {len(question.searches)} searches"
-    return {"question": question.text, "answer": question.answer, "kind": kind}
+    response = f"<answer> {question.answer} </answer>"
+    return {"question": question.text, "answer": question.answer, "response": response, "kind": kind}
 
 
 def demonstrate(seed: int) -> Iterator[dict[str, str]]:

@@ -39,9 +39,10 @@ def act(environment: Environment, text: str) -> Turn:
     return turn
 
 
-def test_every_built_in_environment_can_be_named() -> None:
-    for name in BUILT_IN:
-        assert environment_class(EnvironmentConfig.model_validate({"type": name, "options": OPTIONS[name]}))
+def test_each_has_a_name() -> None:
+    for name, options in OPTIONS.items():
+        assert name in BUILT_IN
+        assert environment_class(EnvironmentConfig.model_validate({"type": name, "options": options}))
 
 
 OPTIONS: dict[str, dict[str, Json]] = {
