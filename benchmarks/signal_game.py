@@ -37,7 +37,7 @@ VARIANTS: Mapping[str, tuple[str, int, list[str]]] = {
     "Dr. MAS, two pools": ("dr_mas", 2, POOLS),
     "MARFT, one pool": ("marft", 1, []),
     "MARFT, two pools": ("marft", 2, [*POOLS, "layout.critic.ranks=1", "layout.values.ranks=1"]),
-    "solver alone": ("dr_mas", 1, [f"workflow={ROOT}/recipes/agents/signal/solver_alone.yaml"]),
+    "solver alone": ("dr_mas", 1, [f"workflow={ROOT}/examples/signal_game/solver_alone.yaml"]),
 }
 """Recipe, number of workers, and overrides of each variant."""
 

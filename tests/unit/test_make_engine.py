@@ -220,7 +220,7 @@ def test_an_engine_that_is_none_is_refused_when_the_recipe_is_read(tmp_path: Pat
 
 def test_what_is_made_must_be_an_engine(tmp_path: Path) -> None:
     name = f"{__name__}:makes_nothing"
-    message = "made object for role 'policy', which is no RolloutEngine: it lacks abort, close, load_weights"
+    message = "made object for role 'policy', which is no RolloutEngine: it lacks abort, close, forget, load_weights"
     with pytest.raises(RecipeError, match=message):
         make_engine(name, setup_of(tmp_path, recipe_of(tmp_path, {})))
 

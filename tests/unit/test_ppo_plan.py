@@ -93,7 +93,7 @@ def test_a_critic_has_a_head_of_one_output_and_no_logits(tmp_path):
         (
             {"algorithm": {"advantage": {"type": "grpo"}}},
             "nodes.critic",
-            "algorithm.advantage.type=gae: set it, or use a workflow without a critic, as grpo",
+            "algorithm.advantage.type=gae or chained_gae: set it, or use a workflow without a critic, as grpo",
         ),
         (
             {"algorithm": {"critic": {"warmup_steps": 3}}},
