@@ -21,7 +21,7 @@ from leaderless.environments.pump import EnginePump
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, tool_use
 from leaderless.environments.trace import TraceNode, TraceSample
-from leaderless.environments.world import CAUSES
+from leaderless.environments.world import CAUSES, OVERFLOW
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.stages.earlier import Earlier, Seat
@@ -238,13 +238,20 @@ def _rows_of(episode: Episode, seat: Seat, stride: int) -> list[_Row]:
     if episode.cause:
         failure: Json = {"cause": episode.cause, "error": episode.error}
         return [_Row(begin, task, place, begin, begin, 0, None, 0.0, episode.is_cut, failure)]
+    samples = sorted(episode.trace.samples(), key=lambda sample: episode.agents.index(sample.agent))
+    if begin + len(samples) * stride > 1 << SIBLING_BITS:
+        error = (
+            f"the episode has {len(samples)} conversations or branches, and ids have room for "
+            f"{((1 << SIBLING_BITS) - begin) // stride}: lower environment.max_turns or batch.responses_per_prompt"
+        )
+        failure = {"cause": OVERFLOW, "error": error}
+        return [_Row(begin, task, place, begin, begin, 0, None, 0.0, episode.is_cut, failure)]
     rewards = dict.fromkeys(episode.agents, 0.0)
     for node in episode.trace.said():
         if node.said:
             rewards[node.said.agent] += node.said.reward
     rows: list[_Row] = []
     credit: dict[str, int] = {}
-    samples = sorted(episode.trace.samples(), key=lambda sample: episode.agents.index(sample.agent))
     for number, sample in enumerate(samples):
         sibling = begin + number * stride
         rows.append(

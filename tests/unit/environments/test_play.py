@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -109,6 +110,15 @@ def test_a_failed_episode_is_an_empty_row_that_is_not_valid() -> None:
     assert not with_environment(None, 0.0, cause).is_valid
     assert with_environment(Graded(1.0, is_valid=True, details={}), 0.5, None).value == 1.5
     assert not with_environment(Graded(0.0, is_valid=False, details={}), 0.5, None).is_valid
+
+
+def test_an_episode_with_more_samples_than_ids_fails_by_itself() -> None:
+    one = replace(played("a", Pair, siblings=2), play=Play([SamplingConfig()] * 2, 0, 1 << 15, 5))
+    samples = one.samples()
+    failures = samples.objects("environment_failed")
+    assert len(failures) == 3, "the first episode has room for two samples, and the second one has not"
+    assert failures[:1] + failures[2:] == (None, None)
+    assert "has 2 conversations or branches, and ids have room for 1" in str(failures[1])
 
 
 def test_metrics_are_means_over_whole_episodes() -> None:
