@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.programs.chat import Chat, Rules
 from leaderless.environments.programs.doorway import LazyDoorway
+from leaderless.environments.programs.lines import number_of
 from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.protocol import Message, Observation, Task, Turn
 from leaderless.environments.pump import EnginePump, Pump
@@ -354,8 +354,7 @@ def noise_id(number: int, attempt: int, turn: int) -> int:
     """The sample id of a message: that of the episode for its first one, and 63 bits that follow from it for others."""
     if attempt == turn == 0:
         return number
-    digest = hashlib.blake2b(f"{number}/{attempt}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return number_of(f"{number}/{attempt}/{turn}")
 
 
 def play_all(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from threading import Lock
 
 from leaderless.config.rewards import SandboxName
 from leaderless.environments.tools import tool
+from leaderless.environments.world import exit_in_words
 from leaderless.sandbox.choose import choose_sandbox
 from leaderless.sandbox.jail import Interpreter
 from leaderless.sandbox.messages import Ended, Limits
@@ -92,11 +92,6 @@ class PythonTool:
         reason = {
             "timeout": f"took more than {self._limits.test_timeout_s:g} s and was ended",
             "output": f"printed more than {self._limits.max_output_bytes:,} bytes and was ended",
-            "exited": f"ended the interpreter with {_code_name(ended.code)}",
+            "exited": f"ended the interpreter with {exit_in_words(ended.code)}",
         }[ended.cause]
         return f"{shown}\nError: the call {reason}. {_LOST}".lstrip()
-
-
-def _code_name(code: int) -> str:
-    """An exit code in words."""
-    return f"exit code {code}" if code >= 0 else f"the signal {signal.Signals(-code).name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -141,6 +142,11 @@ def failure_of(error: Exception, what: str, cause: str = ENVIRONMENT) -> Failure
     if isinstance(error, EpisodeFailed):
         return Failure(cause, f"{what} gave up: {error}")
     return Failure(cause, f"{what} raised {type(error).__name__}: {error}")
+
+
+def exit_in_words(code: int) -> str:
+    """The exit code of a process in words; a negative one is the number of a signal."""
+    return f"exit code {code}" if code >= 0 else f"the signal {signal.Signals(-code).name}"
 
 
 def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:

@@ -15,7 +15,7 @@ from leaderless.config import Json, RecipeError
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.programs.confine import Confinement
 from leaderless.environments.protocol import Task
-from leaderless.environments.world import CRASH, ENVIRONMENT, Failure
+from leaderless.environments.world import CRASH, ENVIRONMENT, Failure, exit_in_words
 from leaderless.sandbox.bubblewrap import bubblewrap_refusal
 
 _KEPT_BYTES = 65536
@@ -108,7 +108,7 @@ class Command:
             printed, told = await output.close(), await errors.close()
         if code != 0:
             shown = f"{printed.rstrip()}\n{told.rstrip()}".strip()[-_SHOWN_CHARACTERS:]
-            raise Failure(CRASH, f"the command '{self._name}' ended with {_code_name(code)}: {shown or 'no output'}")
+            raise Failure(CRASH, f"the command '{self._name}' ended with {exit_in_words(code)}: {shown or 'no output'}")
         if chat.reward is not None:
             return {"reward": chat.reward}
         return self._reward(printed)
@@ -166,7 +166,3 @@ class _Tail:
         while data := await self._reader.read(_KEPT_BYTES):
             self._kept += data
             del self._kept[:-_KEPT_BYTES]
-
-
-def _code_name(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"the signal {signal.Signals(-code).name}"
