@@ -1,4 +1,4 @@
-"""An environment of one's own: the policy guesses a number, and is told whether it is smaller or larger."""
+"""A custom environment: the policy guesses a number, and is told whether it is smaller or larger."""
 
 from __future__ import annotations
 

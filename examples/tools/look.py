@@ -1,4 +1,4 @@
-"""Tools of one's own: a digit that the policy can only know if it calls a tool."""
+"""Custom tools: a digit that the policy can only know if it calls a tool."""
 
 from __future__ import annotations
 

@@ -29,8 +29,9 @@ class EnvironmentConfig(ShorthandSection):
     shorthand: ClassVar[str] = "type"
 
     type: str = Field(min_length=1)
-    """Environment, a class `package.module:Class` derived from `leaderless.environments.Environment`; or a program that
-    leads the episode, a function `package.module:function` or `command`; see
+    """Environment: a built-in one (`calculator`, `gymnasium`, `reasoning_gym`, `search_r1`, `textarena` or
+    `textarena_solo`), or a class `package.module:Class` derived from `leaderless.Environment`; or a program that leads
+    the episode, a function `package.module:function` or `command`; see
     [Programs that lead episodes](../guides/programs.md)."""
     options: Mapping[str, JsonValue] = {}
     """Arguments of its constructor; for a program, further arguments."""
@@ -56,7 +57,7 @@ class EnvironmentConfig(ShorthandSection):
     which may crash or hang without harm. Environments that use global random numbers ask for processes by
     themselves."""
     tools: tuple[ToolConfig, ...] = ()
-    """Tools that the policy may call, besides the environment's methods marked with `@tool`."""
+    """Tools that the policy may call, in addition to the environment's methods marked with `@tool`."""
     mcp: Mapping[str, McpServerConfig] = {}
     """Servers of the Model Context Protocol, whose tools the policy may call, by name."""
     tool_format: str = Field(default="auto", min_length=1)

@@ -21,7 +21,7 @@ ONLY_AGENT = ""
 
 
 class EpisodeFailed(Exception):  # noqa: N818 - a plain word for users
-    """The episode cannot be judged, so it is left out and counted, by the first argument: a short cause."""
+    """The episode cannot be judged, so it is left out and counted as failed. The first argument says why."""
 
 
 @dataclass(frozen=True)

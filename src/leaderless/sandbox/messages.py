@@ -43,8 +43,8 @@ class Ended(NamedTuple):
     """How a run or a call ended.
 
     Attributes:
-        cause: `answered` (a call after which the interpreter goes on), `exited`, `timeout` or `output` (it printed too
-            much).
+        cause: `answered` (a call after which the interpreter continues), `exited`, `timeout` or `output` (it printed
+            too much).
         code: Exit code, negative for the signal that ended it; meaningful for `exited` only.
         output: Standard output, with replacements for bytes that are no UTF-8.
         passed: Outcome of each test that ended; empty for a script.

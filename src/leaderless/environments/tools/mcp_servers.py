@@ -1,7 +1,7 @@
 """Tools of servers of the Model Context Protocol, through the official client library.
 
 All sessions of a rank live in one thread with an event loop of its own. So they survive the loops that play episodes,
-and go on while an engine is busy.
+and continue while an engine is busy.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class McpSession:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def close(self) -> None:
-        """End the session of an episode, from any loop; a shared one goes on."""
+        """End the session of an episode, from any loop; a shared one stays open."""
         if not self._config.shared:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.end(), self._loop))
 
