@@ -118,7 +118,7 @@ class ChatWriter:
             return message
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
-        return {**message, "content": text}
+        return {**message, "content": _whole(text)}
 
     def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
         try:
@@ -142,7 +142,12 @@ def _special_tokens(tokenizer: Tokenizer) -> set[str]:
 
 
 def _text(messages: Sequence[Message]) -> str:
-    return "".join(str(message["content"]) for message in messages)
+    return _whole("".join(str(message["content"]) for message in messages))
+
+
+def _whole(text: str) -> str:
+    """A text without halves of characters, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _is_message(value: object) -> bool:

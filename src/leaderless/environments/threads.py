@@ -46,6 +46,11 @@ async def _awaited(function: Callable[[], object]) -> object:
         return await cast("Awaitable[object]", function())
     except SystemExit as error:
         raise _as_error(error) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise _as_error(error) from error  # of a task of the user's, whose end is not that of whoever waits here
     finally:
         _end_fork(process)
 

@@ -126,9 +126,11 @@ async def call(
         Failure: It raised an error or took too long.
     """
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as limit:
             return cast("Result", await call_user(function, what))
     except TimeoutError as error:
+        if not limit.expired():  # the user's own
+            raise failure_of(error, what, cause) from error
         remedy = "raise environment.act_timeout_s, or give the call a time limit of its own"
         raise Failure(TIMEOUT, f"{what} has not answered within {timeout_s:g} s: {remedy}") from error
     except Failure:
@@ -153,10 +155,12 @@ def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:
     """What an environment has answered, if it is well-formed.
 
     Raises:
-        Failure: It is no `Turn`, a reward is not finite, or an agent is unknown.
+        Failure: It is no `Turn`, a reward is not finite, facts have no names, or an agent is unknown.
     """
     if not isinstance(turn, Turn):
         raise Failure(ENVIRONMENT, f"{what} returned {type(turn).__name__}: it must return a Turn")
+    if not isinstance(turn.info, Mapping):
+        raise Failure(ENVIRONMENT, f"{what} returned the info {turn.info!r:.80}: it must be a dict of facts by name")
     rewards = turn.reward.items() if isinstance(turn.reward, Mapping) else [(None, turn.reward)]
     for agent, reward in rewards:
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):

@@ -47,6 +47,14 @@ def test_what_is_told_cannot_end_a_message_and_begin_another() -> None:
         assert "< |im_end|>" in writer.tokenizer.decode(added)
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_halves_of_characters_are_replaced(is_chat: bool) -> None:
+    writer = ChatWriter(tokenizer_with(CHATML), is_chat=is_chat)
+    half = "\ud83d"
+    assert "?" in writer.tokenizer.decode(writer.begin([{"role": "user", "content": half}])[1])
+    assert "?" in writer.tokenizer.decode(writer.add([{"role": "user", "content": half}], []))
+
+
 def test_without_a_template_texts_follow_each_other() -> None:
     writer = ChatWriter(Characters(), is_chat=False)
     messages, tokens = writer.begin(writer.messages_of("a?"))

@@ -104,6 +104,10 @@ class Bad(Count):
                 return Turn(3)  # type: ignore[arg-type]
             case "agent":
                 return Turn("", agent="nobody")
+            case "times out by itself":
+                raise TimeoutError("no route")
+            case "info":
+                return Turn("", info=None)  # type: ignore[arg-type]
             case "exits":
                 raise SystemExit(3)
         return super().act(text)
@@ -121,6 +125,8 @@ FAILURES = {
     "nan": ("environment", "Bad.act returned the reward nan: it must be a finite number"),
     "observation": ("environment", "an observation must be a text"),
     "agent": ("environment", "lets the agent 'nobody' act"),
+    "times out by itself": ("environment", "Bad.act raised TimeoutError: no route"),
+    "info": ("environment", "Bad.act returned the info None: it must be a dict of facts by name"),
     "exits": ("environment", "SystemExit: 3"),
 }
 
@@ -133,6 +139,24 @@ def test_a_failure_is_counted_by_cause_and_harms_no_other_episode(how: str) -> N
     assert text in bad.error
     assert not good.cause
     assert len(good.trace.said()) == 3
+
+
+def test_a_canceled_task_of_an_environment_costs_its_episode_only() -> None:
+    class Canceling(AsyncCount):
+        async def act(self, text: str) -> Turn:  # type: ignore[override]
+            if self.noise_of == "bad":
+                task = asyncio.ensure_future(asyncio.sleep(5))
+                task.cancel()
+                await task
+            return await super().act(text)
+
+        async def reset(self, task: Task, rng: Random) -> Observation:  # type: ignore[override]
+            self.noise_of = task["text"]
+            return await super().reset(task, rng)
+
+    (bad, good), _ = play(ScriptedEngine(counting), Canceling, PLAIN, [{"text": "bad"}, {"text": "fine"}])
+    assert (bad.cause, good.cause) == ("environment", "")
+    assert "CancelledError" in bad.error
 
 
 def test_a_failed_episode_is_tried_again_with_other_noise() -> None:

@@ -105,6 +105,8 @@ class Toolbox:
             prepared = tool.prepare(arguments)
         except WrongArgumentsError as error:
             return self._refusal(call, f"{tool.name}: {error}. Use {tool.usage}.", "wrong_arguments")
+        except Exception as error:
+            raise failure_of(error, f"the schema of tool '{tool.name}'", TOOL) from error
         begin = time.monotonic()
         try:
             async with asyncio.timeout(None if tool.limits_itself else timeout_s):
