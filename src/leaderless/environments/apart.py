@@ -243,7 +243,7 @@ async def _answer(world: ThreadWorld, what: str, arguments: Mapping[str, str]) -
             _seed(arguments["seed"])
             return await world.reset(cast("Task", arguments["task"]), arguments["seed"])
         case "act":
-            return asdict(await world.act(arguments["text"]))
+            return vars(await world.act(arguments["text"]))
         case _:
             await world.close()
             return None

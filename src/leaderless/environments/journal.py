@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, cast
 
 import numpy as np
@@ -38,7 +37,7 @@ def line_of(episode: Episode) -> dict[str, Json]:
         "attempt": episode.attempts - 1,
         "task": place.task,
         "agents": episode.agents,
-        "answers": [asdict(answer.turn) | {"seconds": round(answer.seconds, 6)} for answer in episode.answers],
+        "answers": [vars(answer.turn) | {"seconds": round(answer.seconds, 6)} for answer in episode.answers],
         "calls": [vars(call) | {"seconds": round(call.seconds, 6)} for call in episode.calls],
         "nodes": [
             {

@@ -287,6 +287,25 @@ def test_waiting_for_the_policy_is_not_the_programs_time() -> None:
     assert episode.seconds["model"] > 1.4
 
 
+KEPT: list[Chat] = []
+
+
+async def leave(task: Task, chat: Chat) -> float:
+    """Ask once, and keep the chat for later."""
+    KEPT.append(chat)
+    await chat.ask("one")
+    return 1.0
+
+
+def test_an_episode_that_is_over_answers_nothing() -> None:
+    (episode,), _ = lead(leave, lambda _: "yes")
+    for question in (KEPT[-1].ask("two"), KEPT[-1].complete("two")):
+        with pytest.raises(AskRefusedError, match="the episode is over"):
+            asyncio.run(question)  # type: ignore[arg-type]
+    assert len(episode.trace.said()) == 1
+    assert len(episode.trace.leaves()) == 1
+
+
 def test_what_is_asked_when_an_episode_ends_is_canceled() -> None:
     pending: list[asyncio.Task[object]] = []
 

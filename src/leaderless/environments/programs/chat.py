@@ -105,6 +105,7 @@ class Chat:
         self._num_turns = 0
         self._address: tuple[str, str] | None = None
         self._under_way: set[asyncio.Task[Answer]] = set()
+        self._is_closed = False
         self._last_s = time.monotonic()
         self.overflow: AskRefusedError | None = None
         self.seconds = 0.0
@@ -151,6 +152,7 @@ class Chat:
         Raises:
             AskRefusedError: The messages cannot be written, or a limit of the episode is reached.
         """
+        self._check_open()
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         messages = [checked(message) for message in said]
         if not messages or messages[-1]["role"] == "assistant":
@@ -166,12 +168,19 @@ class Chat:
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Answer:
         """Let the policy continue a text or token ids; see `ask`."""
+        self._check_open()
         if not prompt:
             raise AskRefusedError("prompt is empty: give at least one token")
         return await self._guarded(self._conversations.of_prompt(prompt), max_tokens, tuple(stop), None)
 
+    def _check_open(self) -> None:
+        """Refuse questions after the end of the episode, whose trace is complete."""
+        if self._is_closed:
+            raise AskRefusedError("the episode is over: wait for all answers before it ends")
+
     async def close(self) -> None:
         """Cancel what is asked, and answer nothing more."""
+        self._is_closed = True
         if self._address is not None:
             self._doorway.dismiss(self)
         tasks = list(self._under_way)
