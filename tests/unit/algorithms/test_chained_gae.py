@@ -1,9 +1,11 @@
-"""GAE over the turns of several agents: against a naive loop, plain GAE, exact values, and the bugs of other code."""
+"""GAE over the turns of several agents: against a naive loop, plain GAE, torchrl, exact values, and others' bugs."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +116,37 @@ def test_chained_gae_equals_a_naive_loop(turns: list[Turn], level: Level, discou
         assert gain == pytest.approx(other, abs=1e-9)
         values = turn.values if level == "token" else turn.values[:1] * len(turn.values)
         assert result == pytest.approx([g + v for g, v in zip(gain, values, strict=True)])
+
+
+TORCHRL = json.loads((Path(__file__).parent / "torchrl_gae.json").read_text(encoding="utf-8"))
+"""What torchrl computes; torchrl_gae.py has written it."""
+
+
+@pytest.mark.parametrize("case", TORCHRL["chains"])
+def test_chained_gae_equals_torchrl_on_one_time_axis(case: dict[str, object]) -> None:
+    turns = [Turn(*turn) for turn in case["turns"]]  # type: ignore[attr-defined]
+    settings: dict[str, object] = case["settings"]  # type: ignore[assignment]
+    for found, name in zip(estimate(turns, **settings), ("advantages", "returns"), strict=True):
+        steps = [turn[:1] if settings["level"] == "action" else turn for turn in found]
+        assert [value for turn in steps for value in turn] == pytest.approx(case[name], abs=1e-12)
+
+
+def test_without_discounts_a_chain_of_agents_equals_the_estimator_of_torchrl_for_teams() -> None:
+    """There all agents act at one time; here one after the other, and the last one is rewarded."""
+    team = TORCHRL["team"]
+    turns = [
+        Turn(play, agent, [reward if agent == 1 else 0.0], [value])
+        for play, (rewards, steps) in enumerate(zip(team["rewards"], team["values"], strict=True))
+        for reward, values in zip(rewards, steps, strict=True)
+        for agent, value in enumerate(values)
+    ]
+    gains, _ = estimate(turns, level="token", turn_discount=1.0, decay=1.0)
+    flat = [gain for turn in gains for gain in turn]
+    assert flat == pytest.approx([v for play in team["advantages"] for step in play for v in step], abs=1e-6)
+    actor = torch.tensor([turn.agent for turn in turns])
+    everyone = torch.ones_like(actor, dtype=torch.bool)
+    whitened = whitened_by_agent(torch.tensor(flat), everyone, actor, 1e-8, lambda totals: totals)
+    assert whitened.tolist() == pytest.approx([v for play in team["whitened"] for step in play for v in step], abs=1e-6)
 
 
 @pytest.mark.parametrize("whiten", [False, True])
