@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, object]] = {
     },
     **{
         f"{kind} loss": {"algorithm.policy_loss": {"type": kind}}
-        for kind in ("reinforce", "gmpo", "sapo", "clip_cov", "kl_cov")
+        for kind in ("reinforce", "gmpo", "sapo", "clip_cov", "kl_cov", "dppo")
     },
     "dual clip": {"algorithm.policy_loss": {"dual_clip": 1.1}},
     **{f"{kind} advantage": {"algorithm.advantage": {"type": kind}} for kind in ("opo", "gpg", "reinforce_pp")},
@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, object]] = {
     "adaptive kl": {"algorithm.kl": {"coefficient": 0.5, "unbiased_gradient": True, "target": 0.01, "horizon": 100.0}},
     "token mean with entropy": {"algorithm.aggregation": "token_mean", "algorithm.entropy_coefficient": 0.1},
     "masked correction": {"algorithm.correction": {"type": "mask", "level": "geometric", "lowest": 0.999999}},
+    "interpolated": {"algorithm.proximal": "interpolated", "algorithm.correction.type": "truncate"},
     "custom": {
         "workflow": "tests.end_to_end.own_algorithm:own_workflow",
         "algorithm.advantage": {"type": "tests.end_to_end.own_algorithm:OwnAdvantage", "baseline": 1.5},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaderless.observability.metrics import Largest, Mean, Metrics
+from leaderless.observability.metrics import Largest, Mean, Metrics, Weights
 
 
 class Alone:
@@ -139,3 +139,20 @@ def test_shares_that_a_loss_returns_add_up_in_their_order() -> None:
         expected.max("most", value.detach())
     assert metrics.reduce(Alone()) == expected.reduce(Alone())
     assert not Mean(values.sum(), 1).detach().total.requires_grad  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_effective_sample_size_is_that_of_all_ranks(num_ranks: int) -> None:
+    # Weights 1, 3 and 2 that count: (1 + 3 + 2)^2 / (3 (1 + 9 + 4)).
+    weights, is_counted = torch.tensor([1.0, 3.0, 9.0, 2.0]), torch.tensor([True, True, False, True])
+
+    def report(metrics: Metrics, rank: int) -> None:
+        metrics.add({"samples": Weights.of(weights[rank::num_ranks], is_counted[rank::num_ranks])})
+
+    assert reduce_on(num_ranks, report) == [{"samples": pytest.approx(36 / 42)}] * num_ranks
+
+
+def test_weights_of_nothing_have_no_effective_sample_size() -> None:
+    metrics = Metrics()
+    metrics.add({"samples": Weights.of(torch.tensor([1.0]), torch.tensor([False]))})
+    assert metrics.reduce(Alone()) == {}

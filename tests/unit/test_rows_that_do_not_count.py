@@ -111,7 +111,7 @@ def trained(batch: Batch, algorithm: Mapping[str, Any], scores: Tensor) -> tuple
 KL = {"coefficient": 0.3}
 CASES: dict[str, dict[str, Any]] = {
     **{kind: {"policy_loss": {"type": kind}, "kl": KL} for kind in ("ppo", "reinforce", "gspo", "gmpo", "cispo")},
-    **{kind: {"policy_loss": {"type": kind}, "kl": KL} for kind in ("cpgd", "sapo", "clip_cov", "kl_cov")},
+    **{kind: {"policy_loss": {"type": kind}, "kl": KL} for kind in ("cpgd", "sapo", "clip_cov", "kl_cov", "dppo")},
     **{
         f"{kind} {level}": {"correction": {"type": kind, "level": level}, "entropy_coefficient": 0.1}
         for kind in ("truncate", "mask", "reject")

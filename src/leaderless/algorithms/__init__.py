@@ -26,6 +26,7 @@ from leaderless.algorithms.policy_loss import LossInputs as LossInputs
 from leaderless.algorithms.policy_loss import LossOutput as LossOutput
 from leaderless.algorithms.policy_loss import PolicyLoss as PolicyLoss
 from leaderless.algorithms.policy_loss import ResponseLoss as ResponseLoss
+from leaderless.algorithms.proximal import interpolated_log_probs as interpolated_log_probs
 from leaderless.algorithms.returns import Moments as Moments
 from leaderless.algorithms.returns import overlong_penalty as overlong_penalty
 from leaderless.algorithms.returns import token_level_rewards as token_level_rewards

@@ -16,6 +16,7 @@ from leaderless.algorithms import (
     correction,
     covariance,
     kl,
+    proximal,
     returns,
     value_loss,
 )
@@ -37,6 +38,7 @@ FUNCTIONS: Mapping[str, tuple[Function, ...]] = {
         correction.truncated_weights,
         correction.masked_weights,
         correction.is_within,
+        proximal.interpolated_log_probs,
     ),
 }
 """Functions that several algorithms share, by kind; one that offers several variants lists them in its docstring."""

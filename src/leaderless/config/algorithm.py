@@ -115,6 +115,10 @@ class AlgorithmConfig(Section):
     tokens of each episode and a mean over episodes; the same divided by `rollout.max_response_tokens` (Dr. GRPO)."""
     correction: CorrectionConfig = CorrectionConfig()
     """Correction for samples that do not come from exactly the policy that is trained."""
+    proximal: Literal["recomputed", "interpolated"] = "recomputed"
+    """Log-probabilities before the updates of a step, from which ratios are taken: `recomputed` by a pass over the
+    samples, or `interpolated` between those of the engine that sampled and the current ones, by the number of updates
+    that lie between (A-3PO)."""
     overlong: OverlongConfig = OverlongConfig()
     """Treatment of responses that are too long."""
     repeat: RepeatConfig = RepeatConfig()
@@ -154,6 +158,11 @@ def refusals(algorithm: AlgorithmConfig) -> list[str]:
         found.append("algorithm.kl.unbiased_gradient does nothing with kl.place=reward, as rewards have no gradient")
     if kl.target is not None and kl.coefficient == 0:
         found.append("algorithm.kl.target needs kl.coefficient > 0: a weight of 0 stays 0 whatever it is multiplied by")
+    if algorithm.proximal == "interpolated" and algorithm.is_penalized_in_reward:
+        found.append(
+            "algorithm.proximal=interpolated saves nothing with kl.place=reward, whose penalty is taken from the "
+            "recomputed log-probabilities: use kl.place=loss, or proximal=recomputed"
+        )
     if algorithm.correction.lowest > algorithm.correction.highest:
         found.append("algorithm.correction.lowest is above highest, which would drop every token")
     return found

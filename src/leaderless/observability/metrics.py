@@ -53,6 +53,35 @@ class Largest:
         return Largest(_detached(self.value))
 
 
+@dataclass(frozen=True)
+class Weights:
+    """A share of an effective sample size: how many equal weights some weights are worth, as a share of their number.
+
+    Attributes:
+        total: Sum of some weights.
+        square: Sum of their squares.
+        count: Number of these weights.
+    """
+
+    total: float | Tensor
+    square: float | Tensor
+    count: float | Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, is_counted: Tensor) -> Weights:
+        """The share of the weights that count."""
+        counted = torch.where(is_counted, values.detach(), 0)
+        return cls(counted.sum(), counted.square().sum(), is_counted.sum())
+
+    def detach(self) -> Weights:
+        """The same without a graph for the backward pass."""
+        return Weights(_detached(self.total), _detached(self.square), _detached(self.count))
+
+
+Share = Mean | Largest | Weights
+"""What a rank adds to a metric."""
+
+
 def _detached(value: float | Tensor) -> float | Tensor:
     return value.detach() if isinstance(value, Tensor) else value
 
@@ -61,7 +90,7 @@ def _detached(value: float | Tensor) -> float | Tensor:
 class _Measure:
     """A metric that is being collected; tensors stay on their device until the step ends, so nothing waits."""
 
-    kind: Literal["mean", "total", "spread", "max"]
+    kind: Literal["mean", "total", "spread", "max", "effective"]
     count: float | Tensor = 0.0
     total: float | Tensor = 0.0
     square: float | Tensor = 0.0
@@ -126,13 +155,28 @@ class Metrics:
             value = torch.tensor(value, dtype=torch.float64)
         measure.largest = torch.maximum(torch.as_tensor(measure.largest), value)
 
-    def add(self, shares: Mapping[str, Mean | Largest]) -> None:
+    def effective(self, name: str, weights: Weights) -> None:
+        """Add to the effective sample size of weights on all ranks: (sum w)^2 / sum w^2, as a share of their number.
+
+        Args:
+            name: Name such as `mismatch/effective_samples`.
+            weights: Share of this rank.
+        """
+        measure = self._measures.setdefault(self._name(name), _Measure("effective"))
+        measure.count = measure.count + weights.count
+        measure.total = measure.total + weights.total
+        measure.square = measure.square + weights.square
+
+    def add(self, shares: Mapping[str, Share]) -> None:
         """Add what a function has returned for its caller to report, by name."""
         for name, share in shares.items():
-            if isinstance(share, Mean):
-                self.mean(name, share.total, share.count)
-            else:
-                self.max(name, share.value)
+            match share:
+                case Mean():
+                    self.mean(name, share.total, share.count)
+                case Largest():
+                    self.max(name, share.value)
+                case Weights():
+                    self.effective(name, share)
 
     def reduce(self, process_group: Reducer) -> dict[str, float]:
         """The numbers over all ranks of a pool, which call this together; means of nothing are left out.
@@ -157,6 +201,9 @@ class Metrics:
                 numbers[name] = total
             elif count > 0 and measure.kind == "mean":
                 numbers[name] = total / count
+            elif measure.kind == "effective":
+                if square > 0:
+                    numbers[name] = total**2 / (count * square)
             elif count > 0:
                 numbers[name.replace("*", "mean")] = total / count
                 numbers[name.replace("*", "std")] = max(0.0, square / count - (total / count) ** 2) ** 0.5

@@ -180,7 +180,8 @@ class Flow:
         optional = dict.fromkeys((*spec.reads_if_made, *counted))
         made = [column for column in optional if self._writers_before(node.name, column, row_set)]
         always = spec.reads_of(self.settings[node.name], node)
-        for column in (*always, *(spec.reads_if_carried if is_carried else ()), *made):
+        carried = spec.carried_of(self.settings[node.name], node) if is_carried else ()
+        for column in (*always, *carried, *made):
             self._trace(node.name, column, row_set)
         return True
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leaderless.algorithms import Aggregation, Denominators, token_weights
 from leaderless.data.batch import Batch
-from leaderless.observability.metrics import Largest, Mean
+from leaderless.observability.metrics import Mean, Share
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Counted
 from leaderless.stages.guards import guarded_step
@@ -66,7 +66,7 @@ class Loss:
 
     value: Tensor
     scores: Tensor
-    metrics: Mapping[str, Mean | Largest]
+    metrics: Mapping[str, Share]
 
 
 def make_update(
@@ -98,13 +98,13 @@ def make_update(
 
 def _add_gradients(
     engine: Trainable, loss_of: Callable[[MicroBatch], Loss], micro_batches: Iterable[MicroBatch]
-) -> list[tuple[Tensor, Mapping[str, Mean | Largest]]]:
+) -> list[tuple[Tensor, Mapping[str, Share]]]:
     """The loss of each micro-batch, after its backward pass, and what is to be reported of it.
 
     Where memory runs out, this is called again with smaller micro-batches.
     """
     engine.discard_gradient()
-    done: list[tuple[Tensor, Mapping[str, Mean | Largest]]] = []
+    done: list[tuple[Tensor, Mapping[str, Share]]] = []
     for micro_batch in micro_batches:
         loss = loss_of(micro_batch)
         # Even a loss that depends on no output takes part in every collective of the backward pass.

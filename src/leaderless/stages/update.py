@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from leaderless.algorithms import ChoiceInputs, LossInputs, Moments, clipped_value_loss, kl_penalty, repeat_per_token
+from leaderless.algorithms import (
+    ChoiceInputs,
+    LossInputs,
+    Moments,
+    clipped_value_loss,
+    importance_ratios,
+    interpolated_log_probs,
+    kl_penalty,
+    repeat_per_token,
+)
 from leaderless.algorithms.policy_loss import compute
 from leaderless.data.batch import Batch, Jagged, ragged_index
 from leaderless.models.scoring import Entropy
-from leaderless.observability.metrics import Largest, Mean
+from leaderless.observability.metrics import Largest, Mean, Share, Weights
 from leaderless.rollout.sampling import uniform_noise
 from leaderless.stages import losses
 from leaderless.stages.context import StageContext
@@ -29,6 +38,7 @@ from leaderless.stages.mini_batches import (
     take,
 )
 from leaderless.training.micro_batches import TEMPERATURES, MicroBatch, response_lengths
+from leaderless.workflow.ages import AGES, may_be_stale
 from leaderless.workflow.stage import has_turn
 
 
@@ -57,12 +67,13 @@ def update(batch: Batch, context: StageContext) -> Batch:
     engine, algorithm = context.role.train_engine, context.recipe.algorithm
     _check_versions(batch, context)
     _report_size(batch, context)
+    before = engine.policy_version
     if context.step <= algorithm.critic.warmup_steps or not has_turn(context.recipe, context.node.node, context.step):
         return batch
     counted = Counted.of(batch, counted_samples(batch, context), context)
     for mini_batch in mini_batches(with_temperatures(batch, context), counted, algorithm.aggregation, context):
         own = losses.token_columns(mini_batch.rows, algorithm.policy_loss.reads)
-        loss_of = partial(_policy_gradient_loss, context, mini_batch, own, _choose(mini_batch, context))
+        loss_of = partial(_policy_gradient_loss, context, mini_batch, own, _choose(mini_batch, context), before)
         make_update(engine, mini_batch, loss_of, context)
     if algorithm.is_penalized_in_loss:
         sampled = batch.jagged("rollout_log_probs")
@@ -97,6 +108,23 @@ def _check_versions(batch: Batch, context: StageContext) -> None:
             + ": the rollout did not get the new weights"
         )
     context.metrics.mean("rollout/staleness", staleness.sum(), len(staleness))
+    if may_be_stale(context.recipe):
+        _report_ages(staleness, versions.lengths, context)
+
+
+def _report_ages(staleness: Tensor, lengths: Tensor, context: StageContext) -> None:
+    """Report how old the oldest token of each sample is, in updates; `staleness` is [total], `lengths` [n]."""
+    has_tokens = lengths > 0
+    oldest = torch.segment_reduce(staleness.double(), "max", lengths=lengths[has_tokens])
+    context.metrics.mean("staleness/oldest", oldest.sum(), len(oldest))
+    for name, is_inside in ages_of(oldest):
+        context.metrics.mean(f"staleness/share/{name}", is_inside.sum(), len(oldest))
+
+
+def ages_of(staleness: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Which values, [n], lie in each range of ages, [n] bool, by the name of the range."""
+    for name, (first, last) in AGES.items():
+        yield name, (staleness >= first) & (staleness <= last)
 
 
 def _choose(mini_batch: MiniBatch, context: StageContext) -> Tensor:
@@ -124,10 +152,14 @@ def _policy_gradient_loss(
     mini_batch: MiniBatch,
     own: Mapping[str, Tensor],
     is_chosen: Tensor,
+    before: int,
     micro_batch: MicroBatch,
 ) -> Loss:
-    """The policy loss of a micro-batch, with its penalties; `own` are the columns that the loss itself reads."""
-    config, metrics = context.recipe.algorithm, dict[str, Mean | Largest]()
+    """The policy loss of a micro-batch, with its penalties.
+
+    `own` are the columns that the loss itself reads, and `before` is the version before this step's updates.
+    """
+    config, metrics = context.recipe.algorithm, dict[str, Share]()
     entropy: Entropy = "gradient" if config.entropy_coefficient > 0 else "value"
     outputs = context.role.train_engine.forward(micro_batch, entropy)
     weights = take(mini_batch.weights, micro_batch, outputs.log_probs)
@@ -142,6 +174,10 @@ def _policy_gradient_loss(
     lengths = micro_batch.response_lengths.to(new.device)
     # Without other updates in the step, the policy before them is the policy itself.
     old = columns.get("old_log_probs", new.detach())
+    if config.proximal == "interpolated":
+        versions = take(mini_batch.rows.jagged("policy_versions").values, micro_batch, new)
+        now = context.role.train_engine.policy_version
+        old = interpolated_log_probs(new, columns["rollout_log_probs"], versions, before=before, now=now)
     inputs = LossInputs(
         log_probs=new,
         old_log_probs=old,
@@ -179,6 +215,13 @@ def _policy_gradient_loss(
     report("mismatch/abs_mean", difference.abs())
     metrics["mismatch/abs_max"] = Largest(difference.abs().max() if len(difference) else 0.0)
     report("mismatch/kl", difference)
+    if may_be_stale(context.recipe):
+        ratios = importance_ratios(old, columns["rollout_log_probs"], lengths, "token")
+        metrics["mismatch/effective_samples"] = Weights.of(ratios, is_counted)
+        ages = before - take(mini_batch.rows.jagged("policy_versions").values, micro_batch, new)
+        for name, is_inside in ages_of(ages):
+            counts = is_inside & is_counted
+            metrics[f"mismatch/kl_by_age/{name}"] = Mean(torch.where(counts, difference, 0).sum(), counts.sum())
     return Loss((weights * loss).sum(), outputs.log_probs, metrics)
 
 

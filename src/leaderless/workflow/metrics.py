@@ -28,6 +28,7 @@ _ROUNDS = "a workflow that repeats nodes, such as `dapo`"
 _CRITIC = "a workflow with a critic, such as `ppo`"
 _PLAYED = "an `environment`"
 _TOOLS = "an `environment` with tools"
+_STALE = "`channels`"
 _EVALUATION = "`evaluation.every_steps` above 0"
 
 
@@ -100,6 +101,8 @@ METRICS: dict[str, Metric] = {
     "tool/calls/<name>": Metric("mean number of calls of one tool in an episode", _TOOLS),
     "tool/refused/<name>": Metric("share of its calls that have wrong arguments, or that it refused", _TOOLS),
     "rollout/staleness": Metric("mean number of optimizer updates between sampling a token and training on it"),
+    "staleness/oldest": Metric("mean of the same for the oldest token of each sample", _STALE),
+    "staleness/share/<age>": Metric("share of samples whose oldest token is that many updates old", _STALE),
     "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
     **_of("advantage", ADVANTAGES),
     "sampling/kept": Metric("groups that dynamic sampling kept", _ROUNDS),
@@ -130,6 +133,11 @@ METRICS: dict[str, Metric] = {
     "mismatch/abs_mean": Metric("mean of |rollout_log_probs - old_log_probs| over tokens"),
     "mismatch/abs_max": Metric("largest |rollout_log_probs - old_log_probs| of a token"),
     "mismatch/kl": Metric("the same disagreement as a divergence, in nats per token"),
+    "mismatch/kl_by_age/<age>": Metric("the same for tokens of an age in updates", _STALE),
+    "mismatch/effective_samples": Metric(
+        "effective sample size of the ratios of old_log_probs to rollout_log_probs, as a share of the tokens",
+        _STALE,
+    ),
     "correction/weight": Metric("mean weight of a token", "`algorithm.correction.type` other than `none`"),
     "correction/dropped": Metric("share of tokens of weight 0", "`algorithm.correction.type` other than `none`"),
     "guard/skipped/<role>": Metric(

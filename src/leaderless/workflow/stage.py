@@ -62,7 +62,7 @@ class StageSpec:
     reads: Names = ()
     writes: WrittenColumns = ()
     reads_if_written: tuple[str, ...] = ()
-    reads_if_carried: tuple[str, ...] = ()
+    reads_if_carried: Names = ()
     reads_if_made: tuple[str, ...] = ()
     sampled_with: Names = ()
     rows: RowEffect = "same"
@@ -123,6 +123,11 @@ class StageSpec:
     def settings_of(self, recipe: Recipe, node: Node) -> Recipe:
         """The recipe with the settings that hold for a node of this stage."""
         return recipe.as_seen_by(node.role, [node.role] if self.samples and node.role else node.agents)
+
+    def carried_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
+        """Further columns that a node of this stage needs where samples may be older than a step."""
+        carried = self.reads_if_carried
+        return tuple(carried(recipe, node) if callable(carried) else carried)
 
     def sampled_with_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
         """Settings of `rollout` that all samples of a node of this stage must have been generated with."""

@@ -10,6 +10,7 @@ from leaderless.config.data import TrainingSetConfig
 from leaderless.environments.registry import agents_of, environment_class, world_maker
 from leaderless.environments.tools.formats import named_reader
 from leaderless.environments.tools.sources import python_tools
+from leaderless.workflow.ages import AGES, may_be_stale
 from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, PLAY_COLUMNS
 from leaderless.workflow.stage import STAGES, StageSpec
 
@@ -44,11 +45,15 @@ def log_probs_column(node: Node, workflow: Workflow) -> str:
     return "old_log_probs" if is_trained and len(node.agents) < 2 else f"{role}_log_probs"
 
 
-def _update_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+def _old_log_probs(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    return ["old_log_probs"] if recipe.algorithm.proximal == "recomputed" else []
+
+
+def _update_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = [*SEQUENCE, "advantages", "reward_valid", "rollout_log_probs", "policy_versions"]
     algorithm = recipe.algorithm
     if recipe.batch.updates_per_step > 1:
-        columns.append("old_log_probs")
+        columns += _old_log_probs(recipe, node)
     if algorithm.is_penalized_in_loss:
         columns.append("ref_log_probs")
     return list(dict.fromkeys([*columns, *algorithm.policy_loss.reads, *_filter_reads(recipe)]))
@@ -133,6 +138,9 @@ def _common_update_metrics(recipe: Recipe, node: Node) -> list[str]:
     algorithm = recipe.algorithm
     names = [*_sft_metrics(recipe, node), f"{node.role}/clip_fraction", "rollout/staleness"]
     names += [f"mismatch/{name}" for name in ("abs_mean", "abs_max", "kl")]
+    if may_be_stale(recipe):
+        names += ["staleness/oldest", "mismatch/effective_samples"]
+        names += [f"{name}/{age}" for name in ("staleness/share", "mismatch/kl_by_age") for age in AGES]
     if algorithm.is_penalized_in_loss:
         names += [f"{node.role}/kl", *_adapted(recipe)]
     if algorithm.correction.type != "none":
@@ -260,6 +268,7 @@ def _check_update(recipe: Recipe, node: Node) -> None:
             f"is {recipe.algorithm.team.rotate_steps}, but no other role than '{node.role}' samples and is trained: "
             "leave it out",
         )
+    _check_proximal(recipe, node)
     if recipe.algorithm.critic.warmup_steps >= recipe.steps:
         raise RecipeError.at(
             "algorithm.critic.warmup_steps",
@@ -275,6 +284,20 @@ def _check_update(recipe: Recipe, node: Node) -> None:
                 f"is {value}, which cannot be combined with a ratio loss: the engine would sample from another "
                 f"distribution than the one that is trained; set {name}={neutral}",
             )
+
+
+def _check_proximal(recipe: Recipe, node: Node) -> None:
+    if recipe.algorithm.proximal == "recomputed":
+        return
+    reason = None
+    if node.run != "update":
+        reason = (
+            f"node '{node.name}' runs '{node.run}', which recomputes the log-probabilities before its update anyway"
+        )
+    elif recipe.batch.updates_per_step == 1 and not recipe.channels:
+        reason = "before the only update of a step they are those of the policy itself, which are never recomputed"
+    if reason:
+        raise RecipeError.at("algorithm.proximal", f"is interpolated, but {reason}: leave it out")
 
 
 def _check_policy_loss(recipe: Recipe, node: Node) -> None:
@@ -469,7 +492,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         "leaderless.stages.update:update",
         reads=_update_reads,
         reads_if_made=(EPISODE_IDS, "temperatures"),
-        reads_if_carried=("old_log_probs",),
+        reads_if_carried=_old_log_probs,
         roles={"model": "train"},
         idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,
         has_effect=True,

@@ -15,6 +15,7 @@ from leaderless.algorithms import Aggregation, LossOutput, clipped_value_loss, c
 from leaderless.algorithms.losses.cispo import cispo_loss
 from leaderless.algorithms.losses.clip_cov import clip_cov_loss
 from leaderless.algorithms.losses.cpgd import cpgd_loss
+from leaderless.algorithms.losses.dppo import Divergence, dppo_loss
 from leaderless.algorithms.losses.gmpo import gmpo_loss
 from leaderless.algorithms.losses.gspo import gspo_loss
 from leaderless.algorithms.losses.kl_cov import kl_cov_loss
@@ -84,6 +85,26 @@ def cpgd_slope(token: Token, low: float, high: float, coefficient: float, drift_
     r, gain = ratio(token), token[2]
     is_cut = (gain > 0 and r > 1 + high) or (gain < 0 and r < 1 - low)
     return (0.0 if is_cut else -gain) + coefficient * min(r - 1, drift_clip)
+
+
+def dppo_weight(token: Token, divergence: Divergence, threshold: float, largest: float) -> float:
+    p, q = math.exp(token[0]), math.exp(token[1])
+    distance = abs(p - q)
+    if divergence == "kl":
+        distance = q * math.log(q / p) + (1 - q) * math.log(max(1e-12, 1 - q) / max(1e-12, 1 - p))
+    leads_away = (token[2] > 0 and p > q) or (token[2] < 0 and p < q)
+    return 0.0 if distance > threshold and leads_away else min(ratio(token), largest)
+
+
+def dppo(divergence: Divergence, threshold: float, largest: float) -> Case:
+    """A loss that is a weight without gradient times the policy gradient."""
+    return Case(
+        lambda new, old, gain, _: dppo_loss(
+            new, old, gain, divergence=divergence, threshold=threshold, max_ratio=largest
+        ),
+        each(lambda token: -dppo_weight(token, divergence, threshold, largest) * token[2] * token[0]),
+        each(lambda token: -dppo_weight(token, divergence, threshold, largest) * token[2]),
+    )
 
 
 def geometric(tokens: Sequence[Token]) -> float:
@@ -187,6 +208,8 @@ CASES: dict[str, Case] = {
     "cpgd": Case(
         per_token(cpgd_loss, **SETTINGS_CPGD), each(cpgd, 0.2, 0.3, 0.1), each(cpgd_slope, 0.2, 0.3, 0.1, 0.5)
     ),
+    "dppo": dppo("total_variation", 0.02, 1.5),
+    "dppo_kl": dppo("kl", 0.002, 10.0),
     "gspo": Case(
         partial(gspo_loss, clip_low=0.1, clip_high=0.2), lambda t: gspo(t, 0.1, 0.2), lambda t: gspo_slope(t, 0.1, 0.2)
     ),

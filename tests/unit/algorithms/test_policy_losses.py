@@ -23,6 +23,7 @@ from tests.unit.algorithms.naive import (
 from leaderless.algorithms import Denominators, token_weights
 from leaderless.algorithms.losses.cispo import cispo_loss
 from leaderless.algorithms.losses.cpgd import cpgd_loss
+from leaderless.algorithms.losses.dppo import dppo_loss
 from leaderless.algorithms.losses.ppo import clipped_policy_loss
 from leaderless.algorithms.losses.reinforce import reinforce_loss
 from leaderless.algorithms.losses.sapo import sapo_loss
@@ -80,6 +81,29 @@ def test_cpgd_worked_by_hand() -> None:
     torch.testing.assert_close(gradient, torch.tensor([0.2, -1.25]))
 
 
+def test_dppo_worked_by_hand() -> None:
+    # From 0.5: to 0.7 with A > 0 leaves a region of 0.1, with A < 0 returns to it; 0.55 stays inside. A rare token may
+    # grow tenfold: from 0.001 to 0.01 is a shift of 0.009, and its weight is cut at 4.
+    log_probs = torch.tensor([0.7, 0.7, 0.55, 0.01]).log().requires_grad_()
+    behavior, gain = torch.tensor([0.5, 0.5, 0.5, 0.001]).log(), torch.tensor([1.0, -1.0, 2.0, 1.0])
+    result = dppo_loss(log_probs, behavior, gain, divergence="total_variation", threshold=0.1, max_ratio=4.0)
+    assert result.is_clipped.tolist() == [True, False, False, False]
+    (gradient,) = torch.autograd.grad(result.loss.sum(), log_probs)
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 1.4, -2.2, -4.0]))
+    # The same shift is a divergence of 0.5 log(0.5 / 0.7) + 0.5 log(0.5 / 0.3) = 0.0872.
+    for threshold, is_outside in ((0.08, True), (0.09, False)):
+        result = dppo_loss(log_probs, behavior, gain, divergence="kl", threshold=threshold, max_ratio=4.0)
+        assert result.is_clipped.tolist() == [is_outside, False, False, False]
+
+
+def test_a_token_that_has_become_certain_is_at_a_finite_distance() -> None:
+    result = dppo_loss(
+        torch.zeros(1), torch.tensor([-1.0]), torch.ones(1), divergence="kl", threshold=0.05, max_ratio=2.0
+    )
+    assert result.is_clipped.tolist() == [True]
+    assert result.loss.isfinite().all()
+
+
 @pytest.mark.parametrize("name", CASES)
 @given(batch=responses)
 def test_losses_equal_a_naive_loop(name: str, batch: list[list[Token]]) -> None:
@@ -117,7 +141,7 @@ def test_gradients_agree_with_finite_differences_or_with_the_formula(name: str, 
     torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", ["ppo", "clip_higher", "dual_clip", "cpgd", "gspo", "clip_cov"])
+@pytest.mark.parametrize("name", ["ppo", "clip_higher", "dual_clip", "cpgd", "dppo", "dppo_kl", "gspo", "clip_cov"])
 def test_clipped_tokens_are_those_without_a_gradient_of_their_own(name: str) -> None:
     new, old, gain, lengths = packed(random_batch(5, [40, 40], is_per_response=False))
     if name == "gspo":

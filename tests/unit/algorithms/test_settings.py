@@ -29,6 +29,9 @@ OTHERS = {
     "lowest": 1e-3,
     "highest": 0.2,
     "coefficient": 3.0,
+    "divergence": "kl",
+    "threshold": 0.01,
+    "max_ratio": 1.0,
 }
 """Another value of each setting of a loss."""
 
@@ -44,7 +47,8 @@ def losses_of(loss: PolicyLoss) -> torch.Tensor:
     if loss.chooses_tokens:
         noise = torch.rand(total, generator=generator)
         is_chosen = loss.choose(ChoiceInputs(new.detach(), gain, noise, lambda values: values))
-    values = compute(loss, LossInputs(new, old, gain, LENGTHS, new > -torch.inf, is_chosen, {}, 1)).loss
+    columns = dict.fromkeys(loss.reads, old)
+    values = compute(loss, LossInputs(new, old, gain, LENGTHS, new > -torch.inf, is_chosen, columns, 1)).loss
     (gradient,) = torch.autograd.grad(values.sum(), new)
     return torch.cat([values.detach(), gradient])
 
@@ -88,6 +92,9 @@ REFUSED = [
     ({"advantage": {"type": "rejection"}, "overlong": {"buffer_tokens": 4}}, "algorithm.overlong.buffer_tokens"),
     ({"advantage": {"type": "distillation"}, "overlong": {"buffer_tokens": 4}}, "algorithm.overlong.buffer_tokens"),
     ({"kl": {"coefficient": 0.1, "place": "reward", "unbiased_gradient": True}}, "algorithm.kl.unbiased_gradient"),
+    ({"kl": {"coefficient": 0.1, "place": "reward"}, "proximal": "interpolated"}, "algorithm.proximal"),
+    ({"policy_loss": {"type": "dppo"}, "correction": {"type": "mask"}}, "algorithm.correction.type"),
+    ({"policy_loss": {"type": "dppo"}, "proximal": "interpolated"}, "algorithm.proximal"),
     ({"kl": {"target": 0.1}}, "algorithm.kl.target"),
     ({"correction": {"lowest": 3.0}}, "algorithm.correction.lowest"),
     ({"policy_loss": {"type": "clip_cov", "lowest": 9.0}}, "algorithm.policy_loss.lowest"),

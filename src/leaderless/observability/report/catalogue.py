@@ -178,7 +178,24 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
             "Optimizer steps that the policy was ahead of the weights that sampled a response, on average.",
             ("rollout/staleness",),
         ),
+        Topic(
+            "Oldest tokens",
+            "Share of samples by the age of their oldest token, in optimizer updates.",
+            ("staleness/share/*",),
+            unit="share",
+        ),
         Topic("Mismatch as KL", "The same disagreement as a divergence, in nats per token.", ("mismatch/kl",)),
+        Topic(
+            "Mismatch by age",
+            "The same for tokens of an age, in optimizer updates.",
+            ("mismatch/kl_by_age/*",),
+        ),
+        Topic(
+            "Effective samples",
+            "What tokens are worth under their importance ratios, as a share of their number. 1 is right.",
+            ("mismatch/effective_samples",),
+            unit="share",
+        ),
         Topic(
             "Share of failed rewards",
             "Responses whose reward could not be computed, of all responses of a step.",

@@ -1,0 +1,86 @@
+"""DPPO: a trust region of divergences instead of ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from leaderless.algorithms.lazy import torch
+from leaderless.algorithms.policy_loss import LossInputs, LossOutput, PolicyLoss
+from leaderless.algorithms.segments import log_ratio_of, ratio_of, widen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from leaderless.config.algorithm import AlgorithmConfig
+
+Divergence = Literal["total_variation", "kl"]
+_LEAST = 1e-12
+"""Smallest probability that a logarithm is taken of."""
+
+
+class DppoLoss(PolicyLoss):
+    """The policy gradient without the tokens that would leave a trust region around the policy that sampled them.
+
+    The region is a divergence of p, the current probability of the sampled token, from q, the engine's when it sampled
+    it: all other tokens count as one. A ratio says little about it: rare tokens reach any ratio while hardly anything
+    is shifted, and frequent ones shift much at a ratio near 1. Only tokens that are outside, and whose update would
+    lead further away, lose their gradient. There are two policies and no third one between them, so old rows need no
+    other correction.
+
+    Formula: -m sg[min(r, max_ratio)] A log p, with r = p / q, and m = 0 where D > threshold and A (r - 1) > 0, else 1.
+    D is |p - q| (`total_variation`), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (`kl`).
+
+    Source: DPPO with binary divergences, arXiv 2602.04879.
+    """
+
+    type: Literal["dppo"] = "dppo"
+    reads: ClassVar[tuple[str, ...]] = ("rollout_log_probs",)
+    divergence: Divergence = "total_variation"
+    """Divergence that bounds the trust region."""
+    threshold: float = Field(default=0.15, gt=0)
+    """Largest divergence of a token; about 0.15 for `total_variation`, 0.05 for `kl`."""
+    max_ratio: float = Field(default=10.0, ge=1)
+    """Largest weight of a token."""
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        """Compute the loss of each token of a micro-batch."""
+        options = self.model_dump(exclude={"type"})
+        return dppo_loss(inputs.log_probs, inputs.columns["rollout_log_probs"], inputs.advantages, **options)
+
+    def refusals(self, algorithm: AlgorithmConfig) -> Iterator[str]:
+        """Reasons why it cannot be combined with other settings of the algorithm: a policy that it does not look at."""
+        if algorithm.correction.type != "none":
+            yield (
+                f"algorithm.correction.type={algorithm.correction.type} does not go with policy_loss.type=dppo, whose "
+                "ratio is to the engine that sampled already: set it to none"
+            )
+        if algorithm.proximal == "interpolated":
+            yield (
+                "algorithm.proximal=interpolated does not go with policy_loss.type=dppo, which has no policy between "
+                "the one that sampled and the current one: leave it out"
+            )
+
+
+def dppo_loss(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: Divergence,
+    threshold: float,
+    max_ratio: float,
+) -> LossOutput:
+    """The policy gradient, weighted by a cut ratio without gradient, for tokens that a trust region lets through."""
+    log_ratio = log_ratio_of(log_probs, rollout_log_probs).detach()
+    new, behavior = widen(log_probs).detach().exp(), widen(rollout_log_probs).exp()
+    if divergence == "total_variation":
+        distance = (new - behavior).abs()
+    else:
+        others = ((1 - behavior).clamp(min=_LEAST) / (1 - new).clamp(min=_LEAST)).log()
+        distance = -behavior * log_ratio + (1 - behavior) * others
+    is_masked = (distance > threshold) & (advantages * log_ratio > 0)
+    weight = torch.where(is_masked, 0.0, ratio_of(log_ratio).clamp(max=max_ratio))
+    return LossOutput(-weight * advantages * widen(log_probs), is_masked)
