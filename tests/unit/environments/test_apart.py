@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
 import sys
-import time
-from random import Random
 
 import pytest
 from tests.unit.environments.scripted import ScriptedEngine
@@ -17,46 +13,13 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.environments import apart
 from leaderless.environments.player import Episode, Place, play_all
-from leaderless.environments.protocol import Environment, Observation, Task, Turn
 from leaderless.environments.registry import world_maker
 from leaderless.rollout.engine import SamplingParams
 
 
-class Wild(Environment):
-    """Does what its task says, once; then counts with global random numbers."""
-
-    needs_own_process = True
-
-    def __init__(self, sides: int = 6) -> None:
-        self.sides = sides
-
-    def reset(self, task: Task, rng: Random) -> Observation:  # noqa: ARG002
-        self.how, self.turn = task["text"], 0
-        return f"{random.randrange(self.sides)}:"
-
-    def act(self, text: str) -> Turn:
-        print("said", text)
-        self.turn += 1
-        match self.how:
-            case "crash":
-                os.kill(os.getpid(), signal.SIGSEGV)
-            case "exit":
-                os._exit(7)
-            case "hang":
-                time.sleep(60)
-            case "fork":
-                if os.fork() == 0:
-                    time.sleep(0.01)
-            case "set":
-                return Turn("", info={"values": {1, 2}})  # type: ignore[dict-item]
-        time.sleep(0.02 * Random().random())
-        told = f"{random.randrange(self.sides)} in {os.getpid()}" if self.how == "pid" else random.randrange(9)
-        return Turn(f"<{told}>", reward=0.5, done=self.turn == 3)
-
-
 def play(*texts: str, seed: str = "1", options: dict[str, int] | None = None) -> list[Episode]:
     config = EnvironmentConfig.model_validate(
-        {"type": f"{__name__}:Wild", "act_timeout_s": 0.3, "options": options or {}, "concurrency": 4}
+        {"type": "tests.unit.environments.wild:Wild", "act_timeout_s": 0.3, "options": options or {}, "concurrency": 4}
     )
     params = SamplingParams(SamplingConfig(), 8, (), 5)
     places = [Place(n, seed, {"text": text}, PLAIN, params) for n, text in enumerate(texts)]
