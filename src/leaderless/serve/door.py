@@ -173,7 +173,7 @@ async def _unless_gone(request: Request, asks: Sequence[Callable[[], Awaitable[A
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    asking = asyncio.gather(*(ask() for ask in asks))
+    asking = asyncio.create_task(_all_of(asks))
     watching = asyncio.create_task(watch())
     try:
         await asyncio.wait((asking, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -187,6 +187,16 @@ async def _unless_gone(request: Request, asks: Sequence[Callable[[], Awaitable[A
     finally:
         asking.cancel()
         watching.cancel()
+
+
+async def _all_of(asks: Sequence[Callable[[], Awaitable[Answer]]]) -> list[Answer]:
+    """The answers to questions that are asked at once; if one of them is refused, the others are canceled."""
+    tasks = [asyncio.ensure_future(ask()) for ask in asks]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _part(composer: ToolComposer | CompletionComposer, index: int, answer: Answer) -> ChoicePart:

@@ -20,6 +20,7 @@ from tests.unit.environments.test_programs import TOOL, trained_tokens
 
 from leaderless.environments.player import Episode
 from leaderless.environments.programs import Chat
+from leaderless.environments.programs.confine import Confinement
 from leaderless.environments.protocol import Task
 from leaderless.sandbox.bubblewrap import bubblewrap_refusal
 
@@ -200,6 +201,50 @@ def test_a_client_that_leaves_is_sampled_for_no_longer() -> None:
     assert len(episode.trace.said()) == 1
 
 
+def test_a_refused_question_ends_those_that_were_asked_with_it() -> None:
+    async def solve(task: Task, chat: Chat) -> float:
+        await chat.ask("?")
+        async with client_of(chat) as client:
+            question = {"model": "m", "messages": [{"role": "user", "content": "long"}], "n": 2}
+            with pytest.raises(openai.BadRequestError, match="may do so 2 times"):
+                await client.chat.completions.create(**question)
+        while chat.idle_s == 0:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    (episode,), engine = lead(solve, lambda context: "x" * (200 if "long" in context else 1), max_turns=2)
+    assert not episode.error
+    assert len(engine.aborted) == 1
+    assert len(episode.trace.said()) == 1
+
+
+def test_questions_under_way_at_the_end_of_an_episode_are_told_so() -> None:
+    pending: list[asyncio.Task[object]] = []
+
+    async def solve(task: Task, chat: Chat) -> float:
+        client = client_of(chat)
+        if task["text"] == "late":
+            while not pending or not pending[0].done():
+                await chat.ask("on")
+            with pytest.raises(openai.InternalServerError, match="the episode has ended"):
+                await pending[0]
+            return 1.0
+        await chat.ask("?")
+        pending.append(asyncio.ensure_future(client.completions.create(model="m", prompt="long", max_tokens=200)))
+        while chat.idle_s:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    class SlowSpeaker(Speaker):
+        def step(self):  # type: ignore[no-untyped-def]
+            time.sleep(0.005)
+            return super().step()
+
+    engine = SlowSpeaker(lambda context: "x" * (200 if "long" in context else 1))
+    episodes, _ = lead(solve, tasks=[{"text": "early"}, {"text": "late"}], engine=engine, max_turns=10_000)
+    assert [episode.error for episode in episodes] == ["", ""]
+
+
 def test_a_shell_script_leads_an_episode() -> None:
     episode = run_script(f"""
         set -e
@@ -279,6 +324,33 @@ def test_nothing_that_a_command_has_started_is_left() -> None:
     episode = run_script("sleep 4711 & wait", act_timeout_s=0.3)
     assert episode.cause == "timeout"
     assert not is_running("sleep", "4711")
+
+
+def test_a_confinement_leaves_no_connection_open(tmp_path: Path) -> None:
+    async def check() -> None:
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(await reader.read(3))
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, Confinement(str(tmp_path), f"http://127.0.0.1:{port}/v1"):
+            for is_whole in (True, False):
+                reader, writer = await asyncio.open_unix_connection(tmp_path / "door")
+                if is_whole:
+                    writer.write(b"one")
+                    assert await reader.read() == b"one"
+                else:
+                    writer.write(b"o")
+                    await asyncio.sleep(0.05)
+                writer.close()
+        await asyncio.sleep(0.05)
+        found = psutil.Process().net_connections("tcp")
+        assert not [one for one in found if one.raddr and one.raddr.port == port]
+
+    asyncio.run(check())
 
 
 @pytest.mark.skipif(bool(bubblewrap_refusal()), reason=str(bubblewrap_refusal()))

@@ -71,7 +71,10 @@ class Confinement:
         self._carrying.add(task)
         try:
             answers, questions = await asyncio.open_connection(self._host, self._port)
-            await asyncio.gather(_copy(inside, questions), _copy(answers, back))
+            try:
+                await asyncio.gather(_copy(inside, questions), _copy(answers, back))
+            finally:
+                questions.close()
         finally:
             self._carrying.discard(task)
             back.close()
