@@ -130,11 +130,15 @@ class Trace:
         inner = {id(node.parent) for node in self.nodes}
         return [node for node in self.nodes if id(node) not in inner]
 
-    def samples(self) -> Iterator[TraceSample]:
-        """Each branch as a training sequence; what branches share is trained in the first of them.
+    def samples(self) -> list[TraceSample]:
+        """Each branch as a training sequence, in the order of their last turns.
 
-        A conversation in which several agents speak gives a sample for each of them.
+        What branches share is trained in the one that ended first. A conversation in which several agents speak gives a
+        sample for each of them.
         """
+        return sorted(self._samples(), key=lambda sample: sample.turns[-1])
+
+    def _samples(self) -> Iterator[TraceSample]:
         trained: set[int] = set()
         for leaf in self.leaves():
             path = leaf.path()

@@ -9,7 +9,7 @@ from itertools import combinations
 from leaderless.config import Problem, Recipe, RecipeError, nearest
 from leaderless.config.algorithm import RepeatConfig
 from leaderless.planner.row_sets import DATA, RowSets
-from leaderless.workflow import COLUMNS, DATA_COLUMNS, DATA_RESPONSE_COLUMNS, EPISODE_IDS, Node, Workflow
+from leaderless.workflow import COLUMNS, DATA_COLUMNS, DATA_RESPONSE_COLUMNS, EPISODE_IDS, IS_GREEDY, Node, Workflow
 from leaderless.workflow.metrics import check_best_metric
 
 HINTS = {
@@ -76,6 +76,7 @@ class Flow:
             self._trace_written(node)
             self._check_old_log_probs(node)
             self._check_agents(node)
+            self._check_continued(node)
         check_best_metric(recipe, self.order, workflow)
         self.sources = {name: dict(sorted(sources.items())) for name, sources in self.sources.items()}
 
@@ -271,6 +272,16 @@ class Flow:
                 f"nodes.{node.name}.after",
                 f"node '{node.name}' trains role '{node.role}' on samples of the roles {', '.join(node.agents)}: "
                 f"select those of one with where: {{agent: {node.role}}}",
+            )
+
+    def _check_continued(self, node: Node) -> None:
+        """Roles continue only what was sampled: it is not said which of them would decode greedily."""
+        greedy = self._writers_before(node.name, IS_GREEDY, self.row_set[node.name])
+        if self.specs[node.name].rows == "extend" and greedy:
+            raise RecipeError.at(
+                f"nodes.{greedy[-1]}.run",
+                f"node '{greedy[-1]}' also decodes greedily, and node '{node.name}' cannot continue such episodes: run "
+                "'rollout', with an advantage that needs no greedy baseline",
             )
 
     def _missing(self, name: str, column: str) -> Problem:

@@ -108,14 +108,12 @@ class RunEpisodes:
         return sorted({file.step for file in self.files if file.kind == kind})
 
     def played(self, kind: Kind, step: int) -> list[Line]:
-        """The episodes of a step, by their numbers. Of an episode that several nodes played, it is the longest line.
+        """The episodes of a step, by their numbers. Of an episode that several nodes played, it is the last line.
 
         Raises:
             ValueError: A file is damaged.
         """
-        lines: dict[int, Line] = {}
-        for line in sorted(self._lines(kind, step, "played"), key=lambda line: len(cast("list[Json]", line["nodes"]))):
-            lines[int(str(line["id"]))] = line
+        lines = {int(str(line["id"])): line for line in sorted(self._lines(kind, step, "played"), key=_progress)}
         return [lines[number] for number in sorted(lines)]
 
     def graded(self, kind: Kind, step: int) -> dict[tuple[int, int], Grade]:
@@ -175,6 +173,11 @@ class RunEpisodes:
         for file in self.files:
             if (file.kind, file.step, file.what) == (kind, step, what):
                 yield from read_episode_file(file.path)
+
+
+def _progress(line: Line) -> tuple[bool, int]:
+    """How far the episode of a line has come. Nobody continues a failed one, which may have failed early on."""
+    return bool(line["cause"]), len(cast("list[Json]", line["nodes"]))
 
 
 def with_rewards(loaded: LoadedRecipe, rewards: Sequence[str]) -> Recipe:

@@ -169,7 +169,7 @@ class Played:
             "told_tokens": [
                 sum(len(node.tokens) for node in episode.trace.nodes if not node.said) for _, episode in whole
             ],
-            "samples": [sum(1 for _ in episode.trace.samples()) for _, episode in whole],
+            "samples": [len(episode.trace.samples()) for _, episode in whole],
             "cut": [episode.is_cut for _, episode in whole],
             "drift": [has_drifted(episode, self.writers[task]) for task, episode in whole if not episode.is_led],
             "model_s": [episode.seconds["model"] for _, episode in whole],

@@ -69,7 +69,7 @@ def regrade(parts: Sequence[Part], recipe: Recipe, pool: RewardPool) -> list[Gra
 
 def _parts_of_group(lines: Sequence[Line], recipe: Recipe, tokenizer: Tokenizer) -> Iterator[Part]:
     episodes = [episode_of(line) for line in lines]
-    samples = [[] if episode.cause else list(episode.trace.samples()) for episode in episodes]
+    samples = [[] if episode.cause else episode.trace.samples() for episode in episodes]
     heads = [sample.tokens[: sample.head_length] for some in samples for sample in some]
     head = len(common_beginning(heads)) if heads else 0
     for line, episode, some in zip(lines, episodes, samples, strict=True):

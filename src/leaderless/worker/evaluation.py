@@ -193,12 +193,12 @@ class _Answer:
 
 
 def _answer_of(sample_id: int, episode: Episode) -> _Answer:
-    samples = [] if episode.cause else list(episode.trace.samples())
+    samples = [] if episode.cause else episode.trace.samples()
     if not samples:
         return _Answer(
             sample_id, [], [], [], is_truncated=False, failure={"cause": episode.cause, "error": episode.error}
         )
-    last = max(samples, key=lambda sample: sample.turns[-1])
+    last = samples[-1]
     rewards = (node.said.reward for node in episode.trace.said() if node.said and node.said.agent == last.agent)
     head = last.head_length
     is_cut = episode.is_cut or last.is_truncated

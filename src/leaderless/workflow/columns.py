@@ -47,6 +47,8 @@ PLAY_COLUMNS = (
     "environment_failed",
 )
 """Columns that rollouts write in an environment, besides those that they always write."""
+IS_GREEDY = "is_greedy"
+"""Column that says which samples are baselines, decoded greedily."""
 EPISODE_IDS = "episode_ids"
 """Column of samples that share an episode with others; `Batch.episode_ids` knows what holds without it."""
 COLUMNS: dict[str, Column] = {

@@ -238,6 +238,16 @@ def test_samples_are_continued_only_behind_a_rollout() -> None:
     assert "are samples already" in refusal(workflow, environment=BOTH, reward={})
 
 
+def test_greedy_episodes_are_not_continued() -> None:
+    workflow = Workflow("x").node("first", run="rollout_with_greedy", role="planner")
+    workflow = workflow.node("second", run="play_on", role="solver", after="first")
+    workflow = workflow.node("reward", run="reward", after="second").node("advantage", run="advantage", after="reward")
+    workflow = workflow.node("solver", run="update", role="solver", after="advantage", where={"agent": "solver"})
+    assert "node 'second' cannot continue such episodes: run 'rollout'" in refusal(
+        workflow, environment=BOTH, reward={}
+    )
+
+
 def test_held_out_tasks_of_several_roles_are_refused() -> None:
     data = {"train": {"path": "rows.jsonl"}, "evaluation": {"path": "rows.jsonl"}}
     with pytest.raises(ValueError, match=r"evaluation\.every_steps: one role plays held-out tasks"):

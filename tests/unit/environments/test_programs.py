@@ -195,6 +195,31 @@ def test_texts_are_continued_like_messages() -> None:
     assert trained_tokens(episode) == engine.said
 
 
+def test_token_ids_are_continued_in_any_sequence_and_texts_only_from_their_beginning() -> None:
+    async def solve(task: Task, chat: Chat) -> float:
+        first = await chat.complete("1+1=")
+        second = await chat.complete((*first.prompt_tokens, *first.tokens, *tokens_of("!")))
+        await chat.complete("!2")
+        await chat.complete(f"1+1={first.content}!{second.content}?")
+        return 1.0
+
+    (episode,), _ = lead(solve, lambda _: "2", is_chat=False)
+    assert not episode.error
+    assert texts_of(episode) == ["!2[2]", "1+1=[2]![2]?[2]"]
+
+
+def test_the_last_sample_is_the_one_with_the_last_answer() -> None:
+    async def solve(task: Task, chat: Chat) -> float:
+        first = await chat.ask("first")
+        await chat.ask("last")
+        with pytest.raises(AskRefusedError):
+            await chat.ask([user("first"), first.message, user("too long " * 100)])
+        return 1.0
+
+    (episode,), _ = lead(solve, max_tokens=200)
+    assert [text.partition("<|im_end|>")[0][-5:] for text in texts_of(episode)] == ["first", "\nlast"]
+
+
 @pytest.mark.parametrize("policy", ["cut", "fail"])
 def test_limits_refuse_questions_and_the_program_goes_on(policy: str) -> None:
     async def solve(task: Task, chat: Chat) -> float:

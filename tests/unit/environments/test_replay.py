@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from random import Random
+from typing import cast
 
 import pytest
 from tests.unit.environments import sums
@@ -13,6 +15,7 @@ from tests.unit.environments.scripted import Count, ScriptedEngine, play
 from tests.unit.environments.test_player import PLAIN, Bad, Pair, counting
 from tests.unit.environments.test_tool_episodes import call, played
 
+from leaderless.config import LoadedRecipe
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.environments.differences import Difference, first_difference
@@ -23,7 +26,9 @@ from leaderless.environments.protocol import Environment, Observation, Task, Tur
 from leaderless.environments.registry import world_maker
 from leaderless.environments.replay import replay
 from leaderless.environments.world import ThreadWorld, World
+from leaderless.observability.episode_files import EpisodeFile
 from leaderless.rollout.engine import SamplingParams
+from leaderless.run.episodes import RunEpisodes
 
 
 def journaled(make: Callable[[], Environment], text: str = "a", **settings: object) -> tuple[Episode, Line]:
@@ -205,3 +210,18 @@ def test_tools_answer_from_the_journal_but_for_those_of_the_environment(monkeypa
     changed = difference()
     assert changed is not None
     assert changed.place == "what is told before turn 2, messages"
+
+
+def test_an_episode_of_several_nodes_is_the_line_of_the_last(tmp_path: Path) -> None:
+    """The failure of a later node counts, even if it has played fewer turns than the one before it."""
+    lines = {
+        "first": [{"id": 1, "cause": "", "nodes": [1, 2, 3]}, {"id": 2, "cause": "", "nodes": [1]}],
+        "second": [{"id": 1, "cause": "crash", "nodes": [1]}, {"id": 2, "cause": "", "nodes": [1, 2]}],
+    }
+    files: list[EpisodeFile] = []
+    for rank, (name, some) in enumerate(reversed(lines.items())):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in some))
+        files.append(EpisodeFile("step", 3, "played", rank, path))
+    found = RunEpisodes(cast("LoadedRecipe", None), files).played("step", 3)
+    assert found == lines["second"]

@@ -28,7 +28,8 @@ def traces(draw: st.DrawFn) -> Trace:
 
 @given(traces())
 def test_each_sampled_token_is_trained_once_and_no_other_is(trace: Trace) -> None:
-    samples = list(trace.samples())
+    samples = trace.samples()
+    assert [s.turns[-1] for s in samples] == sorted(s.turns[-1] for s in samples), "the last sample has the last turn"
     trained = [t for s in samples for t, mask in zip(s.tokens, s.is_trained, strict=True) if mask]
     assert sorted(trained) == sorted(token for node in trace.said() for token in node.tokens)
     facts = [fact for s in samples for fact in zip(s.log_probs, s.policy_versions, s.turns, strict=True)]

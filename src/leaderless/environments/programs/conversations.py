@@ -70,6 +70,7 @@ class Conversations:
 
     def of_prompt(self, prompt: str | Sequence[int]) -> Context:
         """The context of the answer to a text or to token ids."""
+        prompt = prompt if isinstance(prompt, str) else list(prompt)
         known = [(node, self._known(node, is_text=isinstance(prompt, str))) for node in self.trace.said()]
         begun = [(node, text) for node, text in known if text is not None and prompt[: len(text)] == text]
         found, text = max(begun, key=lambda pair: len(pair[1]), default=(None, ""))
@@ -81,7 +82,9 @@ class Conversations:
             tokens = encode(rest, add_special_tokens=found is None) if isinstance(rest, str) else list(rest)
             shown = rest if isinstance(rest, str) else self.writer.text(rest, is_plain=False)
             same = self._add(found, tokens, [{"role": "user", "content": shown}], [key])
-            self._texts[id(same)] = prompt if isinstance(prompt, str) else shown
+            before = "" if found is None else self._texts.get(id(found))
+            if before is not None:  # an answer in a chat has no text that a prompt could begin with
+                self._texts[id(same)] = before + shown
         return Context(same, same.context())
 
     def answer(self, context: Context, tokens: Sequence[int], message: Message, said: Said) -> TraceNode:
