@@ -374,6 +374,14 @@ CONDITIONS = {
 """Settings that make stages read or write more, in words."""
 
 
+BY_ROLE = {
+    "log_probs": "`old_log_probs` for a role that is trained, `ref_log_probs` for a reference, `<role>_log_probs` for "
+    "any other",
+    "own_log_probs": "`old_log_probs` for a role that samples, `ref_log_probs` for its reference",
+}
+"""What stages write that depends on the role of the node."""
+
+
 def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
     node = Node(name, name, "policy")
     workflow = Workflow("one", (node,))
@@ -384,13 +392,9 @@ def _stage_rows(name: str, spec: StageSpec) -> Iterator[tuple[str, str]]:
         more = [column for column in spec.reads_of(_recipe_with(settings), node) if column not in reads]
         if more:
             yield f"reads, if {condition}", _names(more)
-    if spec.reads_if_made:
-        yield "reads, if an earlier node writes it", _names(spec.reads_if_made)
-    if name == "log_probs":
-        own, other = "`old_log_probs` for a role that is trained", "`<role>_log_probs` for any other"
-        yield "writes", f"{own}, `ref_log_probs` for `reference`, {other}"
-    else:
-        yield "writes", _names(writes) or "nothing"
+    if optional := spec.reads_if_made_of(node):
+        yield "reads, if an earlier node writes it", _names(optional)
+    yield "writes", BY_ROLE.get(name) or _names(writes) or "nothing"
     for settings, condition in CONDITIONS.items():
         more = [c for c in spec.writes_of(_recipe_with(settings), node, workflow) if c not in writes]
         if more:

@@ -41,6 +41,7 @@ WORKFLOWS: dict[str, dict[str, object]] = {
             "agents": {"planner": "planner", "solver": "solver"},
             "max_episode_tokens": 40,
         },
+        "algorithm.kl.coefficient": 0.1,
     },
     "own.yaml": {},
     "episodes.yaml": {},

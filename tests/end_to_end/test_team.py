@@ -33,6 +33,12 @@ CASES: Mapping[str, Mapping[str, object]] = {
     "actions": {"workflow": "marft", "advantage": {"type": "chained_gae", "level": "action", "whiten": "all"}},
     "rotated": {"workflow": "marft", "team": {"rotate_steps": 1}},
     "happo": {"workflow": "happo", "advantage": {"type": "chained_gae", "decay": 0.9}},
+    "penalized": {
+        "workflow": "marft",
+        "advantage": {"type": "chained_gae"},
+        "kl": {"coefficient": 1, "place": "reward"},
+    },
+    "happo-penalized": {"workflow": "happo", "advantage": {"type": "chained_gae"}, "kl": {"coefficient": 1}},
     "dr_mas": {"workflow": "dr_mas"},
     "magrpo": {"workflow": "dr_mas", "advantage": {"type": "magrpo"}},
     "rae": {"workflow": "dr_mas", "advantage": {"type": "rae", "reward": "team"}},
@@ -79,6 +85,8 @@ def walk(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Walk:
     @functools.cache
     def walk(case: str, world_size: int, is_apart: bool) -> list[list[Step]]:
         nodes = {"planner_old": "0", "solver_old": "1"} if CASES[case]["workflow"] != "happo" else {}
+        if "kl" in CASES[case]:
+            nodes |= {"planner_reference": "0", "solver_reference": "1"}
         unused = {"values", "critic"} if CASES[case]["workflow"] == "dr_mas" else set()
         pools = {name: {"ranks": own} for name, own in (POOLS | nodes).items() if name not in unused}
         recipe = write_game(models, case, pools if is_apart else {})

@@ -307,6 +307,9 @@ def test_log_probs_are_named_by_their_owner():
 
     assert column("reference") == "ref_log_probs"
     assert column("policy") == "old_log_probs"
+    assert column("policy_reference") == "ref_log_probs"
+    assert column("policy_reference", agents=("teacher",)) == "policy_reference_log_probs"
+    assert column("policy_critic") == "policy_critic_log_probs"
     assert column("teacher") == "teacher_log_probs"
     assert column("teacher", GRPO.node("more", run="sft", role="teacher")) == "old_log_probs"
     assert column("policy", agents=("policy", "teacher")) == "policy_log_probs"

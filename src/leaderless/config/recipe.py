@@ -14,14 +14,11 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.rewards import RewardsConfig
-from leaderless.config.roles import RoleConfig, RoleSection, as_settings
+from leaderless.config.roles import RoleConfig, RoleSection, as_settings, origin_of
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
 from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
 from leaderless.config.source import merge_settings
 from leaderless.config.training import TrainingConfig
-
-DERIVED_ROLES = ("reference", "critic")
-"""Roles that start from the policy's model if the recipe gives them none."""
 
 
 class Recipe(Section):
@@ -32,7 +29,8 @@ class Recipe(Section):
     workflow: str
     """A built-in workflow, a YAML file, or `package.module:function` that returns a `Workflow`."""
     models: Mapping[str, ModelConfig]
-    """Model of each role, such as `policy`; by default, `reference` and `critic` start from the policy's model."""
+    """Model of each role, such as `policy`; by default, `reference` and `critic` start from the policy's model, and
+    `planner_reference` and `planner_critic` from that of the role `planner`."""
     data: DataConfig
     """Training and held-out data."""
     reward: RewardsConfig = RewardsConfig()
@@ -144,7 +142,7 @@ class Recipe(Section):
 
     def model_of(self, role: str) -> ModelConfig | None:
         """The model of a role of the workflow, or None if the recipe names none."""
-        return self.models.get(role) or (self.models.get("policy") if role in DERIVED_ROLES else None)
+        return self.models.get(role) or self.models.get(origin_of(role) or "")
 
     def sections_of(self, role: str | None, agents: Sequence[str] = ()) -> Mapping[RoleSection, str]:
         """The sections that are not the general ones for a node, each with the role that it is written for.

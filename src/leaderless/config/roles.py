@@ -13,6 +13,9 @@ from leaderless.config.models import OptimizerConfig
 from leaderless.config.rollout import RolloutConfig
 from leaderless.config.training import TrainingConfig
 
+DERIVED = ("reference", "critic")
+"""Roles that start from another role's model if the recipe gives them none; others end in `_` and one of these."""
+
 RoleSection = Literal["algorithm", "rollout", "optimizer", "training"]
 """A section of the recipe that a role may have for itself."""
 
@@ -30,6 +33,12 @@ class RoleConfig(Section):
     """Optimizer of this role; what is not given is as in `optimizer`."""
     training: TrainingConfig | None = None
     """What holds, scores and trains this role's model; what is not given is as in `training`."""
+
+
+def origin_of(role: str) -> str | None:
+    """The role whose model another starts from: `policy` for `critic`, `planner` for `planner_critic`, else None."""
+    first, _, kind = role.rpartition("_")
+    return (first or "policy") if kind in DERIVED else None
 
 
 def as_settings(section: object) -> Mapping[str, object]:

@@ -9,7 +9,16 @@ from itertools import combinations
 from leaderless.config import Problem, Recipe, RecipeError, nearest
 from leaderless.config.algorithm import RepeatConfig
 from leaderless.planner.row_sets import DATA, RowSets
-from leaderless.workflow import COLUMNS, DATA_COLUMNS, DATA_RESPONSE_COLUMNS, EPISODE_IDS, IS_GREEDY, Node, Workflow
+from leaderless.workflow import (
+    COLUMNS,
+    DATA_COLUMNS,
+    DATA_RESPONSE_COLUMNS,
+    EPISODE_IDS,
+    IS_GREEDY,
+    Node,
+    Workflow,
+    scored_agent,
+)
 from leaderless.workflow.metrics import check_best_metric
 
 HINTS = {
@@ -19,7 +28,7 @@ HINTS = {
     "workflow without a critic, as grpo",
 }
 """Writers of columns that only some settings produce."""
-OLD_LOG_PROBS = "old_log_probs"
+OLD_LOG_PROBS, REF_LOG_PROBS = "old_log_probs", "ref_log_probs"
 
 
 class Flow:
@@ -74,6 +83,7 @@ class Flow:
             )
         for node in self.order:
             self._trace_written(node)
+            self._check_scored(node)
             self._check_old_log_probs(node)
             self._check_agents(node)
             self._check_continued(node)
@@ -178,7 +188,7 @@ class Flow:
         is_carried = bool(self.recipe.channels or self.workflow.repeated) and node.name not in self.workflow.repeated
         # A stage that says which rewards are valid is asked how many episodes have failed.
         counted = (EPISODE_IDS,) if "reward_valid" in self.writes[node.name] else ()
-        optional = dict.fromkeys((*spec.reads_if_made, *counted))
+        optional = dict.fromkeys((*spec.reads_if_made_of(node), *counted))
         made = [column for column in optional if self._writers_before(node.name, column, row_set)]
         always = spec.reads_of(self.settings[node.name], node)
         carried = spec.carried_of(self.settings[node.name], node) if is_carried else ()
@@ -234,6 +244,28 @@ class Flow:
             f"'{writer}' have it: let a node write it about the rows of '{without}' too, or select rows with `where`",
         )
 
+    def _check_scored(self, reader: Node) -> None:
+        """Where each node scores the tokens of one role, the tokens of all roles that a reader uses are scored."""
+        spec = self.specs[reader.name]
+        settings = self.settings[reader.name]
+        used = {*spec.reads_of(settings, reader), *spec.carried_of(settings, reader), *spec.reads_if_written}
+        for column in (OLD_LOG_PROBS, REF_LOG_PROBS):
+            if column not in used or column not in self.sources[reader.name]:
+                continue  # a node that only hands rows on need not have all scores
+            for agent in [reader.role] if spec.takes_own_rows and reader.role else reader.agents:
+                if not any(self._origins(reader.name, column, {agent})):
+                    role = agent if column == OLD_LOG_PROBS else f"{agent}_reference"
+                    raise RecipeError.at(
+                        f"nodes.{reader.name}.after",
+                        f"node '{reader.name}' reads '{column}' of tokens that role '{agent}' has sampled, which no "
+                        f"node before it scores: add one before it with {{run: own_log_probs, role: {role}}}",
+                    )
+
+    def _scores_own(self, name: str) -> bool:
+        """Whether a node scores those of its rows that one role has sampled, and hands on scores of the others."""
+        spec = self.specs[name]
+        return spec.takes_own_rows and spec.role_use == "score"
+
     def _check_old_log_probs(self, trainer: Node) -> None:
         """A role is updated against its own log-probabilities, not against those of another role."""
         writer = self.sources[trainer.name].get(OLD_LOG_PROBS, DATA)
@@ -256,7 +288,16 @@ class Flow:
 
     def _origins(self, reader: str, column: str, agents: set[str]) -> Iterator[str]:
         """The nodes that have written what a reader gets in a column, for rows of some agents."""
-        writer = self.sources[reader][column]
+        writer = self.sources[reader].get(column)
+        if writer is None:
+            return
+        if writer != DATA and column in self.writes[writer] and self._scores_own(writer):
+            mine = scored_agent(self.workflow[writer])
+            if mine in agents:
+                yield writer
+            if others := agents - {mine}:
+                yield from self._origins(writer, column, others)
+            return
         if writer == DATA or column in self.writes[writer]:
             yield writer
             return

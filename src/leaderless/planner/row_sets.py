@@ -89,7 +89,7 @@ class RowSets:
         spec, agents = self.specs[node.name], self._sets[self.of[node.name]].agents
         sampling = list(dict.fromkeys(x.role for x in self._nodes.values() if x.role and self._samples(x)))
         trained = {x.role for x in self._nodes.values() if self.specs[x.name].role_use == "train"}
-        own = [node.role] if spec.samples else list(agents)
+        own = [node.role] if spec.samples or spec.takes_own_rows else list(agents)
         tag = own[0] if len(sampling) > 1 and len(own) == 1 else None
         number = [x.name for x in self._nodes.values() if self.specs[x.name].samples]
         return replace(

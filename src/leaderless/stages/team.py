@@ -1,4 +1,4 @@
-"""The stage that updates the roles of a team one after the other."""
+"""The stages that score and update the roles of a team, one after the other, on rows of all of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.stages.context import StageContext
 from leaderless.stages.mini_batches import metric_name
 from leaderless.stages.update import update, with_temperatures
+from leaderless.workflow import scored_agent
+
+
+def own_log_probs(batch: Batch, context: StageContext) -> Batch:
+    """Add the log-probabilities of the tokens that a role has sampled, under the role or under its reference.
+
+    Those of other roles stay as another node has written them; without one, they are 0, and nobody reads them.
+    """
+    (column,) = context.node.writes
+    is_own = batch.dense("agent") == context.agents.index(scored_agent(context.node.node) or "")
+    scores = context.role.train_engine.log_probs(with_temperatures(batch.select(is_own), context))
+    lengths = batch.dense("response_lengths")
+    known = batch.jagged(column).values if column in batch else scores.values.new_zeros(int(lengths.sum()))
+    known = known.masked_scatter(repeat_per_token(is_own, lengths), scores.values.to(known))
+    return batch.with_columns({column: Jagged(known, lengths, "response_tokens")})
 
 
 def update_in_turn(batch: Batch, context: StageContext) -> Batch:

@@ -15,6 +15,7 @@ from leaderless.workflow.stage import StageSpec as StageSpec
 from leaderless.workflow.stage import stage as stage
 from leaderless.workflow.stages import BUILTIN_STAGES as BUILTIN_STAGES
 from leaderless.workflow.stages import log_probs_column as log_probs_column
+from leaderless.workflow.stages import scored_agent as scored_agent
 from leaderless.workflow.stages import spec_of as spec_of
 from leaderless.workflow.workflow import Node as Node
 from leaderless.workflow.workflow import Workflow as Workflow

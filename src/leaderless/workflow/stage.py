@@ -40,7 +40,8 @@ class StageSpec:
         reads_if_written: Columns that it reads where an earlier node writes them for others; no node runs for it.
         reads_if_carried: Further columns that it needs where samples may be older than a step: behind a channel, or
             carried over by repeated nodes.
-        reads_if_made: Further columns that it needs if an earlier node writes them; that node runs for it.
+        reads_if_made: Further columns that it needs if an earlier node writes them; that node runs for it. May be a
+            function of the node.
         sampled_with: Settings of `rollout` that it assumes to be the same for all of its samples.
         rows: Effect on rows.
         needs_whole_groups: Whether all samples of a prompt must be on the same rank.
@@ -49,7 +50,8 @@ class StageSpec:
             groups.
         roles: Use of each role of the node, by the name of its parameter: to generate, score or train.
         critics: Those of its roles that are value models, not language models, by the names of their parameters.
-        takes_own_rows: Whether it trains its role on those of its rows that the role sampled.
+        takes_own_rows: Whether it uses its role on those of its rows that the role sampled, or the role that it is the
+            reference of.
         idle_steps: Number of first steps in which it does not train its role, as a function of the recipe.
         has_effect: Whether it has an effect beyond its columns, such as an update, and runs even if no node reads them;
             may be a function of the recipe.
@@ -63,7 +65,7 @@ class StageSpec:
     writes: WrittenColumns = ()
     reads_if_written: tuple[str, ...] = ()
     reads_if_carried: Names = ()
-    reads_if_made: tuple[str, ...] = ()
+    reads_if_made: tuple[str, ...] | Callable[[Node], tuple[str, ...]] = ()
     sampled_with: Names = ()
     rows: RowEffect = "same"
     needs_whole_groups: bool = False
@@ -136,6 +138,10 @@ class StageSpec:
     def reads_of(self, recipe: Recipe, node: Node) -> tuple[str, ...]:
         """Columns that a node of this stage reads under a recipe."""
         return tuple(self.reads(recipe, node) if callable(self.reads) else self.reads)
+
+    def reads_if_made_of(self, node: Node) -> tuple[str, ...]:
+        """Further columns that a node of this stage reads if an earlier node writes them."""
+        return self.reads_if_made(node) if callable(self.reads_if_made) else self.reads_if_made
 
     def writes_of(self, recipe: Recipe, node: Node, workflow: Workflow) -> tuple[str, ...]:
         """Columns that a node of this stage writes in a workflow under a recipe."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
+from leaderless.config.roles import origin_of
 from leaderless.environments.registry import agents_of, environment_class, world_maker
 from leaderless.environments.tools.formats import named_reader
 from leaderless.environments.tools.sources import python_tools
@@ -36,13 +37,29 @@ OWNERS_OF_LOG_PROBS = {
 def log_probs_column(node: Node, workflow: Workflow) -> str:
     """Name of the column for log-probabilities under the role of a node; it says whose they are.
 
-    They are the old ones where the role is trained, unless several roles sampled the rows.
+    They are the old ones where the role is trained, unless several roles sampled the rows, and those of the reference
+    where its role is `reference`, or `planner_reference` on rows that `planner` sampled.
     """
     role = node.role
-    if role == "reference":
+    if role == "reference" or (len(node.agents) == 1 and scored_agent(node) not in {None, role}):
         return "ref_log_probs"
     is_trained = any(other.role == role and spec_of(other).role_use == "train" for other in workflow.nodes)
     return "old_log_probs" if is_trained and len(node.agents) < 2 else f"{role}_log_probs"
+
+
+def scored_agent(node: Node) -> str | None:
+    """The role that sampled what the role of a node is for: itself, or the one that it is the reference of.
+
+    None if neither has sampled rows of the node.
+    """
+    role = node.role or ""
+    owner = origin_of(role) if role.endswith("reference") else None
+    return next((one for one in (role, owner) if one in node.agents), None)
+
+
+def _own_log_probs_column(node: Node) -> str:
+    is_reference = node.role not in node.agents and origin_of(node.role or "") is not None
+    return "ref_log_probs" if is_reference else "old_log_probs"
 
 
 def _old_log_probs(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -259,6 +276,17 @@ def _check_log_probs(recipe: Recipe, node: Node) -> None:
         )
 
 
+def _check_own_log_probs(recipe: Recipe, node: Node) -> None:
+    _check_log_probs(recipe, node)
+    if scored_agent(node) is None:
+        raise RecipeError.at(
+            f"nodes.{node.name}.role",
+            f"'{node.role}' has sampled none of the rows before node '{node.name}', and is the reference of no role "
+            f"that has: name a role that samples ({', '.join(node.agents)}), or its reference, as "
+            f"{node.agents[0] if node.agents else 'planner'}_reference",
+        )
+
+
 def _check_update(recipe: Recipe, node: Node) -> None:
     _check_sample_fits(recipe, "rollout")
     _check_updates_per_step(recipe)
@@ -427,6 +455,17 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         streams=True,
         check=_check_log_probs,
         summary="log-probabilities of the sampled tokens under a role",
+    ),
+    "own_log_probs": StageSpec(
+        "leaderless.stages.team:own_log_probs",
+        reads=(*SEQUENCE, "agent", "response_lengths"),
+        reads_if_made=lambda node: ("temperatures", _own_log_probs_column(node)),
+        writes=lambda _, node, __: [_own_log_probs_column(node)],
+        roles={"model": "score"},
+        takes_own_rows=True,
+        streams=True,
+        check=_check_own_log_probs,
+        summary="log-probabilities of a role of a team on its own tokens",
     ),
     "rollout_with_greedy": replace(
         ROLLOUT,
