@@ -11,6 +11,7 @@ import pytest
 import torch
 from examples.signal_game.prepare import prepare
 from tests.distributed.ranks import RankPool
+from tests.end_to_end.cli import succeed
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 
 ROOT = Path(__file__).parents[2]
@@ -154,3 +155,13 @@ def test_a_later_agent_is_trained_with_what_the_update_of_an_earlier_one_has_cha
     same = {name: torch.equal(weights, other[name]) for name, weights in first.items()}  # type: ignore[attr-defined, index]
     assert all(is_same for name, is_same in same.items() if not name.startswith("solver."))
     assert not all(is_same for name, is_same in same.items() if name.startswith("solver."))
+
+
+def test_episodes_that_were_played_on_two_pools_are_played_again(ranks: RankPool, tmp_path: Path) -> None:
+    """The first rank has left its episodes to the second one, whose journal has them whole."""
+    pools = {name: {"ranks": own} for name, own in POOLS.items() if name not in {"values", "critic"}}
+    write_game(prepare(tmp_path), "dr_mas", pools, steps=1)
+    succeed(ranks, tmp_path, "train", "recipe.yaml", num_ranks=2)
+    journal = "runs/team/episodes/step-000001/played.rank-{}.jsonl.gz"
+    for target in ("runs/team", journal.format(0), journal.format(1)):
+        assert "32 episodes played again; none differs" in succeed(ranks, tmp_path, "env", "replay", target)

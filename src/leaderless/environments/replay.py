@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.differences import Difference, first_difference
 from leaderless.environments.journal import Line, episode_of, line_of
-from leaderless.environments.player import Place, Player
+from leaderless.environments.player import Episode, Place, Player, Spoken
 from leaderless.environments.programs.registry import program_maker
 from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.stand_ins import JournalPump, JournalTools, JournalWorld, UpToFailure
@@ -27,7 +27,8 @@ def replay(
 ) -> Iterator[tuple[Line, Difference | None]]:
     """Play episodes again, and compare them with their lines.
 
-    An episode that was ended by a time limit or a crash is played up to there; one that a program led, not at all.
+    An episode that was ended by a time limit or a crash is played up to there; one that a program led, not at all. One
+    in which another policy was to act next is played up to there, too.
 
     Args:
         lines: Lines of the journal.
@@ -63,7 +64,7 @@ def replay(
             known = JournalTools(**parts, episode=episode, max_result_characters=limit, has_environment=has_environment)
         player = Player(once, opened, max_tokens, JournalPump(episode.trace.said()), known)
         try:
-            return first_difference(line, line_of(await player.play(place_of(line))))
+            return first_difference(line, line_of(await player.play(up_to_others(place_of(line), episode))))
         finally:
             await player.close()
 
@@ -73,3 +74,13 @@ def replay(
     for begin in range(0, len(lines), config.concurrency):
         some = lines[begin : begin + config.concurrency]
         yield from zip(some, asyncio.run(play_some(some)), strict=True)
+
+
+def up_to_others(place: Place, episode: Episode) -> Place:
+    """What was to be played in an episode, which may have been left where an agent of another policy was to act."""
+    last = episode.answers[-1].turn if episode.answers else None
+    if episode.cause or episode.is_cut or last is None or last.done:
+        return place
+    said = ((node, node.parent, node.said) for node in episode.trace.said())
+    history = [Spoken(parent.context(), node.tokens, facts) for node, parent, facts in said if parent and facts]
+    return replace(place, agents=frozenset(), history=history)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,7 +17,11 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
+from leaderless.environments.differences import Difference
+from leaderless.environments.journal import Line, line_of
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
+from leaderless.environments.replay import replay
+from leaderless.environments.world import ThreadWorld
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import Request
 from leaderless.stages.earlier import Earlier, earlier_episodes
@@ -278,3 +284,39 @@ def test_a_role_that_has_sampled_nothing_is_not_updated_in_turn() -> None:
     assert "'other' has sampled none of the rows" in refusal(
         workflow, environment=environment, reward={}, models=models
     )
+
+
+def lines_of(some: Played) -> list[Line]:
+    return [json.loads(line) for line in some.journal()]
+
+
+@pytest.mark.parametrize("roles", ["a", "ab", "aba", "abab"])
+def test_an_episode_that_is_left_to_another_role_is_played_again_up_to_there(roles: str) -> None:
+    rows = None
+    for role in roles:
+        some = played(Talk, role, rows)
+        rows = some.samples()
+    config = recipe_of(Talk).environment
+    assert config is not None
+    place_of = {line_of(one)["id"]: one.place for one in some.episodes if one.place}
+
+    def differences(environment: type, lines: list[Line]) -> list[Difference | None]:
+        def open_world() -> ThreadWorld:
+            return ThreadWorld(environment, 60.0)
+
+        again = replay(
+            lines, config, open_world, lambda line: replace(place_of[line["id"]], agents=None, history=()), 1000
+        )
+        return [difference for _, difference in again]
+
+    lines = lines_of(some)
+    assert len(lines) == 4
+    assert differences(Talk, lines) == [None] * 4
+    (first, *_) = differences(Moody, lines)
+    assert first is not None
+    assert first.place == "first observation"
+    said = lines[0]["nodes"][-1]["said"]  # type: ignore[index,call-overload]
+    said["reward"] += 1  # type: ignore[operator,index,call-overload]
+    (first, *_) = differences(Talk, lines)
+    assert first is not None
+    assert first.place == f"turn {len(roles)}, said"
