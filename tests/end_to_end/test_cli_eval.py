@@ -9,15 +9,17 @@ import pytest
 import torch
 from tests.distributed.ranks import RankPool
 from tests.end_to_end.cli import finish, metrics, run, start, succeed
-from tests.tiny import tiny_model, write_additions, write_recipe
+from tests.tiny import tiny_model, tiny_recipe, write_additions, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.models.causal_lm import load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.rollout.engine import Request, SamplingParams, generate
 from leaderless.rollout.native import NativeEngine
+from leaderless.run.planned import plan_evaluation
 
 PROMPTS = ["1+2=", "3+4=", "7", "9+9=18 1+1="]
 
@@ -149,3 +151,14 @@ def test_export_overwrites_nothing_and_names_the_roles_there_are(ranks: RankPool
     (tmp_path / "empty").mkdir()
     succeed(ranks, tmp_path, "export", "runs/tiny/checkpoints/step-000001", "empty")
     assert (tmp_path / "empty/model.safetensors").exists()
+
+
+def test_eval_needs_no_reward_where_an_environment_gives_it(tmp_path: Path) -> None:
+    held_out = {"path": str(write_additions(tmp_path / "test.jsonl", 13))}
+    changes: dict[str, object] = {"data.evaluation": held_out, "reward": {}}
+    changes["environment"] = {"type": "reasoning_gym", "options": {"dataset": "chain_sum"}, "max_episode_tokens": 64}
+    (node,) = plan_evaluation(tiny_recipe(tmp_path, tiny_model(), changes), None, 1).plan.nodes
+    assert node.name == "answer"
+    del changes["environment"]
+    with pytest.raises(RecipeError, match="must name a reward, or the recipe an environment"):
+        plan_evaluation(tiny_recipe(tmp_path, tiny_model(), changes), None, 1)

@@ -10,7 +10,8 @@ from leaderless.config import RecipeError, nearest
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.functions import is_function_name, load_class, name_of
 from leaderless.environments.apart import ProcessWorld
-from leaderless.environments.programs.registry import COMMAND, program_maker
+from leaderless.environments.programs.registry import BUILT_IN as PROGRAMS
+from leaderless.environments.programs.registry import program_maker
 from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.protocol import ONLY_AGENT, Environment
 from leaderless.environments.world import ThreadWorld, World
@@ -34,7 +35,7 @@ def find_environment(config: EnvironmentConfig) -> type[Environment]:
     """
     name = BUILT_IN.get(config.type, config.type)
     if not is_function_name(name):
-        hint = nearest(name, [*BUILT_IN, COMMAND])
+        hint = nearest(name, [*BUILT_IN, *PROGRAMS])
         raise RecipeError.at(
             "environment.type", f"unknown environment '{name}'{hint}; a custom one is 'package.module:Class'"
         )

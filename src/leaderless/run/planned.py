@@ -208,8 +208,8 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
     with located(loaded):
         if recipe.data.evaluation is None:
             raise RecipeError.at("data.evaluation", "must name the held-out prompts")
-        if not recipe.reward.options():
-            raise RecipeError.at("reward", "must name a reward, to tell which responses are correct")
+        if not recipe.reward.options() and recipe.environment is None:
+            raise RecipeError.at("reward", "must name a reward, or the recipe an environment, to tell what is correct")
         if model is None:
             raise RecipeError.at("models", f"has no model for the role '{role}'{nearest(role, recipe.models)}")
         batch = recipe.batch.model_copy(update={"prompts_per_step": max(recipe.batch.prompts_per_step, num_workers)})

@@ -376,7 +376,7 @@ HERE = __name__
         ({"type": f"{HERE}:fail", "options": {"level": 1}}, "must be callable as fail"),
         ({"type": f"{HERE}:fail", "isolation": "process"}, "use type=command, which has a process of its own"),
         ({"type": f"{HERE}:nothing"}, "has no class or function 'nothing'"),
-        ({"type": "command"}, "must be command, env and confine: missing a required argument: 'command'"),
+        ({"type": "command"}, "does not take them: missing a required argument: 'command'"),
         ({"type": "command", "options": {"command": "sh a"}}, r"must be a list of texts, such as \[sh, agent.sh\]"),
         ({"type": "command", "options": {"command": ["no-such-program"]}}, "is no program that can be run"),
     ],

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
 from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.functions import is_function_name, load_callable
-from leaderless.environments.programs.command import Command
 from leaderless.environments.programs.doorway import doorway_refusal
 from leaderless.environments.programs.world import ProgramWorld, Solve, is_async
 
 COMMAND = "command"
 """Type of an environment that is a command of its own."""
+BUILT_IN: Mapping[str, str] = {
+    COMMAND: "leaderless.environments.programs.command:Command",
+    "verifiers": "leaderless.environments.adapters.verifiers:Verifiers",
+}
+"""Programs that come with the package, each as `module:Class` of a `Solve`, whose arguments are the options."""
 
 
 def program_maker(config: EnvironmentConfig) -> Callable[[], ProgramWorld] | None:
@@ -24,8 +28,8 @@ def program_maker(config: EnvironmentConfig) -> Callable[[], ProgramWorld] | Non
     Raises:
         RecipeError: The program cannot be used.
     """
-    if config.type == COMMAND:
-        return _maker(cast("Solve", _command(config)), "the command", config)
+    if config.type in BUILT_IN:
+        return _maker(_built_in(config), f"the program '{config.type}'", config)
     if not is_function_name(config.type):
         return None
     found = load_callable(config.type, "environment.type", "class or function")
@@ -42,12 +46,15 @@ def program_maker(config: EnvironmentConfig) -> Callable[[], ProgramWorld] | Non
     return _maker(cast("Solve", partial(found, **config.options)), name, config)
 
 
-def _command(config: EnvironmentConfig) -> Command:
+def _built_in(config: EnvironmentConfig) -> Solve:
+    found = load_callable(BUILT_IN[config.type], "environment.type", "class")
     try:
-        inspect.signature(Command).bind(**config.options)
+        inspect.signature(found).bind(**config.options)
     except TypeError as error:
-        raise RecipeError.at("environment.options", f"must be command, env and confine: {error}") from error
-    return Command(**config.options)  # type: ignore[arg-type]
+        raise RecipeError.at(
+            "environment.options", f"{config.type}{inspect.signature(found)} does not take them: {error}"
+        ) from error
+    return cast("Solve", found(**config.options))
 
 
 def _maker(solve: Solve, name: str, config: EnvironmentConfig) -> Callable[[], ProgramWorld]:
@@ -56,6 +63,6 @@ def _maker(solve: Solve, name: str, config: EnvironmentConfig) -> Callable[[], P
             "environment.isolation",
             f"is 'process', but {name} is a program: use type=command, which has a process of its own",
         )
-    if (config.type == COMMAND or not is_async(solve)) and (problem := doorway_refusal()):
+    if (config.type in BUILT_IN or not is_async(solve)) and (problem := doorway_refusal()):
         raise RecipeError.at("environment.type", problem)
     return partial(ProgramWorld, solve, name, config.act_timeout_s)
