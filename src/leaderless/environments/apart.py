@@ -36,7 +36,7 @@ from leaderless.environments.world import CRASH, ENVIRONMENT, TIMEOUT, Failure, 
 GRACE_S = 5.0
 """Seconds that a process gets beyond the time limit of an answer, to report by itself what took so long."""
 START_S = 60.0
-"""Seconds that a process may take to start and to make its environment."""
+"""Seconds that a process may take to start and to import its environment."""
 NOTICE_S = 0.2
 """Seconds within which a process that has closed its connection ends."""
 _PR_SET_PDEATHSIG = 1
@@ -93,7 +93,9 @@ class ProcessWorld:
         Raises:
             Failure: The environment has failed, or its process has ended or does not answer.
         """
-        limit_s = (timeout_s or self._config.act_timeout_s) + GRACE_S + (0.0 if self._is_ready else START_S)
+        limit_s = (timeout_s or self._config.act_timeout_s) + GRACE_S
+        if not self._is_ready:
+            limit_s += START_S + self._config.act_timeout_s
 
         def exchange() -> object:
             self._connection.send_bytes(json.dumps([what, arguments]).encode())
@@ -212,7 +214,8 @@ async def _serve(name: str, config: EnvironmentConfig, connection: Connection) -
             if world is None:
                 found = getattr(importlib.import_module(module), attribute)
                 _seed(str(arguments.get("seed")))
-                world = ThreadWorld(partial(found, **config.options), config.act_timeout_s)
+                make = partial(found, **config.options)
+                world = ThreadWorld(make, config.act_timeout_s, tuple(found.agents))
                 tools = {tool.name: tool for tool in python_tools(config, found)}
             if what == "tool":
                 call, toolbox = (

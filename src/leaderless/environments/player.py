@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 from leaderless.config import Json, RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.chat import ChatWriter
+from leaderless.environments.deadlines import run_to_end, until_stuck
 from leaderless.environments.programs.chat import Chat, Rules
 from leaderless.environments.programs.doorway import LazyDoorway
 from leaderless.environments.programs.lines import number_of
@@ -23,7 +24,7 @@ from leaderless.environments.tools.template import find_reader
 from leaderless.environments.tools.use import ToolUse
 from leaderless.environments.trace import Said, Trace, TraceNode
 from leaderless.environments.witness import Answer, Witness
-from leaderless.environments.world import ENVIRONMENT, OVERFLOW, Failure, World
+from leaderless.environments.world import ENVIRONMENT, OVERFLOW, TIMEOUT, Failure, World
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 
 Result = TypeVar("Result")
@@ -128,7 +129,10 @@ class Player:
         episode = Episode()
         for attempt in range(self._config.max_attempts):
             one = _Attempt(self._config, self._max_tokens, self._pump, self._doorway, place, attempt)
-            episode = await one.run(self._open_world, self._tools)
+            try:
+                episode = await until_stuck(one.run(self._open_world, self._tools))
+            except TimeoutError as error:
+                episode = one.leave(str(error))
             if not episode.cause:
                 break
         return episode
@@ -157,6 +161,7 @@ class _Attempt:
         self._waiting: dict[str, list[Message]] = {}  # what an agent has been told since it spoke last
         self._num_turns = 0
         self._toolbox: Toolbox | None = None
+        self._is_over = self._is_left = False
 
     async def run(self, open_world: Callable[[], World | ProgramWorld], tools: ToolUse | None) -> Episode:
         """Play to the end, or to the failure."""
@@ -172,13 +177,27 @@ class _Attempt:
         except RecipeError as error:
             episode.cause, episode.error = ENVIRONMENT, str(error)
         finally:
-            for number in range(len(episode.agents)):
-                self._pump.forget(self._conversation(number))
+            self._end()
             if self._toolbox is not None:
                 await self._toolbox.close(self._config.tool_timeout_s)
             if world is not None:
                 await world.close()
         return episode
+
+    def leave(self, error: str) -> Episode:
+        """The episode when a function does not end; whatever that does later changes nothing any more."""
+        self._is_left, episode = True, self.episode
+        if not self._is_over:
+            episode.cause, episode.error = TIMEOUT, error
+            self._end()
+        return replace(episode, trace=Trace([*episode.trace.nodes]), answers=[*episode.answers], calls=[*episode.calls])
+
+    def _end(self) -> None:
+        """Release what the engine keeps of the episode."""
+        if not self._is_over:
+            self._is_over = True
+            for number in range(len(self.episode.agents)):
+                self._pump.forget(self._conversation(number))
 
     async def _play(self, world: World | ProgramWorld) -> None:
         if isinstance(world, ProgramWorld):
@@ -259,9 +278,12 @@ class _Attempt:
     async def _timed(self, answer: Awaitable[Result], what: str) -> Result:
         begin = time.perf_counter()
         try:
-            return await answer
+            found = await answer
         finally:
             self.episode.seconds[what] += time.perf_counter() - begin
+        if self._is_left:
+            raise asyncio.CancelledError
+        return found
 
     def _tell(self, agent: str, observation: Observation) -> None:
         try:
@@ -402,7 +424,7 @@ def play_all(
         return [task.result() for task in playing], pump
 
     try:
-        return asyncio.run(play())
+        return run_to_end(play())
     except BaseExceptionGroup as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):

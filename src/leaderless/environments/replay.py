@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 
 from leaderless.config.environment import EnvironmentConfig
+from leaderless.environments.deadlines import run_to_end
 from leaderless.environments.differences import Difference, first_difference
 from leaderless.environments.journal import Line, episode_of, line_of
 from leaderless.environments.player import Episode, Place, Player, Spoken
@@ -73,7 +74,7 @@ def replay(
 
     for begin in range(0, len(lines), config.concurrency):
         some = lines[begin : begin + config.concurrency]
-        yield from zip(some, asyncio.run(play_some(some)), strict=True)
+        yield from zip(some, run_to_end(play_some(some)), strict=True)
 
 
 def up_to_others(place: Place, episode: Episode) -> Place:

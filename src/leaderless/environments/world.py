@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
-from leaderless.environments.protocol import Environment, EpisodeFailed, Observation, Task, Turn
+from leaderless.environments.deadlines import time_limit
+from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Observation, Task, Turn
 from leaderless.environments.threads import call_user
 
 if TYPE_CHECKING:
@@ -57,32 +57,29 @@ class World(Protocol):
 class ThreadWorld:
     """See `World`. The environment is an object of this process; methods that are not `async` run in threads."""
 
-    def __init__(self, make: Callable[[], Environment], timeout_s: float) -> None:
-        """Make the environment.
+    def __init__(
+        self, make: Callable[[], Environment], timeout_s: float, agents: Sequence[str] = (ONLY_AGENT,)
+    ) -> None:
+        """Make nothing yet.
 
         Args:
-            make: Function that makes it.
-            timeout_s: Seconds that each of its answers may take.
-
-        Raises:
-            Failure: It cannot be made.
+            make: Function that makes the environment, called in a thread when it is first needed.
+            timeout_s: Seconds that this and each of its answers may take.
+            agents: Names of the environment's agents.
         """
-        self._timeout_s = timeout_s
-        try:
-            self._environment = make()
-        except Exception as error:
-            raise failure_of(error, "the constructor of the environment") from error
-        self.agents = tuple(self._environment.agents)
+        self._make, self._timeout_s, self.agents = make, timeout_s, tuple(agents)
+        self._environment: Environment | None = None
         self._objects: dict[Home, object] = {}
 
     async def reset(self, task: Task, seed: str) -> Observation:
         """See `World`."""
-        environment, rng = self._environment, Random(seed)  # noqa: S311
+        environment, rng = await self._made(), Random(seed)  # noqa: S311
         return await call(partial(environment.reset, task, rng), self._timeout_s, self._name("reset"))
 
     async def act(self, text: str) -> Turn:
         """See `World`."""
-        found = await call(partial(self._environment.act, text), self._timeout_s, self._name("act"))
+        environment = await self._made()
+        found = await call(partial(environment.act, text), self._timeout_s, self._name("act"))
         return checked(found, self._name("act"), self.agents)
 
     async def bind(self, tool: FunctionTool) -> Tool:
@@ -91,7 +88,7 @@ class ThreadWorld:
         if home is None:
             return tool
         if home.is_environment:
-            return tool.of_instance(self._environment)
+            return tool.of_instance(await self._made())
         if home not in self._objects:
             what = f"the constructor of the tool {home.kind.__name__}"
             self._objects[home] = await call(lambda: home.kind(**home.options), self._timeout_s, what, TOOL)
@@ -104,6 +101,11 @@ class ThreadWorld:
             if callable(close) and getattr(type(held), "close", None) is not Environment.close:
                 with suppress(Failure):
                     await call(close, self._timeout_s, f"{type(held).__name__}.close")
+
+    async def _made(self) -> Environment:
+        if self._environment is None:
+            self._environment = await call(self._make, self._timeout_s, "the constructor of the environment")
+        return self._environment
 
     def _name(self, method: str) -> str:
         return f"{type(self._environment).__name__}.{method}"
@@ -126,7 +128,7 @@ async def call(
         Failure: It raised an error or took too long.
     """
     try:
-        async with asyncio.timeout(timeout_s) as limit:
+        async with time_limit(timeout_s, what) as limit:
             return cast("Result", await call_user(function, what))
     except TimeoutError as error:
         if not limit.expired():  # the user's own

@@ -11,7 +11,7 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.player import Episode, Place, play_all
-from leaderless.environments.protocol import Environment, Observation, Task, Turn
+from leaderless.environments.protocol import ONLY_AGENT, Environment, Observation, Task, Turn
 from leaderless.environments.pump import EnginePump
 from leaderless.environments.world import ThreadWorld
 from leaderless.rollout.engine import Delta, Request, SamplingParams
@@ -106,6 +106,6 @@ def play(
     places = [Place(100 + n, f"5/{n}", task, writer, params) for n, task in enumerate(tasks)]
 
     def open_world() -> ThreadWorld:
-        return ThreadWorld(make, config.act_timeout_s)
+        return ThreadWorld(make, config.act_timeout_s, getattr(make, "agents", (ONLY_AGENT,)))
 
     return play_all(engine, config, open_world, places, max_tokens, lambda _: None)

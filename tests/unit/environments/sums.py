@@ -7,7 +7,7 @@ import time
 from random import Random
 
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
-from leaderless.environments.tools import tool
+from leaderless.environments.tools import ToolError, tool
 
 
 class Sums(Environment):
@@ -34,6 +34,11 @@ class Sums(Environment):
 def flood() -> str:
     """Say a lot."""
     return "x" * 10_000_000
+
+
+def grumble() -> str:
+    """Refuse at length."""
+    raise ToolError("x" * 1000)
 
 
 def hang() -> str:

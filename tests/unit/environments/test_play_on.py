@@ -302,7 +302,7 @@ def test_an_episode_that_is_left_to_another_role_is_played_again_up_to_there(rol
 
     def differences(environment: type, lines: list[Line]) -> list[Difference | None]:
         def open_world() -> ThreadWorld:
-            return ThreadWorld(environment, 60.0)
+            return ThreadWorld(environment, 60.0, environment.agents)
 
         again = replay(
             lines, config, open_world, lambda line: replace(place_of[line["id"]], agents=None, history=()), 1000

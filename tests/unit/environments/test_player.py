@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from random import Random
 
 import pytest
 from tests.rows import Characters
 from tests.unit.environments.scripted import AsyncCount, Count, ScriptedEngine, play
 
+from leaderless.environments import deadlines
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.player import Episode
 from leaderless.environments.protocol import Environment, EpisodeFailed, Observation, Task, Turn
@@ -120,7 +122,7 @@ class Bad(Count):
 FAILURES = {
     "raises": ("environment", "Bad.act raised KeyError: 'lost'"),
     "gives up": ("environment", "Bad.act gave up: the site is down"),
-    "hangs": ("timeout", "Bad.act has not answered within 0.05 s: raise environment.act_timeout_s"),
+    "hangs": ("timeout", "Bad.act has not answered within 1 s: raise environment.act_timeout_s"),
     "none": ("environment", "Bad.act returned NoneType: it must return a Turn"),
     "nan": ("environment", "Bad.act returned the reward nan: it must be a finite number"),
     "observation": ("environment", "an observation must be a text"),
@@ -134,11 +136,63 @@ FAILURES = {
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_failure_is_counted_by_cause_and_harms_no_other_episode(how: str) -> None:
     cause, text = FAILURES[how]
-    (bad, good), _ = play(ScriptedEngine(counting), Bad, PLAIN, [{"text": how}, {"text": "fine"}], act_timeout_s=0.05)
+    tasks, limit_s = [{"text": how}, {"text": "fine"}], 1.0 if how == "hangs" else 30.0
+    (bad, good), _ = play(ScriptedEngine(counting), Bad, PLAIN, tasks, act_timeout_s=limit_s)
     assert bad.cause == cause
     assert text in bad.error
     assert not good.cause
     assert len(good.trace.said()) == 3
+
+
+class Stubborn(AsyncCount):
+    """Goes on after it was canceled, in the method that the task names; for ever, or for a while."""
+
+    async def reset(self, task: Task, rng: Random) -> Observation:  # type: ignore[override]
+        self.how = task["text"]
+        return await super().reset(task, rng)
+
+    async def act(self, text: str) -> Turn:  # type: ignore[override]
+        if self.how in {"act", "act for a while"}:
+            await self._go_on(60.0 if self.how == "act" else 1.5)
+        return await super().act(text)
+
+    async def close(self) -> None:  # type: ignore[override]
+        if self.how == "close":
+            await self._go_on(60.0)
+
+    async def _go_on(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+
+
+def test_what_goes_on_after_it_was_canceled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "GRACE_S", 0.3)
+    engine, begin = ScriptedEngine(counting), time.monotonic()
+    texts = ("act", "act for a while", "close", "fine")
+    episodes, _ = play(engine, Stubborn, PLAIN, [{"text": text} for text in texts], act_timeout_s=0.5)
+    assert time.monotonic() - begin < 20
+    assert [episode.cause for episode in episodes] == ["timeout", "timeout", "", ""]
+    for episode in episodes[:2]:
+        assert episode.error.startswith("Stubborn.act goes on 0.3 s after its time limit, although it was canceled")
+    assert [len(episode.trace.said()) for episode in episodes] == [1, 1, 3, 3]
+    assert len(engine.requests) == 8, "nothing is asked for an episode that was left behind"
+    assert len(set(engine.forgotten)) == 4
+
+
+def test_a_constructor_has_a_time_limit_too_and_holds_up_no_other_episode() -> None:
+    class Slow(Count):
+        def __init__(self) -> None:
+            super().__init__()
+            if next(made) == 0:
+                time.sleep(30)
+
+    made, begin = iter(range(2)), time.monotonic()
+    (bad, good), _ = play(ScriptedEngine(counting), Slow, PLAIN, [{"text": "a"}, {"text": "b"}], act_timeout_s=1.0)
+    assert time.monotonic() - begin < 20
+    assert (bad.cause, good.cause) == ("timeout", "")
+    assert "the constructor of the environment has not answered within 1 s" in bad.error
 
 
 def test_a_canceled_task_of_an_environment_costs_its_episode_only() -> None:

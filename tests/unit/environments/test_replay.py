@@ -22,7 +22,7 @@ from leaderless.environments.differences import Difference, first_difference
 from leaderless.environments.journal import Line, episode_of, line_of, text_of
 from leaderless.environments.player import Episode, Place, play_all
 from leaderless.environments.programs.chat import Chat
-from leaderless.environments.protocol import Environment, Observation, Task, Turn
+from leaderless.environments.protocol import ONLY_AGENT, Environment, Observation, Task, Turn
 from leaderless.environments.registry import world_maker
 from leaderless.environments.replay import replay
 from leaderless.environments.world import ThreadWorld, World
@@ -47,7 +47,7 @@ def again(line: Line, make: Callable[[], Environment] | None, **settings: object
 
     def open_world() -> World:
         assert make is not None
-        return ThreadWorld(make, config.act_timeout_s)
+        return ThreadWorld(make, config.act_timeout_s, getattr(make, "agents", (ONLY_AGENT,)))
 
     ((_, difference),) = replay([line], config, open_world if make else None, place_of, 100)
     return difference
@@ -82,7 +82,7 @@ def test_failures_are_played_again(how: str) -> None:
 
 
 def test_an_episode_that_a_time_limit_ended_is_played_up_to_there() -> None:
-    _, line = journaled(Bad, "hangs", act_timeout_s=0.05)
+    _, line = journaled(Bad, "hangs", act_timeout_s=0.5)
     assert line["cause"] == "timeout"
     assert again(line, Bad) is None, "at once, without the wait"
     assert again(line, Count) is None, "nobody knows what the answer would have been"

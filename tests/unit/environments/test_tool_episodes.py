@@ -34,7 +34,7 @@ def played(messages: list[str], template: str | None = None, **settings: object)
     recipe = make_recipe(
         environment={
             "type": f"{HERE}:Sums",
-            "tools": [f"{HERE}:{name}" for name in ("flood", "hang", "crash")],
+            "tools": [f"{HERE}:{name}" for name in ("flood", "grumble", "hang", "crash")],
             "tool_format": "auto" if template else "hermes",
             "max_turns": 5,
         }
@@ -91,12 +91,16 @@ def test_the_policy_sees_tools_and_results_as_its_template_writes_them() -> None
 @both
 def test_a_result_is_cut_and_a_call_that_cannot_be_read_is_answered(isolation: str) -> None:
     found = played(
-        [call("flood"), "<tool_call>oops", "0"], isolation=isolation, max_result_characters=10, max_episode_tokens=4000
+        [call("flood"), call("grumble"), "<tool_call>oops", "0"],
+        isolation=isolation,
+        max_result_characters=10,
+        max_episode_tokens=4000,
     )
-    long, unread = told(found)
+    long, refused, unread = told(found)
+    assert refused == "Error\n[... 997 characters left out ...]\nxxxxx"
     assert long == "xxxxx\n[... 9,999,990 characters left out ...]\nxxxxx"
     assert len(unread) < 100
-    assert found.episodes[0].calls[1].refusal == "malformed"
+    assert [call.refusal for call in found.episodes[0].calls] == [None, "tool_error", "malformed"]
 
 
 @both

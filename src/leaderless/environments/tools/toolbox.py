@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from leaderless.config import Json, nearest
+from leaderless.environments.deadlines import time_limit
 from leaderless.environments.threads import call_user
 from leaderless.environments.tools.calls import Call, CallResult, Calls, Refusal, Tool, WrongArgumentsError
 from leaderless.environments.tools.formats import Reader, read_hermes
@@ -89,7 +90,7 @@ class Toolbox:
         """
         for closer in self._closers:
             with suppress(Exception):
-                async with asyncio.timeout(timeout_s):
+                async with time_limit(timeout_s, "closing of tools"):
                     await call_user(closer, "closing of tools")
 
     async def _answer(self, call: Call, timeout_s: float) -> CallResult:
@@ -109,11 +110,12 @@ class Toolbox:
             raise failure_of(error, f"the schema of tool '{tool.name}'", TOOL) from error
         begin = time.monotonic()
         try:
-            async with asyncio.timeout(None if tool.limits_itself else timeout_s):
+            async with time_limit(None if tool.limits_itself else timeout_s, f"the tool '{tool.name}'"):
                 value = await tool.call(prepared)
             text = _text_of(value)
         except ToolError as error:
-            return self._refusal(call, str(error), "tool_error", time.monotonic() - begin)
+            is_whole, seconds = not tool.limits_itself, time.monotonic() - begin
+            return self._refusal(call, str(error), "tool_error", seconds, is_whole=is_whole)
         except Failure:
             raise
         except TimeoutError as error:
@@ -129,14 +131,11 @@ class Toolbox:
         text = text if tool.limits_itself else self._cut(text)
         return CallResult(call.name, call.arguments, text, time.monotonic() - begin)
 
-    def _refusal(self, call: Call, text: str, refusal: Refusal, seconds: float = 0.0) -> CallResult:
-        return CallResult(
-            call.name,
-            call.arguments,
-            self._cut(text if text.startswith("Error") else f"Error: {text}"),
-            seconds,
-            refusal,
-        )
+    def _refusal(
+        self, call: Call, text: str, refusal: Refusal, seconds: float = 0.0, *, is_whole: bool = True
+    ) -> CallResult:
+        text = text if text.startswith("Error") else f"Error: {text}"
+        return CallResult(call.name, call.arguments, self._cut(text) if is_whole else text, seconds, refusal)
 
     def _cut(self, text: str) -> str:
         """A text without its middle if it is too long, and without halves of characters, which no tokenizer takes."""
