@@ -10,6 +10,7 @@ import pytest
 import torch
 from examples.calculator.prepare import prepare as prepare_sums
 from examples.environment.guess import prepare as prepare_guesses
+from examples.nim.prepare import prepare as prepare_nim
 from examples.own_algorithm.algorithms import AgainstTheBest, SquaredRatioLoss
 from examples.own_data.convert import convert
 from examples.own_reward.rewards import digits_right, is_short
@@ -128,6 +129,27 @@ def test_calculator_is_called_by_a_model_that_was_shown_how(ranks: RankPool, tmp
     assert steps[0]["episode/failed"] == 0
     assert {"tool/calls/calculate", "tool/refused/calculate"} <= steps[0].keys()
     assert "evaluation/mean@1" in steps[-1]
+
+
+def test_nim_is_played_by_an_untrained_model_against_itself(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("examples.nim.prepare.NUM_GAMES", 20)
+    prepare_nim(tmp_path)
+    overrides = [
+        f"models.policy={tmp_path / 'model'}",
+        f"data.train.path={tmp_path / 'train.jsonl'}",
+        f"data.evaluation.path={tmp_path / 'test.jsonl'}",
+        f"run.directory={tmp_path / 'runs'}",
+        "run.tensorboard=false",
+        "run.timeout_s=60",
+        "batch.prompts_per_step=2",
+        "batch.responses_per_prompt=4",
+    ]
+    recipe = "recipes/agents/textarena/self_play.yaml"
+    (steps,) = ranks.run(1, train_example, recipe, overrides, 1, init_group=False)
+    assert steps[0]["episode/failed"] == 0
+    assert steps[0]["reward/mean"] < 0, "who breaks the rules loses, and who has not moved yet has no reward"
 
 
 def test_tools_of_ones_own_are_called(ranks: RankPool, tmp_path: Path) -> None:

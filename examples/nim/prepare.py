@@ -1,0 +1,81 @@
+"""Makes a tiny untrained model, and demonstrations of Nim by players who move at random.
+
+The model learns from them how a move is written and which the rules allow, but not which are good: that is left to
+games against itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+from examples.nim.game import Nim, random_move
+from transformers import AutoTokenizer
+
+from leaderless.models.tiny import END_TOKEN, write_tiny_model
+
+NUM_GAMES, NUM_TASKS, NUM_HELD_OUT = 2_000, 1_000, 256
+SIZE = re.compile(r"pile \d: (\d)")
+PHRASES = ["\nCurrent Pile:\n  pile 0: ", "\n  pile 1: ", "\n  pile 2: ", " from pile ", "[0 ", "[1 ", "[2 "]
+PHRASES += [phrase for player in (0, 1) for phrase in (f"[Player {player}] ", f"Player {player} removes ")]
+"""What the game says again and again: each is one token, as are the marks of the template and the rules."""
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<moves>{{ m.content }}" + END_TOKEN + "\n"
+    "{% else %}<told>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<moves>{% endif %}"
+)
+
+
+def prepare(folder: Path, seed: int = 0) -> None:
+    """Write `model/`, `demonstrations.jsonl`, `train.jsonl` and `test.jsonl`.
+
+    Args:
+        folder: Folder to write into.
+        seed: Seed of the model's weights and the demonstrations.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = Random(seed)
+    games = [played(generator) for _ in range(NUM_GAMES)]
+    rules = {messages[0]["content"].partition("3\n")[0] for game in games for messages in game}
+    words = ["<told>", "<moves>", *sorted(rules), *PHRASES]
+    characters = "0123456789]. \n"
+    write_tiny_model(folder / "model", characters, chat_template=TEMPLATE, words=words, seed=seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    demonstrations = [
+        {
+            "prompt": tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True, tokenize=False),
+            "response": messages[place]["content"],
+        }
+        for game in games
+        for messages in game
+        for place in range(1, len(messages), 2)
+    ]
+    tasks = [{"game": number} for number in range(NUM_TASKS + NUM_HELD_OUT)]
+    contents = {"demonstrations": demonstrations, "train": tasks[:NUM_TASKS], "test": tasks[NUM_TASKS:]}
+    for name, rows in contents.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def played(generator: Random) -> list[list[dict[str, str]]]:
+    """The conversations of both players of a game, who move at random.
+
+    Args:
+        generator: Random numbers.
+    """
+    game = Nim()
+    said: dict[str, list[dict[str, str]]] = {agent: [] for agent in game.agents}
+    agent, news = game.agents[0], game.reset({}, generator)
+    while news:
+        piles = [int(size) for size in SIZE.findall(news)[-3:]]
+        said[agent] += [
+            {"role": "user", "content": news},
+            {"role": "assistant", "content": random_move(piles, generator)},
+        ]
+        turn = game.act(said[agent][-1]["content"])
+        agent, news = turn.agent or agent, str(turn.observation)
+    return list(said.values())
+
+
+if __name__ == "__main__":
+    prepare(Path("runs/nim-data"))
