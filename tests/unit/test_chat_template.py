@@ -15,10 +15,14 @@ from tests.templates import (
     blank_tokenizer_with,
     tokenizer_with,
 )
+from tests.unit.recipes import make_recipe
 
 from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig
 from leaderless.models.chat_template import check_template
 from leaderless.models.template_trials import chat, tool_chat
+from leaderless.models.tokenizer import load_tokenizer
+from leaderless.worker.process import warning_of_drift
 
 RAISES = "{%% if messages[0].role == 'system' %%}{{ raise_exception('no system here') }}{%% endif %%}%s"
 
@@ -190,8 +194,23 @@ def test_command_gives_the_verdict_for_people_and_programs(tmp_path):
     assert not facts["is_append_only"]
     assert facts["trials"][1]["differences"][0]["cause"] == "earlier reasoning is dropped"
     text = command(str(tmp_path), ["template", "bad"]).output
-    assert text.startswith("not append-only: a new sample begins after each user message")
+    assert text.startswith(
+        "not append-only: episodes continue with what was sampled, and differ from what the template"
+    )
+    assert "would write after each user message, since" in text
     assert "answers with reasoning, turn 2: earlier reasoning is dropped (token 81)" in text
     none = command(str(tmp_path), ["template", "none"])
     assert none.code == 2
     assert "error none: the tokenizer has no chat template" in none.errors
+
+
+@pytest.mark.parametrize(("template", "is_warned_of"), [(CHATML, False), (DROPS_REASONING, True), (None, False)])
+def test_a_run_with_episodes_says_that_its_template_is_not_append_only(tmp_path, template, is_warned_of):
+    tokenizer_with(template).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    tokenizer = load_tokenizer(config, "policy")
+    played = make_recipe(environment={"type": "calculator"}, data={"train": {"path": "rows.jsonl"}})
+    text = warning_of_drift(played, config, tokenizer)
+    assert text.startswith("the chat template is not append-only: ") is is_warned_of
+    assert (config.path in text) is is_warned_of
+    assert not warning_of_drift(make_recipe(), config, tokenizer), "without episodes there are no later turns"

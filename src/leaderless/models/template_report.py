@@ -117,8 +117,8 @@ class TemplateReport:
         causes = list(dict.fromkeys(difference.cause for difference in self.differences))
         remedies = "; ".join(REMEDIES[cause] for cause in causes)
         return (
-            f"not append-only: a new sample begins after {places}, since {' and '.join(causes)}; "
-            f"to avoid this, {remedies}"
+            f"not append-only: episodes continue with what was sampled, and differ from what the template would write "
+            f"after {places}, since {' and '.join(causes)}; to avoid this, {remedies}"
         )
 
 

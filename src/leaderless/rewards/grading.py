@@ -22,11 +22,13 @@ class Outcome(NamedTuple):
         value: Finite number; 0 where there is an error.
         answer: Final answer found in the response.
         error: Reason why there is no value; None where there is one.
+        seconds: Seconds that it took; 0 where the process that graded it has ended.
     """
 
     value: float = 0.0
     answer: str | None = None
     error: str | None = None
+    seconds: float = 0.0
 
 
 def grade(
@@ -40,8 +42,10 @@ def grade(
     try:
         outcome = compute(reward, sample)
     except caught as error:
-        return Outcome(error=describe(error))
-    return outcome if time.monotonic() - begin <= timeout_s else timed_out(timeout_s)
+        outcome = Outcome(error=describe(error))
+    else:
+        outcome = outcome if time.monotonic() - begin <= timeout_s else timed_out(timeout_s)
+    return outcome._replace(seconds=round(time.monotonic() - begin, 6))
 
 
 def compute(reward: Reward, sample: RewardInput) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from leaderless.config import Json
@@ -29,6 +29,7 @@ class Graded:
     value: float
     is_valid: bool
     details: Mapping[str, Json]
+    seconds: float = field(default=0.0, compare=False)
 
 
 class RewardPool:
@@ -135,13 +136,14 @@ class RewardPool:
             else {"error": outcome.error}
             for name, outcome in outcomes.items()
         }
+        seconds = sum(outcome.seconds for outcome in outcomes.values())
         if any(outcome.error is not None for outcome in outcomes.values()):
-            return Graded(0.0, is_valid=False, details=details)
+            return Graded(0.0, is_valid=False, details=details, seconds=seconds)
         total = sum(self._options[name].weight * outcome.value for name, outcome in outcomes.items())
         if not math.isfinite(total):
             error = f"OverflowError: the weighted sum of the rewards is {total}, but must be finite"
-            return Graded(0.0, is_valid=False, details=details | {"reward": {"error": error}})
-        return Graded(total, is_valid=True, details=details)
+            return Graded(0.0, is_valid=False, details=details | {"reward": {"error": error}}, seconds=seconds)
+        return Graded(total, is_valid=True, details=details, seconds=seconds)
 
 
 def _no_reward(source: str | None) -> Graded:

@@ -124,13 +124,19 @@ class Played:
             columns["is_greedy"] = torch.tensor(is_greedy, dtype=torch.bool)
         return columns
 
+    @cached_property
+    def drifts(self) -> Sequence[bool | None]:
+        """Whether each episode that has not failed has drifted; None for failed ones and where it cannot be told."""
+        played = zip(self.episodes, self.seats, strict=True)
+        return [None if episode.cause else has_drifted(episode, self.writers[seat.task]) for episode, seat in played]
+
     def journal(self) -> Iterator[str]:
         """The episodes that were played here, as lines of the journal."""
-        for episode in self.episodes:
+        for episode, drift in zip(self.episodes, self.drifts, strict=True):
             if episode.place is not None:
                 number = episode.place.number
-                place: dict[str, Json] = {"group_id": number >> SIBLING_BITS, "stride": self.play.stride}
-                yield text_of(line_of(episode) | place)
+                facts: dict[str, Json] = {"group_id": number >> SIBLING_BITS, "stride": self.play.stride}
+                yield text_of(line_of(episode) | facts | {"has_drifted": drift})
 
     def first_error(self) -> str | None:
         """Why the first failed episode has failed; None if none has."""
@@ -149,36 +155,34 @@ class Played:
         metrics.mean("rollout/engine_busy", self.pump.busy_s, seconds)
         metrics.mean("rollout/prefix_hits", self.pump.cached_tokens, self.pump.known_tokens)
         # A greedy episode is only a baseline, and in no metric of what the policy samples.
-        sampled = [
-            (seat.task, episode)
-            for seat, episode in zip(self.seats, self.episodes, strict=True)
-            if self.play.distributions[seat.place].temperature > 0
-        ]
-        whole = [(task, episode) for task, episode in sampled if not episode.cause]
-        said = [node for _, episode in whole for node in sampled_in(episode)]
+        is_sampled = [self.play.distributions[seat.place].temperature > 0 for seat in self.seats]
+        sampled = [episode for episode, is_own in zip(self.episodes, is_sampled, strict=True) if is_own]
+        drifts = [drift for drift, is_own in zip(self.drifts, is_sampled, strict=True) if is_own]
+        whole = [episode for episode in sampled if not episode.cause]
+        said = [node for episode in whole for node in sampled_in(episode)]
         cut = sum(node.said.is_truncated for node in said if node.said)
         metrics.mean("rollout/response_tokens", sum(len(node.tokens) for node in said), len(said))
         metrics.mean("rollout/truncated", cut, len(said))
         metrics.total("episode/failed", len(sampled) - len(whole))
         for cause in CAUSES:
-            metrics.total(f"episode/failed_{cause}", sum(episode.cause == cause for _, episode in sampled))
-        metrics.total("episode/repeated", sum(episode.attempts - 1 for _, episode in sampled))
+            metrics.total(f"episode/failed_{cause}", sum(episode.cause == cause for episode in sampled))
+        metrics.total("episode/repeated", sum(episode.attempts - 1 for episode in sampled))
         numbers: dict[str, Sequence[float]] = {
-            "turns": [len(episode.trace.said()) for _, episode in whole],
-            "tokens": [sum(len(node.tokens) for node in episode.trace.nodes) for _, episode in whole],
+            "turns": [len(episode.trace.said()) for episode in whole],
+            "tokens": [sum(len(node.tokens) for node in episode.trace.nodes) for episode in whole],
             "told_tokens": [
-                sum(len(node.tokens) for node in episode.trace.nodes if not node.said) for _, episode in whole
+                sum(len(node.tokens) for node in episode.trace.nodes if not node.said) for episode in whole
             ],
-            "samples": [len(episode.trace.samples()) for _, episode in whole],
-            "cut": [episode.is_cut for _, episode in whole],
-            "drift": [has_drifted(episode, self.writers[task]) for task, episode in whole if not episode.is_led],
-            "model_s": [episode.seconds["model"] for _, episode in whole],
-            "environment_s": [episode.seconds["environment"] for _, episode in whole],
+            "samples": [len(episode.trace.samples()) for episode in whole],
+            "cut": [episode.is_cut for episode in whole],
+            "drift": [drift for drift in drifts if drift is not None],
+            "model_s": [episode.seconds["model"] for episode in whole],
+            "environment_s": [episode.seconds["environment"] for episode in whole],
         }
         for name, values in numbers.items():
             metrics.mean(f"episode/{name}", sum(values), len(values))
         if self.tools is not None:
-            _report_calls(metrics, [episode for _, episode in whole], self.tools.names)
+            _report_calls(metrics, whole, self.tools.names)
 
 
 def _report_calls(metrics: Metrics, episodes: Sequence[Episode], names: Sequence[str]) -> None:
@@ -315,7 +319,9 @@ def play_tasks(  # noqa: PLR0913
     episodes, pump = play_all(engine, config, world_maker(config), places, longest, report, tools)
     played = iter(episodes)
     whole = [Episode(cause=one.failure[0], error=one.failure[1]) if one.failure else next(played) for one in begun]
-    return Played(play, tasks, whole, [one.seat for one in begun], pump, end_token, writers, tools)
+    result = Played(play, tasks, whole, [one.seat for one in begun], pump, end_token, writers, tools)
+    _ = result.drifts  # a tokenizer is used by one thread at a time, and the journal is written by another one
+    return result
 
 
 def _begun(play: Play, num_tasks: int) -> list[Earlier]:
@@ -366,13 +372,16 @@ def writer_of(tokenizer: Tokenizer, data: DatasetConfig, tools: ToolUse | None =
     return ChatWriter(tokenizer, is_chat, data.system, () if tools is None else tools.schemas)
 
 
-def has_drifted(episode: Episode, writer: ChatWriter) -> bool:
+def has_drifted(episode: Episode, writer: ChatWriter) -> bool | None:
     """Whether the model has seen other tokens than if a chat template had written some conversation anew each turn.
 
-    That is no error: what was sampled counts. But the model was perhaps trained on conversations written anew.
+    That is no error: what was sampled counts. But the model was perhaps trained on conversations written anew. None for
+    a program that has asked with plain texts or with tools of its own, which cannot be written anew here.
     """
     if not writer.is_chat:
         return False
+    if episode.is_led and not all(_is_of(writer, node) for node in episode.trace.nodes if node.parent is None):
+        return None
     for node in episode.trace.said():
         if node.parent is not None and node.parent.parent is not None:
             messages = [message for one in node.parent.path() for message in one.messages]
@@ -383,6 +392,14 @@ def has_drifted(episode: Episode, writer: ChatWriter) -> bool:
             if anew != node.parent.context():
                 return True
     return False
+
+
+def _is_of(writer: ChatWriter, first: TraceNode) -> bool:
+    """Whether a conversation begins as a writer would write it."""
+    try:
+        return writer.begin(first.messages)[1] == list(first.tokens)
+    except RecipeError:
+        return False
 
 
 def common_beginning(rows: Sequence[list[int]]) -> list[int]:

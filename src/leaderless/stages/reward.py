@@ -57,6 +57,7 @@ def _with_environment(
         found = context.grade([inputs[place] for place in whole], [sources[place] for place in whole])
         for place, one in zip(whole, found, strict=True):
             graded[place] = with_environment(one, values[place], None)
+        context.metrics.mean("episode/grading_s", sum(one.seconds for one in found), len(found))
     return graded
 
 
@@ -70,7 +71,7 @@ def grades(episodes: Batch, graded: Sequence[Graded]) -> Iterator[str]:
 def grade_of(number: int, actor: int, graded: Graded) -> dict[str, Json]:
     """What an agent's part of an episode was found to be worth, as a line of the journal."""
     worth: dict[str, Json] = {"reward": graded.value, "is_valid": graded.is_valid, "details": dict(graded.details)}
-    return {"id": number, "actor": actor, **worth}
+    return {"id": number, "actor": actor, **worth, "seconds": round(graded.seconds, 6)}
 
 
 def with_environment(graded: Graded | None, value: float, failure: Json) -> Graded:
@@ -84,7 +85,7 @@ def with_environment(graded: Graded | None, value: float, failure: Json) -> Grad
     if graded is None:
         return Graded(value, is_valid=True, details=details)
     total = graded.value + value if graded.is_valid else 0.0
-    return Graded(total, is_valid=graded.is_valid, details={**graded.details, **details})
+    return replace(graded, value=total, details={**graded.details, **details})
 
 
 def inputs_of(batch: Batch, context: StageContext) -> list[RewardInput]:

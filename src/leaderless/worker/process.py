@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from leaderless.checkpoint.reader import find_damage, load_checkpoint
 from leaderless.config import Recipe, RecipeError, dump_recipe
+from leaderless.config.models import ModelConfig
 from leaderless.data.activity import Activity
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import open_training_set
@@ -24,13 +25,15 @@ from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.data.files import find_files
 from leaderless.data.sources import open_source
 from leaderless.data.transport import Transport
-from leaderless.models.tokenizer import load_tokenizer
+from leaderless.models.chat_template import check_template
+from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader, ModelRole
+from leaderless.stages.play import writer_of
 from leaderless.worker.evaluation import Evaluator
 from leaderless.worker.join import check_shared, join_workers
 from leaderless.worker.memory import check_memory
@@ -137,6 +140,8 @@ class _Builder:
         on_hub = checkpoint is None and not Path(config.path).exists()
         self._say_source("loading", str(checkpoint or config.path), on_hub=on_hub)
         self.tokenizer: Tokenizer = load_tokenizer(config, first)
+        if display.is_shown and (warning := warning_of_drift(recipe, config, self.tokenizer)):
+            display.say(f"[yellow]{escape(warning)}[/]")
         self.roles = Roles(recipe, plan, transport, device, self.tokenizer, logs, partial(_print_own, display))
 
     def training_sets(self, folder: Path) -> list[TrainingSet]:
@@ -177,6 +182,17 @@ class _Builder:
 
     def _say(self, key: str, dataset: TrainingSet, path: str) -> None:
         self.display.say(f"{key}: {dataset.summary(f'[bold]{escape(path)}[/]')}")
+
+
+def warning_of_drift(recipe: Recipe, config: ModelConfig, tokenizer: Tokenizer) -> str:
+    """What to say before a run whose episodes are written by a chat template that is not append-only; else nothing."""
+    data = recipe.data.train_sets().values()
+    if recipe.environment is None or not any(writer_of(tokenizer, one).is_chat for one in data):
+        return ""
+    report = check_template(tokenizer, end_tokens(config, tokenizer))
+    if report.is_append_only:
+        return ""
+    return f"the chat template is {report.verdict()}. `leaderless template {config.path}` shows the tokens."
 
 
 def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> None:

@@ -82,8 +82,8 @@ METRICS: dict[str, Metric] = {
     "episode/samples": Metric("mean number of training sequences that an episode becomes", _PLAYED),
     "episode/cut": Metric("share of episodes that ended at a limit of turns or tokens", _PLAYED),
     "episode/drift": Metric(
-        "share of episodes that no program leads in which the model has seen other tokens than if the chat template "
-        "had written the conversation anew",
+        "share of episodes in which the model has seen other tokens than if the chat template had written the "
+        "conversation anew; without those of programs that ask with plain texts or tools of their own",
         _PLAYED,
     ),
     "episode/failed": Metric("episodes that failed, and are left out", _PLAYED),
@@ -95,6 +95,9 @@ METRICS: dict[str, Metric] = {
     "episode/repeated": Metric("further attempts after episodes that failed", _PLAYED),
     "episode/model_s": Metric("mean seconds of an episode in which it waited for the policy", _PLAYED),
     "episode/environment_s": Metric("mean seconds of an episode in which it waited for the environment", _PLAYED),
+    "episode/grading_s": Metric(
+        "mean seconds that the recipe's rewards of an episode took", f"{_PLAYED} and a `reward`"
+    ),
     "episode/tools_s": Metric("mean seconds of an episode in which it waited for tools", _TOOLS),
     "tool/calls": Metric("mean number of calls of tools in an episode", _TOOLS),
     "tool/misread": Metric("share of calls that cannot be read, or name no tool", _TOOLS),

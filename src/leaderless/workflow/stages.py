@@ -132,6 +132,11 @@ def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return ["rows", "tokens", "truncated", *({"is_greedy"} & {*recipe.algorithm.advantage.reads})]
 
 
+def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+    names = [f"reward/{name}" for name in ("mean", "std", "failed", *_reward_names(recipe))]
+    return [*names, *["episode/grading_s"] * bool(recipe.environment and recipe.reward.options())]
+
+
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"]
     return columns + ["agent"] * (len(node.agents) > 1)
@@ -442,7 +447,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         writes=("rewards", "reward_valid", "reward_details"),
         needs_whole_episodes=True,
         streams=True,
-        metrics=lambda recipe, _: [f"reward/{name}" for name in ("mean", "std", "failed", *_reward_names(recipe))],
+        metrics=_reward_metrics,
         check=_check_reward,
         summary="compute the reward of each response",
     ),

@@ -15,7 +15,9 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.player import Episode
 from leaderless.environments.programs import AskRefusedError, Chat
 from leaderless.environments.programs.registry import program_maker
+from leaderless.environments.programs.world import Solve
 from leaderless.environments.protocol import EpisodeFailed, Message, Task
+from leaderless.stages.play import has_drifted
 
 TOOL = {
     "type": "function",
@@ -89,6 +91,32 @@ def test_what_was_sampled_is_never_encoded_again() -> None:
     assert second[: len(first) + 3] == [*first, *apart, *tokens_of(END)]
     assert together[0] in second[len(first) + 3 :], "what the program has written is encoded"
     assert len(texts_of(episode)) == 1
+
+
+def test_a_program_drifts_if_the_template_would_write_something_else() -> None:
+    async def go_on(_task: Task, chat: Chat) -> float:
+        answer = await chat.ask("one")
+        await chat.ask([user("one"), answer.message, user("two")])
+        return 1.0
+
+    async def use_tools(_task: Task, chat: Chat) -> float:
+        await chat.ask("one", tools=[TOOL])
+        return 1.0
+
+    async def continue_a_text(_task: Task, chat: Chat) -> float:
+        await chat.complete("one")
+        return 1.0
+
+    def drift(program: Solve, says: str) -> bool | None:
+        (episode,), _ = lead(program, lambda _: f"{says}{END}")
+        assert not episode.error
+        assert episode.place is not None
+        return has_drifted(episode, episode.place.writer)
+
+    assert drift(go_on, "yes") is False
+    assert drift(go_on, "ab") is True, "two tokens were sampled, of which the tokenizer makes one"
+    assert drift(use_tools, "yes") is None
+    assert drift(continue_a_text, "yes") is None
 
 
 async def branches(task: Task, chat: Chat) -> dict[str, float]:

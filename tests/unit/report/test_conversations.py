@@ -56,6 +56,18 @@ def test_an_episode_is_a_conversation_with_its_calls_and_their_results():
     assert (failed["cause"], "hang" in failed["error"]) == ("timeout", True)
 
 
+def test_a_conversation_tells_that_it_has_drifted_and_what_grading_took(run):
+    lines = [line | {"has_drifted": number == 0} for number, line in enumerate(journal_lines())]
+    write_episodes(run, lines)
+    graded = [{"id": 7, "actor": 0, "seconds": 0.25}, {"id": 7, "actor": 1, "seconds": 1.5}]
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in graded)
+    (run / "episodes/step-000040/graded.rank-0.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (step,) = read_run(run).samples.steps
+    whole, failed = step.episodes.values()
+    assert (whole["has_drifted"], failed["has_drifted"]) == (True, False)
+    assert (whole["seconds"]["grading"], failed["seconds"]["grading"]) == (1.75, 0.0)
+
+
 def test_samples_come_with_the_conversations_of_their_step(run):
     write_episodes(run, journal_lines())
     (step,) = read_run(run).samples.steps

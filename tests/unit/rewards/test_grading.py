@@ -97,6 +97,14 @@ def test_the_value_is_the_weighted_sum_of_the_rewards_that_apply(rewards: Reward
     assert all(g.is_valid for g in graded)
 
 
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_the_time_of_grading_is_that_of_all_rewards_of_a_response(num_processes: int) -> None:
+    with RewardPool(make_config({own("sleep_as_told"): 1.0, own("length"): 1.0}), num_processes) as pool:
+        slow, fast = pool.grade([make_sample("0.2"), make_sample("0.0")], [None, None])
+    assert 0.2 <= slow.seconds < 10
+    assert fast.seconds < slow.seconds
+
+
 def test_a_reward_without_sources_applies_to_all() -> None:
     with RewardPool(make_config({"exact_match": 1.0}), 1) as rewards:
         graded = rewards.grade([make_sample("a", "a")] * 2, [None, "web"])

@@ -32,7 +32,7 @@ MAX_MESSAGES = 200
 """Number of messages of an episode that are shown."""
 
 Conversation = Mapping[str, object]
-"""An episode: its `messages`, `agents`, how it ended and its `seconds`."""
+"""An episode: its `messages`, `agents`, how it ended, whether it has drifted, and its `seconds`."""
 _FOLDER = re.compile(r"(step|evaluation)-(\d+)")
 _ID = re.compile(r'\{"id":(\d+),')
 
@@ -73,10 +73,23 @@ class Conversations:
         for folder in (self._folders.get(step), self._folders.get(step - 1)):
             for path in sorted(folder.glob("played.rank-*.jsonl.gz")) if folder is not None else ():
                 if found.keys() < wanted:
-                    found |= {name: one for name, one in self._in_file(path, wanted) if name not in found}
-        return found
+                    lines = self._in_file(path, wanted)
+                    found |= {name: conversation(line) for name, line in lines if name not in found}
+        return self._with_grading(step, found)
 
-    def _in_file(self, path: Path, wanted: set[str]) -> Iterator[tuple[str, Conversation]]:
+    def _with_grading(self, step: int, found: Mapping[str, Conversation]) -> dict[str, Conversation]:
+        """The same conversations with the time that the recipe's rewards took."""
+        spent: dict[str, float] = {}
+        folder = self._folders.get(step)
+        for path in sorted(folder.glob("graded.rank-*.jsonl.gz")) if folder is not None and found else ():
+            for name, line in self._in_file(path, {*found}):
+                spent[name] = spent.get(name, 0.0) + (as_number(line.get("seconds")) or 0.0)
+        return {
+            name: {**one, "seconds": {**as_mapping(one["seconds"]), "grading": spent.get(name, 0.0)}}
+            for name, one in found.items()
+        }
+
+    def _in_file(self, path: Path, wanted: set[str]) -> Iterator[tuple[str, Mapping[str, object]]]:
         self._room -= path.stat().st_size
         if self._room < 0:
             return
@@ -85,7 +98,7 @@ class Conversations:
                 for line in lines:
                     match = _ID.match(line)
                     if match and match[1] in wanted:
-                        yield match[1], conversation(as_mapping(parse_json(line)))
+                        yield match[1], as_mapping(parse_json(line))
         except (OSError, EOFError, zlib.error, ValueError) as error:
             self.problems.append(f"episodes/{path.parent.name}/{path.name} cannot be read: {error}.")
 
@@ -108,6 +121,7 @@ def conversation(line: Mapping[str, object]) -> Conversation:
         "cause": as_text(line.get("cause")),
         "error": _clip(as_text(line.get("error"))),
         "is_cut": line.get("is_cut") is True,
+        "has_drifted": line.get("has_drifted") is True,
         "seconds": dict(_numbers(line.get("seconds"))),
         "messages": messages[:MAX_MESSAGES],
         "total": len(messages),

@@ -158,6 +158,9 @@
     const spent = Object.entries(episode.seconds).filter(([, value]) => value > 0);
     const end = episode.is_cut ? "cut at a limit" : isFailed ? "" : "over";
     view.append(make("p", "note", [end, ...spent.map(([name, value]) => `${name} ${seconds(value)}`)].filter(Boolean).join(" · ")));
+    if (episode.has_drifted) {
+      view.append(make("p", "note", make("b", "", "drifted: "), "the model has seen other tokens than if its chat template had written the conversation anew each turn. What was sampled is trained all the same; leaderless template MODEL shows where a template does so."));
+    }
     return view;
   }
 
