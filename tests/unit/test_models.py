@@ -21,6 +21,7 @@ from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.decoder import ALIGNMENT_BYTES
 from leaderless.models.support import check_supported
+from leaderless.training import sharded
 from leaderless.training.fsdp import FsdpEngine
 
 SIZES = {
@@ -128,6 +129,18 @@ def engine_of(config: ModelConfig) -> FsdpEngine:
     """A trained instance on one rank."""
     model, group = load_causal_lm(config, "policy"), cast("ProcessGroup", Alone())
     return FsdpEngine(model, config, group, torch.device("cpu"), 256, optimizer=OptimizerConfig(), num_updates=1)
+
+
+def test_memory_is_returned_where_a_gradient_was_discarded_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(sharded, "trim_host_memory", lambda: calls.append(None))
+    engine = engine_of(ModelConfig(path=tiny_model()))
+    for parameter in engine.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.discard_gradient()
+    engine.discard_gradient()
+    assert len(calls) == 1
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
 
 
 class Alone:

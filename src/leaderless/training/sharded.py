@@ -112,8 +112,10 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
     def discard_gradient(self) -> None:
         """See `Trainable`."""
         assert self._optimizer is not None
+        has_gradient = any(parameter.grad is not None for parameter in self.model.parameters())
         self._optimizer.zero_grad()
-        self._trim_memory()
+        if has_gradient:
+            self._trim_memory()
 
     def optimizer_step(self, allow: Callable[[float], bool] | None = None) -> UpdateInfo:
         """See `Trainable`."""
