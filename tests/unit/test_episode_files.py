@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import resource
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -33,6 +36,28 @@ def test_a_disk_that_is_full_does_not_end_the_run(tmp_path: Path) -> None:
     journal.close()
     assert len(said) == 1
     assert "training continues" in said[0]
+
+
+def test_what_does_not_fit_on_the_disk_leaves_the_rounds_before_and_after_it(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.say = lambda _: None
+    path = tmp_path / "episodes/step-000001/played.rank-0.jsonl.gz"
+
+    def write(number: int) -> None:
+        journal = EpisodeJournal(directory, 0, 10)
+        journal.write("step", 1, "played", lambda: [json.dumps({"id": number, "noise": Random(1).random()})])
+        journal.close()
+
+    write(1)
+    first, limits = path.stat(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (first.st_size + 30, limits[1]))
+    try:
+        write(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    write(3)
+    assert [line["id"] for line in read_episode_file(path)] == [1, 3]
+    assert path.stat().st_ino == first.st_ino, "what was written before is not written again"
 
 
 def test_no_journal_is_written_where_none_is_wanted(tmp_path: Path) -> None:

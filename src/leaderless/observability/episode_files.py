@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from leaderless.config import Json
-from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.observability.run_directory import RunDirectory
 
 Kind = Literal["step", "evaluation"]
 """Episodes of a training step, or of the evaluation after it."""
@@ -87,8 +87,7 @@ class EpisodeJournal:
         path = folder / f"{kind}-{step:06d}" / f"{what}.rank-{self._rank}.jsonl.gz"
         with self._directory.may_fail(folder):
             # A step may have several rounds, and several nodes that play; parts of a compressed file follow each other.
-            before = path.read_bytes() if path.exists() else b""
-            write_atomically(path, before + gzip.compress(lines.encode("ascii"), 1, mtime=0))
+            _append(path, gzip.compress(lines.encode("ascii"), 1, mtime=0))
             self._thin(kind, step)
 
     def _thin(self, kind: Kind, step: int) -> None:
@@ -144,6 +143,19 @@ def _folders(folder: Path) -> Iterator[tuple[str, int, Path]]:
         match = _FOLDER.fullmatch(path.name)
         if match and path.is_dir():
             yield match[1], int(match[2]), path
+
+
+def _append(path: Path, content: bytes) -> None:
+    """Add to a file all of some bytes, or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        end, left = file.tell(), memoryview(content)
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def _remove(folder: Path) -> None:
