@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = ADVANTAGES | {
     "long responses": {"advantage": {"type": "grpo"}, "overlong": {"buffer_tokens": 3, "filter": True}},
 }
 
+Result = TypeVar("Result")
 REMAX = functools.cache(lambda: context_of("advantage", {"kl": IN_REWARD}, "remax"))
 DAPO = functools.cache(lambda: context_of("keep", {}, "dapo"))
 
@@ -259,28 +261,39 @@ def test_three_samples_do_not_weigh_three_times() -> None:
     torch.testing.assert_close(made.jagged("advantages").values, torch.tensor([2, 2, 2, -1, -1]) / 3)
 
 
+class Spread:
+    """Samples on several ranks, which call a function that gathers once."""
+
+    def __init__(self, batch: Batch, seed: int, num_ranks: int) -> None:
+        self.owner = torch.randint(num_ranks, (len(batch),), generator=torch.Generator().manual_seed(seed))
+        self.num_ranks = num_ranks
+
+    def call(self, function: Callable[[int, Tensor, Callable[[Tensor], Tensor]], Result]) -> list[Result]:
+        """What a function of rank, [n] bool own samples and gathering returns on each rank."""
+        sent: list[Tensor] = []
+        for rank in range(self.num_ranks):
+            function(rank, self.owner == rank, lambda mine: (sent.append(mine), mine)[1])
+        return [function(rank, self.owner == rank, lambda _: torch.cat(sent)) for rank in range(self.num_ranks)]
+
+
 @given(drawn=episodes(), seed=st.integers(0, 99), num_ranks=st.integers(1, 4))
 def test_what_is_counted_does_not_depend_on_where_samples_are(
     drawn: tuple[Batch, list[list[int]]], seed: int, num_ranks: int
 ) -> None:
     whole, cuts = drawn
     batch = cut_into_samples(whole, cuts)
-    owner = torch.randint(num_ranks, (len(batch),), generator=torch.Generator().manual_seed(seed))
-    is_counted = batch.dense("reward_valid") & ~batch.dense("truncated")
-    sent: list[Tensor] = []
+    spread, is_counted = Spread(batch, seed, num_ranks), batch.dense("reward_valid") & ~batch.dense("truncated")
 
-    def counted(rows: Tensor, gather: object) -> Counted:
+    def counted(rank: int, rows: Tensor, gather: object) -> Counted:
         context = cast("StageContext", SimpleNamespace(gather=gather))
         return Counted.of(batch.select(rows), is_counted[rows], context)
 
-    for rank in range(num_ranks):
-        counted(owner == rank, lambda mine: (sent.append(mine), mine)[1])
-    expected = Counted.of(batch, is_counted, cast("StageContext", SimpleNamespace(gather=lambda mine: mine)))
-    for rank in range(num_ranks):
-        result = counted(owner == rank, lambda _: torch.cat(sent))
-        assert torch.equal(result.is_counted, expected.is_counted[owner == rank])
-        assert torch.equal(result.episodes.lengths, expected.episodes.lengths[owner == rank])
-        assert torch.equal(result.episodes.is_first, expected.episodes.is_first[owner == rank])
+    expected = counted(0, torch.ones(len(batch), dtype=torch.bool), lambda mine: mine)
+    for rank, result in enumerate(spread.call(counted)):
+        own = spread.owner == rank
+        assert torch.equal(result.is_counted, expected.is_counted[own])
+        assert torch.equal(result.episodes.lengths, expected.episodes.lengths[own])
+        assert torch.equal(result.episodes.is_first, expected.episodes.is_first[own])
     assert int(expected.episodes.is_first.sum()) == len(whole)
     alone = whole.dense("reward_valid") & ~whole.dense("truncated")
     assert expected.num_episodes == int(alone.sum())
@@ -292,17 +305,13 @@ def test_an_episode_without_a_reward_counts_once_wherever_its_samples_are(
 ) -> None:
     whole, cuts = drawn
     batch = cut_into_samples(whole, cuts)
-    owner = torch.randint(num_ranks, (len(batch),), generator=torch.Generator().manual_seed(seed))
-    sent: list[Tensor] = []
     node = SimpleNamespace(needs_whole_groups=False, layout=SimpleNamespace(ranks=range(num_ranks)))
 
-    def counted(rank: int, gather: object) -> tuple[int, int]:
+    def counted(rank: int, rows: Tensor, gather: object) -> tuple[int, int]:
         here = SimpleNamespace(gather=gather, node=node, process_group=SimpleNamespace(rank=rank))
-        return count_failures(batch.select(owner == rank), cast("StageContext", here))
+        return count_failures(batch.select(rows), cast("StageContext", here))
 
-    for rank in range(num_ranks):
-        counted(rank, lambda mine: (sent.append(mine), mine)[1])
-    shares = [counted(rank, lambda _: torch.cat(sent)) for rank in range(num_ranks)]
+    shares = Spread(batch, seed, num_ranks).call(counted)
     expected = int((~whole.dense("reward_valid")).sum()), len(whole)
     assert (sum(failed for failed, _ in shares), sum(count for _, count in shares)) == expected
 
