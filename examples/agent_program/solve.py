@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 
+from leaderless import Chat
 from leaderless.config import Json
-from leaderless.environments.programs import Chat
 
 
 async def vote(task: Mapping[str, Json], chat: Chat, num_votes: int = 3) -> Mapping[str, Json]:

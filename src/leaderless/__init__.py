@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from leaderless.config import Recipe as Recipe
     from leaderless.data.batch import Batch as Batch
     from leaderless.data.batch import Jagged as Jagged
+    from leaderless.environments.programs import AskRefusedError as AskRefusedError
+    from leaderless.environments.programs import Chat as Chat
     from leaderless.environments.protocol import Environment as Environment
     from leaderless.environments.protocol import EpisodeFailed as EpisodeFailed
     from leaderless.environments.protocol import Turn as Turn
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AskRefusedError": "leaderless.environments.programs",
     "Batch": "leaderless.data.batch",
+    "Chat": "leaderless.environments.programs",
     "Cluster": "leaderless.planner",
     "EngineSetup": "leaderless.training.engine",
     "Environment": "leaderless.environments.protocol",
@@ -59,7 +63,9 @@ _HOME = {
 }
 
 __all__ = [
+    "AskRefusedError",
     "Batch",
+    "Chat",
     "Cluster",
     "EngineSetup",
     "Environment",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.deadlines import run_to_end
@@ -60,9 +60,14 @@ def replay(
             return None
         known = None
         if tools is not None:
-            parts = {field.name: getattr(tools, field.name) for field in fields(ToolUse)}
-            limit, has_environment = config.max_result_characters, open_world is not None
-            known = JournalTools(**parts, episode=episode, max_result_characters=limit, has_environment=has_environment)
+            known = JournalTools(
+                tools.sources,
+                tools.reader,
+                tools.schemas,
+                episode=episode,
+                max_result_characters=config.max_result_characters,
+                has_environment=open_world is not None,
+            )
         player = Player(once, opened, max_tokens, JournalPump(episode.trace.said()), known)
         try:
             return first_difference(line, line_of(await player.play(up_to_others(place_of(line), episode))))

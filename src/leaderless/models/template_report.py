@@ -30,7 +30,7 @@ class Piece:
         place: Place of the piece, such as `before a user message`, or a role for what a message says.
         is_scaffold: Whether the template has added the tokens.
         tokens: Token ids.
-        text: Their text.
+        text: Text of the tokens.
     """
 
     place: str
@@ -48,9 +48,9 @@ class Difference:
         after: Role of the message before that turn.
         position: Number of equal tokens before the difference.
         was: Some tokens that were there, from the difference on.
-        was_text: Their text.
+        was_text: Text of these tokens.
         now: Tokens that are there instead.
-        now_text: Their text.
+        now_text: Text of those tokens.
         cause: Cause, in plain words.
     """
 
@@ -69,7 +69,7 @@ class Trial:
     """What a template does to a conversation.
 
     Attributes:
-        conversation: Its name.
+        conversation: Name of the conversation.
         pieces: Tokens of the last prompt, in order. After a difference, only those that were added later.
         differences: Differences, at most one for each turn.
     """
@@ -85,8 +85,8 @@ class TemplateReport:
 
     Attributes:
         end: Text of the token that ends an answer; empty if there is none.
-        end_token: Its id.
-        refused: What it cannot render, by name, and why.
+        end_token: Id of that token; None if there is none.
+        refused: Reasons why it cannot render system messages or tools, by `system` and `tools`.
         trials: Trials, one for each conversation.
     """
 

@@ -80,5 +80,6 @@ def test_options_reach_the_constructor_there() -> None:
 
 
 def test_processes_import_no_torch() -> None:
-    program = "import sys, leaderless.environments.apart; assert 'torch' not in sys.modules"
+    names = "leaderless.Chat, leaderless.AskRefusedError, leaderless.Environment"
+    program = f"import sys, leaderless.environments.apart; {names}; assert 'torch' not in sys.modules"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", program]) == 0

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 def doorway_refusal() -> str | None:
     """Why programs cannot reach the policy by an address; None if they can."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    return f"needs the package {' and '.join(missing)}: pip install 'leaderless[serve]'" if missing else None
+    if not missing:
+        return None
+    return f"needs the package {' and '.join(missing)}: from a copy of the project, pip install --editable '.[serve]'"
 
 
 class LazyDoorway:

@@ -63,6 +63,8 @@ def _maker(solve: Solve, name: str, config: EnvironmentConfig) -> Callable[[], P
             "environment.isolation",
             f"is 'process', but {name} is a program: use type=command, which has a process of its own",
         )
-    if (config.type in BUILT_IN or not is_async(solve)) and (problem := doorway_refusal()):
-        raise RecipeError.at("environment.type", problem)
+    is_own = config.type not in BUILT_IN
+    if (not is_own or not is_async(solve)) and (problem := doorway_refusal()):
+        other = f"; or let {name} be `async`, and ask with `await chat.ask(...)`" if is_own else ""
+        raise RecipeError.at("environment.type", f"{problem}{other}")
     return partial(ProgramWorld, solve, name, config.act_timeout_s)

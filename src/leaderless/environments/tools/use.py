@@ -23,13 +23,11 @@ class ToolUse:
     Attributes:
         sources: Tools and servers.
         reader: Reader of the format in which the policy writes calls.
-        timeout_s: Seconds that a call may take.
         schemas: The tools as chat templates know them.
     """
 
     sources: ToolSources
     reader: Reader
-    timeout_s: float
     schemas: Sequence[Json]
 
     @property
@@ -70,7 +68,7 @@ def tool_use(
         except BaseException:
             sources.close()
             raise
-        _used[key] = ToolUse(sources, reader, config.tool_timeout_s, sources.schemas())
+        _used[key] = ToolUse(sources, reader, sources.schemas())
     return _used[key]
 
 

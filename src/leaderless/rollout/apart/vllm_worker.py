@@ -148,8 +148,8 @@ class VllmWorker:
 
         Args:
             weights: Weights in the bucket.
-            data: The bucket.
-            expected: Its checksum, if it comes from another process.
+            data: Bytes of the bucket.
+            expected: Checksum of these bytes, if they come from another process; else None.
         """
         # vLLM keeps references until a layer is complete, and the next bucket overwrites this memory.
         own = data.clone()
