@@ -60,6 +60,14 @@ class ProcessWorld:
         there.close()
         self._is_ready = False
 
+    async def make(self) -> None:
+        """Make the environment.
+
+        Raises:
+            Failure: It cannot be made.
+        """
+        await self._ask("make", {})
+
     async def reset(self, task: Task, seed: str) -> Observation:
         """See `World`."""
         return cast("Observation", await self._ask("reset", {"task": task, "seed": seed}))
@@ -247,6 +255,9 @@ async def _answer(world: ThreadWorld, what: str, arguments: Mapping[str, str]) -
             return await world.reset(cast("Task", arguments["task"]), arguments["seed"])
         case "act":
             return vars(await world.act(arguments["text"]))
+        case "make":
+            await world.make()
+            return None
         case _:
             await world.close()
             return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from leaderless.config import RecipeError, nearest
@@ -14,7 +17,7 @@ from leaderless.environments.programs.registry import BUILT_IN as PROGRAMS
 from leaderless.environments.programs.registry import program_maker
 from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.protocol import ONLY_AGENT, Environment
-from leaderless.environments.world import ThreadWorld, World
+from leaderless.environments.world import Failure, ThreadWorld, World
 
 BUILT_IN: Mapping[str, str] = {
     "calculator": "leaderless.environments.calculator:Calculator",
@@ -82,3 +85,31 @@ def world_maker(config: EnvironmentConfig) -> Callable[[], World | ProgramWorld]
     if config.isolation == "process" or found.needs_own_process:
         return partial(ProcessWorld, config, tuple(found.agents), name_of(found))
     return partial(ThreadWorld, partial(found, **config.options), config.act_timeout_s, tuple(found.agents))
+
+
+def try_environment(config: EnvironmentConfig) -> None:
+    """Make the environment that a recipe names once, and release it. Programs are not tried.
+
+    What is wrong with its options is found before models are loaded, and not by the first episode.
+
+    Raises:
+        RecipeError: It cannot be made.
+    """
+    world = world_maker(config)()
+    if not isinstance(world, ThreadWorld | ProcessWorld):
+        return
+
+    async def make() -> None:
+        try:
+            await world.make()
+        finally:
+            await world.close()
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # notebooks have an event loop of their own in this one
+            thread.submit(asyncio.run, make()).result()
+    except Failure as failure:
+        if isinstance(failure.__cause__, RecipeError):
+            known = failure.__cause__.problems
+            raise RecipeError([replace(one, key=one.key or "environment") for one in known]) from failure
+        raise RecipeError.at("environment", str(failure)) from failure

@@ -71,6 +71,14 @@ class ThreadWorld:
         self._environment: Environment | None = None
         self._objects: dict[Home, object] = {}
 
+    async def make(self) -> None:
+        """Make the environment.
+
+        Raises:
+            Failure: It cannot be made.
+        """
+        await self._made()
+
     async def reset(self, task: Task, seed: str) -> Observation:
         """See `World`."""
         environment, rng = await self._made(), Random(seed)  # noqa: S311

@@ -55,7 +55,8 @@ class Planned:
         return RunDirectory.of(self.recipe)
 
     def check_inputs(self) -> None:
-        """Check the models, files and rewards that the recipe names, as far as nothing has to be loaded."""
+        """Check the models, files, rewards and environment that the recipe names; no model is loaded."""
+        from leaderless.environments.registry import try_environment
         from leaderless.rewards.registry import check_rewards
 
         recipe = self.recipe
@@ -79,6 +80,8 @@ class Planned:
             if problems:
                 raise RecipeError(problems)
             check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
+            if recipe.environment is not None:
+                try_environment(recipe.environment)
 
     def is_finished(self, *, is_shown: bool = True) -> bool:
         """Whether the run has all of its steps; if so, and if `is_shown`, print that there is nothing to do."""

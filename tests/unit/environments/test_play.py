@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import replace
 from random import Random
+from typing import ClassVar
 
 import pytest
 import torch
 from tests.rows import Characters
 from tests.unit.environments.scripted import Count, ScriptedEngine
 from tests.unit.environments.test_player import Bad, Pair, counting
-from tests.unit.recipes import make_recipe, plan_of
+from tests.unit.recipes import make_recipe, only_problem, plan_of
 
 from leaderless.config import RecipeError
+from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.environments.protocol import Observation, Task
+from leaderless.environments.registry import try_environment
 from leaderless.observability.metrics import Metrics
 from leaderless.rewards.pool import Graded
 from leaderless.stages.play import Play, Played, play_tasks
@@ -147,6 +152,53 @@ def test_metrics_are_means_over_whole_episodes() -> None:
 def test_an_environment_that_cannot_be_used_is_refused_before_the_run(section: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         plan_of("grpo", environment=section)
+
+
+class Slow(Count):
+    def __init__(self) -> None:
+        time.sleep(20)
+
+
+class Counted(Count):
+    events: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        self.events.append("made")
+
+    def close(self) -> None:
+        self.events.append("closed")
+
+
+WILD = "tests.unit.environments.wild:Wild"
+UNMADE = {
+    "no pages": (
+        {"type": "search_r1", "options": {"pages": "nowhere.jsonl"}},
+        ("environment", "nowhere.jsonl"),
+    ),
+    "in a process": (
+        {"type": WILD, "options": {"sides": 0}},
+        ("environment", "the constructor of the environment raised ValueError: a die has sides"),
+    ),
+    "too slow": ({"type": f"{__name__}:Slow", "act_timeout_s": 0.1}, ("environment", "has not answered within 0.1 s")),
+}
+
+
+@pytest.mark.parametrize("case", UNMADE)
+def test_an_environment_that_cannot_be_made_is_refused_before_the_run(case: str) -> None:
+    section, (key, text) = UNMADE[case]
+    with pytest.raises(RecipeError) as caught:
+        try_environment(EnvironmentConfig.model_validate(section))
+    problem = only_problem(caught.value)
+    assert (problem.key, text in problem.message) == (key, True), problem
+
+
+def test_a_good_environment_is_made_and_closed_also_where_an_event_loop_runs() -> None:
+    async def notebook() -> None:
+        try_environment(EnvironmentConfig(type=f"{__name__}:Counted"))
+
+    Counted.events.clear()
+    asyncio.run(notebook())
+    assert Counted.events == ["made", "closed"]
 
 
 def test_a_recipe_with_an_environment_is_planned_with_its_columns() -> None:

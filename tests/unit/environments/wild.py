@@ -17,6 +17,8 @@ class Wild(Environment):
     needs_own_process = True
 
     def __init__(self, sides: int = 6) -> None:
+        if sides < 1:
+            raise ValueError("a die has sides")
         self.sides = sides
 
     def reset(self, task: Task, rng: Random) -> Observation:  # noqa: ARG002
