@@ -19,6 +19,7 @@ from leaderless.config.algorithm import CorrectionConfig, TeamConfig
 from leaderless.config.base import Section
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.mcp import McpServerConfig
+from leaderless.config.online import OnlineConfig
 from leaderless.config.rewards import CodeOptions, RewardOptions
 from leaderless.config.rollout import ExternalConfig
 
@@ -128,6 +129,8 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("ChannelConfig", name) for name in ChannelConfig.model_fields}
     # Servers of tools are not part of these runs; tests/unit/environments/test_tool_sources.py tries each setting.
     elsewhere |= {("McpServerConfig", name) for name in McpServerConfig.model_fields}
+    # Online runs need clients; test_online.py and tests/unit/online try each setting.
+    elsewhere |= {("OnlineConfig", name) for name in OnlineConfig.model_fields}
     # Teams need an environment; test_team.py tries each setting.
     elsewhere |= {("TeamConfig", name) for name in TeamConfig.model_fields} | {("EnvironmentConfig", "agents")}
     elsewhere |= {("RunConfig", "max_restarts")}  # read by the launcher of several workers; see test_restarts.py

@@ -41,9 +41,11 @@ def plan(
     if as_json:
         print_json(planned.to_json())
     else:
+        from leaderless.planner.doors import door_lines
         from leaderless.planner.show import print_plan
 
-        print_plan(planned, console, read_limits(run.directory) if planned.batch.adapts_to_memory else {})
+        lowered = read_limits(run.directory) if planned.batch.adapts_to_memory else {}
+        print_plan(planned, console, lowered, door_lines(run.recipe, planned))
     if picture is not None and not as_json:
         print_path("picture", picture)
 

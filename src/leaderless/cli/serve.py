@@ -10,9 +10,8 @@ import typer
 from leaderless.cli.signals import ended_by_signals
 from leaderless.config import RecipeError
 from leaderless.observability.console import print_line
+from leaderless.serve.port import TOKEN_VARIABLE
 from leaderless.worker.place import Place
-
-TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
 
 
 def serve(  # noqa: PLR0913 - what a user may say of a server

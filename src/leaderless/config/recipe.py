@@ -9,10 +9,11 @@ from pydantic import Field, field_validator, model_validator
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.base import Section
 from leaderless.config.channels import ChannelConfig
-from leaderless.config.data import DataConfig, DatasetConfig
+from leaderless.config.data import DataConfig, DatasetConfig, TrainingSetConfig
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.config.online import ONLINE, OnlineConfig
 from leaderless.config.rewards import RewardsConfig
 from leaderless.config.roles import RoleConfig, RoleSection, as_settings, origin_of
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
@@ -41,6 +42,8 @@ class Recipe(Section):
     """Generation of responses."""
     environment: EnvironmentConfig | None = None
     """Environment in which the policy acts. Without one, a prompt gets a response, and that is all."""
+    online: OnlineConfig | None = None
+    """Requests of clients in place of training data: the policy learns from their feedback while it is used."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage, loss, penalty, averaging."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -91,6 +94,42 @@ class Recipe(Section):
             roles[role] = merged if isinstance(given, Mapping | RoleConfig) else given
         return {**value, "roles": roles}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _requests_are_the_data(cls, value: object) -> object:
+        """The training data of an online run need not be written."""
+        if not isinstance(value, Mapping) or value.get("online") is None:
+            return value
+        data = {} if value.get("data") is None else value["data"]
+        return {**value, "data": {"train": {"path": ONLINE}, **data}} if isinstance(data, Mapping) else value
+
+    @model_validator(mode="after")
+    def _online_runs_have_no_other_tasks(self) -> Recipe:
+        if self.online is None:
+            return self
+        train = self.data.train
+        known = {"path": ONLINE, "template": None, "system": None}
+        if not isinstance(train, TrainingSetConfig) or any(
+            getattr(train, name) != known.get(name, field.default) and known.get(name, "") is not None
+            for name, field in TrainingSetConfig.model_fields.items()
+        ):
+            raise ValueError(
+                f"data.train must be left out, or be the path '{ONLINE}' with a template or a system message: with "
+                "`online`, requests of clients take its place"
+            )
+        if "{" in train.template:
+            raise ValueError("data.train.template must be auto, chat or plain: it says how messages are written")
+        if self.environment is not None:
+            raise ValueError(
+                "environment must be left out: with `online`, clients lead the episodes; their tools come with requests"
+            )
+        if self.evaluation.every_steps:
+            raise ValueError(
+                "evaluation.every_steps must be 0: an online run is not evaluated while clients wait; `leaderless "
+                "eval` evaluates its checkpoints"
+            )
+        return self
+
     @model_validator(mode="after")
     def _roles_share_what_is_not_theirs(self) -> Recipe:
         for role, config in self.roles.items():
@@ -139,6 +178,11 @@ class Recipe(Section):
                 "greedy decoding gives the same response every time"
             )
         return self
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether the rollout's samples are episodes: of an environment, or of clients."""
+        return self.environment is not None or self.online is not None
 
     def model_of(self, role: str) -> ModelConfig | None:
         """The model of a role of the workflow, or None if the recipe names none."""

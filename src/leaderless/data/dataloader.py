@@ -15,6 +15,7 @@ from leaderless.data.dataset import Feed, Progress, Prompt, TrainingSet, make_ba
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.data.order import Interleaving
 from leaderless.data.parquet import unpack
+from leaderless.data.requests import RequestSet
 from leaderless.data.sources import open_source, open_stream
 from leaderless.data.stream import StreamedDataset
 
@@ -124,7 +125,9 @@ def open_training_set(
     progress: Progress | None = None,
 ) -> TrainingSet:
     """Open a dataset to train on; errors as of `open_source` and `open_dataset`. All ranks of the cache call it."""
-    encoder = RowEncoder(tokenizer, config, key, is_task=recipe.environment is not None)
+    encoder = RowEncoder(tokenizer, config, key, is_task=recipe.has_episodes)
+    if recipe.online is not None:
+        return RequestSet(encoder)
     if config.streaming:
         return StreamedDataset(open_stream(config, key, cache), encoder, config, recipe.data)
     source = unpack(open_source(config, key, cache), config, cache)

@@ -40,6 +40,7 @@ class RunDirectory:
         self.events = path / "events.jsonl"
         self.roll_backs = path / "roll_backs.json"
         self.journal = path / "journal"
+        self.doors = path / "doors"
         self.limits = path / "limits.json"
         self.samples = path / "samples"
         self.episodes = path / "episodes"

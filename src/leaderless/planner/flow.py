@@ -19,6 +19,7 @@ from leaderless.workflow import (
     Workflow,
     scored_agent,
 )
+from leaderless.workflow.ages import may_be_stale
 from leaderless.workflow.metrics import check_best_metric
 
 HINTS = {
@@ -185,7 +186,8 @@ class Flow:
         row_set = self.row_set[node.name]
         self._needed.update(self._rows.makers(row_set))
         self.sources.setdefault(node.name, {})
-        is_carried = bool(self.recipe.channels or self.workflow.repeated) and node.name not in self.workflow.repeated
+        may_be_old = may_be_stale(self.recipe) or bool(self.workflow.repeated)
+        is_carried = may_be_old and node.name not in self.workflow.repeated
         # A stage that says which rewards are valid is asked how many episodes have failed.
         counted = (EPISODE_IDS,) if "reward_valid" in self.writes[node.name] else ()
         optional = dict.fromkeys((*spec.reads_if_made_of(node), *counted))

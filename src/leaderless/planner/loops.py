@@ -37,16 +37,21 @@ def make_loops(
 
 
 def with_staleness(
-    nodes: Sequence[PlannedNode], loops: Sequence[Loop], channels: Sequence[Channel], repeated: Sequence[str]
+    recipe: Recipe,
+    nodes: Sequence[PlannedNode],
+    loops: Sequence[Loop],
+    channels: Sequence[Channel],
+    repeated: Sequence[str],
 ) -> tuple[PlannedNode, ...]:
-    """The same nodes, those behind a channel with what it lets pass."""
+    """The same nodes, those behind a channel with what it lets pass; clients' responses may be old before."""
     names = {loop.name: loop.nodes for loop in loops}
     bound = dict[str, int]()
     for channel in channels:
         if channel.kind == "rows":
             # Surplus comes out of the repeated nodes, whose own rows are new.
             bound |= {name: channel.max_staleness for name in names[channel.target] if name not in repeated}
-    return tuple(replace(node, max_staleness=bound.get(node.name, 0)) for node in nodes)
+    before = recipe.online.max_staleness if recipe.online is not None else 0
+    return tuple(replace(node, max_staleness=before + bound.get(node.name, 0)) for node in nodes)
 
 
 def _loop(nodes: Sequence[PlannedNode], schedule: Sequence[Action], lag: int = 0) -> Loop:

@@ -56,6 +56,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     )
     _check_responses(recipe, nodes)
     _check_players(recipe, nodes)
+    _check_online(recipe, nodes)
     _check_idle_ranks(nodes, cluster)
     _check_layouts(recipe, nodes)
     instances = _role_instances(recipe, nodes, cluster.engine)
@@ -69,7 +70,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     check_vocabularies(recipe, nodes)
     batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
     loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)
-    nodes = with_staleness(nodes, loops, channels, workflow.repeated)
+    nodes = with_staleness(recipe, nodes, loops, channels, workflow.repeated)
     return Plan(
         recipe_name=recipe.name,
         workflow=workflow.name,
@@ -167,6 +168,18 @@ def _check_players(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
             )
 
 
+def _check_online(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
+    """Clients ask one role."""
+    sampling = [node for node in nodes if node.spec.samples]
+    if recipe.online is None or len(sampling) == 1:
+        return
+    names = ", ".join(f"'{node.name}'" for node in sampling)
+    found = f"nodes {names} sample" if sampling else f"no node of the workflow '{recipe.workflow}' samples"
+    raise RecipeError.at(
+        "online", f"lets clients ask one role, but {found}: use a workflow with one rollout, such as grpo"
+    )
+
+
 def _check_idle_ranks(nodes: Sequence[PlannedNode], cluster: Cluster) -> None:
     busy = {rank for node in nodes for rank in node.layout.ranks}
     idle = sorted(set(range(cluster.world_size)) - busy)
@@ -191,13 +204,13 @@ def _check_layouts(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
                 f"data-parallel ranks of node '{node.name}', so that some would have nothing to do: "
                 f"set at least {-(-layout.dp // siblings)}, or start fewer workers",
             )
-        plays = recipe.environment is not None and "generate" in node.spec.roles.values()
+        plays = recipe.has_episodes and "generate" in node.spec.roles.values()
         if plays and layout.ranks_per_shard > 1:
             raise RecipeError.at(
                 f"layout.{node.name}",
-                f"lets {layout.ranks_per_shard} ranks make one engine, but with an environment each rank plays its own "
-                "episodes, and ranks of one engine would have to ask for the same at the same time: leave out tp, or "
-                "the environment",
+                f"lets {layout.ranks_per_shard} ranks make one engine, but with an environment or `online` each rank "
+                "plays its own episodes, and ranks of one engine would have to ask for the same at the same time: "
+                "leave out tp, or the environment",
             )
 
 

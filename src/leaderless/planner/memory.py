@@ -301,10 +301,10 @@ class _Rank:
         siblings, sampling = self.recipe.batch.responses_per_prompt, model.sampling
         own, num_prompts = self._response(model), -(-num_sequences // siblings)
         slots = num_prompts * _slot(self.recipe.data.max_prompt_tokens)
-        if siblings == 1 or self.recipe.environment:
+        if siblings == 1 or self.recipe.has_episodes:
             own = self._longest(model)
         largest, slots = _slot(own), slots * (siblings > 1)
-        smaller = largest - SMALLEST_SLOT if self.recipe.environment else largest // 2 * (largest > SMALLEST_SLOT)
+        smaller = largest - SMALLEST_SLOT if self.recipe.has_episodes else largest // 2 * (largest > SMALLEST_SLOT)
         slots += num_sequences * (largest + smaller)
         per_logit = TRUNCATED_LOGIT_BYTES if sampling.is_truncated else LOGIT_BYTES
         logits = (num_sequences * per_logit + num_prompts * FLOAT32_BYTES) * model.size.vocab_size

@@ -27,8 +27,20 @@ UNKNOWN_MEMORY = (
 )
 
 
-def print_plan(plan: Plan, console: Console, lowered: Mapping[str, int] | None = None) -> None:
-    """Print what runs where, what is sent, and what it takes."""
+def print_plan(
+    plan: Plan,
+    console: Console,
+    lowered: Mapping[str, int] | None = None,
+    doors: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Print what runs where, what is sent, and what it takes.
+
+    Args:
+        plan: The plan.
+        console: Terminal or file.
+        lowered: Bounds of a pass that earlier starts have lowered, by role.
+        doors: Ranks that clients ask, with their addresses.
+    """
     title = Text.assemble((plan.recipe_name, "bold"), f"  workflow {plan.workflow}, {_count(plan.world_size, 'rank')}")
     _print(console, title.append(f", plan {plan.hash()[:12]}", "dim"))
     _section(console, "Batch", _batch(plan, lowered or {}))
@@ -45,6 +57,8 @@ def print_plan(plan: Plan, console: Console, lowered: Mapping[str, int] | None =
     _section(console, "Columns between nodes", _edges(plan))
     each = "a step" if len(plan.loops) == 1 else "an iteration of its loop"
     _section(console, f"What each rank does in {each}", _chains(plan))
+    if doors:
+        _section(console, "Where clients ask", _table("", "", rows=doors))
     _section(console, "Models", _instances(plan))
     if plan.memory is None:
         _section(console, "Memory of the fullest rank", _table("", rows=[(UNKNOWN_MEMORY,)]))

@@ -32,6 +32,9 @@ FREE_KEYS = (
     "rollout.max_sequences",
     "guards.",
     "algorithm.repeat.",
+    "online.host",
+    "online.port",
+    "online.feedback_timeout_s",
 )
 """Settings that may differ when a run continues: they change no number, only how long and where it runs, and what
 happens when numbers go bad."""
@@ -71,7 +74,8 @@ class Planned:
                 reason = f"folder {path} does not exist (looked for from {Path.cwd()})"
                 problems.append(Problem(f"models.{role}", reason))
         held_out = {"data.evaluation": recipe.data.evaluation} if recipe.data.evaluation else {}
-        for key, dataset in {**recipe.data.train_sets(), **held_out}.items():
+        training = recipe.data.train_sets() if recipe.online is None else {}
+        for key, dataset in {**training, **held_out}.items():
             try:
                 find_files(dataset, key)
             except RecipeError as error:

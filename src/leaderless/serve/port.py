@@ -7,9 +7,17 @@ import socket
 
 from leaderless.config import RecipeError
 
+TOKEN_VARIABLE = "LEADERLESS_TOKEN"  # noqa: S105 - its name, not its value
 
-def take_port(host: str, port: int, token: str | None) -> socket.socket:
+
+def take_port(host: str, port: int, token: str | None, key: str = "") -> socket.socket:
     """Reserve a port, 0 for any, without accepting connections yet. Without a token no other machine may reach it.
+
+    Args:
+        host: Interface.
+        port: Number; 0 for any that is free.
+        token: Key that clients send; None if they need none.
+        key: Section of the recipe with both; empty if they are options of a command.
 
     Raises:
         RecipeError: There is no such interface, the port is taken, or there is no token.
@@ -18,8 +26,8 @@ def take_port(host: str, port: int, token: str | None) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         if token is None and not ipaddress.ip_address(address[0]).is_loopback:
             raise RecipeError.at(
-                f"--host {host}",
-                "can be reached from other machines, so clients need a token: set LEADERLESS_TOKEN to one",
+                f"{key}.host" if key else f"--host {host}",
+                f"can be reached from other machines, so clients need a token: set {TOKEN_VARIABLE} to one",
             )
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -27,6 +35,9 @@ def take_port(host: str, port: int, token: str | None) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind(address)
     except OSError as error:
+        if key:
+            reason = f"is {port}, which cannot be listened to at {host}: {error.strerror}; take another (0 for any)"
+            raise RecipeError.at(f"{key}.port", reason) from error
         reason = f"cannot be listened to: {error.strerror}; take another --port (0 for any) or --host"
         raise RecipeError.at(f"--host {host} --port {port}", reason) from error
     return listener

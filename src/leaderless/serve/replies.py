@@ -43,7 +43,13 @@ class ChoicePart:
 
 
 class Composer(ABC, Generic[AnyQuestion]):
-    """Composes the reply to one request from the tokens that the engine samples."""
+    """Composes the reply to one request from the tokens that the engine samples.
+
+    Attributes:
+        question: The request.
+        prompts: Token ids of each prompt.
+        id: Name of the reply.
+    """
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -54,7 +60,7 @@ class Composer(ABC, Generic[AnyQuestion]):
         self.question: AnyQuestion = question
         self.prompts, self._tokenizer = prompts, tokenizer
         self._texts = [TextStream(tokenizer, question.stop_texts) for _ in range(len(prompts) * question.n)]
-        self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._begun: set[int] = set()
         self._num_tokens = 0
 
@@ -115,7 +121,7 @@ class Composer(ABC, Generic[AnyQuestion]):
 
     def _reply(self, kind: str, choices: list[Reply]) -> Reply:
         return {
-            "id": self._id,
+            "id": self.id,
             "object": kind,
             "created": self._created,
             "model": self.question.model,

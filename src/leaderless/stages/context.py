@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from leaderless.rollout.serving import Serving
 from leaderless.stages.limits import limited
 from leaderless.training.engine import TrainEngine, ValueEngine
 from leaderless.workflow.stage import RoleUse
+
+if TYPE_CHECKING:
+    from leaderless.serve.desk import Desk
 
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 """Function that computes rewards, given the responses and the source of each."""
@@ -89,7 +93,9 @@ class StageContext:
         agents: Roles that sample responses: the column `agent` holds places in it.
         models: Models of the node's roles, by the names that the stage declares.
         episodes: Journal of the episodes of this rank; None if there is none.
+        desk: Clients of an online run, on ranks that they ask; None on others.
         progress: Function that takes the finished fraction of the node's work, for the progress line.
+        doing: Function that takes a text in place of the node's name, too.
     """
 
     recipe: Recipe
@@ -107,7 +113,9 @@ class StageContext:
     agents: Sequence[str] = ()
     models: Mapping[str, ModelRole | ValueEngine] = field(default_factory=dict)
     episodes: EpisodeJournal | None = None
+    desk: Desk | None = None
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
+    doing: Callable[[str, float], None] = field(default=lambda text, fraction: None)  # noqa: ARG005
 
     @property
     def role(self) -> ModelRole:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from typing import Protocol
 
 import torch
 
@@ -17,7 +18,6 @@ from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.journal import line_of, text_of
 from leaderless.environments.player import Episode, Place, play_all
-from leaderless.environments.pump import EnginePump
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, tool_use
 from leaderless.environments.trace import TraceNode, TraceSample
@@ -44,6 +44,22 @@ class Play:
     seed: int
 
 
+class Work(Protocol):
+    """What an engine has done; see `EnginePump`."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that it has worked."""
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens that it had read or sampled before."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of them that it still had."""
+
+
 @dataclass(frozen=True)
 class Played:
     """Episodes of some tasks, those of a task next to each other.
@@ -63,7 +79,7 @@ class Played:
     tasks: Batch
     episodes: Sequence[Episode]
     seats: Sequence[Seat]
-    pump: EnginePump
+    pump: Work
     end_token: int
     writers: Sequence[ChatWriter]
     tools: ToolUse | None

@@ -95,7 +95,7 @@ def inputs_of(batch: Batch, context: StageContext) -> list[RewardInput]:
     texts = transcripts(context.tokenizer, batch.jagged("tokens").to_lists(), context.recipe, masks)
     configs = [context.recipe.data.train_set_of(row) for row in rows]
     inputs = reward_inputs(configs, rows, texts, batch.dense("truncated").tolist())
-    return [last_said(one) for one in inputs] if context.recipe.environment else inputs
+    return [last_said(one) for one in inputs] if context.recipe.has_episodes else inputs
 
 
 def last_said(sample: RewardInput) -> RewardInput:
@@ -111,7 +111,7 @@ def joined(samples: Sequence[RewardInput], recipe: Recipe) -> RewardInput:
     """
     if len(samples) == 1:
         return samples[0]
-    parts = samples[-1:] if recipe.environment else samples
+    parts = samples[-1:] if recipe.has_episodes else samples
     response, is_truncated = "".join(one.response for one in parts), any(one.is_truncated for one in samples)
     return replace(samples[-1], response=response, is_truncated=is_truncated)
 
@@ -129,7 +129,7 @@ def _report(context: StageContext, graded: Sequence[Graded], rewards: Tensor, is
     for name, error in islice(errors, 1):
         context.run_directory.note_reward_error(context.step, context.process_group.rank, name, error)
     details = [g.details for g, is_kept in zip(graded, is_reported.tolist(), strict=True) if is_kept]
-    for name in (*context.recipe.reward.options(), *([ENVIRONMENT] if context.recipe.environment else [])):
+    for name in (*context.recipe.reward.options(), *([ENVIRONMENT] if context.recipe.has_episodes else [])):
         values = [value for detail in details if (value := reward_value(detail, name)) is not None]
         context.metrics.mean(f"reward/{name}", sum(values), len(values))
 
@@ -191,7 +191,7 @@ def transcripts(
 
     def decode(tokens: Sequence[int], *, is_response: bool) -> Passage:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        for stop in recipe.rollout.stop if is_response and recipe.environment is None else ():
+        for stop in recipe.rollout.stop if is_response and not recipe.has_episodes else ():
             text = text.partition(stop)[0]
         return Passage(text, is_response)
 

@@ -14,6 +14,7 @@ from leaderless.environments.registry import agents_of
 from leaderless.rollout.engine import Completion, Request, SamplingParams, generate
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier import Earlier, earlier_episodes
+from leaderless.stages.online import collect
 from leaderless.stages.play import Play, play_tasks
 from leaderless.workflow.stages import ENVIRONMENT
 
@@ -46,7 +47,7 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     # Samples of several nodes differ in their ids, and those of the first have the ids they would have alone.
     places = context.recipe.batch.responses_per_prompt + 1
     first = node.sampler * places
-    if context.recipe.environment is not None:
+    if context.recipe.has_episodes:
         return _play(batch, context, Play(distributions, first, node.num_samplers * places, context.recipe.seed))
     prompt_index = torch.arange(len(batch)).repeat_interleave(siblings)
     ids = make_sample_ids(batch.ids[prompt_index], torch.arange(first, first + siblings).repeat(len(batch)))
@@ -97,23 +98,25 @@ def play_on(batch: Batch, context: StageContext) -> Batch:
 
 
 def _play(batch: Batch, context: StageContext, play: Play, earlier: Sequence[Earlier] | None = None) -> Batch:
-    """Play an episode from each distribution for each task, or continue earlier ones."""
+    """Play an episode from each distribution for each task, or continue earlier ones; online, clients lead them."""
     config, own, role = context.recipe.environment, context.node.node.role or "", context.role
-    assert config is not None
     data = [context.recipe.data.train_set_of(row) for row in batch.objects("rows") if isinstance(row, Mapping)]
     with memory_explained(TOO_MUCH), role.generating() as engine:
         begin = time.perf_counter()
-        played = play_tasks(
-            engine,
-            play,
-            batch,
-            data,
-            context.recipe,
-            context.tokenizer,
-            context.progress,
-            role=own,
-            earlier=earlier,
-        )
+        if context.recipe.online is not None:
+            played = collect(engine, play, batch, context)
+        else:
+            played = play_tasks(
+                engine,
+                play,
+                batch,
+                data,
+                context.recipe,
+                context.tokenizer,
+                context.progress,
+                role=own,
+                earlier=earlier,
+            )
         seconds = time.perf_counter() - begin
     played.report(context.metrics, context.node.layout.dp, seconds)
     if context.episodes is not None:
@@ -122,7 +125,7 @@ def _play(batch: Batch, context: StageContext, play: Play, earlier: Sequence[Ear
     if error is not None:
         context.run_directory.note_reward_error(context.step, context.process_group.rank, ENVIRONMENT, error)
     samples = played.samples()
-    roles = [config.agents.get(agent, own) for agent in agents_of(config)]
+    roles = [own] if config is None else [config.agents.get(agent, own) for agent in agents_of(config)]
     numbers = torch.tensor([context.agents.index(role) if role in context.agents else 0 for role in roles])
     return samples.with_columns(agent=numbers[samples.dense("actor")])
 

@@ -209,7 +209,9 @@ class Chain:
             events=self.events if self._rank == node.layout.ranks[0] else [],
             num_roll_backs=self.num_roll_backs,
             agents=parts.plan.agents,
+            desk=parts.desk,
             progress=lambda fraction: parts.progress(name, fraction),
+            doing=parts.progress,
         )
 
     def _span(self, name: str) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe
 from leaderless.data.dataset import TrainingSet
@@ -19,6 +20,9 @@ from leaderless.stages.context import Grader
 from leaderless.supervision.failure import note_place
 from leaderless.worker.evaluation import Evaluator
 from leaderless.worker.roles import Roles
+
+if TYPE_CHECKING:
+    from leaderless.serve.desk import Desk
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Parts:
     directory: RunDirectory
     episodes: EpisodeJournal
     display: Display
+    desk: Desk | None = None
 
     @cached_property
     def _places(self) -> dict[Action, int]:

@@ -34,6 +34,7 @@ from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.rewards.pool import RewardPool
 from leaderless.stages.context import Grader, ModelRole
 from leaderless.stages.play import writer_of
+from leaderless.worker.doors import say_doors, take_door
 from leaderless.worker.evaluation import Evaluator
 from leaderless.worker.join import check_shared, join_workers
 from leaderless.worker.memory import check_memory
@@ -52,7 +53,7 @@ def train(recipe: Recipe, plan: Plan, place: Place, display: Display) -> int | N
 @contextmanager
 def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> Iterator[Worker]:
     """Join the others and build this worker's part of a run; yields the worker, ready for its first step."""
-    directory = RunDirectory.of(recipe)
+    directory, door = RunDirectory.of(recipe), take_door(recipe, plan, place.rank)
     with ExitStack() as stack:
         grade, transport, device = _join(recipe, plan, place, stack)
         check_shared(directory.path, transport.world)
@@ -64,6 +65,9 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         if plan.batch.adapts_to_memory:
             builder.roles.adapt_to_memory(directory, pass_tokens)
         builder.roles.sync_all()
+        desk = None if door is None else door.open(recipe, builder.tokenizer)
+        if desk is not None:
+            stack.callback(desk.close)
         stack.callback(display.stop)
         episodes = EpisodeJournal(directory, place.rank, recipe.run.kept_episodes)
         stack.callback(episodes.close)
@@ -79,9 +83,12 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
             directory=directory,
             episodes=episodes,
             display=display,
+            desk=desk,
         )
         worker = Worker(parts)
         stack.callback(worker.close)
+        if recipe.online is not None:
+            say_doors(door, desk, directory, partial(_print_own, display))
         yield worker
 
 
@@ -151,7 +158,8 @@ class _Builder:
         tokenizer = copy.deepcopy(self.tokenizer)
         sets: list[TrainingSet] = []
         for key, config in self.recipe.data.train_sets().items():
-            self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
+            if self.recipe.online is None:
+                self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
             with self.display.reading(config.path) as progress:
                 sets.append(open_training_set(config, key, tokenizer, self.recipe, cache, progress))
             self._say(key, sets[-1], config.path)

@@ -26,9 +26,10 @@ class Metric(NamedTuple):
 
 _ROUNDS = "a workflow that repeats nodes, such as `dapo`"
 _CRITIC = "a workflow with a critic, such as `ppo`"
-_PLAYED = "an `environment`"
+_PLAYED = "an `environment`, or `online`"
+_ONLINE = "`online`"
 _TOOLS = "an `environment` with tools"
-_STALE = "`channels`"
+_STALE = "`channels`, or `online`"
 _EVALUATION = "`evaluation.every_steps` above 0"
 
 
@@ -103,6 +104,25 @@ METRICS: dict[str, Metric] = {
     "tool/misread": Metric("share of calls that cannot be read, or name no tool", _TOOLS),
     "tool/calls/<name>": Metric("mean number of calls of one tool in an episode", _TOOLS),
     "tool/refused/<name>": Metric("share of its calls that have wrong arguments, or that it refused", _TOOLS),
+    "online/requests": Metric("requests of clients since the step before; those that are under way count", _ONLINE),
+    "online/failed": Metric("requests that were answered with an error of the server", _ONLINE),
+    "online/acceptance": Metric("mean reward that clients' feedback has given to the step's responses", _ONLINE),
+    "online/waiting": Metric("responses with feedback that wait for the next step", _ONLINE),
+    "online/without_feedback": Metric(
+        "responses that were dropped because no feedback came for `online.feedback_timeout_s`", _ONLINE
+    ),
+    "online/stale": Metric("responses that were dropped because they were older than `online.max_staleness`", _ONLINE),
+    "online/interrupted": Metric("responses that were sampled by weights of several versions", _ONLINE),
+    "online/latency_s": Metric(
+        "mean seconds from a request to its reply, where the engine was at work all along", _ONLINE
+    ),
+    "online/latency_p95_s": Metric("the same, exceeded by one request in twenty; on the slowest rank", _ONLINE),
+    "online/latency_training_s": Metric(
+        "mean seconds of requests that came, or were under way, while the rank was training", _ONLINE
+    ),
+    "online/latency_training_p95_s": Metric(
+        "the same, exceeded by one request in twenty; on the slowest rank", _ONLINE
+    ),
     "rollout/staleness": Metric("mean number of optimizer updates between sampling a token and training on it"),
     "staleness/oldest": Metric("mean of the same for the oldest token of each sample", _STALE),
     "staleness/share/<age>": Metric("share of samples whose oldest token is that many updates old", _STALE),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
 from leaderless.config.roles import origin_of
+from leaderless.environments.programs.doorway import doorway_refusal
 from leaderless.environments.registry import agents_of, environment_class, world_maker
 from leaderless.environments.tools.formats import named_reader
 from leaderless.environments.tools.sources import python_tools
@@ -17,6 +18,7 @@ from leaderless.workflow.stage import STAGES, StageSpec
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
+    from leaderless.config.online import OnlineConfig
     from leaderless.workflow.workflow import Node, Workflow
 
 SEQUENCE = ("prompt_tokens", "tokens", "response_mask")
@@ -106,21 +108,24 @@ def _advantage_sampled_with(recipe: Recipe, node: Node) -> list[str]:  # noqa: A
 
 
 def _reward_names(recipe: Recipe) -> list[str]:
-    return [*recipe.reward.options(), *([ENVIRONMENT] if recipe.environment else [])]
+    return [*recipe.reward.options(), *([ENVIRONMENT] if recipe.has_episodes else [])]
 
 
 def _rollout_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return ["prompt_tokens"] if recipe.environment is None else ["rows"]
+    return ["rows"] if recipe.has_episodes else ["prompt_tokens"]
 
 
 def _rollout_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
-    return [*ROLLOUT_WRITES, *(PLAY_COLUMNS if recipe.environment else ())]
+    return [*ROLLOUT_WRITES, *(PLAY_COLUMNS if recipe.has_episodes else ())]
 
 
 def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     names = [f"rollout/{name}" for name in ("response_tokens", "truncated", "tokens_per_s")]
-    if recipe.environment:
+    if recipe.has_episodes:
         names += ["rollout/prefix_hits", "rollout/engine_busy", *(f"episode/{name}" for name in EPISODE_METRICS)]
+    if recipe.online:
+        names += [f"online/{name}" for name in ONLINE_METRICS]
+    if recipe.environment:
         tools = python_tools(recipe.environment, environment_class(recipe.environment))
         if tools or recipe.environment.mcp:
             names += ["episode/tools_s", "tool/calls", "tool/misread"]
@@ -134,7 +139,7 @@ def _reward_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
 
 def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     names = [f"reward/{name}" for name in ("mean", "std", "failed", *_reward_names(recipe))]
-    return [*names, *["episode/grading_s"] * bool(recipe.environment and recipe.reward.options())]
+    return [*names, *["episode/grading_s"] * bool(recipe.has_episodes and recipe.reward.options())]
 
 
 def _record_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -195,6 +200,24 @@ def _check_sampling(recipe: Recipe) -> None:
         world_maker(recipe.environment)
         python_tools(recipe.environment, environment_class(recipe.environment))
         named_reader(recipe.environment.tool_format)
+    if recipe.online is not None:
+        _check_online(recipe.online)
+
+
+def _check_online(config: OnlineConfig) -> None:
+    named_reader(config.tool_format, "online.tool_format")
+    if problem := doorway_refusal():
+        raise RecipeError.at("online", problem)
+
+
+def _check_greedy(recipe: Recipe, node: Node) -> None:
+    if recipe.online is not None:
+        raise RecipeError.at(
+            "online",
+            f"cannot be combined with node '{node.name}', which decodes one more response greedily, as no client asks "
+            "for it: use a workflow whose node runs 'rollout', such as grpo",
+        )
+    _check_rollout(recipe, node)
 
 
 def _check_rollout(recipe: Recipe, node: Node) -> None:
@@ -224,7 +247,7 @@ def _check_play_on(recipe: Recipe, node: Node) -> None:
 
 
 def _check_reward(recipe: Recipe, node: Node) -> None:
-    if not recipe.reward.options() and recipe.environment is None:
+    if not recipe.reward.options() and not recipe.has_episodes:
         raise RecipeError.at("reward", f"must name at least one reward, as node '{node.name}' computes it")
     limited = next((name for name, options in recipe.reward.options().items() if options.sources), None)
     train = recipe.data.train
@@ -327,7 +350,7 @@ def _check_proximal(recipe: Recipe, node: Node) -> None:
         reason = (
             f"node '{node.name}' runs '{node.run}', which recomputes the log-probabilities before its update anyway"
         )
-    elif recipe.batch.updates_per_step == 1 and not recipe.channels:
+    elif recipe.batch.updates_per_step == 1 and not may_be_stale(recipe):
         reason = "before the only update of a step they are those of the policy itself, which are never recomputed"
     if reason:
         raise RecipeError.at("algorithm.proximal", f"is interpolated, but {reason}: leave it out")
@@ -377,6 +400,10 @@ def _check_updates_per_step(recipe: Recipe) -> None:
 
 
 def _check_sft(recipe: Recipe, node: Node) -> None:
+    if recipe.online is not None:
+        raise RecipeError.at(
+            "online", f"brings requests, which have no responses that node '{node.name}' could imitate: leave it out"
+        )
     if not recipe.data.has_responses:
         raise RecipeError.at(
             f"{next(iter(recipe.data.train_sets()))}.response", f"must name the column that node '{node.name}' imitates"
@@ -399,6 +426,20 @@ EPISODE_METRICS = (
     "environment_s",
 )
 """Metrics of episodes, below `episode/`."""
+ONLINE_METRICS = (
+    "requests",
+    "failed",
+    "without_feedback",
+    "stale",
+    "interrupted",
+    "waiting",
+    "acceptance",
+    "latency_s",
+    "latency_p95_s",
+    "latency_training_s",
+    "latency_training_p95_s",
+)
+"""Metrics of online runs, below `online/`."""
 ROLLOUT_WRITES = (
     "tokens",
     "response_mask",
@@ -476,6 +517,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         ROLLOUT,
         implementation="leaderless.stages.rollout:rollout_with_greedy",
         writes=lambda recipe, node, workflow: [*_rollout_writes(recipe, node, workflow), "is_greedy"],
+        check=_check_greedy,
         summary="sample responses to each prompt, and decode one greedily",
     ),
     "advantage": StageSpec(

@@ -73,6 +73,7 @@ class Rules:
         max_tokens: Most tokens of a conversation, from its beginning.
         max_turns: Most answers.
         reader_of: Function that gives the reader of calls of tools, from their schemas.
+        limits: Settings that `max_tokens` is the sum of, for errors.
     """
 
     number: str
@@ -81,6 +82,7 @@ class Rules:
     max_tokens: int
     max_turns: int
     reader_of: Callable[[Sequence[Json]], Reader]
+    limits: str = "data.max_prompt_tokens + environment.max_episode_tokens"
 
 
 class Chat:
@@ -88,6 +90,7 @@ class Chat:
 
     Attributes:
         rng: Source of random numbers; the same in all episodes of a prompt's group.
+        trace: What was said.
         base_url: Address at which programs reach the policy in the format of OpenAI's API.
         api_key: Key that they have to send there.
         overflow: The first question that was refused because a limit of the episode was reached; None if none was.
@@ -97,7 +100,7 @@ class Chat:
 
     def __init__(self, rules: Rules, writer: ChatWriter, trace: Trace, pump: Pump, doorway: Doorway) -> None:
         self.rules, self.writer, self.rng = rules, writer, Random(rules.seed)  # noqa: S311 - no secret
-        self._trace, self._pump, self._doorway = trace, pump, doorway
+        self.trace, self._pump, self._doorway = trace, pump, doorway
         self._conversations = Conversations(trace, writer)
         self._lines = Lines(rules.number, pump)
         self._asked: dict[tuple[int, ...], int] = {}
@@ -124,7 +127,7 @@ class Chat:
     @property
     def num_answers(self) -> int:
         """Number of answers of the policy so far."""
-        return sum(node.said is not None for node in self._trace.nodes)
+        return sum(node.said is not None for node in self.trace.nodes)
 
     @property
     def idle_s(self) -> float:
@@ -227,8 +230,8 @@ class Chat:
         room = rules.max_tokens - length
         if room < 1:
             raise self._over(
-                f"the conversation has {length} tokens, and may have {rules.max_tokens} (data.max_prompt_tokens + "
-                "environment.max_episode_tokens): raise them, or ask with less",
+                f"the conversation has {length} tokens, and may have {rules.max_tokens} ({rules.limits}): raise them, "
+                "or ask with less",
                 "context_length_exceeded",
             )
         self._num_turns += 1
@@ -256,7 +259,11 @@ class Chat:
             raise AskRefusedError("the engine has given up the answer: ask again", "aborted")
         answer = self._written(completion, context.tokens, reader, params.stop)
         facts = Said(
-            completion.log_probs, completion.policy_versions, self.num_answers, is_truncated=completion.is_truncated
+            completion.log_probs,
+            completion.policy_versions,
+            self.num_answers,
+            is_truncated=completion.is_truncated,
+            temperature=params.distribution.temperature,
         )
         said = self._conversations.answer(context, completion.tokens, checked(answer.message), facts)
         self._lines.free(line, said)

@@ -121,8 +121,8 @@ FORMATS: Mapping[str, Reader] = {
 """Readers by the name of their format."""
 
 
-def named_reader(name: str) -> Reader | None:
-    """The reader of a format that the recipe names; None for `auto`.
+def named_reader(name: str, key: str = KEY) -> Reader | None:
+    """The reader of a format that the recipe names, at a key; None for `auto`.
 
     Raises:
         RecipeError: There is no such format.
@@ -131,8 +131,8 @@ def named_reader(name: str) -> Reader | None:
         return FORMATS.get(name)
     if not is_function_name(name):
         hint = nearest(name, [*FORMATS, "auto"])
-        raise RecipeError.at(KEY, f"unknown format '{name}'{hint}; a custom one is 'package.module:function'")
-    return cast("Reader", load_function(name, KEY, 1))
+        raise RecipeError.at(key, f"unknown format '{name}'{hint}; a custom one is 'package.module:function'")
+    return cast("Reader", load_function(name, key, 1))
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -1,0 +1,62 @@
+"""What happens to requests between two reports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counts:
+    """Numbers since the last report; requests that are under way then count in the next one.
+
+    Attributes:
+        requests: Requests for responses.
+        failed: Requests that were answered with an error of the server.
+        without_feedback: Responses that were dropped because no feedback came.
+        stale: Responses that were dropped because they were too old.
+        interrupted: Responses that weights of several versions have sampled.
+        latencies_s: Seconds from request to reply, where all of it was sampled while the rank did nothing else.
+        latencies_training_s: The same for requests that came, or were under way, while the rank did something else.
+    """
+
+    requests: int = 0
+    failed: int = 0
+    without_feedback: int = 0
+    stale: int = 0
+    interrupted: int = 0
+    latencies_s: list[float] = field(default_factory=list)
+    latencies_training_s: list[float] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Add to one of the numbers."""
+        with self._lock:
+            setattr(self, name, getattr(self, name) + number)
+
+    def replied(self, seconds: float, *, is_crossed: bool) -> None:
+        """Add the time that a request took, and whether the rank did something else in it."""
+        with self._lock:
+            (self.latencies_training_s if is_crossed else self.latencies_s).append(seconds)
+
+    def take(self) -> Counts:
+        """What has been counted; counting begins anew."""
+        with self._lock:
+            taken = Counts(
+                self.requests,
+                self.failed,
+                self.without_feedback,
+                self.stale,
+                self.interrupted,
+                self.latencies_s,
+                self.latencies_training_s,
+            )
+            self.requests = self.failed = self.without_feedback = self.stale = self.interrupted = 0
+            self.latencies_s, self.latencies_training_s = [], []
+            return taken
+
+
+def percentile_95(values: Sequence[float]) -> float:
+    """The smallest value that at least 95 % of the values do not exceed; 0 without any."""
+    return sorted(values)[-(-95 * len(values) // 100) - 1] if values else 0.0

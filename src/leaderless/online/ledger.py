@@ -1,0 +1,206 @@
+"""What was answered, what clients have said about it, and which of it a step takes."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from leaderless.config import Json, nearest
+from leaderless.config.online import OnlineConfig
+from leaderless.environments.trace import Said, Trace
+from leaderless.online.counts import Counts
+from leaderless.online.groups import grouped
+from leaderless.serve.errors import ApiError
+
+REMEMBERED = 1 << 16
+"""Replies that are gone of which it is remembered why, the newest ones."""
+TRAINED = "a step has been trained with it, so that feedback comes too late"
+
+
+@dataclass(eq=False)
+class Choice:
+    """A response.
+
+    Attributes:
+        trace: What was asked and answered.
+        model_s: Seconds that the answer took.
+        feedback: Word or number that a client has sent last; None before that.
+        reward: What that is worth.
+    """
+
+    trace: Trace
+    model_s: float
+    feedback: Json = None
+    reward: float | None = None
+
+    @property
+    def said(self) -> Said:
+        """Facts about the answer."""
+        said = self.trace.said()[0].said
+        assert said is not None
+        return said
+
+
+@dataclass(eq=False)
+class Reply:
+    """The responses to one request.
+
+    Attributes:
+        id: Name that clients know it by.
+        arrived_s: Time at which the request came.
+        given_s: Time at which the client was given the responses.
+        choices: Those of them that have not been dropped, by their numbers.
+    """
+
+    id: str
+    arrived_s: float
+    given_s: float
+    choices: dict[int, Choice]
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is feedback for all of them."""
+        return all(choice.reward is not None for choice in self.choices.values())
+
+
+class Ledger:
+    """Replies from when they are given until a step takes them. Several threads may use it at the same time.
+
+    Attributes:
+        counts: What has happened since it was last reported.
+    """
+
+    def __init__(self, config: OnlineConfig, group_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know no reply yet.
+
+        Args:
+            config: The recipe's `online` section.
+            group_size: Number of responses of a full group.
+            clock: Function that gives the time in seconds.
+        """
+        self.counts = Counts()
+        self._config, self._group_size, self._clock = config, group_size, clock
+        self._replies: dict[str, Reply] = {}
+        self._gone: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        self._groups: list[list[Reply]] | None = None  # None if they have to be formed again
+        self._lock = threading.RLock()
+
+    def add(self, identity: str, arrived_s: float, choices: Sequence[Choice]) -> None:
+        """Note what a client is given."""
+        with self._lock:
+            self._replies[identity] = Reply(identity, arrived_s, self._clock(), dict(enumerate(choices)))
+            num_interrupted = sum(len({*choice.said.policy_versions}) > 1 for choice in choices)
+            self.counts.add("interrupted", num_interrupted)
+
+    def judge(self, posted: Mapping[str, Json]) -> float:
+        """Note what a client says about a response; returns what that is worth.
+
+        Raises:
+            ApiError: It cannot be understood, or the response is not known, or not any more.
+        """
+        reward = self._reward(posted)
+        identity, number = posted.get("id"), posted.get("choice", 0)
+        if not isinstance(identity, str):
+            raise ApiError(400, f"id={identity!r:.80} must be the `id` of a reply", "id")
+        with self._lock:
+            if identity in self._gone:
+                status, reason = self._gone[identity]
+                raise ApiError(status, f"reply '{identity}' is not waiting for feedback: {reason}", "id")
+            if identity not in self._replies:
+                raise ApiError(
+                    404,
+                    f"no reply '{identity:.80}' waits for feedback here: send it to the address that gave the reply; "
+                    "replies that were given before the run was started again are forgotten",
+                    "id",
+                    "reply_not_found",
+                )
+            choice = self._choice(self._replies[identity], number)
+            choice.reward, choice.feedback = reward, posted.get("feedback", reward)
+            self._groups = None
+        return reward
+
+    def _reward(self, posted: Mapping[str, Json]) -> float:
+        words, word, reward = self._config.feedback, posted.get("feedback"), posted.get("reward")
+        if unknown := {*posted} - {"id", "choice", "feedback", "reward"}:
+            raise ApiError(400, f"unknown field {min(unknown)}: send id, choice, and feedback or reward", min(unknown))
+        if (word is None) == (reward is None):
+            raise ApiError(400, "give either feedback, a word, or reward, a number", "feedback")
+        if word is not None:
+            if not isinstance(word, str) or word not in words:
+                hint = nearest(word, words) if isinstance(word, str) else ""
+                message = f"feedback={word!r:.80} must be one of {', '.join(words)}{hint if 'mean' in hint else ''}"
+                raise ApiError(400, f"{message}; or send a number as reward", "feedback")
+            return words[word]
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ApiError(400, f"reward={reward!r:.80} must be a finite number", "reward")
+        return float(reward)
+
+    def _choice(self, reply: Reply, number: Json) -> Choice:
+        if isinstance(number, bool) or not isinstance(number, int) or number not in reply.choices:
+            known = ", ".join(map(str, reply.choices))
+            raise ApiError(400, f"choice={number!r:.80} must be the index of a choice of the reply: {known}", "choice")
+        return reply.choices[number]
+
+    def sweep(self, version: int) -> None:
+        """Drop what has waited for feedback for too long, and what is too old for weights of a version."""
+        with self._lock:
+            now_s = self._clock()
+            for reply in list(self._replies.values()):
+                is_late = now_s - reply.given_s > self._config.feedback_timeout_s
+                for number, choice in list(reply.choices.items()):
+                    if version - min(choice.said.policy_versions) > self._config.max_staleness:
+                        self._drop(reply, number, f"it is older than {self._config.max_staleness} optimizer steps")
+                        self.counts.add("stale")
+                    elif is_late and choice.reward is None:
+                        waited = f"no feedback came for {self._config.feedback_timeout_s:g} s"
+                        self._drop(reply, number, f"{waited}; online.feedback_timeout_s sets how long it is kept")
+                        self.counts.add("without_feedback")
+
+    def _drop(self, reply: Reply, number: int, reason: str) -> None:
+        del reply.choices[number]
+        self._groups = None
+        if not reply.choices:
+            self._forget(reply, 410, reason)
+
+    def _forget(self, reply: Reply, status: int, reason: str) -> None:
+        del self._replies[reply.id]
+        self._gone[reply.id] = status, reason
+        while len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def num_groups(self) -> int:
+        """Number of groups that a step may take."""
+        with self._lock:
+            return len(self._formed())
+
+    def num_judged(self) -> int:
+        """Number of responses with feedback that no step has taken."""
+        with self._lock:
+            choices = (choice for reply in self._replies.values() for choice in reply.choices.values())
+            return sum(choice.reward is not None for choice in choices)
+
+    def take(self, num_groups: int) -> list[list[tuple[Reply, int, Choice]]]:
+        """Take groups, of which there must be as many; each response with its reply and its number in that."""
+        with self._lock:
+            groups = self._formed()[:num_groups]
+            assert len(groups) == num_groups, "whoever takes groups waits for them"
+            for reply in (reply for group in groups for reply in group):
+                self._forget(reply, 409, TRAINED)
+            self._groups = None
+            return [
+                [(reply, number, choice) for reply in group for number, choice in reply.choices.items()]
+                for group in groups
+            ]
+
+    def _formed(self) -> list[list[Reply]]:
+        if self._groups is None:
+            judged = sorted(
+                (reply for reply in self._replies.values() if reply.is_judged), key=lambda reply: reply.arrived_s
+            )
+            places = grouped([len(reply.choices) for reply in judged], self._group_size)
+            self._groups = [[judged[place] for place in group] for group in places]
+        return self._groups
