@@ -32,6 +32,7 @@ POOLS = {
 CASES: Mapping[str, Mapping[str, object]] = {
     "marft": {"workflow": "marft", "advantage": {"type": "chained_gae", "decay": 0.9}},
     "actions": {"workflow": "marft", "advantage": {"type": "chained_gae", "level": "action", "whiten": "all"}},
+    "critics": {"workflow": "marft_critics", "advantage": {"type": "chained_gae", "decay": 0.9}},
     "rotated": {"workflow": "marft", "team": {"rotate_steps": 1}},
     "happo": {"workflow": "happo", "advantage": {"type": "chained_gae", "decay": 0.9}},
     "penalized": {
@@ -71,7 +72,7 @@ def write_game(folder: Path, case: str, layout: Mapping[str, object], **changes:
         "run": {"directory": str(folder / "runs"), "timeout_s": 60, "tensorboard": False, "reward_processes": 0},
         "steps": 3,
     }
-    if recipe["workflow"] == "dr_mas":
+    if recipe["workflow"] in {"dr_mas", "marft_critics"}:
         del recipe["models"]["critic"]  # type: ignore[attr-defined]
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe | changes))
@@ -88,7 +89,9 @@ def walk(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Walk:
         nodes = {"planner_old": "0", "solver_old": "1"} if CASES[case]["workflow"] != "happo" else {}
         if "kl" in CASES[case]:
             nodes |= {"planner_reference": "0", "solver_reference": "1"}
-        unused = {"values", "critic"} if CASES[case]["workflow"] == "dr_mas" else set()
+        unused = {"values", "critic"} if CASES[case]["workflow"] in {"dr_mas", "marft_critics"} else set()
+        if case == "critics":
+            nodes |= {"planner_values": "0", "planner_critic": "0", "solver_values": "1", "solver_critic": "1"}
         pools = {name: {"ranks": own} for name, own in (POOLS | nodes).items() if name not in unused}
         recipe = write_game(models, case, pools if is_apart else {})
         return ranks.run(world_size, walk_steps, str(recipe), f"{case}-{world_size}-{is_apart}", 3, init_group=False)
@@ -144,6 +147,13 @@ def test_roles_are_trained_together_or_in_rotation(walk: Walk) -> None:
     assert [moved(walk("marft", 1, False), step) for step in (1, 2)] == [{"planner", "solver", "critic"}] * 2
     assert moved(walk("rotated", 1, False), 1) == {"solver", "critic"}
     assert moved(walk("rotated", 1, False), 2) == {"planner", "critic"}
+
+
+def test_each_role_may_have_a_critic_of_its_own(walk: Walk) -> None:
+    roles = {"planner", "solver", "planner_critic", "solver_critic"}
+    assert [moved(walk("critics", 1, False), step) for step in (1, 2)] == [roles] * 2
+    numbers = merged(walk("critics", 1, False), 2)["numbers"]
+    assert {f"{role}/explained_variance" for role in roles if role.endswith("critic")} <= numbers.keys()  # type: ignore[attr-defined]
 
 
 def test_a_later_agent_is_trained_with_what_the_update_of_an_earlier_one_has_changed(walk: Walk) -> None:

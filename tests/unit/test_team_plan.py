@@ -60,3 +60,15 @@ def test_a_role_is_updated_against_its_own_scores_among_those_of_a_team() -> Non
     plan = plan_of(replace(workflow, nodes=nodes), **TEAM, batch={"updates_per_step": 2})
     assert plan["planner"].reads["old_log_probs"] == "only_planner"
     assert plan["only_planner"].reads["old_log_probs"] == "solver_before"
+
+
+def test_the_chain_takes_the_value_of_each_token_from_the_critic_of_its_role() -> None:
+    models = dict.fromkeys(("planner", "solver"), "/no/model")
+    plan = plan_of("marft_critics", **TEAM | {"models": models})
+    critics = {one.role for one in plan.instances if one.is_critic}
+    assert critics == {"planner_critic", "solver_critic"}
+    values = {plan[name].reads["values"] for name in ("joined_only_planner", "joined")}
+    assert values == {"planner_values", "solver_values"}
+    for role in ("planner", "solver"):
+        assert plan[plan[f"{role}_critic"].row_set].node.where == (("agent", (role,)),)
+        assert plan[f"{role}_values"].node.agents == (role,)

@@ -31,6 +31,8 @@ from leaderless.workflow import Workflow
 HERE = "tests.unit.environments.test_play_on"
 AGENTS = ("planner", "solver")
 ROLES = {"planner": "a", "solver": "b"}
+VOTERS = {"first": "a", "second": "a", "judge": "b"}
+"""Two agents share a policy, and the third has one of its own."""
 
 
 class Talk(Environment):
@@ -50,6 +52,27 @@ class Talk(Environment):
         other = AGENTS[self.turn % 2]
         rewards = {"planner": 0.5 * self.turn, "solver": 1.0 if self.turn > 1 else 0.0}
         return Turn(f"({text})", reward=rewards, done=self.turn == 4, agent=other)
+
+
+class Vote(Environment):
+    """Two voters and a judge. The voters act at the same time: neither sees what the other has said."""
+
+    agents = ("first", "second", "judge")
+
+    def reset(self, task: Task, rng: Random) -> Observation:
+        self.question, self.said = f"{task.get('text', '')}{rng.randrange(10)}?", list[str]()
+        return self.question
+
+    def act(self, text: str) -> Turn:
+        self.said.append(text)
+        match len(self.said):
+            case 1 | 4:
+                return Turn(self.question, agent="second")
+            case 2 | 5:
+                return Turn(f"{self.said[-2]} or {self.said[-1]}", agent="judge")
+            case 3:
+                return Turn(f"again: {self.question}", agent="first")
+        return Turn(done=True, reward=1.0)
 
 
 class Lost(Talk):
@@ -82,7 +105,7 @@ class Tokenizer(Characters):
 def recipe_of(environment: type, role: str | None = None) -> Recipe:
     section: dict[str, object] = {"type": f"{HERE}:{environment.__name__}"}
     if role:
-        section["agents"] = ROLES
+        section["agents"] = VOTERS if environment is Vote else ROLES
     return make_recipe(
         environment=section,
         data={"train": {"path": "rows.jsonl", "template": "plain"}},
@@ -109,7 +132,7 @@ def played(environment: type, role: str | None, given: Batch | None = None) -> P
     recipe, earlier, tasks = recipe_of(environment, role), None, TASKS
     if given is not None:
         assert given.prompts is not None
-        earlier, tasks = earlier_episodes(given, AGENTS, 3), given.prompts
+        earlier, tasks = earlier_episodes(given, environment.agents, 3), given.prompts  # type: ignore[attr-defined]
     data, engine = [recipe.data.train] * 2, ScriptedEngine(letters)
     return play_tasks(
         engine,  # type: ignore[arg-type]
@@ -166,6 +189,24 @@ def test_an_environment_that_does_something_else_again_fails_the_episode() -> No
     assert rows.first_error() is not None
     assert "has not done the same again in turn 1" in str(rows.first_error())
     assert "let it take all randomness from `rng`" in str(rows.first_error())
+
+
+def test_agents_that_act_at_one_time_and_share_a_policy_play_as_one_policy_plays_them_all() -> None:
+    whole, rows = played(Vote, None).samples(), None
+    for role in "abab":
+        rows = played(Vote, role, rows).samples()
+    assert rows is not None
+    assert rows.ids.tolist() == whole.ids.tolist()
+    for name in ("tokens", "turns", "rollout_log_probs", "response_mask"):
+        assert rows.jagged(name).to_lists() == whole.jagged(name).to_lists()
+    masks, tokens = (rows.jagged(name).to_lists() for name in ("response_mask", "tokens"))
+    told: dict[tuple[int, int], list[int]] = {}
+    for row, actor in enumerate(rows.dense("actor").tolist()):
+        assert sorted({*rows.jagged("turns").to_lists()[row]}) == [actor, actor + 3]
+        told[int(rows.dense("joint_ids")[row]), actor] = tokens[row][: masks[row].index(True)]
+    for play in {play for play, _ in told}:
+        assert told[play, 0] == told[play, 1], "the second one has not seen what the first one said"
+        assert told[play, 2] != told[play, 1]
 
 
 def test_metrics_count_what_the_role_has_sampled_itself() -> None:
