@@ -57,6 +57,14 @@ def test_lines_are_rare_without_a_terminal_and_the_last_step_is_always_said(monk
     assert "time" not in lines[-1]
 
 
+def test_a_line_tells_of_episodes_where_there_are_any() -> None:
+    shown, text = display()
+    shown.start(1, 0)
+    shown.step(1, 1, {"reward/mean": 0.5, "episode/turns": 2.25, "tool/calls": 1.5, "tool/calls/add": 1.0})
+    shown.stop()
+    assert "reward 0.500  turns 2.2  calls 1.5" in text.getvalue()
+
+
 def test_a_terminal_shows_step_numbers_and_what_is_being_done() -> None:
     shown, text = display(is_terminal=True)
     shown.start(5, 2)

@@ -36,6 +36,8 @@ HEADLINES = (
     ("policy/entropy", "entropy", "{:.3f}"),
     ("policy/kl", "kl", "{:.4f}"),
     ("rollout/response_tokens", "length", "{:.1f}"),
+    ("episode/turns", "turns", "{:.1f}"),
+    ("tool/calls", "calls", "{:.1f}"),
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
 )
 """Metrics shown during a run: the name (or what is before its number), a label and a format."""
