@@ -221,13 +221,7 @@ def stage(  # noqa: PLR0913 - what a user may say of a stage
     if rows not in get_args(Rows):
         raise ValueError(f"@stage(rows={rows!r}): must be one of {', '.join(get_args(Rows))}")
     uses = dict(roles or {})
-    for name, use in uses.items():
-        if not name.isidentifier() or use not in get_args(RoleUse):
-            known = ", ".join(get_args(RoleUse))
-            raise ValueError(f"@stage(roles={uses!r}): must give plain names one of {known} each")
-    for name in _check_names("critics", critics):
-        if uses.get(name) not in {"score", "train"}:
-            raise ValueError(f"@stage(critics={critics!r}): '{name}' must be one of `roles`, to score or to train")
+    _check_roles(uses, critics)
 
     def declare(function: Function) -> Function:
         summary = (function.__doc__ or "").strip().partition("\n")[0]
@@ -248,6 +242,16 @@ def stage(  # noqa: PLR0913 - what a user may say of a stage
         return STAGES.declare(function, spec)
 
     return declare
+
+
+def _check_roles(uses: Mapping[str, RoleUse], critics: Sequence[str]) -> None:
+    for name, use in uses.items():
+        if not name.isidentifier() or use not in get_args(RoleUse):
+            known = ", ".join(get_args(RoleUse))
+            raise ValueError(f"@stage(roles={uses!r}): must give plain names one of {known} each")
+    for name in _check_names("critics", critics):
+        if uses.get(name) not in {"score", "train"}:
+            raise ValueError(f"@stage(critics={critics!r}): '{name}' must be one of `roles`, to score or to train")
 
 
 def _check_names(argument: str, names: Sequence[str]) -> Sequence[str]:

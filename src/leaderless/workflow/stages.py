@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from leaderless.config import RecipeError
 from leaderless.config.data import TrainingSetConfig
@@ -12,28 +12,24 @@ from leaderless.environments.programs.doorway import doorway_refusal
 from leaderless.environments.registry import agents_of, environment_class, world_maker
 from leaderless.environments.tools.formats import named_reader
 from leaderless.environments.tools.sources import python_tools
-from leaderless.workflow.ages import AGES, may_be_stale
-from leaderless.workflow.columns import COLUMNS, EPISODE_IDS, PLAY_COLUMNS
+from leaderless.workflow.columns import EPISODE_IDS, PLAY_COLUMNS
 from leaderless.workflow.stage import STAGES, StageSpec
+from leaderless.workflow.training_stages import (
+    SEQUENCE,
+    TRAINING_STAGES,
+    adapted_metrics,
+    check_log_probs,
+    filter_reads,
+)
 
 if TYPE_CHECKING:
     from leaderless.config import Recipe
     from leaderless.config.online import OnlineConfig
     from leaderless.workflow.workflow import Node, Workflow
 
-SEQUENCE = ("prompt_tokens", "tokens", "response_mask")
-"""Columns that make up a training sequence."""
 
 ENVIRONMENT = "environment"
 """Name of the environment's reward among the rewards of a sample."""
-TURN_COLUMNS = ("agent", "joint_ids", "actor", "turns")
-"""Columns that say who has sampled a token, in which play and turn."""
-OWNERS_OF_LOG_PROBS = {
-    "rollout": "the engine that sampled",
-    "old": "the trained role before this step's updates",
-    "ref": "the reference",
-}
-"""Owners of the log-probability columns that are not named after a role."""
 
 
 def log_probs_column(node: Node, workflow: Workflow) -> str:
@@ -64,30 +60,6 @@ def _own_log_probs_column(node: Node) -> str:
     return "ref_log_probs" if is_reference else "old_log_probs"
 
 
-def _old_log_probs(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    return ["old_log_probs"] if recipe.algorithm.proximal == "recomputed" else []
-
-
-def _update_reads(recipe: Recipe, node: Node) -> list[str]:
-    columns = [*SEQUENCE, "advantages", "reward_valid", "rollout_log_probs", "policy_versions"]
-    algorithm = recipe.algorithm
-    if recipe.batch.updates_per_step > 1:
-        columns += _old_log_probs(recipe, node)
-    if algorithm.is_penalized_in_loss:
-        columns.append("ref_log_probs")
-    return list(dict.fromkeys([*columns, *algorithm.policy_loss.reads, *_filter_reads(recipe)]))
-
-
-def _update_in_turn_reads(recipe: Recipe, node: Node) -> list[str]:
-    """It computes the log-probabilities before its update itself, as it has to compare them with those after it."""
-    columns = dict.fromkeys([*_update_reads(recipe, node), *TURN_COLUMNS])
-    return [column for column in columns if column != "old_log_probs"]
-
-
-def _filter_reads(recipe: Recipe) -> list[str]:
-    return ["truncated"] if recipe.algorithm.overlong.filter else []
-
-
 def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rewards", "reward_valid", "response_lengths"]
     algorithm = recipe.algorithm
@@ -95,7 +67,7 @@ def _advantage_reads(recipe: Recipe, node: Node) -> list[str]:
         columns += ["old_log_probs", "ref_log_probs"]
     if algorithm.advantage.stage == node.run:
         columns += algorithm.advantage.reads
-    return list(dict.fromkeys([*columns, *_filter_reads(recipe)]))
+    return list(dict.fromkeys([*columns, *filter_reads(recipe)]))
 
 
 def _advantage_writes(recipe: Recipe, node: Node, workflow: Workflow) -> list[str]:  # noqa: ARG001
@@ -152,45 +124,8 @@ def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     if algorithm.overlong.buffer_tokens:
         names.append("reward/overlong_penalty")
     if algorithm.is_penalized_in_reward:
-        names += ["reward/kl", *_adapted(recipe)]
+        names += ["reward/kl", *adapted_metrics(recipe)]
     return [*names, *algorithm.advantage.metrics]
-
-
-def _update_metrics(recipe: Recipe, node: Node) -> list[str]:
-    own = recipe.algorithm.policy_loss.metrics
-    return [*_common_update_metrics(recipe, node), *(f"{node.role}/{name}" for name in own)]
-
-
-def _common_update_metrics(recipe: Recipe, node: Node) -> list[str]:
-    algorithm = recipe.algorithm
-    names = [*_sft_metrics(recipe, node), f"{node.role}/clip_fraction", "rollout/staleness"]
-    names += [f"mismatch/{name}" for name in ("abs_mean", "abs_max", "kl")]
-    if may_be_stale(recipe):
-        names += ["staleness/oldest", "mismatch/effective_samples"]
-        names += [f"{name}/{age}" for name in ("staleness/share", "mismatch/kl_by_age") for age in AGES]
-    if algorithm.is_penalized_in_loss:
-        names += [f"{node.role}/kl", *_adapted(recipe)]
-    if algorithm.correction.type != "none":
-        names += ["correction/weight", "correction/dropped"]
-    return names
-
-
-def _adapted(recipe: Recipe) -> list[str]:
-    return [] if recipe.algorithm.kl.target is None else ["policy/kl_coefficient"]
-
-
-def _sft_metrics(recipe: Recipe, node: Node) -> list[str]:
-    return [*_training_metrics(recipe, node), f"{node.role}/entropy", "throughput/tokens_per_s"]
-
-
-def _critic_metrics(recipe: Recipe, node: Node) -> list[str]:
-    own = ("clip_fraction", "value_mean", "explained_variance")
-    return [*_training_metrics(recipe, node), *(f"{node.role}/{name}" for name in own)]
-
-
-def _training_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
-    own = (f"{node.role}/{name}" for name in ("loss", "grad_norm", "learning_rate"))
-    return [*own, f"guard/skipped/{node.role}", "guard/roll_backs"]
 
 
 def _check_sampling(recipe: Recipe) -> None:
@@ -279,33 +214,8 @@ def _check_dynamic_sampling(recipe: Recipe, node: Node) -> None:
         )
 
 
-def _longest(recipe: Recipe, section: Literal["data", "rollout"]) -> int:
-    return recipe.data.max_response_tokens if section == "data" else recipe.longest_response()
-
-
-def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
-    longest = recipe.data.max_prompt_tokens + _longest(recipe, section)
-    bound = recipe.batch.first_micro_batch_tokens(longest)
-    if bound < longest:
-        raise RecipeError.at(
-            "batch.micro_batch_tokens",
-            f"is {bound}, but one sample may have {longest} tokens "
-            f"(data.max_prompt_tokens + {section}.max_response_tokens): raise it or shorten them",
-        )
-
-
-def _check_log_probs(recipe: Recipe, node: Node) -> None:
-    _check_sample_fits(recipe, "rollout")
-    if node.role in OWNERS_OF_LOG_PROBS:
-        raise RecipeError.at(
-            f"nodes.{node.name}.role",
-            f"'{node.role}' cannot be the name of a role that is scored: {node.role}_log_probs holds those of "
-            f"{OWNERS_OF_LOG_PROBS[node.role]}; give the role another name",
-        )
-
-
 def _check_own_log_probs(recipe: Recipe, node: Node) -> None:
-    _check_log_probs(recipe, node)
+    check_log_probs(recipe, node)
     if scored_agent(node) is None:
         raise RecipeError.at(
             f"nodes.{node.name}.role",
@@ -313,103 +223,6 @@ def _check_own_log_probs(recipe: Recipe, node: Node) -> None:
             f"that has: name a role that samples ({', '.join(node.agents)}), or its reference, as "
             f"{node.agents[0] if node.agents else 'planner'}_reference",
         )
-
-
-def _check_update(recipe: Recipe, node: Node) -> None:
-    _check_sample_fits(recipe, "rollout")
-    _check_updates_per_step(recipe)
-    if recipe.algorithm.team.rotate_steps and len(node.team) < 2:
-        raise RecipeError.at(
-            "algorithm.team.rotate_steps",
-            f"is {recipe.algorithm.team.rotate_steps}, but no other role than '{node.role}' samples and is trained: "
-            "leave it out",
-        )
-    _check_proximal(recipe, node)
-    if recipe.algorithm.critic.warmup_steps >= recipe.steps:
-        raise RecipeError.at(
-            "algorithm.critic.warmup_steps",
-            f"is {recipe.algorithm.critic.warmup_steps}, so that node '{node.name}' would train nothing in "
-            f"{recipe.steps} steps: set it below `steps`",
-        )
-    _check_policy_loss(recipe, node)
-    for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
-        value = getattr(recipe.rollout, name)
-        if value != neutral:
-            raise RecipeError.at(
-                f"rollout.{name}",
-                f"is {value}, which cannot be combined with a ratio loss: the engine would sample from another "
-                f"distribution than the one that is trained; set {name}={neutral}",
-            )
-
-
-def _check_proximal(recipe: Recipe, node: Node) -> None:
-    if recipe.algorithm.proximal == "recomputed":
-        return
-    reason = None
-    if node.run != "update":
-        reason = (
-            f"node '{node.name}' runs '{node.run}', which recomputes the log-probabilities before its update anyway"
-        )
-    elif recipe.batch.updates_per_step == 1 and not may_be_stale(recipe):
-        reason = "before the only update of a step they are those of the policy itself, which are never recomputed"
-    if reason:
-        raise RecipeError.at("algorithm.proximal", f"is interpolated, but {reason}: leave it out")
-
-
-def _check_policy_loss(recipe: Recipe, node: Node) -> None:
-    loss = recipe.algorithm.policy_loss
-    taken = {*_common_update_metrics(recipe, node)} & {f"{node.role}/{name}" for name in loss.metrics}
-    if taken:
-        raise RecipeError.at(
-            "algorithm.policy_loss.type",
-            f"is {loss.type}, whose metric '{min(taken)}' is reported by every update: give it another name",
-        )
-    for name in loss.reads:
-        column = COLUMNS.get(name)
-        if column and (column.kind == "object" or column.axis not in {None, "response_tokens"}):
-            raise RecipeError.at(
-                "algorithm.policy_loss.type",
-                f"is {loss.type}, which reads '{name}': a loss can only read columns with one value for each sample or "
-                "response token; compute one in a stage of the workflow, and read that",
-            )
-    loss.check(recipe)
-
-
-def _check_update_in_turn(recipe: Recipe, node: Node) -> None:
-    _check_update(recipe, node)
-    if node.role not in node.agents:
-        raise RecipeError.at(
-            f"nodes.{node.name}.role",
-            f"'{node.role}' has sampled none of the rows before node '{node.name}', and has nothing to be trained "
-            "on: name a role that samples",
-        )
-
-
-def _check_update_critic(recipe: Recipe, node: Node) -> None:
-    _check_log_probs(recipe, node)
-    _check_updates_per_step(recipe)
-
-
-def _check_updates_per_step(recipe: Recipe) -> None:
-    if recipe.batch.updates_per_step > recipe.batch.prompts_per_step:
-        raise RecipeError.at(
-            "batch.updates_per_step",
-            f"is {recipe.batch.updates_per_step}, more than the {recipe.batch.prompts_per_step} prompts of a step; "
-            "each update needs at least one prompt",
-        )
-
-
-def _check_sft(recipe: Recipe, node: Node) -> None:
-    if recipe.online is not None:
-        raise RecipeError.at(
-            "online", f"brings requests, which have no responses that node '{node.name}' could imitate: leave it out"
-        )
-    if not recipe.data.has_responses:
-        raise RecipeError.at(
-            f"{next(iter(recipe.data.train_sets()))}.response", f"must name the column that node '{node.name}' imitates"
-        )
-    _check_sample_fits(recipe, "data")
-    _check_updates_per_step(recipe)
 
 
 EPISODE_METRICS = (
@@ -499,7 +312,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         writes=lambda _, node, workflow: [log_probs_column(node, workflow)],
         roles={"model": "score"},
         streams=True,
-        check=_check_log_probs,
+        check=check_log_probs,
         summary="log-probabilities of the sampled tokens under a role",
     ),
     "own_log_probs": StageSpec(
@@ -571,55 +384,10 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         roles={"model": "score"},
         critics=("model",),
         streams=True,
-        check=_check_log_probs,
+        check=check_log_probs,
         summary="values of a critic before each sampled token",
     ),
-    "update": StageSpec(
-        "leaderless.stages.update:update",
-        reads=_update_reads,
-        reads_if_made=(EPISODE_IDS, "temperatures"),
-        reads_if_carried=_old_log_probs,
-        roles={"model": "train"},
-        idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,
-        has_effect=True,
-        metrics=_update_metrics,
-        check=_check_update,
-        summary="policy-gradient updates",
-    ),
-    "update_in_turn": StageSpec(
-        "leaderless.stages.team:update_in_turn",
-        reads=_update_in_turn_reads,
-        reads_if_made=(EPISODE_IDS, "temperatures"),
-        writes=("advantages",),
-        needs_whole_groups=True,
-        roles={"model": "train"},
-        takes_own_rows=True,
-        idle_steps=lambda recipe: recipe.algorithm.critic.warmup_steps,
-        has_effect=True,
-        metrics=lambda recipe, node: [*_update_metrics(recipe, node), f"{node.role}/joint_ratio"],
-        check=_check_update_in_turn,
-        summary="policy-gradient updates of one role of a team after the other",
-    ),
-    "update_critic": StageSpec(
-        "leaderless.stages.update:update_critic",
-        reads=lambda recipe, _: [*SEQUENCE, "values", "returns", "reward_valid", *_filter_reads(recipe)],
-        reads_if_made=(EPISODE_IDS,),
-        roles={"model": "train"},
-        critics=("model",),
-        has_effect=True,
-        metrics=_critic_metrics,
-        check=_check_update_critic,
-        summary="clipped squared-error updates towards the returns",
-    ),
-    "sft": StageSpec(
-        "leaderless.stages.update:sft",
-        reads=SEQUENCE,
-        roles={"model": "train"},
-        has_effect=True,
-        metrics=_sft_metrics,
-        check=_check_sft,
-        summary="next-token updates on given responses",
-    ),
+    **TRAINING_STAGES,
 }
 
 JOIN, SELECT = "join rows", "select rows"
