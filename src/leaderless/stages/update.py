@@ -166,11 +166,9 @@ def _policy_gradient_loss(
     is_counted = weights > 0
     # Replace the values of tokens that do not count before computing with them: 0 times NaN is NaN.
     new = torch.where(is_counted, outputs.log_probs, 0.0)
-    columns = {
-        name: torch.where(is_counted, take(mini_batch.rows.jagged(name).values, micro_batch, new), 0.0)
-        for name in ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
-        if name in mini_batch.rows
-    }
+    rows, names = mini_batch.rows, ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+    found = {name: take(rows.jagged(name).values, micro_batch, new) for name in names if name in rows}
+    columns = {name: torch.where(is_counted, values, 0.0) for name, values in found.items()}
     lengths = micro_batch.response_lengths.to(new.device)
     # Without other updates in the step, the policy before them is the policy itself.
     old = columns.get("old_log_probs", new.detach())
@@ -192,37 +190,52 @@ def _policy_gradient_loss(
     correction = losses.correction_weights(config.correction, old, columns["rollout_log_probs"], lengths)
     loss = correction * policy.loss
 
-    def report(name: str, values: Tensor) -> None:
-        """Report the mean over the tokens that count."""
-        metrics[name] = Mean(torch.where(is_counted, values, 0).sum(), is_counted.sum())
-
+    report = partial(_mean_of, is_counted=is_counted)
     if config.is_penalized_in_loss:
         kl, reference = config.kl, columns["ref_log_probs"]
         penalty = kl_penalty(new, reference, kl.estimator, unbiased_gradient=kl.unbiased_gradient)
         loss = loss + losses.kl_coefficient(context) * penalty
-        report(metric_name(context, "kl"), penalty.detach())
+        metrics[metric_name(context, "kl")] = report(penalty.detach())
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * torch.where(is_counted, outputs.entropies, 0.0)
-    report(metric_name(context, "clip_fraction"), policy.is_clipped)
-    report(metric_name(context, "entropy"), outputs.entropies.detach())
+    metrics[metric_name(context, "clip_fraction")] = report(policy.is_clipped)
+    metrics[metric_name(context, "entropy")] = report(outputs.entropies.detach())
     for name, values in policy.metrics.items():
-        report(metric_name(context, name), values.detach())
+        metrics[metric_name(context, name)] = report(values.detach())
     if config.correction.type != "none":
-        report("correction/weight", correction)
-        report("correction/dropped", correction == 0)
-    # Distance between the engine's log-probabilities and the trainer's before this step's updates.
-    difference = columns["rollout_log_probs"] - old
-    report("mismatch/abs_mean", difference.abs())
-    metrics["mismatch/abs_max"] = Largest(difference.abs().max() if len(difference) else 0.0)
-    report("mismatch/kl", difference)
+        metrics["correction/weight"] = report(correction)
+        metrics["correction/dropped"] = report(correction == 0)
+    metrics |= _mismatch(columns["rollout_log_probs"], old, is_counted)
     if may_be_stale(context.recipe):
+        ages = before - take(mini_batch.rows.jagged("policy_versions").values, micro_batch, new)
+        metrics |= _mismatch_by_age(columns["rollout_log_probs"], old, ages, is_counted)
         ratios = importance_ratios(old, columns["rollout_log_probs"], lengths, "token")
         metrics["mismatch/effective_samples"] = Weights.of(ratios, is_counted)
-        ages = before - take(mini_batch.rows.jagged("policy_versions").values, micro_batch, new)
-        for name, is_inside in ages_of(ages):
-            counts = is_inside & is_counted
-            metrics[f"mismatch/kl_by_age/{name}"] = Mean(torch.where(counts, difference, 0).sum(), counts.sum())
     return Loss((weights * loss).sum(), outputs.log_probs, metrics)
+
+
+def _mismatch(rollout_log_probs: Tensor, old_log_probs: Tensor, is_counted: Tensor) -> dict[str, Share]:
+    """Distance between the engine's log-probabilities and the trainer's before this step's updates."""
+    difference = rollout_log_probs - old_log_probs
+    return {
+        "mismatch/abs_mean": _mean_of(difference.abs(), is_counted),
+        "mismatch/abs_max": Largest(difference.abs().max() if len(difference) else 0.0),
+        "mismatch/kl": _mean_of(difference, is_counted),
+    }
+
+
+def _mismatch_by_age(
+    rollout_log_probs: Tensor, old_log_probs: Tensor, ages: Tensor, is_counted: Tensor
+) -> dict[str, Share]:
+    """The same, for tokens of similar ages."""
+    difference = rollout_log_probs - old_log_probs
+    groups = ages_of(ages)
+    return {f"mismatch/kl_by_age/{name}": _mean_of(difference, is_counted & is_inside) for name, is_inside in groups}
+
+
+def _mean_of(values: Tensor, is_counted: Tensor) -> Mean:
+    """The mean over the tokens that count."""
+    return Mean(torch.where(is_counted, values, 0).sum(), is_counted.sum())
 
 
 def sft(batch: Batch, context: StageContext) -> Batch:
