@@ -32,7 +32,7 @@ from made import CHARACTERS
 
 if TYPE_CHECKING:
     from leaderless.environments.chat import ChatWriter
-    from leaderless.environments.player import Place
+    from leaderless.environments.episode import Place
     from leaderless.environments.protocol import Environment
     from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingParams
 
@@ -141,7 +141,7 @@ def make_tool(delay_s: float, num_turns: int) -> Environment:
 def make_places(num_episodes: int, writer: ChatWriter) -> list[Place]:
     """The same episodes for all ways."""
     from leaderless.config.rollout import SamplingConfig
-    from leaderless.environments.player import Place
+    from leaderless.environments.episode import Place
     from leaderless.rollout.engine import SamplingParams
 
     generator, params = Random(0), SamplingParams(SamplingConfig(), SAID_TOKENS)
@@ -174,7 +174,7 @@ def wait(engine: WatchedEngine, places: Sequence[Place], delay_s: float, num_tur
 
 
 def _wait(engine: WatchedEngine, places: Sequence[Place], delay_s: float, num_turns: int) -> None:
-    from leaderless.environments.player import noise_id
+    from leaderless.environments.attempt import noise_id
     from leaderless.rollout.engine import Request, generate
 
     tools = [make_tool(delay_s, num_turns) for _ in places]

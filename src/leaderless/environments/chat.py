@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jinja2 import TemplateError
 
 from leaderless.config import Json, RecipeError
 from leaderless.data.encode import Tokenizer
-from leaderless.environments.protocol import Message, Observation
+from leaderless.environments.protocol import Message
 
 MARK = "\u2042said\u2042"
 """What an agent says in conversations that are made up to see what a template writes behind it."""
@@ -41,21 +41,6 @@ class ChatWriter:
         special = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()} if self.is_chat else ()
         self._ends = sorted(special, key=len, reverse=True)
         self._special = [token for token in self._ends if len(token) > 1 and token in _special_tokens(self.tokenizer)]
-
-    def messages_of(self, observation: Observation, role: str = "user") -> list[Message]:
-        """An observation as messages.
-
-        Raises:
-            TypeError: It is neither a text nor messages.
-        """
-        if isinstance(observation, str):
-            return [{"role": role, "content": observation}]
-        if not isinstance(observation, list | tuple) or not all(_is_message(message) for message in observation):
-            raise TypeError(
-                f"an observation must be a text, or a list of messages with 'role' and 'content', not "
-                f"{observation!r:.80}"
-            )
-        return [message for message in observation if isinstance(message, Mapping)]
 
     def begin(self, messages: Sequence[Message]) -> tuple[list[Message], list[int]]:
         """The first messages of a conversation with the system message, and their tokens, at least one.
@@ -148,7 +133,3 @@ def _text(messages: Sequence[Message]) -> str:
 def _whole(text: str) -> str:
     """A text without halves of characters, which no tokenizer takes."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value

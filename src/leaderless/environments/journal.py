@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from leaderless.config import Json
-from leaderless.environments.player import Episode
+from leaderless.environments.episode import Episode
 from leaderless.environments.protocol import Message, Turn
 from leaderless.environments.tools import CallResult
 from leaderless.environments.trace import Said, Trace

@@ -42,6 +42,14 @@ class Turn:
     agent: str | None = None
     info: Mapping[str, Json] = field(default_factory=dict)
 
+    def next_after(self, agent: str) -> str:
+        """The agent that acts after one has acted."""
+        return agent if self.agent is None else self.agent
+
+    def rewards_for(self, agent: str) -> Mapping[str, float]:
+        """Rewards by the names of agents, if one has acted."""
+        return self.reward if isinstance(self.reward, Mapping) else {agent: self.reward}
+
 
 class Environment(ABC):
     """One episode's world. Each episode has an object of its own, which may keep whatever it likes.

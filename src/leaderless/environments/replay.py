@@ -9,8 +9,9 @@ from dataclasses import replace
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.deadlines import run_to_end
 from leaderless.environments.differences import Difference, first_difference
+from leaderless.environments.episode import Episode, Place, Spoken
 from leaderless.environments.journal import Line, episode_of, line_of
-from leaderless.environments.player import Episode, Place, Player, Spoken
+from leaderless.environments.player import Player
 from leaderless.environments.programs.registry import program_maker
 from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.stand_ins import JournalPump, JournalTools, JournalWorld, UpToFailure

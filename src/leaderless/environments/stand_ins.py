@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from leaderless.environments.differences import DIFFERENT
-from leaderless.environments.player import Episode
+from leaderless.environments.episode import Episode
 from leaderless.environments.protocol import Observation, Task, Turn
 from leaderless.environments.tools import Call, CallResult, Toolbox
 from leaderless.environments.tools.calls import Tool

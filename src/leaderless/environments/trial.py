@@ -13,11 +13,11 @@ from typing import Protocol
 
 from leaderless.config import Json
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.protocol import Message, Observation, Task
+from leaderless.environments.protocol import Message, Task
 from leaderless.environments.threads import call_user
 from leaderless.environments.tools.calls import Call, CallResult, Calls, Tool, result_messages
 from leaderless.environments.tools.toolbox import Toolbox
-from leaderless.environments.world import World
+from leaderless.environments.world import World, messages_of
 
 MAX_WORDS = 5
 _LETTERS = string.ascii_letters + string.digits + string.punctuation
@@ -79,7 +79,7 @@ async def try_episode(
         Failure: The environment or a tool has failed.
     """
     agent, rewards = world.agents[0], dict.fromkeys(world.agents, 0.0)
-    waiting: dict[str, list[Message]] = {agent: _messages(await world.reset(task, seed))}
+    waiting: dict[str, list[Message]] = {agent: messages_of(await world.reset(task, seed))}
     for turn in range(config.max_turns):
         told = waiting.pop(agent, [])
         audience.told(agent, told)
@@ -94,19 +94,15 @@ async def try_episode(
             waiting[agent] = result_messages(results)
             continue
         answer = await world.act(said.content)
-        given = answer.reward if isinstance(answer.reward, Mapping) else {agent: answer.reward}
+        given = answer.rewards_for(agent)
         for name, value in given.items():
             rewards[name] += value
         audience.rewarded(given)
         if answer.done:
             return Outcome("done", turn + 1, rewards)
-        agent = agent if answer.agent is None else answer.agent
-        waiting.setdefault(agent, []).extend(_messages(answer.observation))
+        agent = answer.next_after(agent)
+        waiting.setdefault(agent, []).extend(messages_of(answer.observation))
     return Outcome("max_turns", config.max_turns, rewards)
-
-
-def _messages(observation: Observation) -> list[Message]:
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else [*observation]
 
 
 class Human:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from leaderless.environments.attempt import noise_id
 from leaderless.environments.chat import ChatWriter
-from leaderless.environments.player import noise_id
 from leaderless.environments.protocol import Message
 from leaderless.environments.pump import EnginePump
 from leaderless.environments.tools.calls import Calls

@@ -11,7 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from leaderless.environments.deadlines import time_limit
-from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Observation, Task, Turn
+from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Message, Observation, Task, Turn
 from leaderless.environments.threads import call_user
 
 if TYPE_CHECKING:
@@ -159,6 +159,26 @@ def failure_of(error: Exception, what: str, cause: str = ENVIRONMENT) -> Failure
 def exit_in_words(code: int) -> str:
     """The exit code of a process in words; a negative one is the number of a signal."""
     return f"exit code {code}" if code >= 0 else f"the signal {signal.Signals(-code).name}"
+
+
+def messages_of(observation: Observation) -> list[Message]:
+    """An observation as messages; a text is one of the user.
+
+    Raises:
+        Failure: It is neither a text nor messages.
+    """
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if not isinstance(observation, list | tuple) or not all(_is_message(message) for message in observation):
+        raise Failure(
+            ENVIRONMENT,
+            f"an observation must be a text, or a list of messages with 'role' and 'content', not {observation!r:.80}",
+        )
+    return [message for message in observation if isinstance(message, Mapping)]
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:

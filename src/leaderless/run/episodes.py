@@ -13,8 +13,8 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.source import Setting, apply_overrides, read_yaml, with_setting
 from leaderless.data.encode import Tokenizer
 from leaderless.environments.differences import Difference
+from leaderless.environments.episode import Place
 from leaderless.environments.journal import Line
-from leaderless.environments.player import Place
 from leaderless.environments.registry import world_maker
 from leaderless.environments.replay import replay
 from leaderless.environments.tools.use import close_tools

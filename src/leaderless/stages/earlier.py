@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from leaderless.data.batch import SIBLING_BITS, Batch
-from leaderless.environments.player import Spoken
+from leaderless.environments.episode import Spoken
 from leaderless.environments.trace import Said
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from leaderless.data.batch import SIBLING_BITS, Batch
-from leaderless.environments.player import Episode, Place
+from leaderless.environments.episode import Episode, Place
 from leaderless.environments.protocol import ONLY_AGENT
 from leaderless.observability.metrics import Metrics
 from leaderless.online.counts import percentile_95

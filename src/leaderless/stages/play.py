@@ -16,8 +16,9 @@ from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import SIBLING_BITS, Batch, Column, Jagged, make_sample_ids
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.environments.chat import ChatWriter
+from leaderless.environments.episode import Episode, Place
 from leaderless.environments.journal import line_of, text_of
-from leaderless.environments.player import Episode, Place, play_all
+from leaderless.environments.player import play_all
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, tool_use
 from leaderless.environments.trace import TraceNode, TraceSample

@@ -14,8 +14,8 @@ from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.errors import memory_explained
 from leaderless.data.transport import ProcessGroup
+from leaderless.environments.episode import Episode
 from leaderless.environments.journal import text_of
-from leaderless.environments.player import Episode
 from leaderless.observability.episode_files import What
 from leaderless.planner import Layout
 from leaderless.rewards.pool import Graded

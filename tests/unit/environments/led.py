@@ -10,7 +10,8 @@ from tests.unit.environments.scripted import ScriptedEngine
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.environments.chat import ChatWriter
-from leaderless.environments.player import Episode, Place, play_all
+from leaderless.environments.episode import Episode, Place
+from leaderless.environments.player import play_all
 from leaderless.environments.programs.registry import program_maker
 from leaderless.environments.programs.world import ProgramWorld, Solve
 from leaderless.rollout.engine import Request, SamplingParams

@@ -10,7 +10,8 @@ from random import Random
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.environments.chat import ChatWriter
-from leaderless.environments.player import Episode, Place, play_all
+from leaderless.environments.episode import Episode, Place
+from leaderless.environments.player import play_all
 from leaderless.environments.protocol import ONLY_AGENT, Environment, Observation, Task, Turn
 from leaderless.environments.pump import EnginePump
 from leaderless.environments.world import ThreadWorld

@@ -12,7 +12,8 @@ from tests.unit.environments.test_player import PLAIN, counting
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.environments import apart
-from leaderless.environments.player import Episode, Place, play_all
+from leaderless.environments.episode import Episode, Place
+from leaderless.environments.player import play_all
 from leaderless.environments.registry import world_maker
 from leaderless.rollout.engine import SamplingParams
 

@@ -8,6 +8,7 @@ from tests.templates import BRACKETS, CHATML, DROPS_REASONING, LLAMA, tokenizer_
 
 from leaderless.config import RecipeError
 from leaderless.environments.chat import ChatWriter
+from leaderless.environments.world import Failure, messages_of
 
 TEMPLATES = {"chatml": (CHATML, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "qwen3": (DROPS_REASONING, "<|im_end|>")}
 TOLD = [[{"role": "user", "content": "two"}], [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]]
@@ -57,9 +58,9 @@ def test_halves_of_characters_are_replaced(is_chat: bool) -> None:
 
 def test_without_a_template_texts_follow_each_other() -> None:
     writer = ChatWriter(Characters(), is_chat=False)
-    messages, tokens = writer.begin(writer.messages_of("a?"))
+    messages, tokens = writer.begin(messages_of("a?"))
     assert (messages, tokens) == ([{"role": "user", "content": "a?"}], [1, ord("a"), ord("?")])
-    assert writer.add(writer.messages_of("!"), [7]) == [ord("!")]
+    assert writer.add(messages_of("!"), [7]) == [ord("!")]
 
 
 def test_a_template_without_tool_messages_is_refused_by_name() -> None:
@@ -70,6 +71,5 @@ def test_a_template_without_tool_messages_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("observation", [None, 3, [{"role": "user"}], ["text"], {"role": "user", "content": "x"}])
 def test_an_observation_of_another_type_is_an_error(observation: object) -> None:
-    writer = ChatWriter(Characters(), is_chat=False)
-    with pytest.raises(TypeError, match="must be a text, or a list of messages"):
-        writer.messages_of(observation)  # type: ignore[arg-type]
+    with pytest.raises(Failure, match="must be a text, or a list of messages"):
+        messages_of(observation)  # type: ignore[arg-type]

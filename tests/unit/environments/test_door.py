@@ -18,7 +18,7 @@ import pytest
 from tests.unit.environments.led import END, Speaker, lead, text_of, tokens_of
 from tests.unit.environments.test_programs import TOOL, trained_tokens
 
-from leaderless.environments.player import Episode
+from leaderless.environments.episode import Episode
 from leaderless.environments.programs import Chat
 from leaderless.environments.programs.confine import Confinement
 from leaderless.environments.protocol import Task

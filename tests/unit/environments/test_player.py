@@ -13,7 +13,7 @@ from tests.unit.environments.scripted import AsyncCount, Count, ScriptedEngine, 
 
 from leaderless.environments import deadlines
 from leaderless.environments.chat import ChatWriter
-from leaderless.environments.player import Episode
+from leaderless.environments.episode import Episode
 from leaderless.environments.protocol import Environment, EpisodeFailed, Observation, Task, Turn
 from leaderless.rollout.engine import Request
 

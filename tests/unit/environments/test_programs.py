@@ -12,7 +12,7 @@ from tests.unit.environments.led import END, Speaker, lead, text_of, tokens_of
 
 from leaderless.config import RecipeError
 from leaderless.config.environment import EnvironmentConfig
-from leaderless.environments.player import Episode
+from leaderless.environments.episode import Episode
 from leaderless.environments.programs import AskRefusedError, Chat, doorway
 from leaderless.environments.programs.registry import program_maker
 from leaderless.environments.programs.world import Solve

@@ -19,8 +19,9 @@ from leaderless.config import LoadedRecipe
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.rollout import SamplingConfig
 from leaderless.environments.differences import Difference, first_difference
+from leaderless.environments.episode import Episode, Place
 from leaderless.environments.journal import Line, episode_of, line_of, text_of
-from leaderless.environments.player import Episode, Place, play_all
+from leaderless.environments.player import play_all
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.protocol import ONLY_AGENT, Environment, Observation, Task, Turn
 from leaderless.environments.registry import world_maker
