@@ -14,7 +14,7 @@ from tests.unit.environments.led import END, lead
 from leaderless.config import Json, RecipeError
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.adapters.verifiers import make_rows
-from leaderless.environments.adapters.worker import Worker
+from leaderless.environments.adapters.worker import Worker, shared
 from leaderless.environments.programs.registry import program_maker
 from leaderless.environments.world import Failure
 
@@ -108,6 +108,17 @@ def test_who_gives_up_cancels_the_question(worker: Worker, tmp_path: Path) -> No
     assert (tmp_path / "canceled").read_text() == "0"
 
 
+def test_a_worker_is_shared_until_it_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ANSWERS, str(tmp_path / "canceled")]
+    worker = shared(command)
+    assert shared(command) is worker
+    with pytest.raises(Failure):
+        asyncio.run(worker.ask({"what": "end"}))
+    another = shared(command)
+    assert another is not worker
+    assert asyncio.run(another.ask({"what": "a"}))["echo"] == "a"
+
+
 def test_a_worker_ends_with_whoever_has_started_it(tmp_path: Path) -> None:
     worker = Worker([sys.executable, "-c", ANSWERS, str(tmp_path / "canceled")])
     process = worker._process
@@ -166,6 +177,16 @@ def test_turns_and_tools_of_verifiers_are_parts_of_one_conversation(options: dic
     assert not episode.error
     (sample,) = episode.trace.samples()
     assert (len(engine.said), sum(sample.rewards)) == (2, 1.0)
+
+
+@needs_verifiers
+def test_an_empty_answer_is_graded_and_no_failure(options: dict[str, Json]) -> None:
+    config = SETTINGS | {"options": options | {"args": {"kind": "turns"}}}
+    (episode,), _ = lead(tasks=[{"example": 0, "split": "train"}], say=lambda _: END, **config)
+    assert not episode.error
+    assert episode.info["metrics"]["messages"] == 0.0
+    (sample,) = episode.trace.samples()
+    assert sum(sample.rewards) == 0.0
 
 
 @needs_verifiers

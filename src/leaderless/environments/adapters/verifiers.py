@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from leaderless.config import Json, RecipeError
-from leaderless.environments.adapters.worker import Worker
+from leaderless.environments.adapters.worker import shared
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.protocol import EpisodeFailed, Task
 
@@ -38,7 +38,6 @@ class Verifiers:
 
     def __init__(self, environment: str, *, args: Mapping[str, Json] | None = None, python: str | None = None) -> None:
         self._command = _command(environment, args or {}, python)
-        self._worker: Worker | None = None
 
     async def __call__(self, task: Task, chat: Chat) -> Mapping[str, Json]:
         """Play the example that the task names.
@@ -50,10 +49,8 @@ class Verifiers:
         example, split = task.get("example"), task.get("split")
         if not isinstance(example, int) or split not in _SPLITS:
             raise EpisodeFailed("the row is no example of verifiers: make rows with make_rows")
-        if self._worker is None or self._worker.has_ended:
-            self._worker = Worker(self._command)
         address = {"base_url": chat.base_url, "api_key": chat.api_key}
-        found = await self._worker.ask({"example": example, "split": split, **address})
+        found = await shared(self._command).ask({"example": example, "split": split, **address})
         # A question that was refused because of the recipe's limits is an error to verifiers, and here the end.
         if "error" in found and (chat.overflow is None or "reward" not in found):
             raise EpisodeFailed(f"verifiers: {found['error']}")

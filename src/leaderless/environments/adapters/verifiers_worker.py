@@ -77,7 +77,8 @@ class Player:
                 dict(dataset[index]), self._package.OpenAIChatCompletionsClient(client), "policy", {}
             )
         found = {"reward": rollout["reward"], "metrics": rollout["metrics"], "stop": rollout.get("stop_condition")}
-        if error := rollout.get("error"):
+        # An empty answer is the policy's own, and no failure: the rubric grades what there is.
+        if (error := rollout.get("error")) and error["error"] != "EmptyModelResponseError":
             found["error"] = f"{error['error']}: {error['error_chain_str']}"
         return found
 

@@ -20,6 +20,18 @@ _LEAVING_S = 2.0
 """Seconds that the process has to end by itself once its input has ended."""
 
 
+def shared(command: Sequence[str]) -> Worker:
+    """The worker of a command, which all episodes of this process share; a new one if it has ended.
+
+    Args:
+        command: Program and arguments.
+    """
+    worker = _SHARED.get(tuple(command))
+    if worker is None or worker.has_ended:
+        worker = _SHARED[tuple(command)] = Worker(command)
+    return worker
+
+
 class Worker:
     """A process to which questions are written as lines of JSON with a `number`, and which answers in any order.
 
@@ -72,6 +84,9 @@ class Worker:
         assert self._process.stdin is not None
         with suppress(OSError):  # it has ended, which whoever waits for an answer is told
             self._process.stdin.write(json.dumps(question) + "\n")
+
+
+_SHARED: dict[tuple[str, ...], Worker] = {}
 
 
 class _Answers:
