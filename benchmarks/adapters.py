@@ -25,7 +25,7 @@ RECIPES = ROOT / "recipes/agents"
 RESULTS = ROOT / "docs/performance/adapters.json"
 PICTURE = ROOT / "docs/images/adapters.png"
 NUM_STEPS = 60
-EVERY_STEPS = 20
+EVERY_STEPS = 30
 AGAINST_RANDOM = "environment.type=examples.nim.game:AgainstRandom"
 
 

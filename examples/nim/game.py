@@ -18,16 +18,22 @@ GAME = "Nim-v0"
 
 
 class Nim(TextArena):
-    """Nim for two players, who are both the policy."""
+    """Nim for two players, who are both the policy. The task's column `piles` has the sizes with which it begins."""
 
     needs_own_process = False
 
     def __init__(self) -> None:
         super().__init__(GAME)
 
+    @override
+    def reset(self, task: Task, rng: Random) -> str:
+        """Begin the game."""
+        self._game.initial_piles = list(task["piles"])
+        return super().reset(task, rng)
+
 
 class AgainstRandom(TextArenaSolo):
-    """Nim in which a random player has the other seat. The episode's random numbers draw who begins.
+    """Nim against a random player, with piles of 3, 4 and 5. The episode's random numbers draw who begins.
 
     The reward is 1 for a win, and 0 for a loss; two moves in a row that break the rules lose, too.
     """

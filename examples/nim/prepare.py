@@ -16,7 +16,9 @@ from transformers import AutoTokenizer
 
 from leaderless.models.tiny import END_TOKEN, write_tiny_model
 
-NUM_GAMES, NUM_TASKS, NUM_HELD_OUT = 2_000, 1_000, 256
+NUM_GAMES, NUM_TASKS, NUM_HELD_OUT = 4_000, 2_000, 256
+LARGEST = (3, 4, 5)
+"""Piles with which the game begins by itself, and when it is measured. Other games begin with some of them gone."""
 SIZE = re.compile(r"pile \d: (\d)")
 PHRASES = ["\nCurrent Pile:\n  pile 0: ", "\n  pile 1: ", "\n  pile 2: ", " from pile ", "[0 ", "[1 ", "[2 "]
 PHRASES += [phrase for player in (0, 1) for phrase in (f"[Player {player}] ", f"Player {player} removes ")]
@@ -37,7 +39,8 @@ def prepare(folder: Path, seed: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     generator = Random(seed)
     games = [played(generator) for _ in range(NUM_GAMES)]
-    rules = {messages[0]["content"].partition("3\n")[0] for game in games for messages in game}
+    first = "pile 0: "
+    rules = {messages[0]["content"].partition(first)[0] + first for game in games for messages in game if messages}
     words = ["<told>", "<moves>", *sorted(rules), *PHRASES]
     characters = "0123456789]. \n"
     write_tiny_model(folder / "model", characters, chat_template=TEMPLATE, words=words, seed=seed)
@@ -51,10 +54,20 @@ def prepare(folder: Path, seed: int = 0) -> None:
         for messages in game
         for place in range(1, len(messages), 2)
     ]
-    tasks = [{"game": number} for number in range(NUM_TASKS + NUM_HELD_OUT)]
-    contents = {"demonstrations": demonstrations, "train": tasks[:NUM_TASKS], "test": tasks[NUM_TASKS:]}
+    train = [{"piles": some_piles(generator)} for _ in range(NUM_TASKS)]
+    contents = {"demonstrations": demonstrations, "train": train, "test": [{"piles": LARGEST}] * NUM_HELD_OUT}
     for name, rows in contents.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def some_piles(generator: Random) -> list[int]:
+    """Piles with which a game may begin.
+
+    Args:
+        generator: Random numbers.
+    """
+    piles = [generator.randint(0, largest) for largest in LARGEST]
+    return piles if any(piles) else some_piles(generator)
 
 
 def played(generator: Random) -> list[list[dict[str, str]]]:
@@ -65,7 +78,7 @@ def played(generator: Random) -> list[list[dict[str, str]]]:
     """
     game = Nim()
     said: dict[str, list[dict[str, str]]] = {agent: [] for agent in game.agents}
-    agent, news = game.agents[0], game.reset({}, generator)
+    agent, news = game.agents[0], game.reset({"piles": some_piles(generator)}, generator)
     while news:
         piles = [int(size) for size in SIZE.findall(news)[-3:]]
         said[agent] += [
