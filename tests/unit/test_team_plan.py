@@ -72,3 +72,14 @@ def test_the_chain_takes_the_value_of_each_token_from_the_critic_of_its_role() -
     for role in ("planner", "solver"):
         assert plan[plan[f"{role}_critic"].row_set].node.where == (("agent", (role,)),)
         assert plan[f"{role}_values"].node.agents == (role,)
+
+
+def test_advantages_of_a_team_are_not_computed_with_the_settings_of_one_role() -> None:
+    for own, key in (
+        ({"kl": {"coefficient": 0.1, "place": "reward"}}, "kl"),
+        ({"advantage": {"type": "rae"}}, "advantage"),
+    ):
+        problem = refusal("marft", **TEAM | {"roles": {"planner": {"algorithm": own}}})
+        assert f"roles.planner.algorithm.{key}: does nothing: no node computes advantages" in problem
+    plan_of("marft", **TEAM, roles={"planner": {"algorithm": {"kl": {"coefficient": 0.1}}}})
+    plan_of("grpo", roles={"policy": {"algorithm": {"advantage": {"type": "rloo"}}}})

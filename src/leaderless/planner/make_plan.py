@@ -62,6 +62,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     instances = _role_instances(recipe, nodes, cluster.engine)
     _check_evaluation(recipe, workflow, instances)
     _check_role_settings(recipe, workflow, instances)
+    _check_role_advantages(recipe, nodes)
     check_backends(recipe, instances)
     _check_critic(recipe, workflow, instances)
     check_engines(recipe, instances, nodes)
@@ -252,6 +253,23 @@ def _check_role_settings(recipe: Recipe, workflow: Workflow, instances: Sequence
             raise RecipeError.at(
                 f"roles.{role}.algorithm",
                 f"does nothing: no node samples with role '{role}' or trains it: leave it out",
+            )
+
+
+def _check_role_advantages(recipe: Recipe, nodes: Sequence[PlannedNode]) -> None:
+    """Refuse an advantage of a role, or a penalty in its rewards, where advantages are those of several roles."""
+    for role, config in recipe.roles.items():
+        own, general = config.algorithm, recipe.algorithm
+        computing = (node for node in nodes if "advantages" in node.writes and node.spec.role_use == "none")
+        if own is None or any(node.settings_of(recipe).algorithm is own for node in computing):
+            continue
+        is_penalized = own.is_penalized_in_reward and own.kl != general.kl
+        if is_penalized or own.advantage != general.advantage:
+            key = "kl" if is_penalized else "advantage"
+            raise RecipeError.at(
+                f"roles.{role}.algorithm.{key}",
+                f"does nothing: no node computes advantages of samples of role '{role}' alone: set algorithm.{key}"
+                + (f", or roles.{role}.algorithm.kl.place=loss" if is_penalized else ""),
             )
 
 
