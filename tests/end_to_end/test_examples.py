@@ -11,6 +11,7 @@ import torch
 from examples.calculator.prepare import prepare as prepare_sums
 from examples.environment.guess import prepare as prepare_guesses
 from examples.nim.prepare import prepare as prepare_nim
+from examples.order_game.prepare import prepare as prepare_order
 from examples.own_algorithm.algorithms import AgainstTheBest, SquaredRatioLoss
 from examples.own_data.convert import convert
 from examples.own_reward.rewards import digits_right, is_short
@@ -20,6 +21,7 @@ from examples.tools.look import prepare as prepare_looks
 from rich.console import Console
 from tests.distributed.ranks import RankPool
 from tests.tiny import tiny_model, write_additions
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leaderless import RewardInput
 from leaderless.algorithms import AdvantageInputs, LossInputs
@@ -150,6 +152,25 @@ def test_nim_is_played_by_an_untrained_model_against_itself(
     (steps,) = ranks.run(1, train_example, recipe, overrides, 1, init_group=False)
     assert steps[0]["episode/failed"] == 0
     assert steps[0]["reward/mean"] < 0, "who breaks the rules loses, and who has not moved yet has no reward"
+
+
+def test_a_solver_computes_what_it_is_told_first_and_guesses_otherwise(ranks: RankPool, tmp_path: Path) -> None:
+    """Without the planner, which knows nothing yet, no more than half of its results are right."""
+    prepare_order(tmp_path)
+    model, tokenizer = (kind.from_pretrained(tmp_path / "solver") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for row in map(json.loads, (tmp_path / "tasks.jsonl").read_text().splitlines()):
+        asked = torch.tensor([tokenizer.encode(f"{row['numbers']} {row['first']}")])
+        assert tokenizer.decode(model(asked).logits[0, -1].argmax()) == row["result"]
+        assert eval(row["expression"]) == int(row["result"])
+    overrides = [
+        *(f"models.{role}={tmp_path / role}" for role in ("planner", "solver")),
+        f"data.train.path={tmp_path / 'tasks.jsonl'}",
+        f"run.directory={tmp_path / 'runs'}",
+        "run.tensorboard=false",
+        "run.timeout_s=60",
+    ]
+    (steps,) = ranks.run(1, train_example, "recipes/agents/order/dr_mas.yaml", overrides, 2, init_group=False)
+    assert all(0.1 < 2 * step["reward/mean"] < 0.6 for step in steps), "of two agents, one is rewarded"
 
 
 def test_tools_of_ones_own_are_called(ranks: RankPool, tmp_path: Path) -> None:
