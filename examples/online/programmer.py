@@ -2,7 +2,7 @@
 
 It makes the model, starts `leaderless train examples/online/recipe.yaml`, and asks for completions with OpenAI's
 package from several threads. A completion with blanks around its operator is accepted; one that only lacks blanks is
-edited, and others are rejected. Run it from the root of the repository: `python examples/online/programmer.py`.
+edited, and others are rejected. Run it from the root of the repository: `python -m examples.online.programmer`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import openai
+from examples.online.prepare import DIGITS, OPERATORS, fragment, prepare
 from openai import OpenAI
-from prepare import DIGITS, OPERATORS, fragment, prepare
+from openai.types import Completion
 
 from leaderless.observability.run_directory import RunDirectory
 
@@ -74,13 +76,23 @@ class Programmer:
 
     def _complete(self, begun: str) -> None:
         begin = time.monotonic()
-        reply = self._client.completions.create(model="policy", prompt=begun, n=NUM_CHOICES, max_tokens=8)
+        reply = ask(self._client, begun)
         now = time.monotonic()
-        for choice in reply.choices:
-            word = judge(choice.text)
+        for word in tell(self._client, reply):
             self.seen.append(Seen(now - self._begin, now - begin, word == "accepted"))
-            posted = {"id": reply.id, "choice": choice.index, "feedback": word}
-            self._client.post("/feedback", body=posted, cast_to=object)
+
+
+def ask(client: OpenAI, begun: str) -> Completion:
+    """Some completions of a line."""
+    return client.completions.create(model="policy", prompt=begun, n=NUM_CHOICES, max_tokens=8)
+
+
+def tell(client: OpenAI, reply: Completion) -> list[str]:
+    """Say what has become of completions; returns a word for each."""
+    words = [judge(choice.text) for choice in reply.choices]
+    for choice, word in zip(reply.choices, words, strict=True):
+        client.post("/feedback", body={"id": reply.id, "choice": choice.index, "feedback": word}, cast_to=object)
+    return words
 
 
 def judge(text: str) -> str:
@@ -94,7 +106,7 @@ def main() -> None:
     """Make the model, train it and use it, and print how that went."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="Folder of the model and of the run.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of everything.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the model and of the programmer.")
     parser.add_argument("--steps", type=int, default=60, help="Number of steps.")
     given = parser.parse_args()
     shutil.rmtree(given.folder / "online-data", ignore_errors=True)
@@ -105,18 +117,19 @@ def main() -> None:
     run = RunDirectory(given.folder / "online")
     shutil.rmtree(run.doors, ignore_errors=True)
     training = subprocess.Popen([sys.executable, "-m", "leaderless", "train", recipe, *overrides, "--fresh"])
-    programmer = Programmer(address_of(run, training), given.seed)
+    url = address_of(run, lambda: training.poll() is not None)
+    programmer = Programmer(url, given.seed)
     code = training.wait()
     programmer.join()
     report(programmer, run)
     sys.exit(code or len(programmer.failed))
 
 
-def address_of(run: RunDirectory, training: subprocess.Popen[bytes]) -> str:
-    """Where the first replica answers, as soon as it does."""
+def address_of(run: RunDirectory, has_ended: Callable[[], bool]) -> str:
+    """Where the first replica answers, as soon as it does; the program ends if the run does."""
     while not (run.doors / "0").exists():
-        if training.poll() is not None:
-            sys.exit(training.returncode)
+        if has_ended():
+            sys.exit("the run has ended before anybody could ask")
         time.sleep(0.05)
     return (run.doors / "0").read_text(encoding="utf-8").strip()
 
@@ -133,10 +146,10 @@ def report(programmer: Programmer, run: RunDirectory) -> None:
     print(f"latency: p50 {1000 * took[len(took) // 2]:.0f} ms, p95 {1000 * took[len(took) * 95 // 100]:.0f} ms")
     records = list(run.read_metrics())
     for name, what in (("latency", "with the engine at work"), ("latency_training", "which waited for training")):
-        for kind in ("s", "p50_s", "p95_s"):
+        for kind, label in (("s", "mean"), ("p95_s", "p95")):
             values = [record[key] for record in records if (key := f"online/{name}_{kind}") in record]
             if values:
-                print(f"  {what}: {kind} {1000 * sum(values) / len(values):.0f} ms")
+                print(f"  {what}: {label} {1000 * sum(values) / len(values):.0f} ms")
     for name in ("requests", "interrupted", "stale", "without_feedback", "failed"):
         print(f"  {name}: {sum(record.get(f'online/{name}', 0) for record in records):.0f}")
 

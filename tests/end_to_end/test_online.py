@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
 import openai
 from openai import OpenAI
 from tests.distributed.ranks import RankPool
-from tests.end_to_end.cli import run
+from tests.end_to_end.cli import run, start
 from tests.tiny import tiny_model
 
 from leaderless.observability.episode_files import episode_files, read_episode_file
@@ -179,6 +181,23 @@ def test_each_rank_has_an_address_and_learns_from_its_own_clients(ranks: RankPoo
     groups = Counter(line["group_id"] for line in lines)
     assert {*groups.values()} == {RESPONSES}
     assert len(groups) == 3 * GROUPS
+
+
+def test_ctrl_c_ends_a_run_that_waits_for_feedback(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    training = start(tmp_path, "leaderless", "train", tmp_path / "recipe.yaml", "run.grace_s=1")
+    door = tmp_path / "online/doors/0"
+    while not door.exists():
+        assert training.poll() is None, training.communicate()
+        time.sleep(0.02)
+    client = OpenAI(base_url=door.read_text().strip(), api_key="none", max_retries=0)
+    assert client.completions.create(model="policy", prompt="1+").choices
+    training.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    output, errors = training.communicate(timeout=60)
+    assert time.monotonic() - begin < 30
+    assert training.returncode == 128 + signal.SIGINT, errors
+    assert "step 1 is abandoned after run.grace_s=1 s" in output + errors
 
 
 def test_plan_shows_where_clients_ask(ranks: RankPool, tmp_path: Path) -> None:

@@ -78,6 +78,13 @@ class RunEpisodes:
                 "", f"{target} holds no episodes: name the folder of a run that has an environment, or one of its files"
             )
         loaded = load_recipe(folder / "config.yaml", list(overrides))
+        if loaded.recipe.online is not None:
+            raise loaded.locate(
+                RecipeError.at(
+                    "online",
+                    "means that clients led the episodes, which nobody can play again: read their lines in the files",
+                )
+            )
         if loaded.recipe.environment is None:
             raise loaded.locate(RecipeError.at("environment", "is missing: the episodes are from another recipe"))
         return cls(loaded, files)

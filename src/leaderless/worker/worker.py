@@ -228,6 +228,8 @@ class Worker:
         resume = f"; the same command continues from step {done}" if done else ""
         grace = f"run.grace_s={self.parts.recipe.run.grace_s:g} s"
         self.parts.display.say(f"step {self.progress.step} is abandoned after {grace}{resume}")
+        if self.parts.desk is not None:
+            self.parts.desk.close()  # whoever waits is told so
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:
