@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import uvicorn
 from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -33,6 +32,7 @@ from leaderless.rollout.engine import SamplingParams
 from leaderless.serve.asking import HANDLERS, Asked, Asking, QuietServer
 from leaderless.serve.errors import ApiError
 from leaderless.serve.guard import Guard
+from leaderless.serve.uvicorn_config import uvicorn_config
 from leaderless.serve.wire import read_body
 
 LEAVING_S = 2
@@ -78,17 +78,7 @@ class Desk(Asking):
             middleware=[Middleware(_Counter, counts=self.ledger.counts), Middleware(Guard, token=token)],
             exception_handlers=HANDLERS,
         )
-        self._server = QuietServer(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=LEAVING_S,
-            )
-        )
+        self._server = QuietServer(uvicorn_config(app, LEAVING_S))
         listener.listen(self._server.config.backlog)
         self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
         self._thread.start()

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import uvicorn
 from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -21,6 +20,7 @@ from leaderless.rollout.engine import SamplingParams
 from leaderless.serve.asking import HANDLERS, Asked, Asking, QuietServer
 from leaderless.serve.errors import ApiError
 from leaderless.serve.port import take_port
+from leaderless.serve.uvicorn_config import uvicorn_config
 from leaderless.serve.wire import read_body
 
 HOST = "127.0.0.1"
@@ -43,8 +43,7 @@ class Door(Asking):
             ],
             exception_handlers=HANDLERS,
         )
-        config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none")
-        self._server = QuietServer(config)
+        self._server = QuietServer(uvicorn_config(app))
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
 
     def admit(self, chat: Chat) -> tuple[str, str]:

@@ -19,13 +19,12 @@ from leaderless.config import Json
 from leaderless.environments.search.remote import answer_of
 from leaderless.environments.search.retriever import Retriever
 from leaderless.serve.guard import Guard
+from leaderless.serve.uvicorn_config import uvicorn_config
 
 DEFAULT_TOPK = 3
 """Pages for each query if a request does not say how many."""
 MAX_BODY_BYTES = 1 << 22
 """Largest size of a request."""
-LEAVING_S = 5
-"""Longest time that clients have to read their last answers when the server stops."""
 
 
 def make_retriever_app(retriever: Retriever) -> Starlette:
@@ -52,15 +51,7 @@ def make_retriever_app(retriever: Retriever) -> Starlette:
 
 async def answer_searches(retriever: Retriever, listener: socket, started: Callable[[], None]) -> None:
     """Answer requests until a signal arrives; `started` is called as soon as clients can connect."""
-    config = uvicorn.Config(
-        make_retriever_app(retriever),
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=LEAVING_S,
-    )
+    config = uvicorn_config(make_retriever_app(retriever))
     listener.listen(config.backlog)
     started()
     await uvicorn.Server(config).serve(sockets=[listener])

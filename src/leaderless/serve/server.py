@@ -10,9 +10,7 @@ import uvicorn
 from leaderless.serve.app import make_app
 from leaderless.serve.host import EngineHost
 from leaderless.serve.load import Served
-
-LEAVING_S = 5
-"""Longest time that clients have to read their last responses when the server stops."""
+from leaderless.serve.uvicorn_config import uvicorn_config
 
 
 class ModelServer(uvicorn.Server):
@@ -24,17 +22,7 @@ class ModelServer(uvicorn.Server):
     def __init__(self, served: Served, token: str | None) -> None:
         """Prepare the server without starting anything; see `make_app` for the token."""
         self._host = EngineHost(served.serving)
-        super().__init__(
-            uvicorn.Config(
-                make_app(served, self._host, token),
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=LEAVING_S,
-            )
-        )
+        super().__init__(uvicorn_config(make_app(served, self._host, token)))
 
     async def answer(self, listener: socket.socket, started: Callable[[], None]) -> None:
         """Answer requests until `should_exit` is set, or raise the error with which the engine failed.
