@@ -5,9 +5,10 @@ The names of other modules are loaded on first use, so that a process that needs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from leaderless.config.errors import Problem as Problem
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 """Values that JSON can hold."""
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Check whether a value is a number that a float can hold, and not true or false."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that is too large
+        return False
+
 
 _NAMES = {
     "errors": ("Problem", "RecipeError", "nearest"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from typing_extensions import override
 
 import leaderless
-from leaderless.config import Json, Recipe, RecipeError, nearest
+from leaderless.config import Json, Recipe, RecipeError, is_finite_number, nearest
 from leaderless.config.data import CurriculumConfig, DatasetConfig, TrainingSetConfig
 from leaderless.data.background import ReadAhead
 from leaderless.data.balance import Int
@@ -215,7 +214,7 @@ def _level(row: Row, curriculum: CurriculumConfig, place: str, key: str) -> floa
     if column not in row:
         raise RecipeError.at(f"{key}.curriculum", f"{place} has no column '{column}'{nearest(column, row)}")
     value = row[column]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite_number(value):
         raise RecipeError.at(
             f"{key}.curriculum",
             f"{place}: column '{column}' holds {value!r:.50}; rows are sorted by finite numbers: write one into each "

@@ -32,6 +32,7 @@ from leaderless.environments.tools.function_tool import FunctionTool, ToolError
 from leaderless.environments.tools.sources import python_tools
 from leaderless.environments.tools.toolbox import Toolbox
 from leaderless.environments.world import CRASH, ENVIRONMENT, TIMEOUT, Failure, ThreadWorld
+from leaderless.exits import exit_in_words
 
 GRACE_S = 5.0
 """Seconds that a process gets beyond the time limit of an answer, to report by itself what took so long."""
@@ -133,8 +134,7 @@ class ProcessWorld:
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.join(GRACE_S)
         self._connection.close()
-        code = self._process.exitcode or 0
-        return f"has ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        return f"has ended with {exit_in_words(self._process.exitcode or 0)}"
 
 
 @dataclass(frozen=True)

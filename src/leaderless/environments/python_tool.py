@@ -7,7 +7,7 @@ from threading import Lock
 
 from leaderless.config.rewards import SandboxName
 from leaderless.environments.tools import tool
-from leaderless.environments.world import exit_in_words
+from leaderless.exits import exit_in_words
 from leaderless.sandbox.choose import choose_sandbox
 from leaderless.sandbox.jail import Interpreter
 from leaderless.sandbox.messages import Ended, Limits

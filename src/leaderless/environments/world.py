@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
+from leaderless.config import is_finite_number
 from leaderless.environments.deadlines import time_limit
 from leaderless.environments.protocol import ONLY_AGENT, Environment, EpisodeFailed, Message, Observation, Task, Turn
 from leaderless.environments.threads import call_user
@@ -156,11 +155,6 @@ def failure_of(error: Exception, what: str, cause: str = ENVIRONMENT) -> Failure
     return Failure(cause, f"{what} raised {type(error).__name__}: {error}")
 
 
-def exit_in_words(code: int) -> str:
-    """The exit code of a process in words; a negative one is the number of a signal."""
-    return f"exit code {code}" if code >= 0 else f"the signal {signal.Signals(-code).name}"
-
-
 def messages_of(observation: Observation) -> list[Message]:
     """An observation as messages; a text is one of the user.
 
@@ -193,7 +187,7 @@ def checked(turn: object, what: str, agents: tuple[str, ...]) -> Turn:
         raise Failure(ENVIRONMENT, f"{what} returned the info {turn.info!r:.80}: it must be a dict of facts by name")
     rewards = turn.reward.items() if isinstance(turn.reward, Mapping) else [(None, turn.reward)]
     for agent, reward in rewards:
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        if not is_finite_number(reward):
             raise Failure(ENVIRONMENT, f"{what} returned the reward {reward!r}: it must be a finite number")
         if agent is not None and agent not in agents:
             known = ", ".join(agents)

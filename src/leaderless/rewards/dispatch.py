@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 from leaderless.config.rewards import RewardsConfig
+from leaderless.exits import exit_in_words
 from leaderless.rewards.grading import Outcome, describe, timed_out
 from leaderless.rewards.process import SHARE_S, RewardProcess, serve
 from leaderless.rewards.protocol import RewardInput
@@ -112,8 +112,7 @@ class _Grader:
         self._process.kill()
         self._process.join(_END_TIMEOUT_S)
         self.connection.close()
-        code = self._process.exitcode or 0
-        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return exit_in_words(self._process.exitcode or 0)
 
     def replace(self) -> tuple[str, list[Outcome], bool]:
         """Begin again with a new process; how the old one ended, its outcomes, and whether it was grading a response.

@@ -49,7 +49,7 @@ def test_each_episode_has_a_process_of_its_own_that_ends_with_it() -> None:
 
 
 FAILURES = {
-    "crash": ("crash", "the environment's process was ended by SIGSEGV during 'act'"),
+    "crash": ("crash", "the environment's process has ended with the signal SIGSEGV during 'act'"),
     "exit": ("crash", "the environment's process has ended with exit code 7 during 'act'"),
     "hang": ("timeout", "Wild.act has not answered within 2 s"),
     "set": ("environment", "what 'act' returned cannot be sent to the player"),

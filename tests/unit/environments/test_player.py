@@ -102,6 +102,8 @@ class Bad(Count):
                 return None  # type: ignore[return-value]
             case "nan":
                 return Turn("", reward=float("nan"))
+            case "huge":
+                return Turn("", reward=10**400)
             case "observation":
                 return Turn(3)  # type: ignore[arg-type]
             case "agent":
@@ -125,6 +127,7 @@ FAILURES = {
     "hangs": ("timeout", "Bad.act has not answered within 1 s: raise environment.act_timeout_s"),
     "none": ("environment", "Bad.act returned NoneType: it must return a Turn"),
     "nan": ("environment", "Bad.act returned the reward nan: it must be a finite number"),
+    "huge": ("environment", "it must be a finite number"),
     "observation": ("environment", "an observation must be a text"),
     "agent": ("environment", "lets the agent 'nobody' act"),
     "times out by itself": ("environment", "Bad.act raised TimeoutError: no route"),

@@ -112,7 +112,10 @@ def test_a_tool_that_hangs_fails_its_episode(isolation: str) -> None:
 
 def test_a_tool_that_crashes_fails_its_episode_in_a_process_of_its_own() -> None:
     (episode,) = played([call("crash")], isolation="process").episodes
-    assert (episode.cause, episode.error) == ("crash", "the environment's process was ended by SIGABRT during 'tool'")
+    assert (episode.cause, episode.error) == (
+        "crash",
+        "the environment's process has ended with the signal SIGABRT during 'tool'",
+    )
 
 
 def test_calls_at_the_last_turn_are_not_answered() -> None:

@@ -186,7 +186,7 @@ def test_a_hung_reward_fails_alone_and_in_time(rewards: RewardPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "how"), [("exit", "exit code 3"), ("quiet exit", "exit code 0"), ("segfault", "SIGSEGV")]
+    ("response", "how"), [("exit", "exit code 3"), ("quiet exit", "exit code 0"), ("segfault", "the signal SIGSEGV")]
 )
 def test_a_crashed_reward_fails_alone(rewards: RewardPool, response: str, how: str) -> None:
     responses = ["one"] * 40

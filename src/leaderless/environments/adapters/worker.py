@@ -14,7 +14,8 @@ from threading import Lock, Thread
 from weakref import finalize
 
 from leaderless.config import Json
-from leaderless.environments.world import CRASH, Failure, exit_in_words
+from leaderless.environments.world import CRASH, Failure
+from leaderless.exits import exit_in_words
 
 _LEAVING_S = 2.0
 """Seconds that the process has to end by itself once its input has ended."""

@@ -15,7 +15,8 @@ from leaderless.config import Json, RecipeError
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.programs.confine import Confinement
 from leaderless.environments.protocol import Task
-from leaderless.environments.world import CRASH, ENVIRONMENT, Failure, exit_in_words
+from leaderless.environments.world import CRASH, ENVIRONMENT, Failure
+from leaderless.exits import exit_in_words
 from leaderless.sandbox.bubblewrap import bubblewrap_refusal
 
 _KEPT_BYTES = 65536

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
-from leaderless.config import Json
+from leaderless.config import Json, is_finite_number
 from leaderless.environments.programs.chat import Chat
 from leaderless.environments.programs.messages import AskRefusedError
 from leaderless.environments.protocol import ONLY_AGENT, Task
@@ -97,7 +96,7 @@ class ProgramWorld:
     def _checked(self, found: object, chat: Chat) -> Mapping[str, Json]:
         result: Mapping[str, Json] = found if isinstance(found, Mapping) else {"reward": cast("Json", found)}
         reward = result.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        if not is_finite_number(reward):
             raise Failure(ENVIRONMENT, f"{self._name} gave the reward {reward!r:.80}: it must be a finite number")
         if not chat.num_answers:
             raise Failure(ENVIRONMENT, f"{self._name} has not asked the policy anything, so there is nothing to train")

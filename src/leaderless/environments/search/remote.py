@@ -8,14 +8,13 @@ Source: arXiv 2503.09516, `search_r1/search/retrieval_server.py`. Many projects 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from http.client import HTTPException
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from leaderless.config import Json, RecipeError
+from leaderless.config import Json, RecipeError, is_finite_number
 from leaderless.environments.search.retriever import Hit, Page, RetrieverError
 
 MAX_ANSWER_BYTES = 1 << 24
@@ -101,7 +100,7 @@ def _hit(one: Json) -> Hit:
     contents = document.get("contents") if isinstance(document, dict) else None
     if not isinstance(contents, str) or not isinstance(document, dict):
         raise ValueError("a document must be like {'document': {'contents': 'title\\ntext'}, 'score': 1.5}")
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+    if not is_finite_number(score):
         raise ValueError(f"score={score!r} must be a finite number")
     return Hit(Page(contents, str(document.get("id", ""))), float(score))
 
