@@ -132,7 +132,7 @@ class Display:
             TextColumn("left"),
             TimeRemainingColumn(table_column=whole),
             _FieldColumn("numbers", table_column=Column()),
-            _FieldColumn("activity", table_column=Column(no_wrap=True, max_width=16)),
+            _FieldColumn("activity", table_column=Column(no_wrap=True, max_width=32)),
             console=self.console,
         )
         self._task = self._progress.add_task("", total=num_steps, completed=done, numbers=Text(), activity=Text())

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from leaderless.config import Json, nearest
 from leaderless.config.online import OnlineConfig
@@ -37,12 +38,17 @@ class Choice:
     feedback: Json = None
     reward: float | None = None
 
-    @property
+    @cached_property
     def said(self) -> Said:
         """Facts about the answer."""
         said = self.trace.said()[0].said
         assert said is not None
         return said
+
+    @cached_property
+    def oldest(self) -> int:
+        """Version of the weights that sampled its oldest token."""
+        return min(self.said.policy_versions)
 
 
 @dataclass(eq=False)
@@ -152,7 +158,7 @@ class Ledger:
             for reply in list(self._replies.values()):
                 is_late = now_s - reply.given_s > self._config.feedback_timeout_s
                 for number, choice in list(reply.choices.items()):
-                    if version - min(choice.said.policy_versions) > self._config.max_staleness:
+                    if version - choice.oldest > self._config.max_staleness:
                         self._drop(reply, number, f"it is older than {self._config.max_staleness} optimizer steps")
                         self.counts.add("stale")
                     elif is_late and choice.reward is None:

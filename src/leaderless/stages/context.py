@@ -95,7 +95,7 @@ class StageContext:
         episodes: Journal of the episodes of this rank; None if there is none.
         desk: Clients of an online run, on ranks that they ask; None on others.
         progress: Function that takes the finished fraction of the node's work, for the progress line.
-        doing: Function that takes a text in place of the node's name, too.
+        doing: Function that takes a text to show in place of the node's name; it is a sign of life, too.
     """
 
     recipe: Recipe
@@ -115,7 +115,7 @@ class StageContext:
     episodes: EpisodeJournal | None = None
     desk: Desk | None = None
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
-    doing: Callable[[str, float], None] = field(default=lambda text, fraction: None)  # noqa: ARG005
+    doing: Callable[[str], None] = field(default=lambda text: None)  # noqa: ARG005
 
     @property
     def role(self) -> ModelRole:

@@ -39,7 +39,7 @@ def collect(engine: RolloutEngine, play: Play, tasks: Batch, context: StageConte
 
     def beat() -> None:
         num_judged = min(desk.ledger.num_judged(), num_wanted)
-        context.doing(f"waiting for feedback {num_judged}/{num_wanted}", num_judged / num_wanted)
+        context.doing(f"waiting for feedback {num_judged}/{num_wanted}")
 
     desk.pump.serve(engine, is_done, beat)
     groups = desk.ledger.take(len(tasks))

@@ -53,8 +53,8 @@ class Parts:
         note_place(self.transport.rank, step, name)
         self.display.activity(name)
 
-    def progress(self, name: str, fraction: float) -> None:
-        """Show which fraction of the work is done, between 0 and 1."""
+    def progress(self, name: str, fraction: float | None = None) -> None:
+        """Show what is done, and which fraction of it, between 0 and 1."""
         self.transport.activity.beat()
         self.display.activity(name, fraction)
 

@@ -172,6 +172,12 @@ def _check_rollout(recipe: Recipe, node: Node) -> None:
 
 def _check_play_on(recipe: Recipe, node: Node) -> None:
     _check_sampling(recipe)
+    if recipe.online is not None:
+        raise RecipeError.at(
+            "online",
+            f"lets clients ask one role, but node '{node.name}' continues what another one has begun: use a workflow "
+            "with one rollout, such as grpo",
+        )
     roles = recipe.environment.agents if recipe.environment else {}
     if node.role not in roles.values():
         raise RecipeError.at(

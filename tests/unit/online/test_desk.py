@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import threading
 import time
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 from openai import OpenAI
+from rich.console import Console
 from tests.unit.environments.led import END, TOKENIZER, Speaker
 from tests.unit.environments.test_programs import TOOL
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.environments.chat import ChatWriter
+from leaderless.observability.console import Display
 from leaderless.serve.desk import Desk
 from leaderless.serve.port import take_port
 
@@ -233,3 +236,12 @@ def test_a_client_that_goes_away_leaves_nothing_behind() -> None:
         reply = served.client.completions.create(model="policy", prompt="ba")
         assert served.desk.ledger._replies.keys() == {reply.id}
         assert len(served.engine.requests) == 1
+
+
+def test_the_progress_line_has_room_for_what_is_waited_for() -> None:
+    text = io.StringIO()
+    display = Display(Console(file=text, width=200, force_terminal=True, legacy_windows=False), is_shown=True)
+    display.start(3, 0)
+    display.activity("waiting for feedback 37/64")
+    display.stop()
+    assert "waiting for feedback 37/64" in text.getvalue()

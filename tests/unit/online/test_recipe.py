@@ -55,6 +55,7 @@ def test_the_data_need_not_be_written_and_the_resolved_recipe_is_read_back(tmp_p
         ({"online": {"tool_format": "none"}}, "online.tool_format", "unknown format"),
         ({"workflow": "remax"}, "online", "decodes one more response greedily"),
         ({"workflow": "sft"}, "online", "no responses that node 'policy' could imitate"),
+        ({"workflow": "happo"}, "online", "lets clients ask one role, but node 'solver_rollout' continues"),
         ({"rollout": {"engine": "vllm"}, "layout": {"rollout": {"tp": 2}}}, "layout.rollout", "leave out tp"),
     ],
 )
@@ -92,3 +93,9 @@ def test_each_replica_has_a_port(tmp_path: Path) -> None:
     ]
     free = read(tmp_path, online={"port": 0, "host": "::1"})
     assert door_lines(free, plan_of(free)) == [("rank 0", "[::1], any free port")]
+
+
+@pytest.mark.parametrize("workflow", ["ppo", "dapo", "reinforce_pp", "gspo"])
+def test_other_workflows_train_on_requests_as_well(tmp_path: Path, workflow: str) -> None:
+    plan = plan_of(read(tmp_path, workflow=workflow))
+    assert {"turn_rewards", "environment_rewards"} <= {*plan["rollout"].writes}
