@@ -1,4 +1,4 @@
-"""What is to be played, and what was played. Imports no torch."""
+"""What is to be played, and what was played."""
 
 from __future__ import annotations
 

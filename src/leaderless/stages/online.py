@@ -14,7 +14,8 @@ from leaderless.online.ledger import Choice, Reply
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier import Seat
-from leaderless.stages.play import Play, Played, writer_of
+from leaderless.stages.play import writer_of
+from leaderless.stages.played import Play, Played
 
 if TYPE_CHECKING:
     from leaderless.serve.desk import Desk

@@ -13,7 +13,7 @@ from leaderless.environments.journal import Line, episode_of
 from leaderless.environments.trace import TraceSample
 from leaderless.rewards.pool import Graded, RewardPool
 from leaderless.rewards.protocol import RewardInput
-from leaderless.stages.play import common_beginning
+from leaderless.stages.played import common_beginning
 from leaderless.stages.reward import joined, last_said, reward_inputs, transcripts, with_environment
 
 

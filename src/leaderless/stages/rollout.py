@@ -15,7 +15,8 @@ from leaderless.rollout.engine import Completion, Request, SamplingParams, gener
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier import Earlier, earlier_episodes
 from leaderless.stages.online import collect
-from leaderless.stages.play import Play, play_tasks
+from leaderless.stages.play import play_tasks
+from leaderless.stages.played import Play
 from leaderless.workflow.stages import ENVIRONMENT
 
 TOO_MUCH = (

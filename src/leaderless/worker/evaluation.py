@@ -22,7 +22,8 @@ from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate
 from leaderless.stages.context import Grader, ModelRole
-from leaderless.stages.play import Play, play_tasks
+from leaderless.stages.play import play_tasks
+from leaderless.stages.played import Play
 from leaderless.stages.record import TokenRecorder, describe_sample
 from leaderless.stages.reward import grade_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH

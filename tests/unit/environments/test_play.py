@@ -24,7 +24,8 @@ from leaderless.environments.protocol import Observation, Task
 from leaderless.environments.registry import try_environment
 from leaderless.observability.metrics import Metrics
 from leaderless.rewards.pool import Graded
-from leaderless.stages.play import Play, Played, play_tasks
+from leaderless.stages.play import play_tasks
+from leaderless.stages.played import Play, Played
 from leaderless.stages.reward import with_environment
 
 HERE = "tests.unit.environments"

@@ -25,7 +25,8 @@ from leaderless.environments.world import ThreadWorld
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import Request
 from leaderless.stages.earlier import Earlier, earlier_episodes
-from leaderless.stages.play import Play, Played, play_tasks
+from leaderless.stages.play import play_tasks
+from leaderless.stages.played import Play, Played
 from leaderless.workflow import Workflow
 
 HERE = "tests.unit.environments.test_play_on"

@@ -17,7 +17,7 @@ from leaderless.environments.programs import AskRefusedError, Chat, doorway
 from leaderless.environments.programs.registry import program_maker
 from leaderless.environments.programs.world import Solve
 from leaderless.environments.protocol import EpisodeFailed, Message, Task
-from leaderless.stages.play import has_drifted
+from leaderless.stages.played import has_drifted
 
 TOOL = {
     "type": "function",

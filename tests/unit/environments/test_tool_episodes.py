@@ -14,7 +14,8 @@ from tests.unit.recipes import make_recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch
 from leaderless.observability.metrics import Metrics
-from leaderless.stages.play import Play, Played, play_tasks, tools_of
+from leaderless.stages.play import play_tasks, tools_of
+from leaderless.stages.played import Play, Played
 from leaderless.workflow.metrics import known_metric
 from leaderless.workflow.stages import _rollout_metrics
 
