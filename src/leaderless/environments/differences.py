@@ -1,4 +1,4 @@
-"""Finds the first difference between two lines of a journal of episodes. Imports no torch."""
+"""Finds the first difference between two lines of a journal of episodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Episodes as lines of a journal, from which they can be played again without model or environment.
-
-Imports no torch.
-"""
+"""Episodes as lines of a journal, from which they can be played again without model or environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays episodes of a journal again, without a model, and finds the first difference. Imports no torch."""
+"""Plays episodes of a journal again, without a model, and finds the first difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in for policy, environment and tools when an episode is played again. Imports no torch."""
+"""What stands in for policy, environment and tools when an episode is played again."""
 
 from __future__ import annotations
 
