@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -19,6 +18,8 @@ from leaderless.serve.errors import ApiError
 
 REMEMBERED = 1 << 16
 """Replies that are gone of which it is remembered why, the newest ones."""
+MAX_REWARD = 1e30
+"""Largest absolute value of a reward, which training holds as a float32 number."""
 TRAINED = "a step has been trained with it, so that feedback comes too late"
 
 
@@ -141,8 +142,8 @@ class Ledger:
                 message = f"feedback={word!r:.80} must be one of {', '.join(words)}{hint if 'mean' in hint else ''}"
                 raise ApiError(400, f"{message}; or send a number as reward", "feedback")
             return words[word]
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ApiError(400, f"reward={reward!r:.80} must be a finite number", "reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
+            raise ApiError(400, f"reward={reward!r:.80} must be a finite number, at most {MAX_REWARD:g}", "reward")
         return float(reward)
 
     def _choice(self, reply: Reply, number: Json) -> Choice:

@@ -71,6 +71,8 @@ def test_the_last_feedback_before_a_step_takes_the_response_counts() -> None:
         ({"id": "a"}, 400, "either feedback, a word, or reward, a number"),
         ({"id": "a", "feedback": "accepted", "reward": 1.0}, 400, "either feedback"),
         ({"id": "a", "reward": float("inf")}, 400, "must be a finite number"),
+        ({"id": "a", "reward": float("nan")}, 400, "must be a finite number"),
+        ({"id": "a", "reward": 10**400}, 400, "must be a finite number, at most 1e+30"),
         ({"id": "a", "reward": True}, 400, "must be a finite number"),
         ({"id": "a", "reward": "1"}, 400, "must be a finite number"),
         ({"id": "a", "reward": 1, "choice": 1}, 400, "index of a choice of the reply: 0"),
