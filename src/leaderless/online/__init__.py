@@ -1,1 +1,1 @@
-"""Responses that clients have asked for, until their feedback has come and a step takes them. Imports no torch."""
+"""Responses that clients have asked for, until their feedback has come and a step takes them."""
