@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Processes that run tests at a time, each with up to four ranks of its own (about 2 GiB together).
-TEST_WORKERS ?= 2
+# One more than the cores of a small machine: many tests wait for processes that they have started.
+TEST_WORKERS ?= 3
 KILLS ?= 200
 OLDEST := $(shell sed -n "s/^ *\"\(torch\|transformers\)>=\([0-9.]*\).*/'\1==\2.*'/p" pyproject.toml)
 

@@ -175,12 +175,13 @@ def wait(engine: WatchedEngine, places: Sequence[Place], delay_s: float, num_tur
 
 def _wait(engine: WatchedEngine, places: Sequence[Place], delay_s: float, num_turns: int) -> None:
     from leaderless.environments.attempt import noise_id
+    from leaderless.environments.world import messages_of
     from leaderless.rollout.engine import Request, generate
 
     tools = [make_tool(delay_s, num_turns) for _ in places]
     writer, params = places[0].writer, places[0].params
     first = [tool.reset(place.task, Random(place.seed)) for tool, place in zip(tools, places, strict=True)]
-    texts = [writer.begin(writer.messages_of(str(text)))[1] for text in first]
+    texts = [writer.begin(messages_of(str(text)))[1] for text in first]
     with ThreadPoolExecutor(len(places)) as threads:
         for turn in range(num_turns):
             ids = [noise_id(place.number, 0, turn) for place in places]
@@ -188,7 +189,7 @@ def _wait(engine: WatchedEngine, places: Sequence[Place], delay_s: float, num_tu
             said = [completion.tokens for (completion,) in generate(engine, requests, params)]
             answers = threads.map(lambda tool, tokens: tool.act(writer.text(tokens)), tools, said)
             for text, tokens, answer in zip(texts, said, answers, strict=True):
-                text += [*tokens, *writer.add(writer.messages_of(str(answer.observation)), tokens)]
+                text += [*tokens, *writer.add(messages_of(str(answer.observation)), tokens)]
     for number in range(len(places)):
         engine.forget(number)
 

@@ -154,11 +154,16 @@ def test_two_players_of_a_game_take_turns_and_share_the_reward() -> None:
     assert last == Turn(reward={"first": 1.0, "second": -1.0}, done=True, info={"reason": "Player 0 has won!"})
 
 
+class TicTacToe(textarena.TextArena):
+    def __init__(self) -> None:
+        super().__init__("TicTacToe-v0")
+
+
 def test_each_player_of_a_game_is_trained_on_its_own_moves() -> None:
     moves = iter("03142")
     engine = ScriptedEngine(lambda _: [ord(letter) for letter in f"[{next(moves)}]"])
     writer = ChatWriter(Tokenizer(), is_chat=False)  # type: ignore[arg-type]
-    (episode,), _ = play(engine, lambda: textarena.TextArena("TicTacToe-v0"), writer, max_tokens=5000)
+    (episode,), _ = play(engine, TicTacToe, writer, max_tokens=5000)
     assert not episode.error
     found = {}
     for sample in episode.trace.samples():
