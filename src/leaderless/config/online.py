@@ -11,6 +11,9 @@ from leaderless.config.base import Section
 ONLINE = "online"
 """Path of the training data of an online run, which are the requests of clients."""
 
+MAX_REWARD = 1e30
+"""Largest absolute value of a reward, which training holds as a float32 number."""
+
 
 class OnlineConfig(Section):
     """Where clients ask the policy, and what their feedback is worth. It takes the place of `data.train`."""
@@ -34,4 +37,7 @@ class OnlineConfig(Section):
     def _words_are_given(cls, value: Mapping[str, float]) -> Mapping[str, float]:
         if not value or "" in value:
             raise ValueError("must name at least one word, and none that is empty")
+        large = next((word for word in value if abs(value[word]) > MAX_REWARD), None)
+        if large is not None:
+            raise ValueError(f"gives '{large}' {value[large]:g}, but a reward is at most {MAX_REWARD:g}")
         return value

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+MAX_LATENCIES = 1 << 16
+"""Requests whose latencies are kept until the next report, the newest ones."""
 
 
 @dataclass
@@ -26,8 +30,8 @@ class Counts:
     without_feedback: int = 0
     stale: int = 0
     interrupted: int = 0
-    latencies_s: list[float] = field(default_factory=list)
-    latencies_training_s: list[float] = field(default_factory=list)
+    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LATENCIES))
+    latencies_training_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LATENCIES))
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, name: str, number: int = 1) -> None:
@@ -53,10 +57,11 @@ class Counts:
                 self.latencies_training_s,
             )
             self.requests = self.failed = self.without_feedback = self.stale = self.interrupted = 0
-            self.latencies_s, self.latencies_training_s = [], []
+            self.latencies_s, self.latencies_training_s = deque(maxlen=MAX_LATENCIES), deque(maxlen=MAX_LATENCIES)
             return taken
 
 
-def percentile_95(values: Sequence[float]) -> float:
+def percentile_95(values: Iterable[float]) -> float:
     """The smallest value that at least 95 % of the values do not exceed; 0 without any."""
-    return sorted(values)[-(-95 * len(values) // 100) - 1] if values else 0.0
+    ordered = sorted(values)
+    return ordered[-(-95 * len(ordered) // 100) - 1] if ordered else 0.0

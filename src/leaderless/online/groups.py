@@ -19,18 +19,17 @@ def grouped(sizes: Sequence[int], group_size: int) -> list[list[int]]:
     Returns:
         Places of the requests of each group.
     """
-    groups: list[list[int]] = []
-    rooms: list[int] = []
-    is_passed: list[bool] = []
+    complete: list[list[int]] = []
+    growing: list[tuple[int, list[int]]] = []  # room and places of each; few, as those that are passed are complete
     for place, size in enumerate(sizes):
-        chosen = next((number for number, room in enumerate(rooms) if room >= size and not is_passed[number]), None)
-        for number in range(len(rooms) if chosen is None else chosen):
-            is_passed[number] = is_passed[number] or 2 * rooms[number] < group_size
-        if chosen is None:
-            groups.append([place])
-            rooms.append(group_size - size)
-            is_passed.append(False)
-        else:
-            groups[chosen].append(place)
-            rooms[chosen] -= size
-    return [group for group, room, passed in zip(groups, rooms, is_passed, strict=True) if passed or not room]
+        chosen = next((number for number, (room, _) in enumerate(growing) if room >= size), len(growing))
+        if chosen == len(growing):
+            growing.append((group_size, []))
+        room, group = growing[chosen]
+        growing[chosen] = room - size, [*group, place]
+        is_complete = [
+            not room or (number < chosen and 2 * room < group_size) for number, (room, _) in enumerate(growing)
+        ]
+        complete += [group for (_, group), is_done in zip(growing, is_complete, strict=True) if is_done]
+        growing = [one for one, is_done in zip(growing, is_complete, strict=True) if not is_done]
+    return sorted(complete)

@@ -6,11 +6,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from leaderless.config import Json, nearest
-from leaderless.config.online import OnlineConfig
+from leaderless.config.online import MAX_REWARD, OnlineConfig
 from leaderless.environments.trace import Said, Trace
 from leaderless.online.counts import Counts
 from leaderless.online.groups import grouped
@@ -18,8 +18,6 @@ from leaderless.serve.errors import ApiError
 
 REMEMBERED = 1 << 16
 """Replies that are gone of which it is remembered why, the newest ones."""
-MAX_REWARD = 1e30
-"""Largest absolute value of a reward, which training holds as a float32 number."""
 TRAINED = "a step has been trained with it, so that feedback comes too late"
 
 
@@ -61,12 +59,14 @@ class Reply:
         arrived_s: Time at which the request came.
         given_s: Time at which the client was given the responses.
         choices: Those of them that have not been dropped, by their numbers.
+        dropped: Why others have been, by their numbers.
     """
 
     id: str
     arrived_s: float
     given_s: float
     choices: dict[int, Choice]
+    dropped: dict[int, str] = field(default_factory=dict)
 
     @property
     def is_judged(self) -> bool:
@@ -94,6 +94,7 @@ class Ledger:
         self._replies: dict[str, Reply] = {}
         self._gone: OrderedDict[str, tuple[int, str]] = OrderedDict()
         self._groups: list[list[Reply]] | None = None  # None if they have to be formed again
+        self._num_judged = 0
         self._lock = threading.RLock()
 
     def add(self, identity: str, arrived_s: float, choices: Sequence[Choice]) -> None:
@@ -110,7 +111,7 @@ class Ledger:
             ApiError: It cannot be understood, or the response is not known, or not any more.
         """
         reward = self._reward(posted)
-        identity, number = posted.get("id"), posted.get("choice", 0)
+        identity, number = posted.get("id"), posted.get("choice")
         if not isinstance(identity, str):
             raise ApiError(400, f"id={identity!r:.80} must be the `id` of a reply", "id")
         with self._lock:
@@ -125,9 +126,13 @@ class Ledger:
                     "id",
                     "reply_not_found",
                 )
-            choice = self._choice(self._replies[identity], number)
-            choice.reward, choice.feedback = reward, posted.get("feedback", reward)
-            self._groups = None
+            reply = self._replies[identity]
+            choice, word = self._choice(reply, 0 if number is None else number), posted.get("feedback")
+            is_first = choice.reward is None
+            choice.reward, choice.feedback = reward, reward if word is None else word
+            self._num_judged += is_first
+            if is_first and reply.is_judged:
+                self._groups = None
         return reward
 
     def _reward(self, posted: Mapping[str, Json]) -> float:
@@ -147,6 +152,9 @@ class Ledger:
         return float(reward)
 
     def _choice(self, reply: Reply, number: Json) -> Choice:
+        if isinstance(number, int) and number in reply.dropped:
+            what = f"choice {int(number)} of reply '{reply.id}'"
+            raise ApiError(410, f"{what} is not waiting for feedback: {reply.dropped[number]}", "choice")
         if isinstance(number, bool) or not isinstance(number, int) or number not in reply.choices:
             known = ", ".join(map(str, reply.choices))
             raise ApiError(400, f"choice={number!r:.80} must be the index of a choice of the reply: {known}", "choice")
@@ -168,7 +176,8 @@ class Ledger:
                         self.counts.add("without_feedback")
 
     def _drop(self, reply: Reply, number: int, reason: str) -> None:
-        del reply.choices[number]
+        self._num_judged -= reply.choices.pop(number).reward is not None
+        reply.dropped[number] = reason
         self._groups = None
         if not reply.choices:
             self._forget(reply, 410, reason)
@@ -186,9 +195,7 @@ class Ledger:
 
     def num_judged(self) -> int:
         """Number of responses with feedback that no step has taken."""
-        with self._lock:
-            choices = (choice for reply in self._replies.values() for choice in reply.choices.values())
-            return sum(choice.reward is not None for choice in choices)
+        return self._num_judged
 
     def take(self, num_groups: int) -> list[list[tuple[Reply, int, Choice]]]:
         """Take groups, of which there must be as many; each response with its reply and its number in that."""
@@ -198,6 +205,7 @@ class Ledger:
             for reply in (reply for group in groups for reply in group):
                 self._forget(reply, 409, TRAINED)
             self._groups = None
+            self._num_judged -= sum(len(reply.choices) for group in groups for reply in group)
             return [
                 [(reply, number, choice) for reply in group for number, choice in reply.choices.items()]
                 for group in groups

@@ -65,6 +65,7 @@ class DeskPump:
         known_tokens: int = 0,  # noqa: ARG002
     ) -> Completion:
         """Sample one response, as soon as there is an engine."""
+        Request(prompt, [sample_id])  # what cannot be asked is an error of whoever asks
         order = Order(prompt, sample_id, params, asyncio.get_running_loop().create_future(), Completion())
         with self._lock:
             if self._end is not None:
@@ -123,11 +124,13 @@ class DeskPump:
                 engine.abort(number)
                 del self._under_way[number]
         with self._lock:
-            fresh = [order for order in self._waiting if not order.is_dropped]
-            self._waiting.clear()
-            for order in fresh:
-                begun = [order.completion] if order.completion.tokens else []
-                self._under_way[engine.submit(Request(order.prompt, [order.sample_id], begun), order.params)] = order
+            while self._waiting:
+                order = self._waiting[0]
+                if not order.is_dropped:
+                    begun = [order.completion] if order.completion.tokens else []
+                    request = Request(order.prompt, [order.sample_id], begun)
+                    self._under_way[engine.submit(request, order.params)] = order
+                self._waiting.popleft()  # after an error it is still there, and learns of the end
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from leaderless.config import Recipe
+from leaderless.config import Recipe, RecipeError
 from leaderless.data.encode import Tokenizer
 from leaderless.environments.chat import ChatWriter
 from leaderless.environments.programs.chat import Chat, Rules
@@ -75,11 +75,15 @@ class Desk(Asking):
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/feedback", self._feedback, methods=["POST"]),
             ],
-            middleware=[Middleware(_Counter, counts=self.ledger.counts), Middleware(Guard, token=token)],
+            middleware=[Middleware(Guard, token=token)],
             exception_handlers=HANDLERS,
         )
-        self._server = QuietServer(uvicorn_config(app, LEAVING_S))
-        listener.listen(self._server.config.backlog)
+        # Around everything, as errors that no handler expects are answered outside of all middleware.
+        self._server = QuietServer(uvicorn_config(_Counter(app, self.ledger.counts), LEAVING_S))
+        try:
+            listener.listen(self._server.config.backlog)
+        except OSError as error:  # another program has begun to listen since the address was reserved
+            raise RecipeError.at("online.port", f"{self.address} cannot be listened to: {error}") from error
         self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
         self._thread.start()
 

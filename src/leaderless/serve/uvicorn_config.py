@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 LEAVING_S = 5
 """Longest time that clients have to read their last answers when a server stops."""
 
 
-def uvicorn_config(app: Starlette, leaving_s: int = LEAVING_S) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, leaving_s: int = LEAVING_S) -> uvicorn.Config:
     """The settings with which uvicorn answers for an application.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ from leaderless.stages.played import Play, Played
 if TYPE_CHECKING:
     from leaderless.serve.desk import Desk
 
+SWEEP_EVERY_S = 1.0
+"""Time between two looks for responses that are to be dropped."""
+
 
 def collect(engine: RolloutEngine, play: Play, tasks: Batch, context: StageContext) -> Played:
     """Answer clients until there is a group with feedback for each task.
@@ -34,9 +38,15 @@ def collect(engine: RolloutEngine, play: Play, tasks: Batch, context: StageConte
     assert desk is not None, "ranks that sample in an online run have clients"
     num_wanted = len(tasks) * len(play.distributions)
 
+    next_sweep_s = 0.0
+
     def is_done() -> bool:
-        desk.ledger.sweep(version)
-        return desk.ledger.num_groups() >= len(tasks)
+        nonlocal next_sweep_s
+        has_enough = desk.ledger.num_groups() >= len(tasks)
+        if has_enough or time.monotonic() >= next_sweep_s:  # it looks at every reply, and this is asked for every token
+            desk.ledger.sweep(version)
+            next_sweep_s = time.monotonic() + SWEEP_EVERY_S
+        return has_enough and desk.ledger.num_groups() >= len(tasks)
 
     def beat() -> None:
         num_judged = min(desk.ledger.num_judged(), num_wanted)

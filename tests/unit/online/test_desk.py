@@ -163,6 +163,25 @@ def test_requests_that_cannot_be_trained_are_refused(served: Served, body: dict[
     assert text in error.message
 
 
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [([99_999_999], "prompt has token 99999999, but the model knows"), ([3, 10**6], "token 1000000")],
+)
+def test_token_ids_that_have_no_embedding_are_refused(served: Served, prompt: list[int], text: str) -> None:
+    error = refusal(lambda: served.client.completions.create(model="policy", prompt=prompt))
+    assert error.status_code == 400
+    assert text in error.message
+
+
+def test_an_error_that_nobody_expects_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as served:
+        monkeypatch.setattr(served.desk, "open", lambda: {}["missing"])
+        error = refusal(lambda: served.client.chat.completions.create(model="policy", messages=QUESTION))  # type: ignore[arg-type]
+        assert error.status_code == 500
+        counts = served.desk.ledger.counts.take()
+        assert (counts.requests, counts.failed) == (1, 1)
+
+
 def test_feedback_is_refused_with_its_reason(served: Served) -> None:
     assert served.post(id="chatcmpl-1", feedback="accepted").status_code == 404
     assert "must be an object" in served.send(b"[1]").body["error"]["message"]

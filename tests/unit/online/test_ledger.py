@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from leaderless.config.online import OnlineConfig
@@ -124,6 +126,30 @@ def test_a_request_waits_for_feedback_on_all_of_its_choices_and_drops_those_with
     assert (counts.without_feedback, counts.stale) == (2, 0)
 
 
+def test_a_choice_that_was_dropped_says_so_while_others_of_its_reply_wait() -> None:
+    ledger, clock = ledger_of(feedback_timeout_s=10)
+    add(ledger, "a", 2)
+    ledger.judge({"id": "a", "choice": None, "feedback": None, "reward": 0.25})
+    assert ledger.num_judged() == 1
+    clock.now_s = 11
+    ledger.sweep(0)
+    gone = refusal(ledger, id="a", choice=1, feedback="accepted")
+    assert (gone.status, "no feedback came for 10 s" in gone.message) == (410, True)
+    assert refusal(ledger, id="a", choice=2, feedback="accepted").status == 400
+    ledger.judge({"id": "a", "reward": 0.75})
+    assert ledger.num_judged() == 1, "the same response again"
+    add(ledger, "b")
+    ledger.judge({"id": "b", "feedback": "rejected"})
+    ((first, second),) = ledger.take(1)
+    assert (first[2].feedback, second[2].feedback) == (0.75, "rejected")
+    assert ledger.num_judged() == 0
+
+
+def test_words_are_worth_what_a_float32_number_can_hold() -> None:
+    with pytest.raises(ValueError, match=r"gives 'good' 1e\+31, but a reward is at most 1e\+30"):
+        OnlineConfig(feedback={"good": 1e31})
+
+
 def test_the_oldest_token_decides_whether_a_response_is_too_old() -> None:
     ledger, _ = ledger_of(max_staleness=2)
     ledger.add("old", 0.0, [choice_of(3, 4, 5)])
@@ -145,8 +171,8 @@ def test_latencies_are_counted_apart_where_training_came_between() -> None:
     ledger.counts.replied(0.1, is_crossed=False)
     ledger.counts.replied(2.0, is_crossed=True)
     counts = ledger.counts.take()
-    assert (counts.latencies_s, counts.latencies_training_s) == ([0.1], [2.0])
-    assert ledger.counts.take().latencies_s == []
+    assert (*counts.latencies_s, *counts.latencies_training_s) == (0.1, 2.0)
+    assert ledger.counts.take().latencies_s == deque()
 
 
 def test_the_percentile_is_one_of_the_values() -> None:

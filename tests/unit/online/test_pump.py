@@ -154,6 +154,28 @@ def test_those_who_wait_and_those_who_come_later_learn_of_the_end(clients: Clien
             answer.result(timeout=10)
 
 
+def test_an_engine_that_takes_no_requests_leaves_nobody_waiting_forever(clients: Clients) -> None:
+    class Full:
+        def submit(self, *_: object) -> int:
+            raise MemoryError("full")
+
+    pump = DeskPump()
+    waits = [clients.ask(pump, [3, 4], number) for number in range(2)]
+    until_waiting(pump, 2)
+    with pytest.raises(MemoryError, match="full"):
+        pump.serve(Full(), lambda: False, lambda: None)  # type: ignore[arg-type]
+    pump.close(ApiError(503, "it is over"))
+    for answer in waits:
+        with pytest.raises(ApiError, match="it is over"):
+            answer.result(timeout=10)
+
+
+def test_a_prompt_without_tokens_is_an_error_of_who_asks(clients: Clients) -> None:
+    pump = DeskPump()
+    with pytest.raises(ValueError, match="at least one token"):
+        clients.ask(pump, [], 0).result(timeout=10)
+
+
 def test_a_wait_for_clients_gives_signs_of_life_and_ends_on_news(clients: Clients) -> None:
     pump, engine, beats = DeskPump(), tiny_engine(), list[float]()
     begin = time.monotonic()

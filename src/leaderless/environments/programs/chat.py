@@ -174,7 +174,19 @@ class Chat:
         self._check_open()
         if not prompt:
             raise AskRefusedError("prompt is empty: give at least one token")
-        return await self._guarded(self._conversations.of_prompt(prompt), max_tokens, tuple(stop), None)
+        if not isinstance(prompt, str):
+            self._check_known(prompt)
+        context = self._conversations.of_prompt(prompt)
+        if not context.tokens:
+            raise AskRefusedError("prompt has no tokens: give a text that the tokenizer does not leave out")
+        return await self._guarded(context, max_tokens, tuple(stop), None)
+
+    def _check_known(self, tokens: Sequence[int]) -> None:
+        """Refuse token ids that have no embedding, on which the engine would fail."""
+        count = len(self.writer.tokenizer)
+        unknown = next((token for token in tokens if not 0 <= token < count), None)
+        if unknown is not None:
+            raise AskRefusedError(f"prompt has token {unknown}, but the model knows {count} tokens")
 
     def _check_open(self) -> None:
         """Refuse questions after the end of the episode, whose trace is complete."""
