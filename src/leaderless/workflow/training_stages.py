@@ -96,10 +96,12 @@ def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> N
     longest = recipe.data.max_prompt_tokens + _longest(recipe, section)
     bound = recipe.batch.first_micro_batch_tokens(longest)
     if bound < longest:
+        is_played = section == "rollout" and recipe.environment is not None
+        rest = "environment.max_episode_tokens" if is_played else f"{section}.max_response_tokens"
         raise RecipeError.at(
             "batch.micro_batch_tokens",
-            f"is {bound}, but one sample may have {longest} tokens "
-            f"(data.max_prompt_tokens + {section}.max_response_tokens): raise it or shorten them",
+            f"is {bound}, but one sample may have {longest} tokens (data.max_prompt_tokens + {rest}): raise it or "
+            "shorten them",
         )
 
 

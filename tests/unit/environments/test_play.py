@@ -210,6 +210,16 @@ def test_a_recipe_with_an_environment_is_planned_with_its_columns() -> None:
     assert next(node.reads["prompt_tokens"] for node in plan.nodes if node.name == "policy") == "rollout"
 
 
+def test_an_episode_must_fit_into_a_micro_batch() -> None:
+    with pytest.raises(RecipeError, match=r"512 tokens \(data.max_prompt_tokens \+ environment.max_episode_tokens\)"):
+        plan_of(
+            "grpo",
+            environment={"type": f"{HERE}.scripted:Count", "max_episode_tokens": 500},
+            data={"train": {"path": "rows.jsonl"}, "max_prompt_tokens": 12},
+            batch={"micro_batch_tokens": 64},
+        )
+
+
 def test_an_engine_of_several_ranks_plays_no_episodes() -> None:
     layout = {"rollout": {"ranks": "0-1", "tp": 2}, "policy": {"ranks": "0-1"}}
     with pytest.raises(RecipeError, match="lets 2 ranks make one engine"):
