@@ -121,8 +121,8 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Seconds of an episode",
-            "Mean seconds in which it waits for the policy, the environment and tools.",
-            ("episode/model_s", "episode/environment_s", "episode/tools_s"),
+            "Mean seconds in which it waits for the policy, the environment and tools, and is graded.",
+            ("episode/model_s", "episode/environment_s", "episode/tools_s", "episode/grading_s"),
         ),
         Topic(
             "Known beginnings",
@@ -132,6 +132,34 @@ CATALOGUE: Mapping[str, tuple[Topic, ...]] = {
         ),
         Topic("Engine at work", "Share of the rollout in which it works.", ("rollout/engine_busy",), unit="share"),
         Topic("Samples of an episode", "Mean training sequences that one becomes.", ("episode/samples",)),
+    ),
+    "How it is used": (
+        Topic("Acceptance", "Mean reward that clients have given to the responses of a step.", ("online/acceptance",)),
+        Topic(
+            "Seconds of a request",
+            "Mean, and exceeded by one in twenty; apart for those that came, or waited, while a rank trained.",
+            (
+                "online/latency_s",
+                "online/latency_p95_s",
+                "online/latency_training_s",
+                "online/latency_training_p95_s",
+            ),
+        ),
+        Topic(
+            "Requests",
+            "Those of clients in a step, and those answered with an error.",
+            ("online/requests", "online/failed"),
+        ),
+        Topic(
+            "Responses that waited",
+            "Those with feedback that wait for a step, and those that new weights have interrupted.",
+            ("online/waiting", "online/interrupted"),
+        ),
+        Topic(
+            "Dropped responses",
+            "Those without feedback in time, and those that were too old.",
+            ("online/without_feedback", "online/stale"),
+        ),
     ),
     "How it is trained": (
         Topic("Gradient norm", "Global L2 norm before clipping.", ("policy/grad_norm",)),
