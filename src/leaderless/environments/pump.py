@@ -118,13 +118,8 @@ class EnginePump:
                 continue  # aborted
             completion = asked.completion
             self.cached_tokens += min(delta.cached_tokens, asked.known_tokens)
-            completion.tokens += delta.tokens
-            completion.log_probs += delta.log_probs
-            if delta.tokens:
-                assert delta.policy_version is not None, "each token has the version of the weights that sampled it"
-                completion.policy_versions += [delta.policy_version] * len(delta.tokens)
+            completion.add(delta)
             if delta.finish_reason is not None:
-                completion.finish_reason = delta.finish_reason
                 del self._asked[delta.request]
                 if not asked.answer.done():
                     asked.answer.set_result(completion)

@@ -138,13 +138,8 @@ class DeskPump:
             if order is None:
                 continue  # aborted
             completion = order.completion
-            completion.tokens += delta.tokens
-            completion.log_probs += delta.log_probs
-            if delta.tokens:
-                assert delta.policy_version is not None, "each token has the version of the weights that sampled it"
-                completion.policy_versions += [delta.policy_version] * len(delta.tokens)
+            completion.add(delta)
             if delta.finish_reason is not None:
-                completion.finish_reason = delta.finish_reason
                 del self._under_way[delta.request]
                 _settle(order, completion)
 

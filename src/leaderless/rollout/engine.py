@@ -31,6 +31,15 @@ class Completion:
     finish_reason: FinishReason | None = None
     policy_versions: list[int] = field(default_factory=list)
 
+    def add(self, delta: Delta) -> None:
+        """Add what a step has sampled."""
+        self.tokens += delta.tokens
+        self.log_probs += delta.log_probs
+        if delta.tokens:
+            assert delta.policy_version is not None, "each token has the version of the weights that sampled it"
+            self.policy_versions += [delta.policy_version] * len(delta.tokens)
+        self.finish_reason = delta.finish_reason
+
     @property
     def is_truncated(self) -> bool:
         """Whether it was cut off at the longest allowed length."""
@@ -191,15 +200,9 @@ def generate(
     try:
         while num_left:
             num_ended = 0
-            for request, sibling, tokens, log_probs, finish_reason, policy_version, _ in engine.step():
-                completion = results[request][sibling]
-                completion.tokens += tokens
-                completion.log_probs += log_probs
-                if tokens:
-                    assert policy_version is not None, "each token has the version of the weights that sampled it"
-                    completion.policy_versions += [policy_version] * len(tokens)
-                completion.finish_reason = finish_reason
-                num_ended += finish_reason is not None
+            for delta in engine.step():
+                results[delta.request][delta.sibling].add(delta)
+                num_ended += delta.finish_reason is not None
             num_left -= num_ended
             if progress is not None:
                 progress(num_ended)
