@@ -3,93 +3,25 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 from rich.console import Console
 from tests.distributed.ranks import RankPool
-from tests.tiny import tiny_model, write_additions, write_recipe
-from torch import Tensor
+from tests.loops import NUM_STEPS, PROMPTS, RESPONSES, UPDATES, Runs, Seen, Stop, assert_same, iterations, numbers
+from tests.tiny import tiny_model, write_recipe
 
 from leaderless.checkpoint.manifest import Manifest
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
-from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import StageContext
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow
-
-NUM_STEPS, UPDATES, PROMPTS, RESPONSES = 6, 2, 4, 4
-SETTINGS = {
-    "steps": NUM_STEPS,
-    "batch.prompts_per_step": PROMPTS,
-    "batch.responses_per_prompt": RESPONSES,
-    "batch.updates_per_step": UPDATES,
-    "optimizer.learning_rate": 1e-2,
-    "run.trace_steps": NUM_STEPS,
-    "evaluation": {"every_steps": 2, "max_prompts": 3},
-}
-Stop = tuple[Literal["rollout", "policy"], int]
-"""Loop, and the iteration at whose beginning the loop's last rank gets a signal."""
-
-
-@dataclass
-class Seen:
-    """What one rank saw of a run, or all ranks together.
-
-    Attributes:
-        trained: Tokens and policy version of each sample that the update received, by training iteration.
-        weights: Trained weights at the end.
-        done: Iterations of the rank's loop, and training iterations whose weights it has.
-    """
-
-    trained: dict[int, dict[int, tuple[list[int], int]]] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    done: tuple[int, int] = (0, 0)
-
-
-def train(recipe_file: str, overrides: Sequence[str], stop: Stop | None) -> Seen:
-    """Be one worker of a run, or of the rest of it; one rank may get a signal."""
-    recipe = load_recipe(recipe_file, overrides).recipe
-    place, seen = Place.from_environment(), Seen()
-    plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
-    loop = plan.loop_of(place.rank)
-    with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
-        stages, run_step = worker.chain.stages, worker.run_step
-
-        def update(batch: Batch, context: StageContext) -> Batch:
-            versions = [max(row, default=0) for row in batch.jagged("policy_versions").to_lists()]
-            samples = zip(batch.jagged("tokens").to_lists(), versions, strict=True)
-            seen.trained[context.step] = dict(zip(batch.ids.tolist(), samples, strict=True))
-            return stages["policy"](batch, context)
-
-        def reward(batch: Batch, context: StageContext) -> Batch:
-            rewards = torch.tensor([float(sum(tokens) % 2) for tokens in batch.jagged("tokens").to_lists()])
-            is_valid = torch.ones(len(batch), dtype=torch.bool)
-            return batch.with_columns(rewards=rewards, reward_valid=is_valid, reward_details=tuple({} for _ in rewards))
-
-        def watched_step() -> dict[str, float]:
-            if stop == (loop.name, worker.progress.step + 1) and place.rank == loop.ranks[-1]:
-                signal.raise_signal(signal.SIGTERM)
-            return run_step()
-
-        watched = {"policy": update, "reward": reward}
-        worker.chain.stages = {**stages, **{name: stage for name, stage in watched.items() if name in stages}}
-        worker.run_step = watched_step
-        worker.run()
-        seen.done = worker.progress.step, worker.progress.trained
-        trained = worker.parts.roles.trained().get("policy")
-        if trained is not None:
-            seen.weights = {name: weight.clone() for name, weight in trained.full_weights()}
-    return seen
 
 
 def train_in_known_times(recipe_file: str, overrides: Sequence[str], seconds: Mapping[str, float]) -> float:
@@ -116,44 +48,6 @@ def train_in_known_times(recipe_file: str, overrides: Sequence[str], seconds: Ma
         return time.monotonic() - begin
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Trains in a folder."""
-
-    ranks: RankPool
-    folder: Path
-
-    def __call__(
-        self, generating: int, training: int, lag: int, name: str, stop: Stop | None = None, steps: int = NUM_STEPS
-    ) -> Seen:
-        layout = {
-            node: {"ranks": f"0-{generating - 1}" if node == "rollout" else f"{generating}-{generating + training - 1}"}
-            for node in ("rollout", "reward", "policy")
-        }
-        data = {"path": str(self.folder / "train.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
-        changes = {"layout": layout, "channels": {"rollout": {"capacity": lag}}, "data.evaluation": data}
-        recipe = write_recipe(self.folder, tiny_model(), {**SETTINGS, **changes})
-        write_additions(self.folder / "train.jsonl", 64)
-        seen = self.ranks.run(
-            generating + training,
-            train,
-            str(recipe),
-            [f"name={name}", f"steps={steps}"],
-            stop,
-            init_group=False,
-            timeout_s=120.0,
-        )
-        whole = Seen(done=seen[-1].done)
-        for one in seen:
-            whole.weights |= one.weights
-            for step, samples in one.trained.items():
-                whole.trained.setdefault(step, {}).update(samples)
-        return whole
-
-    def directory(self, name: str) -> RunDirectory:
-        return RunDirectory(self.folder / "runs" / name)
-
-
 @pytest.fixture(scope="module")
 def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Trains in one folder for all tests."""
@@ -164,22 +58,6 @@ def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def plain(runs: Runs) -> Mapping[int, Seen]:
     """Undisturbed runs on 1 + 1 ranks, by lag."""
     return {lag: runs(1, 1, lag, f"plain-{lag}") for lag in (1, 2)}
-
-
-def numbers(directory: RunDirectory) -> list[dict[str, float]]:
-    """The numbers of each step that do not depend on time."""
-    unsteady = ("time", "throughput/", "memory/", "data/wait", "rollout/tokens_per_s")
-    return [{k: v for k, v in row.items() if not k.startswith(unsteady)} for row in directory.read_metrics()]
-
-
-def assert_same(one: Seen, other: Seen) -> None:
-    assert one.trained == other.trained
-    assert one.weights.keys() == other.weights.keys() != set()
-    assert all(torch.equal(weight, other.weights[name]) for name, weight in one.weights.items())
-
-
-def iterations(directory: RunDirectory, file: str) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (directory.journal / file).read_text().splitlines()]
 
 
 @pytest.mark.parametrize("lag", [1, 2])

@@ -150,8 +150,14 @@ def test_a_reader_sees_loops_and_channels():
     plan = cut(2)
     read = json.loads(json.dumps(plan.to_json()))
     assert read["loops"] == [
-        {"name": "rollout", "nodes": ["rollout", "reward", "advantage", "samples"], "ranks": "0-1", "lag": 2},
-        {"name": "old", "nodes": ["old", "policy"], "ranks": "2-3", "lag": 0},
+        {
+            "name": "rollout",
+            "nodes": ["rollout", "reward", "advantage", "samples"],
+            "ranks": "0-1",
+            "lag": 2,
+            "is_continuous": False,
+        },
+        {"name": "old", "nodes": ["old", "policy"], "ranks": "2-3", "lag": 0, "is_continuous": False},
     ]
     assert [(c["name"], c["capacity"], c["max_staleness"]) for c in read["channels"]] == [
         ("rollout->old", 2, 2),
@@ -333,9 +339,26 @@ def test_what_generates_is_what_is_trained():
     assert "no role that generates on ranks 0-1 is trained behind it" in message
 
 
-def test_a_capacity_is_at_least_one():
-    with pytest.raises(ValueError, match="greater than or equal to 1"):
-        make_recipe(channels={"rollout": {"capacity": 0}})
+def test_a_capacity_is_not_negative():
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        make_recipe(channels={"rollout": {"capacity": -1}})
+
+
+def test_without_capacity_there_is_no_channel():
+    assert not make_recipe(channels={"rollout": {"capacity": 0}}).open_channels
+
+
+@pytest.mark.parametrize(
+    ("channel", "words"),
+    [
+        ({"capacity": 0, "mode": "continuous"}, "set capacity to at least 1"),
+        ({"capacity": 1, "stragglers": "defer"}, "set mode: continuous"),
+        ({"capacity": 1, "cache": "keep"}, "set mode: continuous"),
+    ],
+)
+def test_settings_of_continuous_generation_need_it(channel: dict[str, object], words: str):
+    with pytest.raises(ValueError, match=words):
+        make_recipe(channels={"rollout": channel})
 
 
 # Any cut

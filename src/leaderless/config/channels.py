@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from leaderless.config.base import Section
+
+Stragglers = Literal["wait", "defer", "cancel"]
+"""What happens to groups that are not finished when training needs rows."""
 
 
 class ChannelConfig(Section):
     """The channel into which everything goes that leaves the ranks of a node."""
 
-    capacity: int = Field(ge=1)
+    capacity: int = Field(ge=0)
     """Number of iterations in flight. The ranks of the node are that many iterations ahead of those that train: they
-    generate iteration k with the weights that training iteration k - 1 - capacity has left."""
+    begin iteration k with the weights that training iteration k - 1 - capacity has left. With 0 there is no channel."""
     max_staleness: int | None = Field(default=None, ge=1)
-    """Most optimizer steps between the weights that sampled a row and those that are trained with it. By default
+    """Most optimizer steps between the weights that sampled a token and those that are trained with it. By default
     `capacity` times `batch.updates_per_step`, which is what the capacity makes; a smaller bound is refused."""
+    mode: Literal["fixed_lag", "continuous"] = "fixed_lag"
+    """`fixed_lag`: a whole iteration is generated with the same weights, so that nothing depends on time. `continuous`:
+    each rank generates groups of several iterations at once, and takes new weights between two tokens."""
+    stragglers: Stragglers = "wait"
+    """What happens, in continuous mode, to groups that are not finished when training needs rows. `wait`: training
+    waits for them. `defer`: groups of later iterations that are finished take their places, and they are trained in a
+    later step, within `max_staleness`. `cancel`: the same, and those that would become too old are given up."""
+    cache: Literal["keep", "recompute"] = "keep"
+    """What happens, in continuous mode, to the keys and values of responses in progress when new weights come."""
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> ChannelConfig:
+        if self.mode == "continuous":
+            if not self.capacity:
+                raise ValueError("mode=continuous needs room: set capacity to at least 1, or leave the mode out")
+            return self
+        for key in ("stragglers", "cache"):
+            if key in self.model_fields_set:
+                raise ValueError(
+                    f"{key}={getattr(self, key)} says what a rank does with groups of several iterations, but with "
+                    "mode=fixed_lag there are none: set mode: continuous, or leave it out"
+                )
+        return self

@@ -71,6 +71,11 @@ class Recipe(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the data order and of sampling."""
 
+    @property
+    def open_channels(self) -> Mapping[str, ChannelConfig]:
+        """The channels that let something be in flight."""
+        return {name: channel for name, channel in self.channels.items() if channel.capacity}
+
     @field_validator("workflow")
     @classmethod
     def _workflow_is_named(cls, value: str) -> str:

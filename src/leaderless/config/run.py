@@ -54,6 +54,9 @@ class RunConfig(Section):
     kept_episodes: int = Field(default=100, ge=0)
     """Number of newest steps of which all episodes in an environment are kept, to be read and played again; of the
     steps before, about as many are kept as well, evenly spread. 0 writes none."""
+    follow: str | None = None
+    """Run whose continuous generation is done again: its name, or its folder. New weights are taken between the same
+    two tokens as there, so that every number is the same."""
     tensorboard: bool = True
     """Write TensorBoard events next to `metrics.jsonl`."""
     trace_steps: int = Field(default=20, ge=0)

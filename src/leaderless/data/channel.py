@@ -1,4 +1,4 @@
-"""The sending end of a channel: what one loop has made for another, sent while the loop goes on.
+"""The ends of a channel: what one loop has made for another, sent and received while the loops go on.
 
 A rank posts what it has made in an iteration and continues. A thread of the channel, the lane, sends the posts in
 order: each when the ranks at the other end come for it. The lane and the receivers have process groups to themselves.
@@ -10,12 +10,15 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import astuple, dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from leaderless.data.activity import Activity
 from leaderless.data.background import Background
 from leaderless.data.transport import ProcessGroup
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,14 @@ class Note:
         is_asked_to_stop: A signal has asked some rank of either end to stop.
         is_stopping: The run stops after the training iteration of this number.
         is_checkpoint_due: A checkpoint is due after the training iteration of this number.
+        is_abandoned: Some rank has not made what it was to send, since the run stops.
     """
 
     iteration: int
     is_asked_to_stop: bool = False
     is_stopping: bool = False
     is_checkpoint_due: bool = False
+    is_abandoned: bool = False
 
     def exchange(self, process_group: ProcessGroup, channel: str) -> Note:
         """Combine the notes of all ranks; what one says holds for all. All ranks of both ends call it together.
@@ -99,3 +104,51 @@ class Outbox:
                     )
             self._under_way.popleft()
             sent.result()
+
+
+class Inbox(Generic[T]):
+    """What a thread receives for a rank that goes on meanwhile: one iteration at a time."""
+
+    def __init__(self, name: str, fetch: Callable[[int], T], timeout_s: float, activity: Activity) -> None:
+        """Receive nothing yet.
+
+        Args:
+            name: Name of what is received.
+            fetch: Function that receives an iteration, in the thread.
+            timeout_s: Longest wait for one.
+            activity: Record of when this rank waits.
+        """
+        self.name = name
+        self._fetch, self._timeout_s, self._activity = fetch, timeout_s, activity
+        self._thread = Background(f"inbox {name}")
+        self._coming: tuple[int, Future[T]] | None = None
+
+    def begin(self, iteration: int) -> None:
+        """Receive an iteration; the one before must have been taken."""
+        assert self._coming is None, f"iteration {self._coming and self._coming[0]} of {self.name} is not taken"
+        self._coming = iteration, self._thread.run(lambda: self._fetch(iteration))
+
+    def is_there(self) -> bool:
+        """Whether `take` returns at once."""
+        return self._coming is not None and self._coming[1].done()
+
+    def take(self) -> T:
+        """What has been received, after waiting for it.
+
+        Raises:
+            RuntimeError: It has not come in time.
+        """
+        assert self._coming is not None, f"nothing of {self.name} is being received"
+        iteration, coming = self._coming
+        with self._activity.waiting(f"iteration {iteration} of {self.name}"):
+            if not wait([coming], self._timeout_s).done:
+                raise RuntimeError(
+                    f"iteration {iteration} of {self.name} has not come for {self._timeout_s:g} s: see what the loop "
+                    "that sends it waits for, or raise run.timeout_s"
+                )
+        self._coming = None
+        return coming.result()
+
+    def close(self) -> None:
+        """End the thread, where it waits for nobody."""
+        self._thread.close()

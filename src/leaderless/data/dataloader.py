@@ -54,6 +54,12 @@ class Dataloader:
         self.close()
         self._begin(position)
 
+    @property
+    def num_mine(self) -> int:
+        """Number of prompts of a step that this shard is given."""
+        size = self.recipe.batch.prompts_per_step
+        return size * (self.shard + 1) // self.num_shards - size * self.shard // self.num_shards
+
     def next(self) -> Batch:
         """This shard's prompts of the next step."""
         batch, self.epochs = self._ahead.next()

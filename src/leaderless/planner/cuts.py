@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.channels import ChannelConfig
+from leaderless.planner.engines import engine_of
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.plan import PlannedNode, RoleInstance
 from leaderless.planner.row_sets import DATA
@@ -26,12 +27,14 @@ class Cut:
         training: Nodes of the part that trains.
         capacity: Iterations in flight.
         max_staleness: Most optimizer steps between the weights that sampled a row and those trained with it.
+        is_continuous: Whether the first part works on several iterations at once.
     """
 
     generating: frozenset[str]
     training: frozenset[str]
     capacity: int
     max_staleness: int
+    is_continuous: bool = False
 
 
 def find_cut(
@@ -45,14 +48,14 @@ def find_cut(
     Raises:
         RecipeError: A channel names no node, has no edge, or cannot work where it is.
     """
-    if not recipe.channels:
+    if not recipe.open_channels:
         return None
     return _Cutter(recipe, nodes, instances).cut(repeated)
 
 
 class _Cutter:
     def __init__(self, recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> None:
-        self.recipe, self.nodes = recipe, {node.name: node for node in nodes}
+        self.recipe, self.nodes, self.instances = recipe, {node.name: node for node in nodes}, instances
         pools = _pools(nodes)
         self.pool = {node.name: next(pool for pool in pools if node.layout.ranks[0] in pool) for node in nodes}
         sources = {node.name: {*node.reads.values(), *(x.name for x in makers(nodes, node.row_set))} for node in nodes}
@@ -77,7 +80,7 @@ class _Cutter:
 
     def cut(self, repeated: Sequence[str]) -> Cut:
         named = self._named_pools()
-        self._check_step(next(iter(self.recipe.channels)), repeated)
+        self._check_step(next(iter(self.recipe.open_channels)), repeated)
         cut = [edge for edge in self.edges if self.pool[edge[0]] in named]
         for pool, name in named.items():
             if not any(self.pool[source] == pool for source, _ in cut):
@@ -101,12 +104,15 @@ class _Cutter:
             )
         generating, training = frozenset(self._nodes_on(first)), frozenset(self._nodes_on(second))
         self._check_roles(name, generating, training)
-        return Cut(generating, training, self.recipe.channels[name].capacity, self._staleness(name))
+        config = self.recipe.channels[name]
+        if config.mode == "continuous":
+            self._check_continuous(name, generating)
+        return Cut(generating, training, config.capacity, self._staleness(name), config.mode == "continuous")
 
     def _named_pools(self) -> dict[Pool, str]:
         """The first node that a channel names on each pool."""
         named: dict[Pool, str] = {}
-        for name, config in self.recipe.channels.items():
+        for name, config in self.recipe.open_channels.items():
             if name not in self.nodes:
                 raise RecipeError.at(f"channels.{name}", f"no node that runs is called so{nearest(name, self.nodes)}")
             other = named.setdefault(self.pool[name], name)
@@ -218,6 +224,49 @@ class _Cutter:
                 "come back: leave the channel out",
             )
 
+    def _check_continuous(self, name: str, generating: frozenset[str]) -> None:
+        """Ranks that work on groups of several iterations at once take part in nothing together."""
+        key, config = f"channels.{name}.mode", self.recipe.channels[name]
+        remedy = "run it behind the channel under `layout`, or leave the mode at fixed_lag"
+        sampling = [self.nodes[x] for x in generating if self._use(x) == "generate"]
+        if len(sampling) > 1:
+            raise RecipeError.at(
+                key,
+                f"is continuous, but {' and '.join(sorted(x.name for x in sampling))} generate one after the other: "
+                "leave it at fixed_lag",
+            )
+        (sampler,) = sampling
+        if sampler.node.run not in {"rollout", "rollout_with_greedy"}:
+            raise RecipeError.at(key, f"is continuous, but '{sampler.name}' runs '{sampler.node.run}': leave it out")
+        for node in (self.nodes[x] for x in generating):
+            if self._use(node.name) not in {"generate", "none"} or not node.spec.streams:
+                what = "scores with a model" if self._use(node.name) != "none" else "needs the groups of all ranks"
+                raise RecipeError.at(key, f"is continuous, but '{node.name}' before the channel {what}: {remedy}")
+            if node.layout != sampler.layout:
+                message = f"'{node.name}' on {node.layout} takes the rows of '{sampler.name}' on {sampler.layout}"
+                raise RecipeError.at(key, f"is continuous, but {message}: give both one layout")
+        if sampler.layout.ranks_per_shard > 1:
+            raise RecipeError.at(
+                key,
+                f"is continuous, but '{sampler.name}' has {sampler.layout}: the ranks of one engine would take new "
+                "weights at different tokens; give it one rank for each engine, or leave the mode at fixed_lag",
+            )
+        if self.recipe.environment is not None:
+            raise RecipeError.at(
+                key, "is continuous, but responses in an `environment` are made together: leave it out"
+            )
+        if self.recipe.online is not None:
+            raise RecipeError.at(key, "is continuous, but clients of `online` lead the generation: leave it out")
+        engine = next(x.engine for x in self.instances if x.role == sampler.node.role and x.generates)
+        possible = engine_of(engine).updates
+        if config.cache not in possible:
+            raise RecipeError.at(
+                f"channels.{name}.cache",
+                f"is {config.cache}, but the engine '{engine}' can "
+                + (f"only {' or '.join(sorted(possible))}" if possible else "take weights only between two iterations")
+                + (f": set it to {min(possible)}" if possible else ": leave channels.*.mode at fixed_lag"),
+            )
+
     def _staleness(self, name: str) -> int:
         config, updates = self.recipe.channels[name], self.recipe.batch.updates_per_step
         made = config.capacity * updates
@@ -258,8 +307,7 @@ def _joined(pools: set[Pool], pairs: Iterable[tuple[Pool, Pool]]) -> Mapping[Poo
 
 
 def _described(config: ChannelConfig) -> str:
-    staleness = "" if config.max_staleness is None else f", max_staleness={config.max_staleness}"
-    return f"capacity={config.capacity}{staleness}"
+    return ", ".join(f"{key}={value}" for key, value in config.model_dump(exclude_defaults=True).items())
 
 
 def _format(ranks: Iterable[int]) -> str:

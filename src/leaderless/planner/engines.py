@@ -27,6 +27,8 @@ class RolloutEngineSpec:
         keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
         may_restart: Whether it may lose its weights and ask for them again, where it has one rank.
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
+        updates: What can become of keys and values when it is given new weights while requests are in progress: `keep`,
+            `recompute`; empty if it can take weights only between requests.
     """
 
     implementation: str
@@ -34,6 +36,7 @@ class RolloutEngineSpec:
     keeps_weights: bool = True
     may_restart: bool = False
     is_probed: bool = False
+    updates: tuple[str, ...] = ()
 
     def restarts_on(self, layout: Layout) -> bool:
         """Whether it starts again by itself: ranks that make one engine together can only all start again."""
@@ -42,7 +45,7 @@ class RolloutEngineSpec:
 
 ENGINES = Declarations("engine", RolloutEngineSpec, "@leaderless.rollout_engine(...)")
 BUILTIN_ENGINES = {
-    "native": RolloutEngineSpec("leaderless.rollout.make:make_native", keeps_weights=False),
+    "native": RolloutEngineSpec("leaderless.rollout.make:make_native", keeps_weights=False, updates=("keep",)),
     "vllm": RolloutEngineSpec("leaderless.rollout.make:make_vllm", ("tp",), may_restart=True, is_probed=True),
     "sglang": RolloutEngineSpec("leaderless.rollout.make:make_sglang", may_restart=True, is_probed=True),
 }

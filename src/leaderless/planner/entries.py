@@ -10,13 +10,17 @@ from leaderless.planner.layout import Layout, all_ranks, format_ranks
 
 @dataclass(frozen=True)
 class Load:
-    """Chain entry: take this rank's prompts from the dataloader."""
+    """Chain entry: take this rank's prompts from the dataloader.
+
+    Where a loop generates continuously, they are the prompts whose responses are finished.
+    """
 
     layout: Layout
     columns: tuple[str, ...]
+    is_continuous: bool = False
 
     def __str__(self) -> str:
-        return "load"
+        return "generate" if self.is_continuous else "load"
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,11 @@ def with_staleness(
     return tuple(replace(node, max_staleness=before + bound.get(node.name, 0)) for node in nodes)
 
 
-def _loop(nodes: Sequence[PlannedNode], schedule: Sequence[Action], lag: int = 0) -> Loop:
+def _loop(
+    nodes: Sequence[PlannedNode], schedule: Sequence[Action], lag: int = 0, *, is_continuous: bool = False
+) -> Loop:
     ranks = all_ranks(*(node.layout for node in nodes))
-    return Loop(nodes[0].name, tuple(node.name for node in nodes), ranks, tuple(schedule), lag)
+    return Loop(nodes[0].name, tuple(node.name for node in nodes), ranks, tuple(schedule), lag, is_continuous)
 
 
 def _surplus(recipe: Recipe, loop: Loop) -> Channel:
@@ -106,7 +108,10 @@ def _cut_in_two(
     before = with_history(nodes, before, [])
     before.insert(done, Push(rows.name))
     before[:0] = [Pull(one.name) for one in weights]
-    return (_loop(generating, before, lag=cut.capacity), _loop(training, behind)), (rows, *weights)
+    if cut.is_continuous:
+        before = [replace(entry, is_continuous=True) if isinstance(entry, Load) else entry for entry in before]
+    ahead = _loop(generating, before, lag=cut.capacity, is_continuous=cut.is_continuous)
+    return (ahead, _loop(training, behind)), (rows, *weights)
 
 
 def _first_rank(entry: Action, nodes: Sequence[PlannedNode]) -> int:

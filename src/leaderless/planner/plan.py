@@ -105,6 +105,7 @@ class Loop:
         ranks: Ranks that its entries run on, ascending; those of two loops are disjoint.
         schedule: All chain entries of an iteration in the order of every rank; a rank executes those it takes part in.
         lag: Iterations that it is ahead of the loop that trains the role it generates with; 0 if it is the same loop.
+        is_continuous: Whether its ranks work on several iterations at once, each on its own.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Loop:
     ranks: tuple[int, ...]
     schedule: tuple[Action, ...]
     lag: int = 0
+    is_continuous: bool = False
 
 
 @dataclass(frozen=True)
@@ -364,7 +366,13 @@ class Plan:
                 for node in self.nodes
             ],
             "loops": [
-                {"name": loop.name, "nodes": list(loop.nodes), "ranks": format_ranks(loop.ranks), "lag": loop.lag}
+                {
+                    "name": loop.name,
+                    "nodes": list(loop.nodes),
+                    "ranks": format_ranks(loop.ranks),
+                    "lag": loop.lag,
+                    "is_continuous": loop.is_continuous,
+                }
                 for loop in self.loops
             ],
             "channels": [
@@ -426,6 +434,7 @@ class Plan:
                     loop.name,
                     format_ranks(loop.ranks),
                     loop.lag,
+                    loop.is_continuous,
                     [self._facts_of(action) for action in flat(loop.schedule)],
                 ]
                 for loop in self.loops

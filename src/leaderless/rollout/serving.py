@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
@@ -213,6 +213,23 @@ class Fed:
             self._version = stream.policy_version
         if process_group.payload_device.type == "cpu":
             trim_host_memory()  # buckets and replaced weights would lie next to all that follows
+
+    def fetch(self, process_group: ProcessGroup, held: HeldWeights | None, probe: Probe | None) -> Callable[[], None]:
+        """Receive new weights in any thread; the function that is returned gives them to the engine, in its own thread.
+
+        Requests may be in progress then. See `receive` for the arguments, and for what is raised.
+        """
+        stream = receive_weights(self._route, process_group, self._takers, held)
+        kept = [(name, tensor.to("cpu", copy=True)) for name, tensor in stream]
+        version = stream.policy_version
+
+        def load() -> None:
+            self._kept, self._probe, self._version = kept if self._may_restart else [], probe, version
+            weights = WeightStream(iter(kept), version, probe)
+            self.engine.load_weights(weights)
+            weights.drain()
+
+        return load
 
     def _keeping(self, stream: WeightStream) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import PlannedNode
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
-from leaderless.rollout.engine import RolloutEngine
+from leaderless.rollout.engine import Completion, RolloutEngine
 from leaderless.rollout.serving import Serving
 from leaderless.stages.limits import limited
 from leaderless.training.engine import TrainEngine, ValueEngine
@@ -32,6 +32,19 @@ if TYPE_CHECKING:
 
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 """Function that computes rewards, given the responses and the source of each."""
+
+
+class Generated(Protocol):
+    """Responses that were begun in earlier iterations, or in this one.
+
+    Attributes:
+        seconds: Time in which this rank has made as many as it hands over.
+    """
+
+    seconds: float
+
+    def take(self, groups: Sequence[int]) -> list[Completion]:
+        """The responses of groups, in order."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,7 @@ class StageContext:
         agents: Roles that sample responses: the column `agent` holds places in it.
         models: Models of the node's roles, by the names that the stage declares.
         episodes: Journal of the episodes of this rank; None if there is none.
+        generated: Responses that are finished, where they are generated continuously.
         desk: Clients of an online run, on ranks that they ask; None on others.
         progress: Function that takes the finished fraction of the node's work, for the progress line.
         doing: Function that takes a text to show in place of the node's name; it is a sign of life, too.
@@ -113,6 +127,7 @@ class StageContext:
     agents: Sequence[str] = ()
     models: Mapping[str, ModelRole | ValueEngine] = field(default_factory=dict)
     episodes: EpisodeJournal | None = None
+    generated: Generated | None = None
     desk: Desk | None = None
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
     doing: Callable[[str], None] = field(default=lambda text: None)  # noqa: ARG005

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from leaderless.config import Recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, Jagged, make_sample_ids
 from leaderless.data.errors import memory_explained
@@ -27,19 +28,23 @@ TOO_MUCH = (
 
 def rollout(batch: Batch, context: StageContext) -> Batch:
     """Sample `batch.responses_per_prompt` responses to each prompt."""
-    siblings = context.recipe.batch.responses_per_prompt
-    return _generate(batch, context, [context.recipe.rollout] * siblings)
+    return _generate(batch, context, distributions_of(context.recipe))
 
 
 def rollout_with_greedy(batch: Batch, context: StageContext) -> Batch:
     """Sample `batch.responses_per_prompt` responses to each prompt, and decode one more greedily."""
-    siblings = context.recipe.batch.responses_per_prompt
-    greedy = SamplingConfig(temperature=0.0)
-    samples = _generate(batch, context, [*[context.recipe.rollout] * siblings, greedy])
+    distributions = distributions_of(context.recipe, has_greedy=True)
+    samples = _generate(batch, context, distributions)
     if "is_greedy" in samples:
         return samples
-    is_greedy = torch.tensor([False] * siblings + [True]).repeat(len(batch))
+    is_greedy = torch.tensor([False] * (len(distributions) - 1) + [True]).repeat(len(batch))
     return samples.with_columns(is_greedy=is_greedy)
+
+
+def distributions_of(recipe: Recipe, *, has_greedy: bool = False) -> list[SamplingConfig]:
+    """The distribution of each response to a prompt; a greedy one may come last."""
+    sampled: list[SamplingConfig] = [recipe.rollout] * recipe.batch.responses_per_prompt
+    return [*sampled, SamplingConfig(temperature=0.0)] if has_greedy else sampled
 
 
 def _generate(batch: Batch, context: StageContext, distributions: Sequence[SamplingConfig]) -> Batch:
@@ -53,8 +58,11 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
     prompt_index = torch.arange(len(batch)).repeat_interleave(siblings)
     ids = make_sample_ids(batch.ids[prompt_index], torch.arange(first, first + siblings).repeat(len(batch)))
     begin = time.perf_counter()
-    completions = _complete(batch, context, distributions, ids.view(len(batch), siblings).tolist())
-    seconds = time.perf_counter() - begin
+    if context.generated is None:
+        completions = _complete(batch, context, distributions, ids.view(len(batch), siblings).tolist())
+        seconds = time.perf_counter() - begin
+    else:
+        completions, seconds = context.generated.take(batch.ids.tolist()), context.generated.seconds
     tokens = Jagged.from_lists([c.tokens for c in completions], torch.int64, "tokens")
     truncated = torch.tensor([c.is_truncated for c in completions], dtype=torch.bool)
     # A greedy response is only a baseline, and in no metric of what the policy samples.

@@ -13,8 +13,12 @@ from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Loop, Plan, PlannedNode, RunNode, flat, format_ranks
 
+LOG = "log"
+"""Lane in which ranks that generate continuously add up what they report."""
 Judge = Callable[[Mapping[str, float], Sequence[PlannedNode]], None]
 """Receives the numbers of a pool and the nodes that run on it, on the pool's first rank."""
+ProcessGroups = Callable[[tuple[int, ...]], ProcessGroup]
+"""Finds the process group of some ranks."""
 
 
 class StepMetrics:
@@ -41,15 +45,23 @@ class StepMetrics:
         Returns:
             All numbers on the loop's first rank, some of them on others.
         """
-        rank, numbers = self._transport.rank, dict[str, float]()
-        loop = self._transport.process_group(self._loop.ranks)
-        for ranks in self._pools:
-            own = self._metrics[ranks].reduce(self._transport.process_group(ranks)) if rank in ranks else {}
-            if rank == ranks[0]:
-                judge(own, [node for node in self._plan.nodes if node.layout.representatives == ranks])
-            numbers |= to_first_rank(ranks, own, loop)
-        self._metrics = {ranks: Metrics() for ranks in self._metrics}
-        return numbers
+        return self.take()(judge, self._transport.process_group)
+
+    def take(self) -> Callable[[Judge, ProcessGroups], dict[str, float]]:
+        """Begin again with nothing; the function that is returned adds up what there was, in any thread."""
+        metrics, self._metrics = self._metrics, {ranks: Metrics() for ranks in self._metrics}
+
+        def reduce(judge: Judge, process_group: ProcessGroups) -> dict[str, float]:
+            rank, numbers = self._transport.rank, dict[str, float]()
+            loop = process_group(self._loop.ranks)
+            for ranks in self._pools:
+                own = metrics[ranks].reduce(process_group(ranks)) if rank in ranks else {}
+                if rank == ranks[0]:
+                    judge(own, [node for node in self._plan.nodes if node.layout.representatives == ranks])
+                numbers |= to_first_rank(ranks, own, loop)
+            return numbers
+
+        return reduce
 
 
 def metric_pools(plan: Plan, loop: Loop) -> Iterator[tuple[int, ...]]:

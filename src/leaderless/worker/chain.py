@@ -23,6 +23,7 @@ from leaderless.stages.limits import limited
 from leaderless.training.engine import ValueEngine
 from leaderless.worker.agreement import StepMetrics
 from leaderless.worker.channels import Channels
+from leaderless.worker.generation import Generation
 from leaderless.worker.parts import Parts, Progress
 from leaderless.workflow.metrics import tagged
 from leaderless.workflow.stage import RoleUse
@@ -41,6 +42,7 @@ class Chain:
         channels: Ends of the channels to other loops.
         loaders: Dataloader of each entry that loads.
         metrics: Metrics of the step.
+        generation: What generates continuously, where the loop does that and has begun.
         events: Events that guards have reported in the step.
         num_roll_backs: Number of roll-backs so far.
     """
@@ -68,12 +70,14 @@ class Chain:
         self.metrics = StepMetrics(parts.plan, parts.transport)
         self.events: list[GuardEvent] = []
         self.num_roll_backs = 0
+        self.generation: Generation | None = None
 
     def walk(self) -> None:
         """Go through the chain once, but for the weights that it begins with."""
         self.events.clear()
-        with self._span(WAITING):
-            self.channels.make_room()
+        if self.generation is None:
+            with self._span(WAITING):
+                self.channels.make_room()
         self._walk([action for action in self._entries if action not in self._arrivals])
         self.buffer.clear()
 
@@ -98,8 +102,11 @@ class Chain:
                 ranks = self._parts.plan.ranks_of(action)
                 self.metrics.of(ranks).max(f"time/{action}", spent.get(str(action), 0.0))
             if isinstance(action, Load):
+                metrics = self.metrics.of(action.layout.ranks)
                 for name, value in self.loaders[action].numbers().items():
-                    self.metrics.of(action.layout.ranks).mean(name, value, 1)
+                    metrics.mean(name, value, 1)
+                if self.generation is not None:
+                    self.generation.report(metrics)
 
     def _walk(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -116,7 +123,8 @@ class Chain:
     def _execute(self, action: Action) -> None:
         match action:
             case Load():
-                self.buffer.load(action, self.loaders[action].next())
+                source = self.loaders[action] if self.generation is None else self.generation
+                self.buffer.load(action, source.next())
             case RunNode(name):
                 self.buffer.put(name, self.stages[name](self.buffer.get(name), self._context(name)))
             case Reshard():
@@ -210,6 +218,7 @@ class Chain:
             num_roll_backs=self.num_roll_backs,
             agents=parts.plan.agents,
             desk=parts.desk,
+            generated=self.generation,
             progress=lambda fraction: parts.progress(name, fraction),
             doing=parts.progress,
         )

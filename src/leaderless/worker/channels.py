@@ -12,14 +12,14 @@ import torch
 from leaderless.checkpoint.rows import load_rows, save_rows
 from leaderless.config import Json
 from leaderless.data.batch import Batch
-from leaderless.data.channel import Note, Outbox
+from leaderless.data.channel import Inbox, Note, Outbox
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.reshard import reshard
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Channel, Plan, Reshard
-from leaderless.worker.agreement import StepEnd
+from leaderless.worker.agreement import LOG, StepEnd, metric_pools
 from leaderless.worker.parts import Parts, Progress
 
 LANE = 2
@@ -36,6 +36,7 @@ class Channels:
 
     Attributes:
         is_asked_to_stop: Function that says whether a signal has asked this rank to stop.
+        weights: Weights that arrive while this rank generates.
     """
 
     def __init__(self, parts: Parts, progress: Progress, buffer: Databuffer, tracer: Tracer) -> None:
@@ -54,6 +55,8 @@ class Channels:
             )
             for channel in self._from_here
         }
+        longest_s = max((patience(channel) for channel in ends), default=1) * timeout_s
+        self.weights = Inbox("the weights", self._fetch_weights, longest_s, parts.transport.activity)
         # Rows stay here until they are trained, as a checkpoint holds those that were in flight after its step.
         self._rows: dict[tuple[str, int], Held] = {}
         self._weights: dict[str, Callable[[ProcessGroup], None]] = {}
@@ -69,9 +72,9 @@ class Channels:
         return self._is_other_asked_to_stop or self.is_asked_to_stop()
 
     def open_journals(self) -> None:
-        """Continue the journals after the last iteration of the loop: what comes is written anew."""
+        """Continue the journals after what has been trained: what is in flight is sent, and written down, anew."""
         for journal in self._journals.values():
-            journal.cut_after(self._progress.step)
+            journal.cut_after(self._progress.trained)
 
     def note_surplus(self, group_ids: Sequence[int]) -> None:
         """Write down which groups wait for the next iteration of the same loop."""
@@ -90,7 +93,6 @@ class Channels:
             self._weights[channel.name] = self._parts.roles.copy_weights(channel.sync)
             return
         held = self._buffer.outgoing(channel)
-        self._note_rows(channel, held)
         self._post_rows(channel, self._progress.step, held)
 
     def pull_rows(self, channel: Channel) -> None:
@@ -102,6 +104,17 @@ class Channels:
         assert channel.sync is not None, "weights come out of a channel that carries weights"
         self._parts.roles.sync(channel.sync, self._parts.transport.lane(channel.name, channel.sync.ranks))
         return self._exchange(channel, Note(iteration))
+
+    def _fetch_weights(self, iteration: int) -> tuple[Sequence[Callable[[], None]], Note]:
+        """Receive the weights that a training iteration has left, and what is noted with them; the inbox does it."""
+        note, loads = Note(iteration), list[Callable[[], None]]()
+        for channel in self._to_here:
+            if channel.sync is not None:
+                with self._tracer.span(f"receive({channel.name})", iteration, self._lanes[channel.name]):
+                    lane = self._parts.transport.lane(channel.name, channel.sync.ranks)
+                    loads.append(self._parts.roles.fetch(channel.sync, lane))
+                    note = self._exchange(channel, Note(iteration))
+        return loads, note
 
     def end_iteration(self, end: StepEnd) -> None:
         """Send the weights of a training iteration, with what its loop has agreed on."""
@@ -129,17 +142,35 @@ class Channels:
         """Leave nothing in flight: rows that will not be trained are taken out by the loop that they were for."""
         for channel in self._to_here:
             if channel.kind == "rows":
-                first = self._progress.trained + 1
-                for iteration in range(first, min(first + channel.capacity, self._parts.recipe.steps + 1)):
+                for iteration in self._left(channel):
                     self._take_rows(channel, iteration)
                     self._buffer.clear()
+        for channel in self._from_here:
+            if channel.kind == "rows" and self._is_continuous(channel):
+                for iteration in self._left(channel):
+                    if iteration > self._progress.step:
+                        self._outboxes[channel.name].post(iteration, partial(self._abandon, channel, iteration))
         for outbox in self._outboxes.values():
             outbox.finish()
+
+    def _is_continuous(self, channel: Channel) -> bool:
+        return next(loop.is_continuous for loop in self._parts.plan.loops if loop.name == channel.source)
+
+    def _left(self, channel: Channel) -> range:
+        """Iterations whose rows may be in flight when the run stops."""
+        first = self._progress.trained + 1
+        num_ahead = channel.capacity + self._is_continuous(channel)
+        return range(first, min(first + num_ahead, self._parts.recipe.steps + 1))
+
+    def _abandon(self, channel: Channel, iteration: int) -> None:
+        """Let the other ranks know that this one has not made an iteration; the lane does it."""
+        self._exchange(channel, Note(iteration, is_abandoned=True))
 
     def close(self) -> None:
         """End the lanes."""
         for outbox in self._outboxes.values():
             outbox.close()
+        self.weights.close()
 
     def contents(self) -> list[Callable[[Path], None]]:
         """Functions that write this rank's share of the rows in flight into the folder of a checkpoint."""
@@ -184,7 +215,9 @@ class Channels:
     def _send_rows(self, channel: Channel, iteration: int, held: Held) -> None:
         """Send the rows of an iteration; the lane does it."""
         with self._tracer.span(f"send({channel.name})", iteration, self._lanes[channel.name]):
-            self._exchange(channel, Note(iteration))
+            if self._exchange(channel, Note(iteration)).is_abandoned:
+                return
+            self._note_rows(channel, iteration, held)
             for action, batch in held.items():
                 reshard(action, self._parts.transport.lane(channel.name, action.ranks), batch, None)
 
@@ -196,8 +229,8 @@ class Channels:
             self._exchange(channel, note)
 
     def _take_rows(self, channel: Channel, iteration: int) -> None:
-        self._exchange(channel, Note(iteration))
-        self._buffer.incoming(channel)
+        if not self._exchange(channel, Note(iteration)).is_abandoned:
+            self._buffer.incoming(channel)
 
     def _exchange(self, channel: Channel, note: Note) -> Note:
         """Combine what the ranks of both ends note; all of them call it together."""
@@ -207,9 +240,9 @@ class Channels:
             self._is_other_asked_to_stop = True
         return agreed
 
-    def _note_rows(self, channel: Channel, held: Held) -> None:
-        """Write down which rows go into a channel. All ranks that put some in call it together."""
-        process_group = self._parts.transport.process_group(channel.source_ranks)
+    def _note_rows(self, channel: Channel, iteration: int, held: Held) -> None:
+        """Write down which rows go into a channel. The lanes of all ranks that put some in call it together."""
+        process_group = self._parts.transport.lane(channel.name, channel.source_ranks)
         groups, versions, num_rows = _NOTHING, _NOTHING, 0
         for action, batch in held.items():
             if not action.source_layout.represents(process_group.rank):
@@ -227,7 +260,7 @@ class Channels:
             "last_group": int(groups[-1]) if len(groups) else None,
             "policy_versions": [int(versions[0]), int(versions[-1])] if len(versions) else None,
         }
-        self._note(channel, self._progress.step, facts)
+        self._note(channel, iteration, facts)
 
     def _note(self, channel: Channel, iteration: int, facts: Mapping[str, Json]) -> None:
         if channel.name in self._journals:
@@ -255,9 +288,11 @@ def patience(channel: Channel) -> int:
 def add_process_groups(plan: Plan, transport: Transport) -> None:
     """Make the process groups of all channels. All ranks of the world call it together."""
     for channel in between_loops(plan):
-        transport.add_process_group(channel.source_ranks)
-        for ranks in (ranks_of(channel), *(transfer.ranks for transfer in channel.transfers)):
+        for ranks in (channel.source_ranks, ranks_of(channel), *(transfer.ranks for transfer in channel.transfers)):
             transport.add_lane(channel.name, ranks, patience(channel))
+    for loop in plan.loops:
+        for ranks in (loop.ranks, *metric_pools(plan, loop)) if loop.is_continuous else ():
+            transport.add_lane(LOG, ranks)
 
 
 def _journaling_rank(plan: Plan, channel: Channel) -> int:

@@ -23,10 +23,13 @@ from leaderless.checkpoint.rows import load_rows, save_rows
 from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content
 from leaderless.config import RecipeError, dump_recipe
 from leaderless.data.surplus import Surplus
-from leaderless.observability.run_directory import step_of
+from leaderless.observability.line_file import LineFile
+from leaderless.observability.run_directory import read_lines, step_of
 from leaderless.observability.trace import Tracer
+from leaderless.planner import Loop
 from leaderless.supervision.guards import RollBack
 from leaderless.worker.agreement import StepEnd
+from leaderless.worker.ahead import AHEAD_FILE, Owed, journal_file, read_ahead
 from leaderless.worker.chain import Chain
 from leaderless.worker.parts import Parts, Progress
 
@@ -35,13 +38,18 @@ SURPLUS = "surplus"
 
 
 class Keeper:
-    """Writes a run's checkpoints, and reads the newest one."""
+    """Writes a run's checkpoints, and reads the newest one.
+
+    Attributes:
+        owed: Groups that a rank that generates continuously is to begin again, after a checkpoint.
+    """
 
     def __init__(self, parts: Parts, progress: Progress, chain: Chain, tracer: Tracer) -> None:
         """Nothing is read or written yet; the surplus of the chain is saved too."""
         self._parts, self._progress, self._chain, self._tracer = parts, progress, chain, tracer
         recipe, directory = parts.recipe, parts.directory
-        self._lag = max(loop.lag for loop in parts.plan.loops)
+        self.owed: Owed | None = None
+        self._lag = max(0 if loop.is_continuous else loop.lag for loop in parts.plan.loops)
         self._writer = CheckpointWriter(
             directory.checkpoints,
             parts.roles.trained(),
@@ -49,7 +57,7 @@ class Keeper:
             parts.tokenizer,
             recipe.checkpoint,
             # A loop that is ahead comes to the place of the checkpoint so many iterations later.
-            recipe.run.timeout_s * (1 + self._lag),
+            recipe.run.timeout_s * (1 + max(loop.lag for loop in parts.plan.loops)),
             {"recipe.yaml": dump_recipe(recipe), "plan.json": json.dumps(parts.plan.to_json(), indent=1)},
             parts.plan.leading.ranks[0],
         )
@@ -73,7 +81,7 @@ class Keeper:
         """Why a run of so many steps cannot continue from a checkpoint; an empty text if it can."""
         steps = self._parts.recipe.steps
         for loop in self._parts.plan.loops:
-            if not loop.lag:
+            if not loop.lag or loop.is_continuous:
                 continue
             try:
                 ahead = read_loop_state(checkpoint, loop.name)
@@ -106,7 +114,9 @@ class Keeper:
         progress.data_position = roll_back.data_position if roll_back else state.data_position
         progress.seconds_before = state.time_s
         loop = parts.plan.loop_of(rank)
-        if loop.lag:
+        if loop.is_continuous:
+            progress.step, self.owed = self._read_ahead(checkpoint, loop)
+        elif loop.lag:
             ahead = read_loop_state(checkpoint, loop.name)
             progress.step, progress.data_position = ahead.iteration, ahead.data_position
         self._chain.channels.resume(checkpoint)
@@ -118,6 +128,19 @@ class Keeper:
             shard = repeat.layout.shard_of(rank), repeat.layout.dp
             self._chain.buffer.surplus = Surplus(None if roll_back else load_rows(checkpoint, SURPLUS, *shard))
         parts.display.say(f"continuing from step {state.step} ([bold]{escape(str(checkpoint))}[/])")
+
+    def _read_ahead(self, checkpoint: Path, loop: Loop) -> tuple[int, Owed]:
+        """Iterations that all ranks of a loop have handed over, and the groups that this one is to begin again."""
+        parts, ranks = self._parts, self._parts.transport.process_group(loop.ranks)
+        journal = journal_file(parts.directory.journal, loop.name, loop.ranks.index(ranks.rank))
+        lines = list(read_lines(journal, "iteration")) if journal.exists() else []
+        start = max((int(str(line["start"])) for line in lines), default=-1) + 1
+        sizes = parts.recipe.batch.prompts_per_step
+        made, owed = read_ahead(
+            checkpoint, loop.name, ranks, prompts_per_step=sizes, steps=parts.recipe.steps, start=start
+        )
+        LineFile(journal, "iteration", parts.directory.may_fail).cut_after(made)
+        return made, owed
 
     def save(self, numbers: dict[str, float], end: StepEnd) -> None:
         """Write a checkpoint where one is due, and always at the end. All ranks call it together."""
@@ -163,7 +186,10 @@ class Keeper:
             rows.append(partial(save_rows, surplus, name=SURPLUS, shard=shard, num_shards=repeat.layout.dp))
         loop = plan.loop_of(rank)
         texts: dict[str, str] = {}
-        if loop.lag and rank == loop.ranks[0]:
+        if self._chain.generation is not None:
+            generated = self._chain.generation.snapshot()
+            texts[AHEAD_FILE.format(loop.name, generated.shard)] = generated.to_json()
+        elif loop.lag and rank == loop.ranks[0]:
             ahead = LoopState(progress.step, progress.data_position, loop.lag)
             texts[LOOP_FILE.format(loop.name)] = json.dumps(asdict(ahead))
         return Content(

@@ -21,6 +21,7 @@ from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_of
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
 from leaderless.rollout.serving import Colocated, Fed, Serving, held_by, probe_of, shapes_of
+from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.play import tools_of
 from leaderless.supervision.limits import lower_limit, read_limits
@@ -152,6 +153,8 @@ class Roles:
         route = self._way_to_engines(role, recipe, trained.layout, layout, shapes_of(empty_causal_lm(config, role)))
         setup = self._setup(instance, recipe)
         engine, group = make_engine(instance.engine, setup), self._transport.process_group(layout.ranks)
+        if self._plan.loop_of(self._transport.rank).is_continuous:
+            engine = SharedEngine(engine)  # it goes on while held-out prompts are answered
         return Fed(engine, route, group, shard=setup.shard, may_restart=engine_of(instance.engine).restarts_on(layout))
 
     def close(self) -> None:
@@ -187,6 +190,18 @@ class Roles:
         source = self.engines[action.role, action.source_layout.ranks]
         copied, log_probs = held_by(source).copied(), self._log_probs(action, source)
         return lambda process_group: self._exchange(action, copied, log_probs, process_group)
+
+    def fetch(self, action: SyncWeights, process_group: ProcessGroup) -> Callable[[], None]:
+        """Receive new weights for an engine in any thread; the function that is returned gives them to the engine.
+
+        The ranks that train send them together with this.
+        """
+        model = self._models[action.role, action.target_layout.ranks]
+        assert isinstance(model, ModelRole), "only language models generate"
+        assert isinstance(model.serving, Fed), "an instance that is only an engine is fed"
+        recipe = self._recipe.as_seen_by(action.role)
+        probe = self._probe(action, recipe, None, process_group)
+        return model.serving.fetch(process_group, None, probe)
 
     def _exchange(
         self, action: SyncWeights, held: HeldWeights | None, log_probs: Tensor | None, process_group: ProcessGroup

@@ -20,6 +20,7 @@ from leaderless.supervision.heartbeat import Stall, Watchdog, end_stalled
 from leaderless.supervision.stop import StopRequest
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.chain import Chain
+from leaderless.worker.continuous import ContinuousLoop
 from leaderless.worker.keeper import Keeper
 from leaderless.worker.loop_log import LoopLog
 from leaderless.worker.parts import Parts, Progress
@@ -69,7 +70,9 @@ class Worker:
     def _run_steps(self, stop: StopRequest) -> None:
         self.chain.channels.is_asked_to_stop = lambda: stop.signal is not None
         self.parts.display.start(self.parts.recipe.steps, self.progress.trained)
-        if self._loop.lag:
+        if self._loop.is_continuous:
+            self._generate()
+        elif self._loop.lag:
             self._run_ahead()
         else:
             self._train()
@@ -83,10 +86,10 @@ class Worker:
         """Take the steps of the run."""
         num_steps, is_stopping = self.parts.recipe.steps, False
         if self.progress.step == 0:
-            self._write(self._evaluate())
+            self._write(0, self._evaluate())
         while self.progress.step < num_steps and not is_stopping:
             numbers = self.run_step() | self._evaluate()
-            self._write(numbers)
+            self._write(self.progress.step, numbers)
             end = self._agree()
             self.chain.channels.end_iteration(end)
             is_stopping = end.is_stopping
@@ -94,6 +97,20 @@ class Worker:
                 self._roll_back()
             else:
                 self._keeper.save(numbers, end)
+
+    def _generate(self) -> None:
+        """Generate continuously."""
+
+        def evaluate() -> dict[str, float]:
+            numbers = self._evaluate()
+            self._write_evaluation(numbers)
+            return numbers
+
+        if self.progress.step == 0:
+            evaluate()
+        ContinuousLoop(
+            self.parts, self.progress, self.chain, self._keeper, self._guards, evaluate, self._write, self.tracer
+        ).run()
 
     def _run_ahead(self) -> None:
         """Take the iterations of a loop that is ahead of training, each with the weights of `lag + 1` steps before.
@@ -106,7 +123,8 @@ class Worker:
             self._write_evaluation(self._evaluate())
         while self.progress.trained < num_steps and not is_stopping:
             if self.progress.step < min(num_steps, self.progress.trained + self._loop.lag + 1):
-                self._write(self.run_step())
+                numbers = self.run_step()
+                self._write(self.progress.step, numbers)
                 self._guards.must_roll_back(self.progress.step, self._agree(), self._keeper.newest)
                 continue
             note = self.chain.take_weights()
@@ -176,9 +194,8 @@ class Worker:
         if self._log is not None and numbers:
             self._log.write_evaluation(self.progress.trained, {"time_s": self.progress.seconds, **numbers})
 
-    def _write(self, numbers: dict[str, float]) -> None:
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
         """Log the numbers of an iteration."""
-        step = self.progress.step
         if self._log is not None and numbers:
             numbers = {"time_s": self.progress.seconds, **numbers}
             self._log.write(step, numbers)

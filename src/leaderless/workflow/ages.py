@@ -19,4 +19,4 @@ AGES: Mapping[str, tuple[float, float]] = {
 
 def may_be_stale(recipe: Recipe) -> bool:
     """Whether samples of a recipe may be trained by later weights than those that sampled them."""
-    return bool(recipe.channels) or recipe.online is not None
+    return bool(recipe.open_channels) or recipe.online is not None

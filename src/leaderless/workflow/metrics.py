@@ -30,6 +30,7 @@ _PLAYED = "an `environment`, or `online`"
 _ONLINE = "`online`"
 _TOOLS = "an `environment` with tools"
 _STALE = "`channels`, or `online`"
+_CONTINUOUS = "`channels` with `mode` set to `continuous`"
 _EVALUATION = "`evaluation.every_steps` above 0"
 
 
@@ -126,6 +127,15 @@ METRICS: dict[str, Metric] = {
     "rollout/staleness": Metric("mean number of optimizer updates between sampling a token and training on it"),
     "staleness/oldest": Metric("mean of the same for the oldest token of each sample", _STALE),
     "staleness/share/<age>": Metric("share of samples whose oldest token is that many updates old", _STALE),
+    "generation/response_tokens": Metric(
+        "mean number of tokens of the responses that ended or were given up since the last share: what was generated, "
+        "next to `rollout/response_tokens`, what is trained",
+        _CONTINUOUS,
+    ),
+    "generation/voided_tokens": Metric("tokens of groups that were given up", _CONTINUOUS),
+    "generation/canceled": Metric("groups that were given up because they would have been too old", _CONTINUOUS),
+    "generation/deferred": Metric("groups of the step that later groups have overtaken", _CONTINUOUS),
+    "generation/open": Metric("groups that are under way when a share is complete, over all ranks", _CONTINUOUS),
     "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
     **_of("advantage", ADVANTAGES),
     "sampling/kept": Metric("groups that dynamic sampling kept", _ROUNDS),

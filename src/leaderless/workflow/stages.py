@@ -97,6 +97,8 @@ def _rollout_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
         names += ["rollout/prefix_hits", "rollout/engine_busy", *(f"episode/{name}" for name in EPISODE_METRICS)]
     if recipe.online:
         names += [f"online/{name}" for name in ONLINE_METRICS]
+    if any(channel.mode == "continuous" for channel in recipe.channels.values()):
+        names += [f"generation/{name}" for name in GENERATION_METRICS]
     if recipe.environment:
         tools = python_tools(recipe.environment, environment_class(recipe.environment))
         if tools or recipe.environment.mcp:
@@ -245,6 +247,7 @@ EPISODE_METRICS = (
     "environment_s",
 )
 """Metrics of episodes, below `episode/`."""
+GENERATION_METRICS = ("response_tokens", "voided_tokens", "canceled", "deferred", "open")
 ONLINE_METRICS = (
     "requests",
     "failed",

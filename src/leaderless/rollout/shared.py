@@ -1,0 +1,76 @@
+"""One engine for several users, each of which sees only what it has asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingParams
+from leaderless.weights.stream import WeightStream
+
+
+class SharedEngine:
+    """See `RolloutEngine`. What one view has asked for goes on while another one takes steps."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Share an engine that nobody uses yet; the shared engine is a view itself."""
+        self._engine = engine
+        # Of each request, where its owner finds deltas, and how many of its responses have not ended.
+        self._owners: dict[int, tuple[list[Delta], int]] = {}
+        self._deltas: list[Delta] = []
+
+    def view(self) -> SharedEngine:
+        """Another view of the same engine."""
+        other = SharedEngine(self._engine)
+        other._owners = self._owners
+        return other
+
+    @property
+    def policy_version(self) -> int | None:
+        """See `RolloutEngine`."""
+        return self._engine.policy_version
+
+    def wake(self, reload: Callable[[], None]) -> None:
+        """See `RolloutEngine`."""
+        self._engine.wake(reload)
+
+    def load_weights(self, weights: WeightStream) -> None:
+        """See `RolloutEngine`."""
+        self._engine.load_weights(weights)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """See `RolloutEngine`. All views lose their requests."""
+        for deltas, _ in self._owners.values():
+            deltas.clear()
+        self._owners.clear()
+        self._engine.sleep(keep_weights=keep_weights)
+
+    def submit(self, request: Request, params: SamplingParams) -> int:
+        """See `RolloutEngine`."""
+        number = self._engine.submit(request, params)
+        self._owners[number] = self._deltas, len(request.sample_ids)
+        return number
+
+    def step(self) -> list[Delta]:
+        """See `RolloutEngine`. What other views have got by it waits for their next step."""
+        if not self._deltas:
+            for delta in self._engine.step():
+                found, num_left = self._owners.pop(delta.request)
+                found.append(delta)
+                num_left -= delta.finish_reason is not None
+                if num_left:
+                    self._owners[delta.request] = found, num_left
+        deltas = [*self._deltas]
+        self._deltas.clear()
+        return deltas
+
+    def abort(self, request: int) -> None:
+        """See `RolloutEngine`."""
+        self._engine.abort(request)
+
+    def forget(self, conversation: int) -> None:
+        """See `RolloutEngine`."""
+        self._engine.forget(conversation)
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
+        self._engine.close()

@@ -1,0 +1,194 @@
+"""What ranks that generate continuously have begun: in checkpoints, in the journal, and after a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypedDict, cast
+
+import torch
+from torch import Tensor
+
+from leaderless.config import RecipeError
+from leaderless.data.transport import ProcessGroup
+from leaderless.observability.run_directory import read_lines
+
+AHEAD_FILE = "ahead-{}-{}.json"
+"""Name of the file of a checkpoint about a rank that generates, by its loop and its shard."""
+
+
+class Line(TypedDict):
+    """What the journal says about a share.
+
+    Attributes:
+        iteration: Iteration of the share.
+        start: How often the run had been started before.
+        trained: Iteration whose weights the engine had when work on the share began.
+        steps: Steps that the engine had taken since the start when the share was complete.
+        events: What happened meanwhile: the steps of the engine before, a kind, and what it is about; see `Events`.
+        groups: Groups of the share, ascending.
+        canceled: Groups that were given up.
+    """
+
+    iteration: int
+    start: int
+    trained: int
+    steps: int
+    events: list[list[int | str]]
+    groups: list[int]
+    canceled: list[int]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a rank has done beyond the last training iteration.
+
+    Attributes:
+        iteration: Shares that it has handed over.
+        loaded: Iterations whose prompts it has loaded.
+        shard: Its place among the ranks that generate.
+        num_shards: Number of these.
+        open: Groups that are in no share yet.
+        shares: Groups of the shares that have not been trained, by iteration.
+    """
+
+    iteration: int
+    loaded: int
+    shard: int
+    num_shards: int
+    open: Sequence[int]
+    shares: Mapping[str, Sequence[int]]
+
+    def to_json(self) -> str:
+        """The state as JSON."""
+        return json.dumps(asdict(self))
+
+    def owed(self, made: int, loaded: int, prompts_per_step: int) -> list[int]:
+        """Groups of this rank's shard that are to be begun again, if all ranks continue at the same place.
+
+        Args:
+            made: Shares that all ranks have handed over.
+            loaded: Iterations whose prompts some rank has loaded.
+            prompts_per_step: Prompts of an iteration, over all ranks.
+        """
+        lost = [group for iteration, groups in self.shares.items() if int(iteration) > made for group in groups]
+        places = size_of_shard(self.shard, self.num_shards, prompts_per_step)
+        unread = [load * prompts_per_step + place for load in range(self.loaded, loaded) for place in places]
+        return [*self.open, *lost, *unread]
+
+
+@dataclass(frozen=True)
+class Owed:
+    """The prompts that a rank has yet to begin.
+
+    Attributes:
+        first: Iteration of the oldest of them.
+        until: Last iteration of which some prompts may have been trained.
+        groups: Those up to that iteration, of this rank's shard.
+        num_left: Number of groups that the rank begins until the end of the run.
+        start: How often the run had been started before.
+        prompts_per_step: Prompts of an iteration, over all ranks.
+    """
+
+    first: int
+    until: int
+    groups: frozenset[int]
+    num_left: int
+    start: int
+    prompts_per_step: int
+
+    def wants(self, iteration: int, groups: Tensor) -> Tensor:
+        """Which of the prompts of an iteration are to be begun, [n] bool; `groups` are their ids [n] int64."""
+        if iteration > self.until:
+            return torch.ones(len(groups), dtype=torch.bool)
+        return torch.tensor([group in self.groups for group in groups.tolist()], dtype=torch.bool)
+
+    def left_from(self, iteration: int) -> list[int]:
+        """Those that come with an iteration or a later one, up to `until`."""
+        begin = (iteration - 1) * self.prompts_per_step
+        return [group for group in self.groups if group >= begin]
+
+
+def size_of_shard(shard: int, num_shards: int, prompts_per_step: int) -> range:
+    """The places of a shard among the prompts of an iteration."""
+    return range(prompts_per_step * shard // num_shards, prompts_per_step * (shard + 1) // num_shards)
+
+
+def nothing_done(shard: int, num_shards: int, prompts_per_step: int, steps: int, start: int) -> Owed:
+    """What a rank owes at the beginning of a run."""
+    size = len(size_of_shard(shard, num_shards, prompts_per_step))
+    return Owed(1, 0, frozenset(), size * steps, start, prompts_per_step)
+
+
+def read_ahead(
+    checkpoint: Path, loop: str, ranks: ProcessGroup, *, prompts_per_step: int, steps: int, start: int
+) -> tuple[int, Owed]:
+    """Find what a rank owes after a checkpoint. All ranks of the loop call it together.
+
+    Groups belong to shards by their places in an iteration, so that the ranks may be more or fewer than before.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        loop: Name of the loop.
+        ranks: Its ranks.
+        prompts_per_step: Prompts of an iteration, over all ranks.
+        steps: Iterations of the whole run.
+        start: How often the run had been started before.
+
+    Returns:
+        Number of iterations that all ranks had handed over, and what this rank owes.
+
+    Raises:
+        RecipeError: The checkpoint does not say so.
+    """
+    shard, num_shards = ranks.ranks.index(ranks.rank), ranks.size
+    first = _read(checkpoint, loop, 0)
+    read = [_read(checkpoint, loop, place) for place in range(shard, first.num_shards, num_shards)]
+    what = f"what the ranks of loop '{loop}' have begun"
+    numbers = torch.tensor([[-one.iteration, one.loaded] for one in read] or [[-steps, 0]]).amax(0)
+    made, loaded = (int(number) for number in ranks.max(numbers, what))
+    made = -made
+    own = torch.tensor([group for one in read for group in one.owed(made, loaded, prompts_per_step)])
+    owed = torch.cat(ranks.gather(own.to(torch.int64), what))
+    places = size_of_shard(shard, num_shards, prompts_per_step)
+    mine = [group for group in owed.tolist() if group % prompts_per_step in places]
+    left = max(0, steps - loaded)
+    # Groups that were given up have left places for others.
+    missing = max(0, prompts_per_step * (steps - made - left) - len(owed))
+    more = missing * (shard + 1) // num_shards - missing * shard // num_shards
+    oldest = min(owed.tolist(), default=loaded * prompts_per_step) // prompts_per_step
+    num_left = len(mine) + len(places) * left + more
+    return made, Owed(oldest + 1, loaded, frozenset(mine), num_left, start, prompts_per_step)
+
+
+def _read(checkpoint: Path, loop: str, shard: int) -> Ahead:
+    file = checkpoint / AHEAD_FILE.format(loop, shard)
+    try:
+        return Ahead(**json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise RecipeError.at(
+            f"channels.{loop}.mode",
+            f"is continuous, but {checkpoint} is of a run that did not generate '{loop}' so: leave the mode as it was, "
+            "or pass --fresh to begin anew",
+        ) from None
+
+
+def journal_file(folder: Path, loop: str, shard: int) -> Path:
+    """The journal of a rank that generates continuously, in the folder of a run's journals."""
+    return folder / f"{loop}-shard-{shard:05d}.jsonl"
+
+
+def read_script(folder: Path, loop: str, shard: int, num_shards: int) -> Iterator[Line]:
+    """The lines of the journal of a rank, from a run that is followed.
+
+    Raises:
+        RecipeError: There are none, or they are of another number of ranks.
+    """
+    known = len(list(folder.glob(f"{loop}-shard-*.jsonl")))
+    if known != num_shards:
+        found = f"{known} ranks have generated '{loop}' continuously" if known else "there is no journal of such ranks"
+        raise RecipeError.at("run.follow", f"in {folder} {found}, but here {num_shards} do: follow it on as many ranks")
+    for line in read_lines(journal_file(folder, loop, shard), "iteration"):
+        yield cast("Line", line)

@@ -1,0 +1,185 @@
+"""A loop that generates continuously: each of its ranks goes through iterations on its own.
+
+The ranks meet where an evaluation or a checkpoint is due: each comes there when it takes the weights of that step. What
+they report of an iteration is added up by a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import cast
+
+from leaderless.config import Json
+from leaderless.data.channel import Note, Outbox
+from leaderless.data.shares import Shares
+from leaderless.observability.events import GuardEvent
+from leaderless.observability.line_file import LineFile
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.observability.trace import Tracer
+from leaderless.planner import Load, PlannedNode
+from leaderless.rollout.shared import SharedEngine
+from leaderless.stages.context import ModelRole
+from leaderless.stages.continuous import Events, ResponseField
+from leaderless.stages.rollout import distributions_of
+from leaderless.supervision.guards import Guards
+from leaderless.worker.agreement import LOG, Judge, ProcessGroups, StepEnd, agree
+from leaderless.worker.ahead import journal_file, nothing_done, read_script
+from leaderless.worker.chain import Chain
+from leaderless.worker.generation import Generation
+from leaderless.worker.keeper import Keeper
+from leaderless.worker.parts import Parts, Progress
+
+Write = Callable[[int, dict[str, float]], None]
+"""Logs the numbers of an iteration."""
+Evaluate = Callable[[], dict[str, float]]
+"""Answers held-out prompts where that is due; all ranks of the loop call it together."""
+
+
+class StoppedError(Exception):
+    """Training has stopped, and nothing more is to be generated."""
+
+
+class ContinuousLoop:
+    """Generates on one rank until training has all rows, or stops. It is also what its generation takes weights from.
+
+    Attributes:
+        reports: Iterations whose numbers are being added up.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        progress: Progress,
+        chain: Chain,
+        keeper: Keeper,
+        guards: Guards,
+        evaluate: Evaluate,
+        write: Write,
+        tracer: Tracer,
+    ) -> None:
+        """Begin nothing; `write` logs the numbers of an iteration, on the loop's first rank."""
+        self._parts, self._progress, self._chain, self._keeper = parts, progress, chain, keeper
+        self._guards, self._evaluate, self._write, self._tracer = guards, evaluate, write, tracer
+        self._loop = parts.plan.loop_of(parts.transport.rank)
+        timeout_s = parts.recipe.run.timeout_s
+        self.reports = Outbox(f"the log of {self._loop.name}", parts.recipe.steps, timeout_s, parts.transport.activity)
+        self._journal: LineFile | None = None
+
+    @property
+    def trained(self) -> int:
+        """See `Arrivals`."""
+        return self._progress.trained
+
+    def is_there(self) -> bool:
+        """See `Arrivals`."""
+        return self._chain.channels.weights.is_there()
+
+    def take(self) -> None:
+        """See `Arrivals`. What is due after a step of training is done before generation goes on."""
+        progress, channels = self._progress, self._chain.channels
+        loads, note = channels.weights.take()
+        with self._tracer.span("weights", progress.trained + 1):
+            for load in loads:
+                load()
+        progress.trained += 1
+        channels.forget_trained()
+        if progress.trained < self._parts.recipe.steps and not note.is_stopping:
+            channels.weights.begin(progress.trained + 1)
+        self._settle(note)
+
+    def _settle(self, note: Note) -> None:
+        """Evaluate, save and stop, where training says so or where it is due."""
+        numbers = self._evaluate()
+        self._keeper.save(numbers, StepEnd(note.is_stopping, note.is_checkpoint_due, self._progress.data_position))
+        if note.is_stopping:
+            raise StoppedError
+
+    def run(self) -> None:
+        """Generate until the run has ended, or stops."""
+        progress, steps = self._progress, self._parts.recipe.steps
+        if progress.trained < steps:
+            self._chain.channels.weights.begin(progress.trained + 1)
+        with ExitStack() as stack:
+            self._chain.generation = self._begin(stack)
+            try:
+                while progress.trained < steps:
+                    if progress.step < steps:
+                        self._iterate()
+                    else:
+                        self.take()
+            except StoppedError:
+                pass
+        self.reports.finish()
+
+    def _iterate(self) -> None:
+        progress, chain = self._progress, self._chain
+        progress.step += 1
+        begin = time.perf_counter()
+        try:
+            chain.walk()
+        except StoppedError:
+            progress.step -= 1
+            raise
+        seconds = time.perf_counter() - begin
+        chain.report()
+        assert chain.generation is not None
+        assert self._journal is not None
+        self._journal.append(cast("Mapping[str, Json]", chain.generation.line))
+        report = partial(self._report, progress.step, seconds, chain.metrics.take(), tuple(chain.events))
+        self.reports.post(progress.step, report)
+
+    def _report(
+        self,
+        step: int,
+        seconds: float,
+        reduce: Callable[[Judge, ProcessGroups], dict[str, float]],
+        events: Sequence[GuardEvent],
+    ) -> None:
+        """Add up what the ranks report of an iteration, and log it; the thread does it."""
+        lane, found = partial(self._parts.transport.lane, LOG), list(events)
+
+        def judge(numbers: Mapping[str, float], nodes: Sequence[PlannedNode]) -> None:
+            found.extend(self._guards.judge_rewards(step, numbers, nodes))
+
+        numbers = reduce(judge, lane)
+        numbers.pop("data/position", None)
+        end = agree(StepEnd(False, False, 0, tuple(found)), lane(self._loop.ranks))
+        self._write(step, numbers | {"time/step": seconds})
+        self._guards.must_roll_back(step, end, self._keeper.newest)
+
+    def _begin(self, stack: ExitStack) -> Generation:
+        """Prepare what generates, with an engine that is awake."""
+        parts, chain, loop = self._parts, self._chain, self._loop
+        recipe, plan, rank = parts.recipe, parts.plan, parts.transport.rank
+        (load,) = (entry for entry in chain.loaders if isinstance(entry, Load))
+        node = next(plan[name] for name in loop.nodes if plan[name].spec.samples)
+        model = parts.roles.of(node.node.role or "", node.layout)
+        assert isinstance(model, ModelRole), "only language models generate"
+        engine = stack.enter_context(model.generating())
+        assert isinstance(engine, SharedEngine), "ranks that generate continuously share it with evaluations"
+        channel = next(one for one in plan.channels if one.kind == "rows" and one.source == loop.name)
+        shard, num_shards, size = node.layout.shard_of(rank), node.layout.dp, recipe.batch.prompts_per_step
+        owed = self._keeper.owed or nothing_done(shard, num_shards, size, recipe.steps, 0)
+        self._journal = LineFile(
+            journal_file(parts.directory.journal, loop.name, shard), "iteration", parts.directory.may_fail
+        )
+        shares = Shares(
+            chain.loaders[load].num_mine,
+            recipe.steps,
+            depth=loop.lag,
+            bound=channel.max_staleness // recipe.batch.updates_per_step,
+            stragglers=next(iter(recipe.open_channels.values())).stragglers,
+            num_made=self._progress.step,
+        )
+        own = node.settings_of(recipe)
+        events, distributions = Events(), distributions_of(own, has_greedy="is_greedy" in node.writes)
+        field = ResponseField(engine.view(), own, distributions, events)
+        beat = partial(parts.progress, str(load))
+        script = None
+        if recipe.run.follow is not None:
+            followed = RunDirectory(parts.directory.path.parent / recipe.run.follow)
+            script = read_script(followed.journal, loop.name, shard, num_shards)
+        return Generation(chain.loaders[load], field, shares, self, owed, events, beat, script)

@@ -1,0 +1,256 @@
+"""Continuous generation: a rank works on groups of several iterations at once, and asks no other rank what to do.
+
+All that happens is a step of the engine, or happens between two steps. So the number of steps is a clock, and a journal
+of what happened at which step is enough to do it all again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from leaderless.data.batch import Batch
+from leaderless.data.dataloader import Dataloader
+from leaderless.data.shares import Shares
+from leaderless.observability.metrics import Metrics
+from leaderless.rollout.engine import Completion
+from leaderless.stages.continuous import Advance, Events, Tally
+from leaderless.worker.ahead import Ahead, Line, Owed
+
+
+class Field(Protocol):
+    """What is under way in an engine; see `ResponseField`."""
+
+    tally: Tally
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step may do something."""
+
+    def begin(self, prompts: Batch) -> None:
+        """Begin the groups of some prompts."""
+
+    def step(self) -> list[Advance]:
+        """Let the engine take a step."""
+
+    def give_up(self, number: int) -> None:
+        """Abort what is left of a group, and forget all of it."""
+
+    def take(self, groups: Sequence[int]) -> list[Completion]:
+        """Hand over the responses of groups that are finished, group by group."""
+
+    def reset(self) -> None:
+        """Forget all groups."""
+
+
+class Arrivals(Protocol):
+    """The weights that training sends to this rank."""
+
+    @property
+    def trained(self) -> int:
+        """The iteration whose weights the engine has."""
+
+    def is_there(self) -> bool:
+        """Whether the next weights have arrived."""
+
+    def take(self) -> None:
+        """Load the next weights into the engine, after waiting for them if they are not there."""
+
+
+class Generation:
+    """The groups of a rank from when their prompts are loaded until they are handed over.
+
+    Attributes:
+        line: What the journal says about the last share.
+        seconds: Time between the last two shares.
+    """
+
+    line: Line
+
+    def __init__(
+        self,
+        loader: Dataloader,
+        field: Field,
+        shares: Shares,
+        arrivals: Arrivals,
+        owed: Owed,
+        events: Events,
+        beat: Callable[[], None],
+        script: Iterator[Line] | None = None,
+    ) -> None:
+        """Have begun nothing.
+
+        Args:
+            loader: Loader of this rank's prompts.
+            field: What works on groups.
+            shares: What decides which groups are begun and handed over.
+            arrivals: Weights that arrive.
+            owed: Prompts that this rank has yet to begin.
+            events: What happens between the steps of the engine; the field knows them, too.
+            beat: Function that is called as a sign of life.
+            script: Lines of the journal that is followed; without one, time decides when weights are taken.
+        """
+        self._loader, self._field, self._shares, self._arrivals = loader, field, shares, arrivals
+        self._owed, self._events, self._beat, self._script = owed, events, beat, script
+        self._pending: list[Batch] = []  # prompts that are loaded and not begun, one each
+        self._prompts: dict[int, Batch] = {}  # of groups that are open
+        self._handed: dict[int, list[int]] = {}
+        self._canceled: list[int] = []
+        self._num_loaded = owed.first - 1
+        loader.position = self._num_loaded * loader.recipe.batch.prompts_per_step
+        self._num_left = owed.num_left
+        self._start, self._trained_before = owed.start, arrivals.trained
+        self._expected: Line | None = None
+        self._begin_s, self.seconds = time.perf_counter(), 0.0
+
+    def next(self) -> Batch:
+        """Work until the share of the next iteration is complete; returns its prompts."""
+        self._open_line()
+        while True:
+            self._take_weights()
+            share = self._shares.take(self._arrivals.trained)
+            if share is not None:
+                return self._hand_over(share)
+            self._give_up()
+            self._begin()
+            if self._field.is_busy:
+                self._step()
+            else:
+                self._take_next_weights()
+            self._beat()
+
+    def take(self, groups: Sequence[int]) -> list[Completion]:
+        """The responses of groups of the last share."""
+        return self._field.take(groups)
+
+    def report(self, metrics: Metrics) -> None:
+        """Report what has been generated since the last report."""
+        tally, self._field.tally = self._field.tally, Tally()
+        metrics.mean("generation/response_tokens", tally.tokens, tally.responses)
+        metrics.total("generation/voided_tokens", tally.voided)
+        metrics.total("generation/canceled", len(self.line["canceled"]))
+        first = 1 + (self.line["iteration"] - 1) * self._loader.recipe.batch.prompts_per_step
+        deferred = sum(group + 1 < first for group in self.line["groups"])
+        metrics.total("generation/deferred", deferred)
+        metrics.total("generation/open", len(self._shares.open))
+
+    def snapshot(self) -> Ahead:
+        """What is to be done again if the run continues from now."""
+        trained = self._arrivals.trained
+        waiting = [int(prompt.ids) for prompt in self._pending]
+        return Ahead(
+            iteration=self._shares.num_made,
+            loaded=self._num_loaded,
+            shard=self._loader.shard,
+            num_shards=self._loader.num_shards,
+            open=sorted({*self._shares.open, *waiting, *self._owed.left_from(self._num_loaded + 1)}),
+            shares={str(made): groups for made, groups in self._handed.items() if made > trained},
+        )
+
+    def _step(self) -> None:
+        for advance in self._field.step():
+            if advance.has_begun:
+                self._shares.sampled(advance.group, self._arrivals.trained)
+            if advance.is_finished:
+                self._shares.finish(advance.group)
+
+    def _begin(self) -> None:
+        """Begin as many groups as may be."""
+        room = int(min(self._shares.room(self._arrivals.trained), self._num_left))
+        while len(self._pending) < room:
+            self._load()
+        chosen, self._pending = self._pending[:room], self._pending[room:]
+        if chosen:
+            self._field.begin(Batch.concat(chosen))
+            groups = [int(prompt.ids) for prompt in chosen]
+            self._prompts |= zip(groups, chosen, strict=True)
+            self._shares.begin(groups)
+            self._num_left -= len(chosen)
+        if not self._num_left:
+            self._shares.end_of_data()
+
+    def _load(self) -> None:
+        """Load the prompts of one more iteration, but for those that are trained already."""
+        self._num_loaded += 1
+        prompts = self._loader.next()
+        is_owed = self._owed.wants(self._num_loaded, prompts.ids)
+        self._pending += [prompts.select(torch.tensor([row])) for row in is_owed.nonzero().squeeze(1).tolist()]
+
+    def _give_up(self) -> None:
+        """Give up groups that nobody would train."""
+        for group in self._shares.overdue(self._arrivals.trained):
+            self._field.give_up(group)
+            del self._prompts[group]
+            self._canceled.append(group)
+            self._num_left += 1
+
+    def _take_weights(self) -> None:
+        """Take all weights that have come; of a journal, those that had come at this step of the engine."""
+        while self._events.is_due("weights") if self._expected is not None else self._arrivals.is_there():
+            self._take_next_weights()
+
+    def _take_next_weights(self) -> None:
+        if self._expected is not None and not self._events.is_due("weights"):
+            raise self._unlike("waits for weights")
+        self._events.note("weights", self._arrivals.trained + 1)
+        self._arrivals.take()
+        self._handed = {made: groups for made, groups in self._handed.items() if made > self._arrivals.trained}
+
+    def _hand_over(self, share: list[int]) -> Batch:
+        iteration, now = self._shares.num_made, time.perf_counter()
+        self.seconds, self._begin_s = now - self._begin_s, now
+        self.line = Line(
+            iteration=iteration,
+            start=self._start,
+            trained=self._trained_before,
+            steps=self._events.steps,
+            events=self._events.happened,
+            groups=share,
+            canceled=self._canceled,
+        )
+        if self._expected is not None and self._expected != self.line:
+            raise self._unlike(f"has handed over groups {_some(share)}")
+        self._handed[iteration] = share
+        self._events.happened, self._canceled = [], []
+        return Batch.concat([self._prompts.pop(group) for group in share])
+
+    # Following a journal
+
+    def _open_line(self) -> None:
+        """Begin the line of the next share, and read the one that is followed."""
+        if self._script is not None:
+            self._expected = next(self._script, None)
+            if self._expected is None:
+                iteration = self._shares.num_made + 1
+                raise RuntimeError(f"the journal that is followed ends before iteration {iteration}: set `steps` lower")
+            self._events.expected = self._expected["events"]
+            if self._expected["start"] != self._start:
+                self._start_anew(self._expected)
+        self._trained_before = self._arrivals.trained
+
+    def _start_anew(self, line: Line) -> None:
+        """Do what the run that is followed did when it was started again: everything that was under way is lost."""
+        self._start = line["start"]
+        self._field.reset()
+        self._events.steps = 0
+        lost = self._shares.forget()
+        self._num_left += len(lost)
+        self._pending = [*(self._prompts.pop(group) for group in lost), *self._pending]
+        while self._arrivals.trained < line["trained"]:
+            self._arrivals.take()
+
+    def _unlike(self, what: str) -> RuntimeError:
+        assert self._expected is not None
+        steps, groups = self._expected["steps"], _some(self._expected["groups"])
+        return RuntimeError(
+            f"iteration {self._expected['iteration']}: this rank {what} at step {self._events.steps} of its engine, "
+            f"but the run that is followed has handed over groups {groups} after {steps} steps: it must have the same "
+            "recipe, engine and number of threads"
+        )
+
+
+def _some(groups: Sequence[int]) -> str:
+    return ", ".join(map(str, groups[:5])) + (", ..." if len(groups) > 5 else "")
