@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
+from random import Random
 
 import pytest
 from tests.distributed.ranks import RankPool
 from tests.loops import NUM_STEPS, PROMPTS, RESPONSES, UPDATES, Runs, Seen, assert_same, numbers
 
+from leaderless.environments.protocol import Environment, Observation, Task, Turn
+
 CHANNEL = {"capacity": 1, "mode": "continuous"}
+EPISODES: dict[str, object] = {
+    "environment": {"type": f"{__name__}:Echo", "max_turns": 4, "max_episode_tokens": 30, "concurrency": 6},
+    "reward": {},
+    "data.max_prompt_tokens": 8,
+    "batch.micro_batch_tokens": 128,
+}
+
+
+class Echo(Environment):
+    """Says back the last character it was told, with a random one; answers take another while in each run."""
+
+    def reset(self, task: Task, rng: Random) -> Observation:
+        self.rng, self.turn, self.delays = rng, 0, Random()
+        return f"{task['question']}{rng.randrange(10)}"
+
+    def act(self, text: str) -> Turn:
+        time.sleep(0.05 * self.delays.random())
+        self.turn += 1
+        done = self.turn == 1 + ord(text[:1] or "0") % 3
+        return Turn(f"{text[-1:]}{self.rng.randrange(10)}", reward=float(len(set(text))), done=done)
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +68,15 @@ def test_a_run_that_is_followed_is_the_same_to_the_last_bit(plain: Seen, runs: R
     assert_same(again, plain)
     assert lines(runs, "again") == lines(runs, "plain")
     assert numbers(runs.directory("again")) == numbers(runs.directory("plain"))
+
+
+def test_episodes_are_played_across_updates_and_can_be_followed(runs: Runs) -> None:
+    channel = {**CHANNEL, "stragglers": "defer", "max_staleness": 2 * UPDATES}
+    played = runs(2, 1, channel, "played", **EPISODES)
+    groups = {sample >> 16 for rows in played.trained.values() for sample in rows}
+    assert groups == set(range(NUM_STEPS * PROMPTS))
+    kinds = {event[1] for line in lines(runs, "played") for event in line["events"]}  # type: ignore[attr-defined]
+    assert {"ask", "end", "weights"} <= kinds
+    again = runs(2, 1, channel, "played-again", **EPISODES, **{"run.follow": "played"})
+    assert_same(again, played)
+    assert lines(runs, "played-again") == lines(runs, "played")

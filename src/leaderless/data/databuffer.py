@@ -70,6 +70,7 @@ class Databuffer:
         self._loads: dict[Reshard, NDArray[np.int64]] = {}
         self._readers = _readers(plan)
         self._sent = {action.source for action in flat(plan.schedule) if isinstance(action, Reshard)}
+        self._is_continuous = plan.loop_of(self.rank).is_continuous
         self._sent |= {reshard.source for channel in plan.channels for reshard in channel.reshards}
         self._released_after = _last_readers(plan, self.rank)
 
@@ -116,15 +117,22 @@ class Databuffer:
             key, made = _key(writer, node.layout), Table.of(batch.only(readers), writer)
             tables[key] = Table.joined([tables[key], made]) if node.spec.rows == "join" and key in tables else made
             batch = tables[key].batch(dict.fromkeys(readers, writer))
-        if name in self._sent:
-            self._compare(node, batch)
+        if name in self._sent and not self._is_continuous:
+            self.compare(name, batch, self.transport.process_group(node.layout.ranks))
 
-    def _compare(self, node: PlannedNode, batch: Batch) -> None:
-        """Make sure that columns to be sent have one type on all ranks of a node, and each shard one set of rows."""
-        if len(node.layout.ranks) == 1:
+    def compare(self, name: str, batch: Batch, process_group: ProcessGroup) -> None:
+        """Make sure that columns to be sent have one type on all ranks of a node, and each shard one set of rows.
+
+        Where ranks generate continuously, they meet when the columns are sent.
+
+        Args:
+            name: Node.
+            batch: What this rank sends.
+            process_group: Ranks of the node.
+        """
+        if process_group.size == 1:
             return
-        text = schemas_to_json(batch)
-        process_group = self.transport.process_group(node.layout.ranks)
+        node, text = self.plan[name], schemas_to_json(batch)
         facts = torch.tensor([[digest(text.encode()), len(batch), digest(batch.ids.sort().values.numpy().tobytes())]])
         gathered = process_group.gather(facts, f"what ranks put out of node '{node.name}'")
         types, num_rows, rows = torch.cat(gathered).unbind(1)

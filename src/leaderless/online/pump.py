@@ -116,7 +116,7 @@ class DeskPump:
             self._end, left = error, [*self._waiting]
             self._waiting.clear()
         for order in left:
-            _settle(order, error)
+            settle(order, error)
 
     def _submit(self, engine: RolloutEngine) -> None:
         for number, order in list(self._under_way.items()):
@@ -141,7 +141,7 @@ class DeskPump:
             completion.add(delta)
             if delta.finish_reason is not None:
                 del self._under_way[delta.request]
-                _settle(order, completion)
+                settle(order, completion)
 
     def _interrupt(self, engine: RolloutEngine) -> None:
         """Let the engine go, and keep what has been sampled."""
@@ -155,7 +155,7 @@ class DeskPump:
             engine.abort(number)
 
 
-def _settle(order: Order, outcome: Completion | Exception) -> None:
+def settle(order: Order, outcome: Completion | Exception) -> None:
     """Give a client what it waits for, in its own thread."""
 
     def settle() -> None:

@@ -251,10 +251,6 @@ class _Cutter:
                 f"is continuous, but '{sampler.name}' has {sampler.layout}: the ranks of one engine would take new "
                 "weights at different tokens; give it one rank for each engine, or leave the mode at fixed_lag",
             )
-        if self.recipe.environment is not None:
-            raise RecipeError.at(
-                key, "is continuous, but responses in an `environment` are made together: leave it out"
-            )
         if self.recipe.online is not None:
             raise RecipeError.at(key, "is continuous, but clients of `online` lead the generation: leave it out")
         engine = next(x.engine for x in self.instances if x.role == sampler.node.role and x.generates)

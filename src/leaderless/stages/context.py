@@ -28,7 +28,9 @@ from leaderless.training.engine import TrainEngine, ValueEngine
 from leaderless.workflow.stage import RoleUse
 
 if TYPE_CHECKING:
+    from leaderless.environments.episode import Episode
     from leaderless.serve.desk import Desk
+    from leaderless.stages.played import Work
 
 Grader = Callable[[Sequence[RewardInput], Sequence[str | None]], list[Graded]]
 """Function that computes rewards, given the responses and the source of each."""
@@ -43,8 +45,11 @@ class Generated(Protocol):
 
     seconds: float
 
-    def take(self, groups: Sequence[int]) -> list[Completion]:
+    def responses(self, groups: Sequence[int]) -> list[Completion]:
         """The responses of groups, in order."""
+
+    def episodes(self, groups: Sequence[int]) -> tuple[list[Episode], Work]:
+        """The episodes of groups, in order, and what the engine has done meanwhile."""
 
 
 @dataclass(frozen=True)

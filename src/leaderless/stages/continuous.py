@@ -29,8 +29,9 @@ class Advance(NamedTuple):
     is_finished: bool
 
 
-EventKind = Literal["weights", "ask", "forget", "end"]
-"""Weights of an iteration are taken; a response is asked for; a conversation is forgotten; an episode has ended."""
+EventKind = Literal["weights", "ask", "drop", "forget", "end"]
+"""Weights of an iteration are taken; of episodes, a response is asked for, or not wanted any more, a conversation is
+forgotten, or an episode has ended."""
 
 
 @dataclass
@@ -179,6 +180,9 @@ class ResponseField:
         self._groups.clear()
         self._places.clear()
         self._engine.sleep(keep_weights=True)
+
+    def close(self) -> None:
+        """Let go of what is under way, which the engine forgets when it is closed."""
 
     def _forget(self, group: _Group) -> None:
         for request in group.requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from leaderless.config import Recipe
 from leaderless.config.data import DatasetConfig
@@ -15,7 +16,7 @@ from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, tool_use
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.stages.earlier import Earlier, Seat
-from leaderless.stages.played import Play, Played
+from leaderless.stages.played import Play, Played, Work
 
 
 def play_tasks(  # noqa: PLR0913
@@ -67,11 +68,36 @@ def play_tasks(  # noqa: PLR0913
     return result
 
 
+def played_before(
+    play: Play,
+    tasks: Batch,
+    data: Sequence[DatasetConfig],
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    episodes: Sequence[Episode],
+    work: Work,
+) -> Played:
+    """Episodes that were played by another thread, with writers of this one; see `play_tasks`."""
+    assert tokenizer.eos_token_id is not None
+    tools = tools_of(recipe, tokenizer)
+    writers = [writer_of(tokenizer, one, tools) for one in data]
+    seats = [one.seat for one in _begun(play, len(tasks))]
+    for episode, seat in zip(episodes, seats, strict=True):
+        if episode.place is not None:
+            episode.place = replace(episode.place, writer=writers[seat.task])
+    return Played(play, tasks, episodes, seats, work, tokenizer.eos_token_id, writers, tools)
+
+
 def _begun(play: Play, num_tasks: int) -> list[Earlier]:
     """All episodes, before anything has been said."""
     places = range(len(play.distributions))
     seats = (Seat(task, place, play.first + place) for task in range(num_tasks) for place in places)
     return [Earlier(seat, (), None) for seat in seats]
+
+
+def places_of(play: Play, tasks: Batch, writers: Sequence[ChatWriter], recipe: Recipe, role: str | None) -> list[Place]:
+    """All episodes of some tasks, those of a task next to each other, before anything has been said."""
+    return _places(_begun(play, len(tasks)), play, tasks, writers, recipe, role)
 
 
 def _places(

@@ -16,8 +16,8 @@ from leaderless.rollout.engine import Completion, Request, SamplingParams, gener
 from leaderless.stages.context import StageContext
 from leaderless.stages.earlier import Earlier, earlier_episodes
 from leaderless.stages.online import collect
-from leaderless.stages.play import play_tasks
-from leaderless.stages.played import Play
+from leaderless.stages.play import play_tasks, played_before
+from leaderless.stages.played import Play, Played
 from leaderless.workflow.stages import ENVIRONMENT
 
 TOO_MUCH = (
@@ -62,7 +62,7 @@ def _generate(batch: Batch, context: StageContext, distributions: Sequence[Sampl
         completions = _complete(batch, context, distributions, ids.view(len(batch), siblings).tolist())
         seconds = time.perf_counter() - begin
     else:
-        completions, seconds = context.generated.take(batch.ids.tolist()), context.generated.seconds
+        completions, seconds = context.generated.responses(batch.ids.tolist()), context.generated.seconds
     tokens = Jagged.from_lists([c.tokens for c in completions], torch.int64, "tokens")
     truncated = torch.tensor([c.is_truncated for c in completions], dtype=torch.bool)
     # A greedy response is only a baseline, and in no metric of what the policy samples.
@@ -108,8 +108,12 @@ def play_on(batch: Batch, context: StageContext) -> Batch:
 
 def _play(batch: Batch, context: StageContext, play: Play, earlier: Sequence[Earlier] | None = None) -> Batch:
     """Play an episode from each distribution for each task, or continue earlier ones; online, clients lead them."""
-    config, own, role = context.recipe.environment, context.node.node.role or "", context.role
+    own, role = context.node.node.role or "", context.role
     data = [context.recipe.data.train_set_of(row) for row in batch.objects("rows") if isinstance(row, Mapping)]
+    if context.generated is not None:
+        episodes, work = context.generated.episodes(batch.ids.tolist())
+        played = played_before(play, batch, data, context.recipe, context.tokenizer, episodes, work)
+        return _samples_of(played, context, context.generated.seconds)
     with memory_explained(TOO_MUCH), role.generating() as engine:
         begin = time.perf_counter()
         if context.recipe.online is not None:
@@ -127,6 +131,12 @@ def _play(batch: Batch, context: StageContext, play: Play, earlier: Sequence[Ear
                 earlier=earlier,
             )
         seconds = time.perf_counter() - begin
+    return _samples_of(played, context, seconds)
+
+
+def _samples_of(played: Played, context: StageContext, seconds: float) -> Batch:
+    """The samples of episodes that took some seconds; they are reported and written down, too."""
+    config, own = context.recipe.environment, context.node.node.role or ""
     played.report(context.metrics, context.node.layout.dp, seconds)
     if context.episodes is not None:
         context.episodes.write("step", context.step, "played", played.journal)

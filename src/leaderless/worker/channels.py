@@ -218,6 +218,11 @@ class Channels:
             if self._exchange(channel, Note(iteration)).is_abandoned:
                 return
             self._note_rows(channel, iteration, held)
+            if self._is_continuous(channel):
+                for action, batch in held.items():
+                    self._buffer.compare(
+                        action.source, batch, self._parts.transport.lane(channel.name, channel.source_ranks)
+                    )
             for action, batch in held.items():
                 reshard(action, self._parts.transport.lane(channel.name, action.ranks), batch, None)
 

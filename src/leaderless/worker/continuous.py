@@ -23,12 +23,14 @@ from leaderless.planner import Load, PlannedNode
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.continuous import Events, ResponseField
+from leaderless.stages.continuous_episodes import EpisodeField
+from leaderless.stages.played import Play
 from leaderless.stages.rollout import distributions_of
 from leaderless.supervision.guards import Guards
 from leaderless.worker.agreement import LOG, Judge, ProcessGroups, StepEnd, agree
 from leaderless.worker.ahead import journal_file, nothing_done, read_script
 from leaderless.worker.chain import Chain
-from leaderless.worker.generation import Generation
+from leaderless.worker.generation import Field, Generation
 from leaderless.worker.keeper import Keeper
 from leaderless.worker.parts import Parts, Progress
 
@@ -176,8 +178,14 @@ class ContinuousLoop:
         )
         own = node.settings_of(recipe)
         events, distributions = Events(), distributions_of(own, has_greedy="is_greedy" in node.writes)
-        field = ResponseField(engine.view(), own, distributions, events)
         beat = partial(parts.progress, str(load))
+        field: Field = ResponseField(engine.view(), own, distributions, events)
+        if recipe.environment is not None:
+            siblings = recipe.batch.responses_per_prompt + 1
+            play = Play(distributions, node.node.sampler * siblings, node.node.num_samplers * siblings, own.seed)
+            role = node.node.role or ""
+            field = EpisodeField(engine.view(), own, play, parts.tokenizer, role, events, beat)
+        stack.callback(field.close)
         script = None
         if recipe.run.follow is not None:
             followed = RunDirectory(parts.directory.path.parent / recipe.run.follow)

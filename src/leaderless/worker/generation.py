@@ -15,9 +15,11 @@ import torch
 from leaderless.data.batch import Batch
 from leaderless.data.dataloader import Dataloader
 from leaderless.data.shares import Shares
+from leaderless.environments.episode import Episode
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import Completion
-from leaderless.stages.continuous import Advance, Events, Tally
+from leaderless.stages.continuous import Advance, Events, ResponseField, Tally
+from leaderless.stages.continuous_episodes import EngineWork, EpisodeField
 from leaderless.worker.ahead import Ahead, Line, Owed
 
 
@@ -39,11 +41,11 @@ class Field(Protocol):
     def give_up(self, number: int) -> None:
         """Abort what is left of a group, and forget all of it."""
 
-    def take(self, groups: Sequence[int]) -> list[Completion]:
-        """Hand over the responses of groups that are finished, group by group."""
-
     def reset(self) -> None:
         """Forget all groups."""
+
+    def close(self) -> None:
+        """Let go of what is under way."""
 
 
 class Arrivals(Protocol):
@@ -122,9 +124,15 @@ class Generation:
                 self._take_next_weights()
             self._beat()
 
-    def take(self, groups: Sequence[int]) -> list[Completion]:
-        """The responses of groups of the last share."""
+    def responses(self, groups: Sequence[int]) -> list[Completion]:
+        """See `Generated`."""
+        assert isinstance(self._field, ResponseField), "without an environment, each response stands for itself"
         return self._field.take(groups)
+
+    def episodes(self, groups: Sequence[int]) -> tuple[list[Episode], EngineWork]:
+        """See `Generated`."""
+        assert isinstance(self._field, EpisodeField), "in an environment, episodes are played"
+        return self._field.take(groups), self._field.take_work()
 
     def report(self, metrics: Metrics) -> None:
         """Report what has been generated since the last report."""

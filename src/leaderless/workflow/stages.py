@@ -116,9 +116,10 @@ def _reward_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
     return [*names, *["episode/grading_s"] * bool(recipe.has_episodes and recipe.reward.options())]
 
 
-def _record_reads(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
+def _record_reads(recipe: Recipe, node: Node) -> list[str]:
     columns = ["rows", "tokens", "truncated", "rewards", "reward_valid", "reward_details", "advantages"]
-    return columns + ["agent"] * (len(node.agents) > 1)
+    # Without the mask, what an environment has said would be taken for a part of the response.
+    return columns + ["agent"] * (len(node.agents) > 1) + ["response_mask"] * recipe.has_episodes
 
 
 def _advantage_metrics(recipe: Recipe, node: Node) -> list[str]:  # noqa: ARG001
@@ -381,7 +382,7 @@ BUILTIN_STAGES: dict[str, StageSpec] = {
         "leaderless.stages.record:record",
         sampled_with=("stop",),
         reads=_record_reads,
-        reads_if_written=("response_mask", "rollout_log_probs", "old_log_probs", EPISODE_IDS, "joint_ids"),
+        reads_if_written=("rollout_log_probs", "old_log_probs", EPISODE_IDS, "joint_ids"),
         has_effect=lambda recipe: recipe.run.recorded_prompts > 0,
         needs_whole_groups=True,
         summary="keep some samples for the report",

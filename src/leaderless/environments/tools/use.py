@@ -58,18 +58,28 @@ def tool_use(
     Raises:
         RecipeError: They cannot be used, or their calls cannot be read.
     """
-    if not python_tools(config, environment) and not config.mcp:
-        return None
     key = config.model_dump_json(), is_chat
     if key not in _used:
-        sources = ToolSources(config, environment)
-        try:
-            reader = find_reader(config.tool_format, tokenizer, sources.schemas(), is_chat=is_chat)
-        except BaseException:
-            sources.close()
-            raise
-        _used[key] = ToolUse(sources, reader, sources.schemas())
+        use = own_tool_use(config, environment, tokenizer, is_chat=is_chat)
+        if use is None:
+            return None
+        _used[key] = use
     return _used[key]
+
+
+def own_tool_use(
+    config: EnvironmentConfig, environment: type[Environment] | None, tokenizer: Tokenizer, *, is_chat: bool
+) -> ToolUse | None:
+    """The same, for one user alone, who closes the sources; a tokenizer may not be used by two threads at once."""
+    if not python_tools(config, environment) and not config.mcp:
+        return None
+    sources = ToolSources(config, environment)
+    try:
+        reader = find_reader(config.tool_format, tokenizer, sources.schemas(), is_chat=is_chat)
+    except BaseException:
+        sources.close()
+        raise
+    return ToolUse(sources, reader, sources.schemas())
 
 
 def close_tools() -> None:
