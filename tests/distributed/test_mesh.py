@@ -78,6 +78,25 @@ def test_a_mesh_has_the_coordinates_of_its_layout(ranks: RankPool, sizes: dict[s
     ranks.run(4, check_mesh, sizes, tiny_model())
 
 
+def add_later() -> None:
+    """Make the groups of further layouts when ranks have different numbers of process groups, as under a new plan."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    for ranks in ((0, 1), (0,), (1, 2, 3)):
+        transport.add_process_group(ranks)
+    transport.add_lane("windows", (0, 1))
+    for layout in (Layout((0, 1, 2, 3), dp=2, tp=2), Layout((1, 2), dp=1, tp=2), Layout((0, 1, 2, 3), dp=2, tp=2)):
+        transport.add_process_group(layout.ranks)
+        transport.add_axes([layout])
+        for axis in layout.axes if transport.rank in layout else ():
+            peers = layout.peers(transport.rank, axis)
+            total = transport.process_group(peers).sum(torch.tensor([transport.rank]), "x")
+            assert int(total) == sum(peers)
+
+
+def test_process_groups_can_be_added_when_ranks_have_different_numbers_of_them(ranks: RankPool) -> None:
+    ranks.run(4, add_later, timeout_s=20)
+
+
 def make_groups(sizes: list[tuple[tuple[int, ...], int, int]], world_size: int | None = None) -> int:
     """Talk along all axes of some layouts; the number of process groups that this rank has made.
 

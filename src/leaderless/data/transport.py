@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from leaderless.data.activity import Activity
 from leaderless.data.errors import CollectiveError
@@ -308,7 +308,7 @@ def _silent(rank: int, others: Sequence[int]) -> tuple[int, ...]:
 
 
 class Transport:
-    """The process groups of a run. Every rank makes them in the same order, before the first step."""
+    """The process groups of a run. Every rank makes them in the same order, before the first step or for a new plan."""
 
     def __init__(
         self, payload_device: torch.device, timeout_s: float, host: str | None = None, activity: Activity | None = None
@@ -333,6 +333,7 @@ class Transport:
         self.world.hosts = dict(enumerate(torch.unique(digests, return_inverse=True)[1].tolist()))
         self._groups: dict[tuple[int, ...], ProcessGroup] = {self.world.ranks: self.world}
         self._peers: dict[tuple[int, ...], ProcessGroup] = {}  # apart, as each rank has others
+        self._meshes: set[Layout] = set()
         self._lanes: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
 
     def store(self) -> Store:
@@ -342,17 +343,27 @@ class Transport:
     def add_axes(self, layouts: Iterable[Layout]) -> None:
         """Make the process groups of layouts with several axes: of peers along each, and of ranks with the same rows.
 
-        All ranks of the world call it together, before they add other process groups. A rank makes those that it is
-        in, however many others there are. Torch names such a group by its ranks and the number of groups that the
-        process has: a rank outside a layout makes one of itself alone, so that all have as many.
+        All ranks of the world call it together. A rank makes those that it is in, however many others there are. Torch
+        names such a group by its ranks and the number of groups that the process has, so ranks that have fewer than
+        others first make groups of themselves alone, and a rank outside a layout does so, too.
         """
-        assert list(self._groups) == [self.world.ranks], "ranks have as many process groups as each other"
-        assert not self._lanes, "lanes are process groups, too"
-        for layout in dict.fromkeys(layouts):
+        new = [layout for layout in dict.fromkeys(layouts) if layout.peer_groups and layout not in self._meshes]
+        if not new:
+            return
+        self._meshes.update(new)
+        mine = len(_world.pg_names)
+        most = int(self.world.max(torch.tensor([mine]), "the number of process groups"))
+        for _ in range(most - mine):
+            self._make_alone((self.rank,))
+        for layout in new:
             for peers in layout.peer_groups:
                 ranks = peers(self.rank) if self.rank in layout else (self.rank,)
-                handle = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
-                self._keep(self._peers, ranks, handle)
+                self._keep(self._peers, ranks, self._make_alone(ranks))
+
+    def _make_alone(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Make a process group without the help of other ranks than its own."""
+        handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+        return handle
 
     def add_process_group(self, ranks: tuple[int, ...]) -> None:
         """Make the process group of some ranks, ascending, if there is none yet. All ranks of the world call it."""

@@ -17,8 +17,8 @@ from leaderless.data.databuffer import WINDOWS
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.device import DeviceSetup, setup_device
 from leaderless.planner import Plan, Reshard, flat, format_ranks
+from leaderless.worker import channels
 from leaderless.worker.agreement import metric_pools
-from leaderless.worker.channels import add_process_groups
 from leaderless.worker.place import Place
 
 SHARED_FOLDER_S = 5.0
@@ -53,18 +53,7 @@ def join_workers(
         )
     transport = Transport(setup.device, timeout_s, activity=activity)
     _compare_plans(plan, transport)
-    transport.add_axes(layout for one in plan.instances for layout in (one.layout, one.serving_layout))
-    for action in flat(plan.schedule):
-        transport.add_process_group(plan.ranks_of(action))
-    for instance in plan.instances:
-        transport.add_process_group(instance.layout.ranks)
-    for loop in plan.loops:
-        for ranks in (loop.ranks, *metric_pools(plan, loop)):
-            transport.add_process_group(ranks)
     add_process_groups(plan, transport)
-    for action in plan.windowed.body if plan.windowed else ():
-        if isinstance(action, Reshard):
-            transport.add_lane(WINDOWS, action.ranks)
     try:
         yield transport, setup.device
     except BaseException:
@@ -74,6 +63,22 @@ def join_workers(
             _leave()
         raise
     _leave()
+
+
+def add_process_groups(plan: Plan, transport: Transport) -> None:
+    """Make the process groups of a plan that there are none of yet. All ranks of the world call it together."""
+    transport.add_axes(layout for one in plan.instances for layout in (one.layout, one.serving_layout))
+    for action in flat(plan.schedule):
+        transport.add_process_group(plan.ranks_of(action))
+    for instance in plan.instances:
+        transport.add_process_group(instance.layout.ranks)
+    for loop in plan.loops:
+        for ranks in (loop.ranks, *metric_pools(plan, loop)):
+            transport.add_process_group(ranks)
+    channels.add_process_groups(plan, transport)
+    for action in plan.windowed.body if plan.windowed else ():
+        if isinstance(action, Reshard):
+            transport.add_lane(WINDOWS, action.ranks)
 
 
 def join_nobody(setup: DeviceSetup, timeout: timedelta | None = None) -> None:
