@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 from tests.distributed.ranks import RankPool
-from tests.loops import NUM_STEPS, PROMPTS, RESPONSES, UPDATES, Runs, Seen, assert_same, numbers
+from tests.loops import NUM_STEPS, PROMPTS, RESPONSES, UPDATES, Runs, Seen, Stop, assert_same, numbers
 
 from leaderless.environments.protocol import Environment, Observation, Task, Turn
 
@@ -80,3 +80,34 @@ def test_episodes_are_played_across_updates_and_can_be_followed(runs: Runs) -> N
     again = runs(2, 1, channel, "played-again", **EPISODES, **{"run.follow": "played"})
     assert_same(again, played)
     assert lines(runs, "played-again") == lines(runs, "played")
+
+
+@pytest.mark.parametrize(
+    ("name", "stragglers", "stop", "ranks_after"),
+    [
+        ("stopped", "wait", ("rollout", 3), (2, 1)),
+        ("stopped-by-training", "defer", ("reward", 3), (2, 1)),
+        ("moved", "cancel", ("rollout", 4), (1, 2)),
+    ],
+)
+def test_a_run_that_a_signal_has_stopped_loses_no_prompt_and_repeats_none(
+    runs: Runs, name: str, stragglers: str, stop: Stop, ranks_after: tuple[int, int]
+) -> None:
+    channel = {"capacity": 2, "max_staleness": 3 * UPDATES, "mode": "continuous", "stragglers": stragglers}
+    before = runs(2, 1, channel, name, stop)
+    assert 0 < before.done[1] < NUM_STEPS
+    after = runs(*ranks_after, channel, name)
+    assert min(after.trained) == before.done[1] + 1
+    trained = [row for rows in (*before.trained.values(), *after.trained.values()) for row in rows]
+    assert len(trained) == len({*trained}) == NUM_STEPS * PROMPTS * RESPONSES
+    if stragglers != "cancel":
+        assert {row >> 16 for row in trained} == set(range(NUM_STEPS * PROMPTS))
+    assert [row["step"] for row in numbers(runs.directory(name))] == list(range(NUM_STEPS + 1))
+
+
+def test_a_run_that_was_stopped_can_be_followed(runs: Runs) -> None:
+    channel = {"capacity": 2, "mode": "continuous"}
+    before = runs(2, 1, channel, "interrupted", ("reward", 3))
+    after = runs(2, 1, channel, "interrupted")
+    again = runs(2, 1, channel, "not-interrupted", **{"run.follow": "interrupted"})
+    assert_same(again, Seen(before.trained | after.trained, after.weights))

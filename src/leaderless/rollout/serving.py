@@ -214,12 +214,17 @@ class Fed:
         if process_group.payload_device.type == "cpu":
             trim_host_memory()  # buckets and replaced weights would lie next to all that follows
 
-    def fetch(self, process_group: ProcessGroup, held: HeldWeights | None, probe: Probe | None) -> Callable[[], None]:
+    def fetch(self, process_group: ProcessGroup, takers: ProcessGroup, probe: Probe | None) -> Callable[[], None]:
         """Receive new weights in any thread; the function that is returned gives them to the engine, in its own thread.
 
-        Requests may be in progress then. See `receive` for the arguments, and for what is raised.
+        Requests may be in progress then. See `receive` for what is raised.
+
+        Args:
+            process_group: All ranks of the route, for this thread.
+            takers: Ranks that generate, for this thread.
+            probe: A text with its log-probabilities, if the engine is asked for them.
         """
-        stream = receive_weights(self._route, process_group, self._takers, held)
+        stream = receive_weights(self._route, process_group, takers)
         kept = [(name, tensor.to("cpu", copy=True)) for name, tensor in stream]
         version = stream.policy_version
 

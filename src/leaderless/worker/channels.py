@@ -111,7 +111,7 @@ class Channels:
         for channel in self._to_here:
             if channel.sync is not None:
                 with self._tracer.span(f"receive({channel.name})", iteration, self._lanes[channel.name]):
-                    lane = self._parts.transport.lane(channel.name, channel.sync.ranks)
+                    lane = partial(self._parts.transport.lane, channel.name)
                     loads.append(self._parts.roles.fetch(channel.sync, lane))
                     note = self._exchange(channel, Note(iteration))
         return loads, note
@@ -293,7 +293,8 @@ def patience(channel: Channel) -> int:
 def add_process_groups(plan: Plan, transport: Transport) -> None:
     """Make the process groups of all channels. All ranks of the world call it together."""
     for channel in between_loops(plan):
-        for ranks in (channel.source_ranks, ranks_of(channel), *(transfer.ranks for transfer in channel.transfers)):
+        ends = channel.source_ranks, channel.target_ranks, ranks_of(channel)
+        for ranks in (*ends, *(transfer.ranks for transfer in channel.transfers)):
             transport.add_lane(channel.name, ranks, patience(channel))
     for loop in plan.loops:
         for ranks in (loop.ranks, *metric_pools(plan, loop)) if loop.is_continuous else ():

@@ -191,17 +191,21 @@ class Roles:
         copied, log_probs = held_by(source).copied(), self._log_probs(action, source)
         return lambda process_group: self._exchange(action, copied, log_probs, process_group)
 
-    def fetch(self, action: SyncWeights, process_group: ProcessGroup) -> Callable[[], None]:
+    def fetch(self, action: SyncWeights, lane: Callable[[tuple[int, ...]], ProcessGroup]) -> Callable[[], None]:
         """Receive new weights for an engine in any thread; the function that is returned gives them to the engine.
 
         The ranks that train send them together with this.
+
+        Args:
+            action: Entry of the plan.
+            lane: Function that finds the process group of some ranks, for this thread.
         """
         model = self._models[action.role, action.target_layout.ranks]
         assert isinstance(model, ModelRole), "only language models generate"
         assert isinstance(model.serving, Fed), "an instance that is only an engine is fed"
         recipe = self._recipe.as_seen_by(action.role)
-        probe = self._probe(action, recipe, None, process_group)
-        return model.serving.fetch(process_group, None, probe)
+        probe = self._probe(action, recipe, None, lane(action.ranks))
+        return model.serving.fetch(lane(action.ranks), lane(action.target_layout.ranks), probe)
 
     def _exchange(
         self, action: SyncWeights, held: HeldWeights | None, log_probs: Tensor | None, process_group: ProcessGroup
