@@ -158,6 +158,8 @@ def plan_of(case: Case) -> Plan:
         sizes={},
         memory=None,
         recipe_hash="",
+        engine="native",
+        layout={},
     )
 
 

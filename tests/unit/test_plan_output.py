@@ -18,7 +18,7 @@ from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner.layering import Link, place
 from leaderless.planner.picture import NUM_COLORS, clip, draw_plan, text_width
 from leaderless.planner.show import print_plan
-from leaderless.worker.process import write_description
+from leaderless.worker.description import write_description
 from leaderless.workflow import BUILTIN_STAGES, StageSpec, Workflow, resolve_workflow
 
 SVG = "{http://www.w3.org/2000/svg}"

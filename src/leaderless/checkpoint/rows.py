@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +26,44 @@ ALIGNMENT = 8
 
 def save_rows(batch: Batch, folder: Path, name: str, shard: int, num_shards: int) -> None:
     """Write the rows of a shard into the folder of a checkpoint, as bytes and schemas, under a name for all shards."""
-    parts = {"rows": batch.with_columns({GROUP_COLUMN: batch.group_ids})}
-    if batch.prompts is not None:
-        parts["prompts"] = batch.prompts
+    parts = _parts(batch)
     save_file(
         {name: pack(part) for name, part in parts.items()},
         folder / f"{name}-{shard:05d}-of-{num_shards:05d}.safetensors",
         metadata={name: schema_to_json(schema_of(part)) for name, part in parts.items()},
     )
+
+
+def _parts(batch: Batch) -> dict[str, Batch]:
+    """The rows of a batch, and the prompts that they point to."""
+    rows = {"rows": batch.with_columns({GROUP_COLUMN: batch.group_ids})}
+    return rows if batch.prompts is None else rows | {"prompts": batch.prompts}
+
+
+def rows_to_bytes(batch: Batch) -> Tensor:
+    """[num_bytes] uint8: the rows of a batch with their prompts, as one message for another rank."""
+    parts = _parts(batch)
+    packed = {name: pack(part) for name, part in parts.items()}
+    facts = {name: [schema_to_json(schema_of(part)), len(packed[name])] for name, part in parts.items()}
+    header = json.dumps(facts).encode()
+    header += b" " * (-len(header) % ALIGNMENT)
+    size = torch.tensor([len(header)]).view(torch.uint8)
+    return torch.cat([size, torch.frombuffer(bytearray(header), dtype=torch.uint8), *packed.values()])
+
+
+def rows_from_bytes(message: Tensor) -> Batch:
+    """The batch that `rows_to_bytes` made a message of."""
+    begin = ALIGNMENT + int(message[:ALIGNMENT].view(torch.int64))
+    parts: dict[str, Batch] = {}
+    for name, (schema, num_bytes) in json.loads(bytes(message[ALIGNMENT:begin].numpy())).items():
+        parts[name] = unpack(message[begin : begin + num_bytes], schema_from_json(schema))
+        begin += num_bytes
+    return _joined(parts)
+
+
+def share_of(groups: Tensor, shard: int, num_shards: int) -> Tensor:
+    """The share that a shard has of groups, [n] ascending ids, where the number of shards has changed."""
+    return groups[len(groups) * shard // num_shards : len(groups) * (shard + 1) // num_shards]
 
 
 def load_rows(folder: Path, name: str, shard: int, num_shards: int) -> Batch | None:
@@ -49,8 +79,7 @@ def load_rows(folder: Path, name: str, shard: int, num_shards: int) -> Batch | N
     if not files:
         return None
     batch = Batch.concat(with_rows([_read(file) for file in files]))
-    groups = torch.unique(batch.group_ids)
-    mine = groups[len(groups) * shard // num_shards : len(groups) * (shard + 1) // num_shards]
+    mine = share_of(torch.unique(batch.group_ids), shard, num_shards)
     return sort_rows(batch.select(torch.isin(batch.group_ids, mine)), name)
 
 
@@ -65,6 +94,11 @@ def _read(file: Path) -> Batch:
                 f"{file}: column '{column.name}' is {column.kind} there, but {known.kind} in this version: continue "
                 "with the version that wrote the checkpoint, or start again with --fresh"
             )
+    return _joined(parts)
+
+
+def _joined(parts: Mapping[str, Batch]) -> Batch:
+    """The rows in some parts, pointing to their prompts."""
     rows, prompts = parts["rows"], parts.get("prompts")
     columns = {name: column for name, column in rows.columns.items() if name != GROUP_COLUMN}
     if prompts is None:

@@ -24,3 +24,4 @@ from leaderless.planner.plan import Plan as Plan
 from leaderless.planner.plan import PlannedNode as PlannedNode
 from leaderless.planner.plan import RoleInstance as RoleInstance
 from leaderless.planner.plan import answering as answering
+from leaderless.planner.plan import trained_instance as trained_instance

@@ -86,6 +86,8 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
         sizes=sizes,
         memory=estimate_memory(recipe, instances, channels, sizes, batch.micro_batch_tokens),
         recipe_hash=hashlib.sha256(dump_recipe(recipe).encode()).hexdigest(),
+        engine=cluster.engine,
+        layout=recipe.layout,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import Recipe
+from leaderless.config.layout import LayoutConfig
 from leaderless.planner.entries import (
     Action,
     Load,
@@ -201,6 +202,11 @@ def answering(instances: Sequence[RoleInstance], role: str | None = None) -> Rol
     return (*found, *instances)[0]
 
 
+def trained_instance(plan: Plan, role: str) -> RoleInstance | None:
+    """The instance of a role that is trained; None for a role that is not."""
+    return next((one for one in plan.instances if one.role == role and one.is_trained), None)
+
+
 @dataclass(frozen=True)
 class BatchSizes:
     """Sizes that follow from the recipe's `batch` section. Repeated nodes load the prompts of a step in each round.
@@ -244,6 +250,8 @@ class Plan:
         sizes: Size of each role's model; None where it is not known.
         memory: Estimated bytes of the fullest rank by what they are for; None when a model's size is not known.
         recipe_hash: Hash of the resolved recipe.
+        engine: Engine that generates where the recipe leaves it open.
+        layout: The section `layout` that it is made for: the recipe's, or what has replaced it while the run goes on.
     """
 
     recipe_name: str
@@ -259,6 +267,8 @@ class Plan:
     sizes: Mapping[str, ModelSize | None]
     memory: MemoryEstimate | None
     recipe_hash: str
+    engine: str
+    layout: Mapping[str, LayoutConfig]
 
     def __getitem__(self, name: str) -> PlannedNode:
         return next(node for node in self.nodes if node.name == name)

@@ -187,6 +187,10 @@ class Fed:
         """See `Serving`."""
         return self._version
 
+    def reroute(self, route: Route) -> None:
+        """Get weights another way from now on, as the ranks that train are others."""
+        self._route = route
+
     def receive(self, process_group: ProcessGroup, held: HeldWeights | None, probe: Probe | None) -> None:
         """Take new weights. All ranks of the route call it, or `send_weights`, together.
 

@@ -13,11 +13,11 @@ from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.dataset import Dataset, make_batch
 from leaderless.data.encode import Tokenizer
 from leaderless.data.errors import memory_explained
-from leaderless.data.transport import ProcessGroup
+from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.environments.episode import Episode
 from leaderless.environments.journal import text_of
 from leaderless.observability.episode_files import What
-from leaderless.planner import Layout
+from leaderless.planner import Layout, Plan, answering
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate
@@ -27,6 +27,7 @@ from leaderless.stages.played import Play
 from leaderless.stages.record import TokenRecorder, describe_sample
 from leaderless.stages.reward import grade_of, last_said, reward_inputs, transcripts, with_environment
 from leaderless.stages.rollout import TOO_MUCH
+from leaderless.worker.roles import Roles
 from leaderless.worker.scores import Scores
 
 Record = Callable[[Sequence[Mapping[str, Json]]], None]
@@ -206,3 +207,22 @@ def _answer_of(sample_id: int, episode: Episode) -> _Answer:
     tokens, is_sampled = last.tokens[head:], last.is_trained[head:]
     actor = episode.agents.index(last.agent)
     return _Answer(sample_id, tokens, is_sampled, last.log_probs, is_truncated=is_cut, reward=sum(rewards), actor=actor)
+
+
+def make_evaluator(
+    recipe: Recipe,
+    plan: Plan,
+    transport: Transport,
+    roles: Roles,
+    held_out: Dataset,
+    tokenizer: Tokenizer,
+    grade: Grader,
+) -> Evaluator | None:
+    """Make the evaluator of this rank; None if it does not hold the model that answers under the plan."""
+    instance = answering(plan.instances, recipe.evaluation.role)
+    if transport.rank not in instance.layout:
+        return None
+    model, layout = roles.of(instance.role, instance.layout), instance.serving_layout
+    assert isinstance(model, ModelRole), "checked by the planner"
+    process_group = transport.process_group(layout.ranks)
+    return Evaluator(recipe.as_seen_by(instance.role), held_out, model, layout, process_group, tokenizer, grade)

@@ -31,6 +31,7 @@ from leaderless.supervision.guards import RollBack
 from leaderless.worker.agreement import StepEnd
 from leaderless.worker.ahead import AHEAD_FILE, Owed, journal_file, read_ahead
 from leaderless.worker.chain import Chain
+from leaderless.worker.in_force import LAYOUT_FILE, replacement_of
 from leaderless.worker.parts import Parts, Progress
 
 SURPLUS = "surplus"
@@ -95,15 +96,13 @@ class Keeper:
                 )
         return ""
 
-    def resume(self, rolled_back: Callable[[int], RollBack | None]) -> None:
-        """Continue from the newest undamaged checkpoint, if there is one. All ranks call it together.
+    def resume(self, checkpoint: Path, rolled_back: Callable[[int], RollBack | None]) -> None:
+        """Continue from an undamaged checkpoint, which was made under this plan. All ranks call it together.
 
         Args:
+            checkpoint: Folder of the checkpoint.
             rolled_back: Function that finds the roll-back to the checkpoint of a step; then the data do not return.
         """
-        checkpoint = self.newest()
-        if checkpoint is None:
-            return
         parts, progress, rank = self._parts, self._progress, self._parts.transport.rank
         state = load_checkpoint(checkpoint, parts.roles.trained())
         for name in progress.nodes:
@@ -172,6 +171,11 @@ class Keeper:
                 f"stopped after step {self._progress.trained}; the same command continues from [bold]{path}"
             )
 
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written, and report its error if there is one."""
+        self._writer.wait()
+        self._report(self._writer.take_error())
+
     def close(self) -> None:
         """End what is being written."""
         self._writer.close()
@@ -186,6 +190,8 @@ class Keeper:
             rows.append(partial(save_rows, surplus, name=SURPLUS, shard=shard, num_shards=repeat.layout.dp))
         loop = plan.loop_of(rank)
         texts: dict[str, str] = {}
+        if rank == plan.leading.ranks[0] and (replaced := replacement_of(plan, self._parts.recipe)):
+            texts[LAYOUT_FILE] = replaced
         if self._chain.generation is not None:
             generated = self._chain.generation.snapshot()
             texts[AHEAD_FILE.format(loop.name, generated.shard)] = generated.to_json()

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe
-from leaderless.data.dataset import TrainingSet
+from leaderless.data.dataset import Dataset, TrainingSet
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
 from leaderless.observability.console import Display
@@ -35,6 +35,7 @@ class Parts:
     roles: Roles
     sets: Sequence[TrainingSet]
     evaluator: Evaluator | None
+    held_out: Dataset | None
     tokenizer: Tokenizer
     grade: Grader
     directory: RunDirectory

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,12 @@ import torch
 from rich.markup import escape
 
 from leaderless.checkpoint.reader import find_damage, load_checkpoint
-from leaderless.config import Recipe, RecipeError, dump_recipe
+from leaderless.config import Recipe, RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.activity import Activity
 from leaderless.data.cache import DataCache
 from leaderless.data.dataloader import open_training_set
-from leaderless.data.dataset import TrainingSet, open_dataset
+from leaderless.data.dataset import Dataset, TrainingSet, open_dataset
 from leaderless.data.encode import RowEncoder, Tokenizer
 from leaderless.data.files import find_files
 from leaderless.data.sources import open_source
@@ -29,14 +28,16 @@ from leaderless.models.chat_template import check_template
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
-from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.observability.run_directory import RunDirectory, list_checkpoints
 from leaderless.planner import Plan, RoleInstance, answering
 from leaderless.rewards.pool import RewardPool
-from leaderless.stages.context import Grader, ModelRole
+from leaderless.stages.context import Grader
 from leaderless.stages.play import writer_of
+from leaderless.worker.description import write_description
 from leaderless.worker.doors import say_doors, take_door
-from leaderless.worker.evaluation import Evaluator
-from leaderless.worker.join import check_shared, join_workers
+from leaderless.worker.evaluation import Evaluator, make_evaluator
+from leaderless.worker.in_force import plan_in_force
+from leaderless.worker.join import add_process_groups, check_shared, join_workers
 from leaderless.worker.memory import check_memory
 from leaderless.worker.parts import Parts
 from leaderless.worker.place import Place
@@ -57,6 +58,9 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
     with ExitStack() as stack:
         grade, transport, device = _join(recipe, plan, place, stack)
         check_shared(directory.path, transport.world)
+        newest = next(reversed(list_checkpoints(directory.checkpoints)), None)
+        plan = plan_in_force(newest, recipe, plan, transport.world)
+        add_process_groups(plan, transport)
         if place.rank == 0:
             write_description(directory, recipe, plan, display.say)
         pass_tokens = check_memory(recipe, plan, place, device, transport.world, display.say)
@@ -71,13 +75,16 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         stack.callback(display.stop)
         episodes = EpisodeJournal(directory, place.rank, recipe.run.kept_episodes)
         stack.callback(episodes.close)
+        sets = builder.training_sets(directory.data)
+        held_out = builder.held_out() if recipe.evaluation.every_steps else None
         parts = Parts(
             recipe=recipe,
             plan=plan,
             transport=transport,
             roles=builder.roles,
-            sets=builder.training_sets(directory.data),
-            evaluator=builder.evaluator(grade) if recipe.evaluation.every_steps else None,
+            sets=sets,
+            evaluator=builder.evaluator(held_out, grade) if held_out is not None else None,
+            held_out=held_out,
             tokenizer=builder.tokenizer,
             grade=grade,
             directory=directory,
@@ -109,7 +116,7 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
                 raise RecipeError.at("", f"checkpoint {checkpoint} is damaged: {damage}; take another one")
             role, ranks = builder.instance.role, builder.instance.layout.ranks
             load_checkpoint(checkpoint, {role: builder.roles.engines[role, ranks]})
-        evaluator = builder.evaluator(grade)
+        evaluator = builder.evaluator(builder.held_out(), grade)
         assert evaluator is not None, "every rank answers"
         display.start(1, 0)
         try:
@@ -139,7 +146,7 @@ class _Builder:
         logs: Path,
         checkpoint: Path | None = None,
     ) -> None:
-        self.recipe, self.transport, self.display = recipe, transport, display
+        self.recipe, self.plan, self.transport, self.display = recipe, plan, transport, display
         self.instance: RoleInstance = answering(plan.instances, recipe.evaluation.role)
         first = answering(plan.instances).role  # the tokenizer does not depend on what is evaluated
         config = recipe.model_of(first)
@@ -165,8 +172,8 @@ class _Builder:
             self._say(key, sets[-1], config.path)
         return sets
 
-    def evaluator(self, grade: Grader) -> Evaluator | None:
-        """The evaluator of this rank, if it holds the model that answers. All ranks call it together."""
+    def held_out(self) -> Dataset:
+        """The held-out prompts. All ranks call it together."""
         config, key = self.recipe.data.evaluation, "data.evaluation"
         assert config is not None, "checked when the recipe was read"
         self._say_source("opening", config.path, on_hub=find_files(config, key) is None)
@@ -176,14 +183,11 @@ class _Builder:
         with self.display.reading(config.path) as progress:
             dataset = open_dataset(source, encoder, self.recipe, cache, progress, self.recipe.evaluation.max_prompts)
         self._say(key, dataset, config.path)
-        if self.transport.rank not in self.instance.layout:
-            return None
-        model = self.roles.of(self.instance.role, self.instance.layout)
-        assert isinstance(model, ModelRole), "checked by the planner"
-        settings = self.recipe.as_seen_by(self.instance.role)
-        layout = self.instance.serving_layout
-        process_group = self.transport.process_group(layout.ranks)
-        return Evaluator(settings, dataset, model, layout, process_group, self.tokenizer, grade)
+        return dataset
+
+    def evaluator(self, held_out: Dataset, grade: Grader) -> Evaluator | None:
+        """The evaluator of this rank, if it holds the model that answers."""
+        return make_evaluator(self.recipe, self.plan, self.transport, self.roles, held_out, self.tokenizer, grade)
 
     def _say_source(self, verb: str, path: str, *, on_hub: bool) -> None:
         self.display.say(f"{verb} [bold]{escape(path)}[/]{' from the hub' if on_hub else ''}")
@@ -201,18 +205,6 @@ def warning_of_drift(recipe: Recipe, config: ModelConfig, tokenizer: Tokenizer) 
     if report.is_append_only:
         return ""
     return f"the chat template is {report.verdict()}. `leaderless template {config.path}` shows the tokens."
-
-
-def write_description(directory: RunDirectory, recipe: Recipe, plan: Plan, say: Callable[[str], None]) -> None:
-    """Write the resolved recipe, the plan and its picture to the folder of the run."""
-    write_atomically(directory.config, dump_recipe(recipe))
-    write_atomically(directory.plan, json.dumps(plan.to_json(), indent=1))
-    try:
-        from leaderless.planner.picture import draw_plan
-    except ModuleNotFoundError as error:
-        say(f"the plan is not drawn: {error.name} is not installed")
-    else:
-        write_atomically(directory.picture, draw_plan(plan))
 
 
 def _print_own(display: Display, text: str) -> None:

@@ -16,7 +16,7 @@ from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.environments.tools.use import close_tools
 from leaderless.models.causal_lm import empty_causal_lm
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering
+from leaderless.planner import Layout, Plan, RoleInstance, SyncWeights, answering, trained_instance
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import engine_of
 from leaderless.rollout.make import RolloutSetup, make_engine, probe_text
@@ -26,6 +26,7 @@ from leaderless.stages.context import ModelRole
 from leaderless.stages.play import tools_of
 from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import EngineSetup, Trainable, TrainEngine, ValueEngine
+from leaderless.training.move import move_state
 from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
 from leaderless.weights.route import Route
@@ -58,19 +59,28 @@ class Roles:
         self.engines: dict[InstanceKey, Trainable] = {}
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
         self._routes: dict[SyncWeights, Route] = {}
-        self._generating = [one for one in plan.instances if one.generates]
-        self._generating.append(answering(plan.instances, recipe.evaluation.role))
-        if any(transport.rank in one.layout for one in self._generating):
-            tools_of(recipe, tokenizer)  # what is wrong with them shows before models are loaded
+        self._bounded_by: tuple[RunDirectory, int] | None = None
+        self._open_tools()
         for instance in plan.instances:
             if transport.rank in instance.layout:
                 self._add(instance)
+
+    @property
+    def _generating(self) -> list[RoleInstance]:
+        """The instances with engines: those that generate, and the one that answers held-out prompts."""
+        instances = self._plan.instances
+        return [*(one for one in instances if one.generates), answering(instances, self._recipe.evaluation.role)]
+
+    def _open_tools(self) -> None:
+        if any(self._transport.rank in one.layout for one in self._generating):
+            tools_of(self._recipe, self._tokenizer)  # what is wrong with them shows before models are loaded
 
     def adapt_to_memory(self, directory: RunDirectory, pass_tokens: int) -> None:
         """Lower the bound of a pass where memory runs out, and keep it in the folder of the run for later starts.
 
         The first start begins with `pass_tokens`; later ones keep that bound, whatever memory there is then.
         """
+        self._bounded_by = directory, pass_tokens
         limits = read_limits(directory)
         for (role, _), engine in self.engines.items():
             engine.micro_batch_tokens = min(engine.micro_batch_tokens, limits.get(role, pass_tokens))
@@ -78,7 +88,8 @@ class Roles:
                 lower_limit(directory, role, engine.micro_batch_tokens)
             engine.adapt_to_memory(partial(lower_limit, directory, role))
 
-    def _add(self, instance: RoleInstance) -> None:
+    def _add(self, instance: RoleInstance, trainer: Trainable | None = None) -> None:
+        """Make an instance, with a trainer that is there already or with a new one."""
         role, ranks = instance.role, instance.layout.ranks
         recipe = self._recipe.as_seen_by(role)
         config = recipe.model_of(role)
@@ -102,11 +113,11 @@ class Roles:
             micro_batch_tokens=self._plan.batch.micro_batch_tokens,
         )
         if instance.is_critic:
-            critic = make_value_engine(recipe.training.backend, setup)
+            critic = cast("ValueEngine | None", trainer) or make_value_engine(recipe.training.backend, setup)
             check_vocabulary(critic, self._tokenizer, role)
             self.engines[role, ranks] = self._models[role, ranks] = critic
             return
-        engine = make_train_engine(recipe.training.backend, setup)
+        engine = cast("TrainEngine | None", trainer) or make_train_engine(recipe.training.backend, setup)
         check_vocabulary(engine, self._tokenizer, role)
         serving = self._colocated(instance, recipe, engine) if instance in self._generating else None
         self.engines[role, ranks], self._models[role, ranks] = engine, ModelRole(engine, serving)
@@ -146,16 +157,67 @@ class Roles:
 
     def _fed(self, instance: RoleInstance, recipe: Recipe) -> Fed:
         """An engine on ranks that only generate."""
-        role, layout = instance.role, instance.layout
-        config = recipe.model_of(role)
-        assert config is not None, "checked by the planner"
-        (trained,) = (one for one in self._plan.instances if one.role == role and one.is_trained)
-        route = self._way_to_engines(role, recipe, trained.layout, layout, shapes_of(empty_causal_lm(config, role)))
-        setup = self._setup(instance, recipe)
+        layout, route, setup = instance.layout, self._way_to(instance, recipe), self._setup(instance, recipe)
         engine, group = make_engine(instance.engine, setup), self._transport.process_group(layout.ranks)
         if self._plan.loop_of(self._transport.rank).is_continuous:
             engine = SharedEngine(engine)  # it goes on while held-out prompts are answered
         return Fed(engine, route, group, shard=setup.shard, may_restart=engine_of(instance.engine).restarts_on(layout))
+
+    def _way_to(self, instance: RoleInstance, recipe: Recipe) -> Route:
+        """The way of weights to ranks that only generate."""
+        role, config = instance.role, recipe.model_of(instance.role)
+        assert config is not None, "checked by the planner"
+        trained, shapes = trained_instance(self._plan, role), shapes_of(empty_causal_lm(config, role))
+        assert trained is not None, "ranks only generate with a role that is trained elsewhere"
+        return self._way_to_engines(role, recipe, trained.layout, instance.layout, shapes)
+
+    def adopt(self, plan: Plan) -> None:
+        """Hold what another plan wants, with the state of the trained models. All ranks of the world call it together.
+
+        Roles follow one another, so that at most one of them is here twice. What both plans have on the same ranks
+        stays as it is. Instances that follow a trained one have to be sent its weights afterwards; see `sync_all`.
+        """
+        before, self._plan = self._plan, plan
+        self._routes.clear()
+        self._open_tools()
+        for role in dict.fromkeys(one.role for one in (*before.instances, *plan.instances)):
+            self._adopt_role(role, before)
+        if self._bounded_by is not None:
+            self.adapt_to_memory(*self._bounded_by)
+
+    def _adopt_role(self, role: str, before: Plan) -> None:
+        old, new = (_instances_of(role, plan, self._recipe) for plan in (before, self._plan))
+        kept, rank = {one for one in old if new.get(one) == old[one]}, self._transport.rank
+        left: dict[RoleInstance, Trainable] = {}
+        for one in old:
+            if rank not in one.layout or one in kept:
+                continue
+            model = self._models.pop((role, one.layout.ranks))
+            if isinstance(model, ModelRole) and model.serving is not None:
+                model.serving.close()  # before the next engine needs its memory
+            if not one.is_engine_only:
+                left[one] = self.engines.pop((role, one.layout.ranks))
+        for one in new:
+            if rank in one.layout and one not in kept:
+                self._add(one, next((engine for was, engine in left.items() if _trains_like(was, one)), None))
+            elif rank in one.layout and one.is_engine_only:
+                serving = cast("ModelRole", self._models[role, one.layout.ranks]).serving
+                cast("Fed", serving).reroute(self._way_to(one, self._recipe.as_seen_by(role)))
+        self._move(role, before, left)
+
+    def _move(self, role: str, before: Plan, left: Mapping[RoleInstance, Trainable]) -> None:
+        """Send the state of a trained model to the ranks that train it now, if these divide it otherwise."""
+        source, target = trained_instance(before, role), trained_instance(self._plan, role)
+        if source is None or target is None or _trains_like(source, target):
+            return
+        held, world, placement = left.get(source), self._transport.world, _placement(self._recipe.as_seen_by(role))
+        version = torch.tensor([held.policy_version if held else 0])
+        version = world.max(version, f"the policy version of role '{role}'")
+        wanted = self.engines[role, target.layout.ranks] if world.rank in target.layout else None
+        pools = Pool(source.layout, placement), Pool(target.layout, placement)
+        move_state(role, held, wanted, pools, world)
+        if wanted is not None:
+            wanted.state_loaded(int(version))
 
     def close(self) -> None:
         """End the engines that generate and the tools that they use, and with them their servers."""
@@ -282,6 +344,18 @@ class Roles:
         for channel in self._plan.channels:
             if channel.sync is not None and self._transport.rank in channel.sync.ranks:
                 self.sync(channel.sync, self._transport.lane(channel.name, channel.sync.ranks))
+
+
+def _instances_of(role: str, plan: Plan, recipe: Recipe) -> dict[RoleInstance, bool]:
+    """The instances of a role in a plan, and whether each has an engine: to generate, or to answer held-out prompts."""
+    answers = answering(plan.instances, recipe.evaluation.role)
+    return {one: one.generates or one == answers for one in plan.instances if one.role == role}
+
+
+def _trains_like(old: RoleInstance, new: RoleInstance) -> bool:
+    """Whether what trains or scores one instance can do so for another one, whatever generates."""
+    fields = ("role", "layout", "is_trained", "is_critic", "num_updates", "is_engine_only")
+    return all(getattr(old, name) == getattr(new, name) for name in fields)
 
 
 def _longest(recipe: Recipe) -> int:

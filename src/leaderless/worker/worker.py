@@ -14,13 +14,16 @@ from rich.markup import escape
 
 from leaderless.observability.console import FAILED
 from leaderless.observability.trace import Tracer
-from leaderless.planner import PlannedNode, RoleInstance, answering
+from leaderless.planner import Plan, PlannedNode, RoleInstance, answering
 from leaderless.supervision.guards import Guards
 from leaderless.supervision.heartbeat import Stall, Watchdog, end_stalled
 from leaderless.supervision.stop import StopRequest
+from leaderless.worker.adopt import adopt
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.chain import Chain
 from leaderless.worker.continuous import ContinuousLoop
+from leaderless.worker.description import write_description
+from leaderless.worker.in_force import plan_in_force
 from leaderless.worker.keeper import Keeper
 from leaderless.worker.loop_log import LoopLog
 from leaderless.worker.parts import Parts, Progress
@@ -39,18 +42,36 @@ class Worker:
     def __init__(self, parts: Parts) -> None:
         recipe, directory, self._rank = parts.recipe, parts.directory, parts.transport.rank
         directory.say = lambda text: parts.display.say(f"[bold red]{escape(text)}[/]")
-        self.parts, self.progress = parts, Progress({})
+        self.progress = Progress({})
         trace = directory.traces / f"rank-{self._rank}.json" if recipe.run.trace_steps else None
         self.tracer = Tracer(trace, self._rank, directory.may_fail)
-        self.chain = Chain(parts, self.progress, self.tracer)
-        self._keeper = Keeper(parts, self.progress, self.chain, self.tracer)
-        self._loop = parts.plan.loop_of(self._rank)
-        self._ranks = parts.transport.process_group(self._loop.ranks)
+        self._follow(parts, Chain(parts, self.progress, self.tracer))
         is_first = self._rank == self._loop.ranks[0]
         self._guards = Guards(recipe.guards, directory, parts.display, is_first=is_first)
         self._log: LoopLog | None = None
         if is_first:
             self._log = LoopLog(directory, parts.plan, self._loop, enable_tensorboard=recipe.run.tensorboard)
+
+    def _follow(self, parts: Parts, chain: Chain) -> None:
+        """Take the steps that come with these parts, and this chain of their plan."""
+        self.parts, self.chain = parts, chain
+        self._keeper = Keeper(parts, self.progress, chain, self.tracer)
+        self._loop = parts.plan.loop_of(self._rank)
+        self._ranks = parts.transport.process_group(self._loop.ranks)
+
+    def adopt(self, plan: Plan) -> float:
+        """Continue under another plan, between two steps; returns the seconds. All ranks call it together.
+
+        Raises:
+            RecipeError: The plan of this run, or the new one, cannot be changed while the run goes on.
+        """
+        self._keeper.finish()
+        self.parts.begin(self.progress.step, "adopt")
+        with self.tracer.span("adopt", self.progress.step):
+            self._follow(*adopt(plan, self.parts, self.progress, self.chain, self.tracer))
+            if self._rank == 0:
+                write_description(self.parts.directory, self.parts.recipe, plan, self.parts.display.say)
+        return self.tracer.take("adopt")
 
     def run(self, *, is_guest: bool = False) -> int | None:
         """Train to the last step, or until a signal asks to stop; the last state is written as a checkpoint.
@@ -206,7 +227,12 @@ class Worker:
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        self._keeper.resume(self._guards.resumed)
+        checkpoint = self._keeper.newest()
+        plan = plan_in_force(checkpoint, self.parts.recipe, self.parts.plan, self.parts.transport.world)
+        if plan is not self.parts.plan:
+            self.adopt(plan)
+        if checkpoint is not None:
+            self._keeper.resume(checkpoint, self._guards.resumed)
         self.chain.num_roll_backs = self._guards.num_roll_backs
         self.chain.channels.open_journals()
         world_size, progress = self.parts.plan.world_size, self.progress

@@ -1,0 +1,225 @@
+"""A run goes on under another plan as if it had been stopped and resumed with it, to the last bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tests.distributed.ranks import RankPool
+from tests.tiny import tiny_model, write_recipe
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from leaderless.config import RecipeError
+from leaderless.config.layout import LayoutConfig
+from leaderless.data.batch import Batch
+from leaderless.observability.console import Display
+from leaderless.planner import Cluster, make_plan
+from leaderless.planner.replan import with_layout
+from leaderless.stages.context import StageContext
+from leaderless.worker.place import Place
+from leaderless.worker.process import open_worker
+from leaderless.workflow import load_recipe, resolve_workflow
+
+SWITCH, NUM_STEPS = 2, 4
+UNSTEADY = ("time", "throughput", "memory/", "balance/", "data/wait", "transfer/", "rollout/tokens_per_s")
+"""Prefixes of the names of numbers that differ from run to run, or from layout to layout."""
+Ranks = Mapping[str, str]
+"""Ranks of nodes."""
+TOGETHER: Ranks = {}
+APART: Ranks = {"rollout": "0", "policy": "1"}
+SETTINGS: Mapping[str, object] = {
+    "batch.updates_per_step": 2,
+    "algorithm.kl.coefficient": 0.1,
+    "reward": {"format": {"pattern": r".*\d.*"}},
+    "optimizer": {"learning_rate": 1e-3, "schedule": "linear"},
+    "evaluation.every_steps": 1,
+    "evaluation.max_prompts": 4,
+}
+PPO = {"workflow": "ppo", "models.critic": "critic", "algorithm.critic": {"warmup_steps": 1, "value_clip": 0.02}}
+DAPO = {"workflow": "dapo", "batch.prompts_per_step": 6, "evaluation.every_steps": 0}
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a run.
+
+    Attributes:
+        numbers: Metrics of each step, on the first rank.
+        samples: Tokens of each sample of a step that this rank trained on.
+        state: Weights and optimizers that this rank holds at the end.
+        kept: Engines that the last switch did not touch, by role.
+    """
+
+    numbers: dict[int, dict[str, float]] = field(default_factory=dict)
+    samples: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+
+
+def layout_of(ranks: Ranks) -> dict[str, LayoutConfig]:
+    return {node: LayoutConfig(ranks=text) for node, text in ranks.items()}
+
+
+def train(recipe_file: str, overrides: Sequence[str], steps: int, switches: Mapping[int, Ranks]) -> Seen:
+    """Be one worker of a run, or of the rest of one, that goes on under other plans after some steps."""
+    loaded = load_recipe(recipe_file, overrides)
+    place, seen = Place.from_environment(), Seen()
+    plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
+    recipe = loaded.recipe.model_copy(update={"steps": steps})
+    with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        run_step = worker.run_step
+
+        def step() -> dict[str, float]:
+            if worker.progress.step in switches:
+                before = dict(worker.parts.roles.engines)
+                layout = layout_of(switches[worker.progress.step])
+                worker.adopt(with_layout(loaded.recipe, layout, worker.parts.plan))
+                roles = worker.parts.roles.engines.items()
+                seen.kept = {role for (role, ranks), engine in roles if before.get((role, ranks)) is engine}
+            samples = seen.samples[worker.progress.step + 1] = {}
+            update = worker.chain.stages.get("policy")
+
+            def watched(batch: Batch, context: StageContext) -> Batch:
+                assert update is not None
+                samples.update(zip(batch.ids.tolist(), batch.jagged("tokens").to_lists(), strict=True))
+                return update(batch, context)
+
+            stages = worker.chain.stages
+            worker.chain.stages = {**stages, "policy": watched} if update else stages
+            numbers = run_step()
+            worker.chain.stages = stages
+            steady = {name: value for name, value in numbers.items() if not name.startswith(UNSTEADY)}
+            seen.numbers[worker.progress.step] = steady if place.rank == 0 else {}
+            return numbers
+
+        worker.run_step = step  # type: ignore[method-assign]
+        worker.run()
+        for role, engine in worker.parts.roles.trained().items():
+            for name, value in engine.state().items():
+                local = value.to_local() if isinstance(value, DTensor) else value
+                seen.state[f"{role}.{name}"] = local.clone()
+            seen.state[f"{role}.version"] = torch.tensor(engine.policy_version)
+    return seen
+
+
+class Runs:
+    """Trains in one folder."""
+
+    def __init__(self, ranks: RankPool, folder: Path, changes: Mapping[str, object] = SETTINGS) -> None:
+        self._ranks, self._folder = ranks, folder
+        changes = {key: tiny_model() if value == "critic" else value for key, value in changes.items()}
+        self._changes = {"steps": NUM_STEPS, **changes}
+
+    def __call__(
+        self,
+        name: str,
+        layout: Ranks,
+        steps: int = NUM_STEPS,
+        switches: Mapping[int, Ranks] | None = None,
+        size: int = 2,
+    ) -> list[Seen]:
+        layouts = {node: {"ranks": text} for node, text in layout.items()}
+        recipe = write_recipe(self._folder, tiny_model(), {**self._changes, "layout": layouts})
+        evaluation = [f"data.evaluation.{key}={value}" for key, value in self._held_out().items()]
+        return self._ranks.run(
+            size, train, str(recipe), [f"name={name}", *evaluation], steps, switches or {}, init_group=False
+        )
+
+    def _held_out(self) -> Mapping[str, str]:
+        path = self._folder / "train.jsonl"
+        return {"path": str(path), "prompt": "question", "answer": "answer", "template": "plain"}
+
+
+def samples_of(runs: Sequence[Seen], step: int) -> dict[int, list[int]]:
+    return {row: tokens for seen in runs for row, tokens in seen.samples.get(step, {}).items()}
+
+
+def assert_same(one: Sequence[Seen], other: Sequence[Seen], steps: range) -> None:
+    """Compare two runs bit for bit, rank by rank."""
+    for step in steps:
+        assert samples_of(one, step) == samples_of(other, step), f"step {step}"
+        assert one[0].numbers[step] == other[0].numbers[step], f"step {step}"
+    for rank, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        assert mine.state.keys() == theirs.state.keys(), f"rank {rank}"
+        for name, value in mine.state.items():
+            assert torch.equal(value, theirs.state[name]), f"rank {rank}: {name}"
+
+
+CASES: Mapping[str, tuple[Mapping[str, object], Ranks, Ranks]] = {
+    "together, then apart": ({}, TOGETHER, APART),
+    "apart, then together": ({}, APART, TOGETHER),
+    "the reference moves": ({}, APART, {**APART, "reference": "0-1"}),
+    "ppo, its critic moves": (PPO, {"critic": "0", "policy": "1"}, {"critic": "1", "policy": "0-1"}),
+    "surplus goes to fewer ranks": (DAPO, TOGETHER, APART),
+    "surplus goes to more ranks": (DAPO, APART, TOGETHER),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_switch_is_like_stopping_and_resuming_with_the_other_layout(
+    ranks: RankPool, tmp_path: Path, case: str
+) -> None:
+    changes, before, after = CASES[case]
+    runs = Runs(ranks, tmp_path, {**SETTINGS, **changes})
+    switched = runs("switched", before, switches={SWITCH: after})
+    runs("resumed", before, SWITCH)
+    resumed = runs("resumed", after)
+    assert_same(switched, resumed, range(SWITCH + 1, NUM_STEPS + 1))
+    if case == "the reference moves":
+        assert "policy" in switched[1].kept, "models that stay are not built again"
+    undisturbed = runs("undisturbed", before)
+    for step in range(1, NUM_STEPS + 1):
+        assert samples_of(switched, step) == samples_of(undisturbed, step), f"step {step}"
+
+
+def test_a_checkpoint_is_resumed_under_the_plan_that_it_was_made_under(ranks: RankPool, tmp_path: Path) -> None:
+    runs = Runs(ranks, tmp_path, {**SETTINGS, "checkpoint.every_steps": 1, "checkpoint.keep": 5})
+    whole = runs("whole", TOGETHER, switches={SWITCH: APART})
+    runs("parts", TOGETHER, SWITCH + 1, switches={SWITCH: APART})
+    folder = tmp_path / "runs/parts"
+    shutil.copytree(folder, tmp_path / "runs/older")
+    shutil.copytree(folder, tmp_path / "runs/wider")
+    shutil.copytree(folder, tmp_path / "runs/moved")
+    last = range(NUM_STEPS, NUM_STEPS + 1)
+    assert_same(runs("parts", TOGETHER), whole, last)
+    # An older checkpoint is of the plan before.
+    (tmp_path / f"runs/older/checkpoints/step-{SWITCH + 1:06d}/state.json").write_text("damaged")
+    assert_same(runs("older", TOGETHER), runs("undisturbed", TOGETHER), range(SWITCH + 1, NUM_STEPS + 1))
+    # With other ranks, or another layout in the recipe, the recipe's layout is in force.
+    wider = runs("wider", TOGETHER, size=3)
+    assert samples_of(wider, NUM_STEPS) == samples_of(whole, NUM_STEPS)
+    assert all(seen.state for seen in wider)
+    moved = runs("moved", {"rollout": "1", "policy": "0"})
+    assert [bool(seen.state) for seen in moved] == [True, False]
+
+
+def refusal(recipe_file: str, layout: Ranks, size: int) -> str:
+    """The reason why a run does not go on under another plan."""
+    loaded, place = load_recipe(recipe_file), Place.from_environment()
+    workflow = resolve_workflow(loaded.recipe.workflow)
+    plan = make_plan(loaded.recipe, workflow, Cluster(place.world_size))
+    recipe = loaded.recipe.model_copy(update={"channels": {}, "layout": layout_of(layout)})
+    with open_worker(loaded.recipe, plan, place, Display(Console(), is_shown=False)) as worker:
+        try:
+            worker.adopt(make_plan(recipe, workflow, Cluster(size)))
+        except RecipeError as error:
+            return str(error)
+    return ""
+
+
+def test_what_cannot_change_while_the_run_goes_on_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    apart = {node: {"ranks": text} for node, text in APART.items()}
+    recipe = str(write_recipe(tmp_path, tiny_model(), {"layout": apart, "channels": {"rollout": {"capacity": 1}}}))
+    for problem in ranks.run(2, refusal, recipe, TOGETHER, 2, init_group=False):
+        assert "channels" in problem
+        assert "stop the run" in problem
+    recipe = str(write_recipe(tmp_path, tiny_model()))
+    for problem in ranks.run(2, refusal, recipe, TOGETHER, 3, init_group=False):
+        assert "a plan for 3 workers cannot replace one for 2" in problem
+        assert "continue it with 3 workers" in problem
