@@ -57,6 +57,11 @@ def test_a_run_leaves_all_that_it_promises(ranks: RankPool, tmp_path: Path, num_
         assert {span["args"]["step"] for span in spans} == {0, 1, 2}
         assert {"rollout", "reward", "policy", "evaluate"} <= {span["name"] for span in spans}
         assert all(span["dur"] >= 0 and span["pid"] == rank for span in spans)
+        sizes = [span["args"] for span in spans if span["name"] in {"rollout", "policy"}]
+        assert all(size["tokens"] >= size["longest"] > 0 and size["rows"] > 0 for size in sizes), "as profiles need"
+        assert all(sum(size.get("lengths", [size["tokens"]])) == size["tokens"] for size in sizes)
+    profiled = succeed(ranks, tmp_path, "profile", recipe, "--from", str(folder), "--output", "profile.json")
+    assert "rollout:" in profiled
     report = (folder / "report.html").read_text()
     assert "<html" in report
     assert "reward/mean" in report

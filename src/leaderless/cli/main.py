@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from leaderless.cli.env import env
 from leaderless.cli.plan import plan, schema, simulate
+from leaderless.cli.profile import profile
 from leaderless.cli.results import evaluate, export, report
 from leaderless.cli.retriever import retriever
 from leaderless.cli.reward import reward
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(profile)
 app.command()(simulate)
 app.command("eval")(evaluate)
 app.command()(export)

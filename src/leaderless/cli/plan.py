@@ -10,9 +10,19 @@ import typer
 from leaderless.config import Recipe, load_section
 from leaderless.observability.console import console, print_json, print_path
 from leaderless.observability.run_directory import write_atomically
-from leaderless.run.planned import located
+from leaderless.planner.auto.show import choice_to_json, print_choice
+from leaderless.run.planned import located, plan_training
 from leaderless.run.run import Run
 from leaderless.supervision.limits import read_limits
+
+LAYOUT = typer.Option("--layout", metavar="auto", help="auto: choose all layouts by measured seconds.")
+
+
+def with_layout(overrides: list[str] | None, layout: str) -> list[str]:
+    """Settings of a command line, `--layout` among them."""
+    if layout not in {"", "auto"}:
+        raise typer.BadParameter(f"is '{layout}', but can only be auto; give layouts as layout.NODE.ranks=0-3")
+    return [*(overrides or []), *(["layout=auto"] if layout else [])]
 
 
 def plan(
@@ -21,12 +31,14 @@ def plan(
     world_size: Annotated[int, typer.Option(min=1, help="Number of workers to plan for.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the graph into this SVG file.")] = None,
+    layout: Annotated[str, LAYOUT] = "",
 ) -> None:
     """Show what every worker would do, what they would send, and the memory it takes; start nothing."""
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"folder {picture.parent} does not exist: make it first", param_hint="--picture")
-    run = Run(target, *(overrides or []))
-    planned = run.plan(world_size)
+    run = Run(target, *with_layout(overrides, layout))
+    whole = plan_training(run.loaded, world_size)
+    planned = whole.plan
     if picture is not None:
         try:
             from leaderless.planner.picture import draw_plan
@@ -39,13 +51,16 @@ def plan(
             message = f"a picture needs {error.name}, which is not installed: pip install {error.name}"
             raise typer.BadParameter(message, param_hint="--picture") from error
     if as_json:
-        print_json(planned.to_json())
+        chosen = {} if whole.choice is None else {"placement": choice_to_json(whole.choice)}
+        print_json(planned.to_json() | chosen)
     else:
         from leaderless.planner.doors import door_lines
         from leaderless.planner.show import print_plan
 
         lowered = read_limits(run.directory) if planned.batch.adapts_to_memory else {}
-        print_plan(planned, console, lowered, door_lines(run.recipe, planned))
+        print_plan(planned, console, lowered, door_lines(whole.recipe, planned))
+        if whole.choice is not None:
+            print_choice(whole.choice, console)
     if picture is not None and not as_json:
         print_path("picture", picture)
 
@@ -56,6 +71,7 @@ def simulate(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    layout: Annotated[str, LAYOUT] = "",
 ) -> None:
     """Estimate the time of a step on machines that a file describes; start nothing."""
     from leaderless.planner.costs.cluster import ClusterConfig
@@ -64,12 +80,13 @@ def simulate(
     from leaderless.planner.show import estimate_to_json, print_estimate
 
     constants = load_section(cluster, ClusterConfig)
-    run = Run(target, *(overrides or []))
-    planned = run.plan(world_size)
+    run = Run(target, *with_layout(overrides, layout))
+    whole = plan_training(run.loaded, world_size)
+    planned = whole.plan
     with located(run.loaded):
         agents = [node.node.role for node in samplers_of(planned)]
-        workload = sample_workload(run.recipe, constants.workload, agents)
-        estimate = estimate_step(planned, run.recipe, workload, constants)
+        workload = sample_workload(whole.recipe, constants.workload, agents)
+        estimate = estimate_step(planned, whole.recipe, workload, constants)
     if as_json:
         print_json(estimate_to_json(planned, estimate, constants))
     else:

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from leaderless.cli.plan import LAYOUT, with_layout
 from leaderless.launch.meeting import Nodes
+from leaderless.run.profile import has_accelerator
 from leaderless.run.run import Run
 from leaderless.worker.place import Place
 
@@ -27,15 +29,16 @@ def train(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Train in this process alone, for a debugger; it is not restarted.")
     ] = False,
+    layout: Annotated[str, LAYOUT] = "",
 ) -> None:
     """Train. A run that was interrupted continues from its newest checkpoint."""
     machines = _machines(nodes, rendezvous, fresh=fresh)
-    run = Run(target, *(overrides or []))
+    run = Run(target, *with_layout(overrides, layout))
     if Place.is_given():
         is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         run.work(Place.from_environment(), fresh=fresh, is_restart=is_restart)
     else:
-        num_workers = workers or _num_accelerators()
+        num_workers = workers or num_accelerators()
         if in_process and (num_workers > 1 or machines is not None):
             raise typer.BadParameter("--in-process is for one worker: give --workers 1, without --nodes")
         run.train(num_workers, fresh=fresh, nodes=machines, apart=True, in_process=in_process or _is_debugged())
@@ -60,10 +63,9 @@ def _is_debugged() -> bool:
     return sys.gettrace() is not None or not {"debugpy", "pydevd"}.isdisjoint(sys.modules)
 
 
-def _num_accelerators() -> int:
+def num_accelerators() -> int:
     """Number of accelerators of this machine, found without torch if there can be none."""
-    patterns = ("nvidia[0-9]*", "davinci[0-9]*", "kfd")
-    if not any(True for pattern in patterns for _ in Path("/dev").glob(pattern)):
+    if not has_accelerator():
         return 1
     import torch
 

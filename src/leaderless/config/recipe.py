@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.base import Section
@@ -14,12 +14,19 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.online import ONLINE, OnlineConfig
+from leaderless.config.placement import AUTO, PlacementConfig, expand_auto
 from leaderless.config.rewards import RewardsConfig
 from leaderless.config.roles import RoleConfig, RoleSection, as_settings, origin_of
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
 from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
 from leaderless.config.source import merge_settings
 from leaderless.config.training import TrainingConfig
+
+
+def _or_auto(schema: dict[str, JsonValue]) -> None:
+    """Let a JSON Schema accept `auto` in place of a mapping."""
+    mapping: dict[str, JsonValue] = {key: schema.pop(key) for key in ("type", "additionalProperties")}
+    schema["anyOf"] = [mapping, {"const": AUTO, "type": "string"}]
 
 
 class Recipe(Section):
@@ -52,9 +59,12 @@ class Recipe(Section):
     """Settings that a role has for itself, such as `roles.critic.optimizer`."""
     training: TrainingConfig = TrainingConfig()
     """Training and scoring of models."""
-    layout: Mapping[str, LayoutConfig] = {}
-    """Ranks and parallel sizes by node. A node without an entry runs where its role is trained, if the node that trains
-    it has an entry; else where the first node that it comes after runs; else data-parallel on all ranks."""
+    layout: Mapping[str, LayoutConfig] = Field(default={}, json_schema_extra=_or_auto)
+    """Ranks and parallel sizes by node, or `auto`: see `placement`. A node without an entry runs where its role is
+    trained, if the node that trains it has an entry; else where the first node that it comes after runs; else
+    data-parallel on all ranks."""
+    placement: PlacementConfig | None = None
+    """Choice of all layouts by measured seconds, which `layout: auto` asks for too."""
     channels: Mapping[str, ChannelConfig] = {}
     """Iterations in flight by node: everything that leaves the ranks of the node goes through a channel, so that they
     generate while other ranks train. Without an entry, all ranks go through each step together."""
@@ -82,6 +92,11 @@ class Recipe(Section):
         if not value.strip():
             raise ValueError("must name a workflow")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _layouts_may_be_chosen(cls, value: object) -> object:
+        return expand_auto(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="before")
     @classmethod

@@ -208,7 +208,7 @@ class Databuffer:
         edges = [action for action in windowed.body if isinstance(action, Reshard)]
         self._loads = {action: np.zeros(action.target_layout.dp, dtype=np.int64) for action in edges}
 
-    def reshard_window(self, action: Reshard, window: int, timed: AbstractContextManager[None]) -> None:
+    def reshard_window(self, action: Reshard, window: int, timed: AbstractContextManager[object]) -> None:
         """Reshard columns of a window in the background, while at most one other window waits.
 
         All ranks of both layouts call it, in the order of the plan. The context `timed` is entered while rows are sent.

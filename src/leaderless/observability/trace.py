@@ -35,15 +35,16 @@ class Tracer:
                 self._file.write("[\n" + "".join(f"{line}\n" for line in before if line.endswith("},")))
 
     @contextmanager
-    def span(self, name: str, step: int, lane: int = 0) -> Iterator[None]:
-        """Time a node or another part of a step.
+    def span(self, name: str, step: int, lane: int = 0) -> Iterator[dict[str, object]]:
+        """Time a node or another part of a step; facts that are put into what it yields go into the trace.
 
         Several threads may do so at once, each in its own lane, a row of the picture; the main thread has lane 0.
         """
+        facts: dict[str, object] = {"step": step}
         wall_us = time.time_ns() / 1000
         begin = time.perf_counter()
         try:
-            yield
+            yield facts
         finally:
             seconds = time.perf_counter() - begin
             event = {"name": name, "ph": "X", "ts": wall_us, "dur": seconds * 1e6, "pid": self.rank, "tid": lane}
@@ -51,7 +52,7 @@ class Tracer:
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
                 if self._file is not None:
                     with self._may_fail():
-                        self._file.write(json.dumps({**event, "args": {"step": step}}) + ",\n")
+                        self._file.write(json.dumps({**event, "args": facts}) + ",\n")
 
     def take(self, name: str) -> float:
         """Seconds of one name since the last call."""

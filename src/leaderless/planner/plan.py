@@ -252,6 +252,7 @@ class Plan:
         recipe_hash: Hash of the resolved recipe.
         engine: Engine that generates where the recipe leaves it open.
         layout: The section `layout` that it is made for: the recipe's, or what has replaced it while the run goes on.
+        profile_hash: Hash of the profile by which the layouts were chosen; empty if they were written.
     """
 
     recipe_name: str
@@ -269,6 +270,7 @@ class Plan:
     recipe_hash: str
     engine: str
     layout: Mapping[str, LayoutConfig]
+    profile_hash: str = ""
 
     def __getitem__(self, name: str) -> PlannedNode:
         return next(node for node in self.nodes if node.name == name)
@@ -433,6 +435,7 @@ class Plan:
         """Fingerprint of the plan, which must be equal on all ranks before they start together."""
         facts = [
             self.recipe_hash,
+            *([self.profile_hash] if self.profile_hash else []),
             self.world_size,
             [[instance.role, instance.engine] for instance in self.instances],
             [

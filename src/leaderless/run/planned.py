@@ -16,6 +16,8 @@ from leaderless.data.files import find_files
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.planner.auto.choose import Choice, choose_layout
+from leaderless.planner.auto.profile import read_profile
 from leaderless.rollout.choose import choose_engine
 from leaderless.run.settings import leaves_of
 from leaderless.workflow import Workflow, load_recipe, resolve_workflow, spec_of
@@ -46,6 +48,8 @@ class Planned:
 
     loaded: LoadedRecipe
     plan: Plan
+    choice: Choice | None = None
+    """Why the layouts are what they are, if the planner has chosen them."""
 
     @property
     def recipe(self) -> Recipe:
@@ -83,6 +87,10 @@ class Planned:
         with located(self.loaded):
             if problems:
                 raise RecipeError(problems)
+            if self.choice is not None:
+                from leaderless.run.profile import check_machine
+
+                check_machine(self.choice.profile)
             check_rewards(recipe.reward, in_worker=recipe.run.reward_processes == 0)
             if recipe.environment is not None:
                 try_environment(recipe.environment)
@@ -223,8 +231,15 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
         checkpoint = recipe.checkpoint.model_copy(update={"best_metric": None})
         evaluation = recipe.evaluation.model_copy(update={"role": role})
         layout = _engine_layout(recipe, role, num_workers)
-        update = {"models": {role: model}, "layout": layout, "batch": batch, "checkpoint": checkpoint, "roles": {}}
-        update["evaluation"] = evaluation
+        update = {
+            "models": {role: model},
+            "layout": layout,
+            "batch": batch,
+            "checkpoint": checkpoint,
+            "roles": {},
+            "placement": None,
+        }
+        update |= {"evaluation": evaluation, "placement": None}
         recipe = recipe.as_seen_by(role).model_copy(update=update)
         return _plan(LoadedRecipe(recipe, loaded.source), evaluation_workflow(role), num_workers)
 
@@ -241,5 +256,8 @@ def _engine_layout(recipe: Recipe, role: str, num_workers: int) -> dict[str, Lay
 
 
 def _plan(loaded: LoadedRecipe, workflow: Workflow, num_workers: int) -> Planned:
-    cluster = Cluster(num_workers, choose_engine(loaded.recipe.rollout))
+    cluster, placement = Cluster(num_workers, choose_engine(loaded.recipe.rollout)), loaded.recipe.placement
+    if placement is not None:
+        choice = choose_layout(loaded.recipe, workflow, cluster, read_profile(Path(placement.profile)))
+        return Planned(LoadedRecipe(choice.best.recipe, loaded.source), choice.best.plan, choice)
     return Planned(loaded, make_plan(loaded.recipe, workflow, cluster))

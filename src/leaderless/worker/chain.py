@@ -25,6 +25,7 @@ from leaderless.worker.agreement import StepMetrics
 from leaderless.worker.channels import Channels
 from leaderless.worker.generation import Generation
 from leaderless.worker.parts import Parts, Progress
+from leaderless.worker.sizes import sizes_of
 from leaderless.workflow.metrics import tagged
 from leaderless.workflow.stage import RoleUse
 
@@ -116,17 +117,20 @@ class Chain:
                 self._walk_windows(action)
             else:
                 self._parts.begin(self._progress.step, str(action), action)
-                with self._span(str(action)), self._placed(str(action)):
-                    self._execute(action)
+                with self._span(str(action)) as facts, self._placed(str(action)):
+                    self._execute(action, facts)
                 self.buffer.release(action)
 
-    def _execute(self, action: Action) -> None:
+    def _execute(self, action: Action, facts: dict[str, object]) -> None:
         match action:
             case Load():
                 source = self.loaders[action] if self.generation is None else self.generation
                 self.buffer.load(action, source.next())
             case RunNode(name):
-                self.buffer.put(name, self.stages[name](self.buffer.get(name), self._context(name)))
+                given = self.buffer.get(name)
+                made = self.stages[name](given, self._context(name))
+                self.buffer.put(name, made)
+                facts.update(sizes_of(made, given, are_lengths_shown=self._parts.plan[name].spec.samples))
             case Reshard():
                 self.buffer.reshard(action)
             case SyncWeights():
@@ -223,7 +227,7 @@ class Chain:
             doing=parts.progress,
         )
 
-    def _span(self, name: str) -> AbstractContextManager[None]:
+    def _span(self, name: str) -> AbstractContextManager[dict[str, object]]:
         return self._tracer.span(name, self._progress.step)
 
     @contextmanager

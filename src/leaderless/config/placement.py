@@ -1,0 +1,36 @@
+"""Automatic placement: what the planner may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from leaderless.config.base import Section
+
+AUTO = "auto"
+
+
+class PlacementConfig(Section):
+    """The planner chooses the ranks of each node, and how far generation may be ahead, by measured seconds."""
+
+    profile: str = Field(default="profile.json", min_length=1)
+    """File with measured seconds, which `leaderless profile` writes."""
+    max_lag: int = Field(default=0, ge=0)
+    """Most iterations that generation may be ahead of training, as `channels.*.capacity`; with 0 every response is
+    sampled with the newest weights. A channel of the recipe's own is kept instead."""
+
+
+def expand_auto(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """The settings of a recipe in which `layout: auto` has become a section `placement`.
+
+    Raises:
+        ValueError: The recipe chooses layouts itself, and lets the planner choose them.
+    """
+    if settings.get("layout") == AUTO:
+        return {**settings, "layout": {}, "placement": settings.get("placement") or {}}
+    if settings.get("placement") is not None and settings.get("layout"):
+        raise ValueError(
+            "placement lets the planner choose all layouts, but `layout` names some: leave out one of the two"
+        )
+    return settings

@@ -1,0 +1,154 @@
+"""The layouts that are worth a plan: which nodes share ranks, and how many ranks each pool has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from leaderless.config.channels import ChannelConfig
+from leaderless.config.layout import LayoutConfig
+from leaderless.planner.plan import Plan, PlannedNode
+from leaderless.workflow.stages import ROW_STAGES
+
+FEW_RANKS = 16
+"""Up to this number of ranks every size of a pool is tried."""
+MAX_UNITS = 5
+"""Nodes that are placed one by one; further ones stay with the last of these."""
+EIGHTHS = 8
+
+Pool = tuple[int, int]
+"""First rank of a pool, and the one after its last."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that may be chosen.
+
+    Attributes:
+        pools: Ranks of each node; empty if all nodes run on all ranks.
+        lag: Iterations that generation is ahead.
+        leader: Node that generates, if that is ahead.
+    """
+
+    pools: Mapping[str, Pool]
+    lag: int = 0
+    leader: str = ""
+
+    @property
+    def layout(self) -> dict[str, LayoutConfig]:
+        """The section `layout` of a recipe."""
+        return {
+            name: LayoutConfig(ranks=f"{first}-{end - 1}" if end - first > 1 else str(first))
+            for name, (first, end) in self.pools.items()
+        }
+
+    @property
+    def channels(self) -> dict[str, ChannelConfig]:
+        """The section `channels` of a recipe."""
+        return {self.leader: ChannelConfig(capacity=self.lag)} if self.lag else {}
+
+    def __str__(self) -> str:
+        """As in `rollout, reward 0-5; policy 6-7; lag 1`."""
+        if not self.pools:
+            return "all nodes on all ranks"
+        names: dict[Pool, list[str]] = {}
+        for name, pool in self.pools.items():
+            names.setdefault(pool, []).append(name)
+        parts = [f"{', '.join(nodes)} on {a}{f'-{b - 1}' if b - a > 1 else ''}" for (a, b), nodes in names.items()]
+        return "; ".join(parts) + (f"; lag {self.lag}" if self.lag else "")
+
+
+def placeable(plan: Plan) -> list[PlannedNode]:
+    """The nodes that a recipe may give ranks; those that the planner adds have none of their own."""
+    return [node for node in plan.nodes if node.node.run not in ROW_STAGES]
+
+
+def units_of(plan: Plan) -> list[list[str]]:
+    """Nodes in groups that always share ranks, in order; the first of each generates, trains or scores.
+
+    What needs whole groups, as advantages do, goes with the training that follows; rewards go with what generates.
+    """
+    units: dict[str, list[str]] = {}
+    trained = {role for node in plan.nodes for role, use in node.uses if use == "train"}
+    for node in placeable(plan):
+        use = node.spec.role_use
+        if use == "generate":
+            units[f"generate {node.name}"] = [node.name]
+        elif use in {"score", "train"}:
+            role = node.node.role or node.name
+            units.setdefault(f"{'train' if role in trained else 'score'} {role}", []).append(node.name)
+    first_trained = next((name for name in units if name.startswith("train")), None)
+    for node in placeable(plan):
+        if node.spec.role_use == "none" and first_trained and not node.spec.streams:
+            units[first_trained].append(node.name)
+    found = list(units.values())
+    return [*found[: MAX_UNITS - 1], [name for unit in found[MAX_UNITS - 1 :] for name in unit]][:MAX_UNITS]
+
+
+def candidates_of(plan: Plan, max_lag: int) -> Iterator[Candidate]:
+    """All candidates, the simplest first.
+
+    Args:
+        plan: Plan of the recipe with all nodes on all ranks.
+        max_lag: Most iterations that generation may be ahead.
+    """
+    yield Candidate({})
+    units = [unit for unit in units_of(plan) if unit]
+    generating = {node.name for node in plan.nodes if node.spec.role_use == "generate"}
+    for parts in _partitions(list(range(len(units)))):
+        for sizes in _sizes(plan.world_size, len(parts)):
+            pools = _place(units, parts, sizes)
+            yield Candidate(pools)
+            ahead = [part for part in parts if any(units[unit][0] in generating for unit in part)]
+            if max_lag and len(ahead) == 1 and all(units[unit][0] in generating for unit in ahead[0]):
+                yield from (Candidate(pools, lag, units[ahead[0][0]][0]) for lag in sorted({1, max_lag}))
+    # What generates uses all ranks, and the others share them out.
+    shared = [unit for unit in units if unit[0] not in generating]
+    for parts in _partitions(list(range(len(shared)))) if len(shared) < len(units) else ():
+        for sizes in _sizes(plan.world_size, len(parts)):
+            everywhere = {name: (0, plan.world_size) for unit in units if unit[0] in generating for name in unit}
+            yield Candidate(everywhere | _place(shared, parts, sizes))
+
+
+def _partitions(units: Sequence[int]) -> Iterator[list[list[int]]]:
+    """All ways to divide units into two or more parts, in the order of their first units."""
+
+    def divide(rest: Sequence[int]) -> Iterator[list[list[int]]]:
+        if not rest:
+            yield []
+            return
+        for parts in divide(rest[:-1]):
+            for place in range(len(parts)):
+                yield [*parts[:place], [*parts[place], rest[-1]], *parts[place + 1 :]]
+            yield [*parts, [rest[-1]]]
+
+    return (parts for parts in divide(units) if len(parts) > 1)
+
+
+def _sizes(world_size: int, num_pools: int) -> Iterator[tuple[int, ...]]:
+    """Sizes of pools that make up all ranks: every one of few ranks, else powers of two and eighths."""
+    if num_pools == 1:
+        yield (world_size,)
+        return
+    for size in _steps(world_size, num_pools):
+        for rest in _sizes(world_size - size, num_pools - 1) if world_size - size >= num_pools - 1 else ():
+            yield (size, *rest)
+
+
+def _steps(world_size: int, num_pools: int) -> list[int]:
+    if world_size <= FEW_RANKS:
+        return list(range(1, world_size))
+    eighths = {world_size * part // EIGHTHS for part in range(1, EIGHTHS)}
+    if num_pools > 2:
+        return sorted(eighths)
+    powers = {1 << power for power in range(world_size.bit_length()) if 1 << power < world_size}
+    return sorted(size for size in eighths | powers | {world_size - size for size in powers} if 0 < size < world_size)
+
+
+def _place(units: Sequence[Sequence[str]], parts: Sequence[Sequence[int]], sizes: Sequence[int]) -> dict[str, Pool]:
+    pools: dict[str, Pool] = {}
+    begin = 0
+    for part, size in zip(parts, sizes, strict=True):
+        pools |= {name: (begin, begin + size) for unit in part for name in units[unit]}
+        begin += size
+    return pools

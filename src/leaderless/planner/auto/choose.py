@@ -1,0 +1,138 @@
+"""The choice of a layout: the fastest of those that fit into memory, by measured seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from leaderless.config import Recipe, RecipeError
+from leaderless.planner.auto.candidates import Candidate, candidates_of
+from leaderless.planner.auto.profile import Profile, check_profile
+from leaderless.planner.auto.rough import Rough
+from leaderless.planner.auto.seconds import StepSeconds
+from leaderless.planner.auto.walk import Predicted, predict
+from leaderless.planner.costs.cluster import GIB
+from leaderless.planner.fit import fit_plan
+from leaderless.planner.layout import Cluster
+from leaderless.planner.make_plan import make_plan
+from leaderless.planner.plan import Plan
+from leaderless.workflow import Workflow
+
+NUM_SHOWN = 4
+"""Number of layouts that are explained: the choice and the next best."""
+NUM_PLANNED = 16
+"""Number of candidates, the best by a first estimate, for which a plan is made."""
+MANY_RANKS, FEW_PLANS = 128, 6
+"""From this number of ranks on, plans are made for this number of candidates."""
+EQUAL = 1.02
+"""A simpler layout, or a smaller lag, is taken where it needs at most this many times the seconds."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout with its plan and predicted seconds."""
+
+    candidate: Candidate
+    recipe: Recipe
+    plan: Plan
+    predicted: Predicted
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What has been chosen, and why.
+
+    Attributes:
+        best: The choice.
+        others: The next best, in order of their seconds; the first may be a little faster, but is less simple.
+        refused: What would have been worth a try, each with the reason why it cannot run.
+        num_candidates: Number of layouts that were compared.
+        profile: Seconds by which they were compared.
+    """
+
+    best: Option
+    others: tuple[Option, ...]
+    refused: tuple[tuple[Candidate, str], ...]
+    num_candidates: int
+    profile: Profile
+
+
+def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile: Profile) -> Choice:
+    """Choose the ranks of each node, and how far generation is ahead: a pure function, equal on every rank.
+
+    `Choice.best.recipe` is the recipe with `layout` and `channels` written out and without `placement`; `best.plan` is
+    its plan. To plan again with newly measured seconds, give a profile that holds them.
+
+    Args:
+        recipe: Settings of the user; a layout in them is not looked at, a channel is kept.
+        workflow: The graph that the recipe names.
+        cluster: The ranks there are.
+        profile: Measured seconds.
+
+    Raises:
+        RecipeError: The profile is one of other settings, or nothing fits into memory.
+    """
+    check_profile(profile, recipe)
+    max_lag = recipe.placement.max_lag if recipe.placement and not recipe.open_channels else 0
+    plain = recipe.model_copy(update={"layout": {}, "placement": None})
+    base = make_plan(plain.model_copy(update={"channels": {}}), workflow, cluster)
+    unknown = sorted(node.name for node in base.nodes if node.name not in profile.stages)
+    if unknown:
+        raise RecipeError.at(
+            "placement.profile",
+            f"has no seconds of node '{unknown[0]}': run `leaderless profile` with this recipe",
+        )
+    if base.repeat is not None:
+        raise RecipeError.at(
+            "placement",
+            f"'{base.workflow}' repeats nodes as often as rewards ask for, which no profile tells: write `layout` out",
+        )
+    steps = StepSeconds(profile, recipe)
+    rough, candidates = Rough(base, profile, steps), list(candidates_of(base, max_lag))
+    ranked = sorted(candidates, key=rough.seconds)
+    options: list[Option] = []
+    refused: list[tuple[Candidate, str]] = []
+    num_planned = NUM_PLANNED if cluster.world_size < MANY_RANKS else FEW_PLANS
+    for candidate in _with_plain(ranked):
+        if len(options) >= num_planned:
+            break
+        try:
+            option = _plan(candidate, plain, workflow, cluster, profile, steps)
+        except RecipeError as error:
+            refused.append((candidate, str(error)))
+            continue
+        options.append(option)
+    if not options:
+        raise RecipeError.at("placement", f"no layout fits {cluster.world_size} ranks: {refused[0][1]}")
+    options.sort(key=lambda option: option.predicted.seconds)
+    best = _simplest(options)
+    others = tuple(option for option in options if option is not best)[: NUM_SHOWN - 1]
+    return Choice(best, others, tuple(refused[: NUM_SHOWN - 1]), len(candidates), profile)
+
+
+def _with_plain(ranked: list[Candidate]) -> Iterator[Candidate]:
+    """The candidates in order, but the one without pools is always compared."""
+    plain = next(candidate for candidate in ranked if not candidate.pools)
+    yield plain
+    yield from (candidate for candidate in ranked if candidate is not plain)
+
+
+def _simplest(options: list[Option]) -> Option:
+    """Of the options that are about as fast as the first, the one of the smallest lag and the fewest pools."""
+    enough = EQUAL * options[0].predicted.seconds
+    near = [option for option in options if option.predicted.seconds <= enough]
+    return min(near, key=lambda x: (x.candidate.lag, len(set(x.candidate.pools.values())), x.predicted.seconds))
+
+
+def _plan(
+    candidate: Candidate, plain: Recipe, workflow: Workflow, cluster: Cluster, profile: Profile, steps: StepSeconds
+) -> Option:
+    """A candidate with its plan; a RecipeError if it cannot run, or does not fit into memory."""
+    channels = candidate.channels or plain.channels
+    recipe = plain.model_copy(update={"layout": candidate.layout, "channels": channels})
+    plan = replace(make_plan(recipe, workflow, cluster), profile_hash=profile.digest())
+    is_cpu = profile.machine.accelerator is None
+    fit = fit_plan(recipe, plan, int(profile.machine.memory_gib * GIB), is_cpu=is_cpu)
+    if fit.is_hopeless:
+        raise RecipeError.at("placement", fit.problem)
+    return Option(candidate, recipe, plan, predict(plan, profile, steps))

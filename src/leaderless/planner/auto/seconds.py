@@ -1,0 +1,83 @@
+"""Seconds of each node on each number of shards, in some steps drawn from measured lengths."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaderless.config import Recipe
+from leaderless.planner.auto.profile import Profile
+from leaderless.planner.plan import Plan, PlannedNode
+
+NUM_DRAWS = 16
+"""Steps that are drawn: the mean of the slowest shard depends on the tail of the lengths."""
+MAX_DRAWN = 1 << 16
+"""Samples that are drawn in all; of large steps fewer are."""
+
+Lengths = NDArray[np.int64]
+Seconds = NDArray[np.float64]
+
+
+class StepSeconds:
+    """Seconds of nodes in drawn steps.
+
+    Attributes:
+        num_draws: Number of steps.
+    """
+
+    def __init__(self, profile: Profile, recipe: Recipe) -> None:
+        """Draw the lengths of some steps, always the same ones."""
+        self._profile, self._recipe = profile, recipe
+        siblings = recipe.batch.responses_per_prompt
+        self._prompts = recipe.batch.prompts_per_step
+        self.num_draws = max(2, min(NUM_DRAWS, MAX_DRAWN // (self._prompts * siblings)))
+        known = np.array(profile.lengths or (1,), dtype=np.int64)
+        groups = known[: len(known) // siblings * siblings].reshape(-1, siblings)
+        if not len(groups):
+            groups = np.resize(known, (1, siblings))
+        chosen = np.random.default_rng(0).integers(len(groups), size=(self.num_draws, self._prompts))
+        self._lengths: Lengths = groups[chosen]
+        self._known: dict[tuple[str, int, bool], Seconds] = {}
+
+    def of(self, node: PlannedNode, num_shards: int, *, is_balanced: bool) -> Seconds:
+        """[draws] seconds of the slowest shard.
+
+        Args:
+            node: Node that runs.
+            num_shards: Shards of rows.
+            is_balanced: Whether rows come from other ranks, so that shards have about as many tokens; else each shard
+                has the rows that it sampled.
+        """
+        key = (node.name, num_shards, is_balanced)
+        if key not in self._known:
+            self._known[key] = self._slowest(node, num_shards, is_balanced=is_balanced)
+        return self._known[key]
+
+    def _slowest(self, node: PlannedNode, num_shards: int, *, is_balanced: bool) -> Seconds:
+        law = self._profile.stages.get(node.name)
+        if law is None:
+            return np.zeros(self.num_draws)
+        rows, tokens, longest = self._totals
+        if is_balanced:
+            return law.fixed_s + (law.row_s * rows + law.token_s * tokens) / num_shards + law.longest_s * longest
+        begins = np.arange(num_shards) * self._prompts // num_shards
+        sizes = np.diff(np.append(begins, self._prompts)) * self._lengths.shape[2]
+        of_prompts, longest_of = self._lengths.sum(axis=2), self._lengths.max(axis=2)
+        shards = law.fixed_s + law.row_s * sizes + law.token_s * np.add.reduceat(of_prompts, begins, axis=1)
+        shards = shards + law.longest_s * np.maximum.reduceat(longest_of, begins, axis=1)
+        slowest: Seconds = shards.max(axis=1)
+        return slowest
+
+    @cached_property
+    def _totals(self) -> tuple[int, Lengths, Lengths]:
+        """Rows of a step; [draws] tokens, and tokens of the longest row."""
+        lengths = self._lengths.reshape(self.num_draws, -1)
+        return lengths.shape[1], lengths.sum(axis=1), lengths.max(axis=1)
+
+
+def has_own_rows(node: PlannedNode, plan: Plan) -> bool:
+    """Whether a node works on the rows that its ranks sampled, so that nothing has been balanced."""
+    samplers = [one for one in plan.nodes if one.spec.samples]
+    return any(one.layout.holds_rows_like(node.layout) for one in samplers) or not samplers

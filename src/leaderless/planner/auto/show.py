@@ -1,0 +1,55 @@
+"""How a choice is shown: what was chosen, what it should take, and why the next best lost."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from leaderless.planner.auto.choose import Choice, Option
+
+
+def print_choice(choice: Choice, console: Console) -> None:
+    """Print the chosen layout and the next best, with predicted seconds."""
+    table = Table(title=f"placement: the best of {choice.num_candidates} layouts", title_justify="left", box=None)
+    for name in ("", "layout", "seconds of a step", "why"):
+        table.add_column(name, justify="right" if name.startswith("seconds") else "left")
+    for place, option in enumerate((choice.best, *choice.others)):
+        predicted = option.predicted
+        seconds = f"{predicted.seconds:.3g} ±{predicted.error:.0%}"
+        table.add_row("chosen" if not place else str(place + 1), str(option.candidate), seconds, reason(option, choice))
+    console.print(table)
+    for candidate, why in choice.refused:
+        console.print(f"not possible: {candidate}: {why}", highlight=False, markup=False)
+
+
+def reason(option: Option, choice: Choice) -> str:
+    """Why an option was chosen, or was not, in terms of the node that makes the difference."""
+    best, mine = choice.best.predicted, option.predicted
+    if option is choice.best:
+        name = max(mine.nodes, key=mine.nodes.__getitem__)
+        return f"'{name}' takes the most, {mine.nodes[name]:.3g} s"
+    if mine.seconds <= best.seconds:
+        return "about as fast, but further ahead or in more pools"
+    slower = {name: seconds - best.nodes.get(name, 0.0) for name, seconds in mine.nodes.items()}
+    name = max(slower, key=slower.__getitem__)
+    change = f"{mine.seconds / best.seconds - 1:.0%} slower"
+    if slower[name] <= 0:
+        return f"{change}: pools wait for each other"
+    return f"{change}: '{name}' takes {mine.nodes[name]:.3g} s, not {best.nodes.get(name, 0.0):.3g}"
+
+
+def choice_to_json(choice: Choice) -> dict[str, object]:
+    """The choice as JSON-able values."""
+    options = [
+        {
+            "layout": {name: config.ranks for name, config in option.recipe.layout.items()},
+            "capacity": option.candidate.lag,
+            "seconds": option.predicted.seconds,
+            "error": option.predicted.error,
+            "nodes": option.predicted.nodes,
+            "reason": reason(option, choice),
+        }
+        for option in (choice.best, *choice.others)
+    ]
+    refused = [{"layout": str(candidate), "reason": why} for candidate, why in choice.refused]
+    return {"num_candidates": choice.num_candidates, "options": options, "refused": refused}
