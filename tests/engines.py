@@ -100,6 +100,8 @@ class CopyDriver:
                     if weight.name != self.loses:
                         own[weight.name].copy_(weight.view(bucket.data))
         self._version = weights.policy_version
+        self._open.clear()
+        self._grown.clear()
 
     @torch.no_grad()
     def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:

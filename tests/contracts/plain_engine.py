@@ -28,7 +28,7 @@ class PlainEngine:
         """It needs nothing."""
 
     @torch.no_grad()
-    def load_weights(self, weights: WeightStream) -> None:
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:  # noqa: ARG002
         own = dict(self.model.named_parameters())
         for name, tensor in weights:
             own.pop(name).copy_(tensor)
@@ -91,7 +91,7 @@ class PlainEngine:
         self.deltas.append(Delta(number, sibling, (int(token),), (float(log_prob),), reason, self.policy_version))
 
 
-@rollout_engine()
+@rollout_engine(updates=["recompute"])
 def make(setup: RolloutSetup) -> PlainEngine:
     """Make the engine of a rank."""
     return PlainEngine(setup)

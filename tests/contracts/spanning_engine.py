@@ -15,8 +15,8 @@ from leaderless.weights.stream import WeightStream
 class SpanningEngine(PlainEngine):
     """See `RolloutEngine`. What comes before the head is computed on each rank."""
 
-    def load_weights(self, weights: WeightStream) -> None:
-        super().load_weights(weights)
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
+        super().load_weights(weights, keep_cache=keep_cache)
         head: Tensor = self.model.lm_head.weight.detach()
         place = self.setup.layout.place_in_shard(self.setup.rank)
         self.head = head.tensor_split(self.setup.shard.size)[place].clone()

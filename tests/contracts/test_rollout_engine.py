@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -33,8 +36,10 @@ from leaderless.models.attention import Attention
 from leaderless.models.causal_lm import CausalLM, empty_causal_lm, load_causal_lm
 from leaderless.models.tokenizer import end_tokens, load_tokenizer
 from leaderless.planner import Layout
+from leaderless.planner.engines import engine_of
+from leaderless.rollout import native, prefill_attention
 from leaderless.rollout.child_server import ChildServer
-from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, generate
+from leaderless.rollout.engine import Completion, Delta, Request, RolloutEngine, SamplingParams, generate
 from leaderless.rollout.external import Driver, ExternalEngine
 from leaderless.rollout.make import RolloutSetup
 from leaderless.rollout.make import make_engine as engine_by_name
@@ -296,11 +301,7 @@ def test_a_response_that_is_given_up_takes_no_other_with_it(make_engine: Callabl
 def take(engine: RolloutEngine, numbers: dict[int, int], completions: list[list[Completion]]) -> None:
     """One recorded step."""
     for delta in engine.step():
-        completion = completions[numbers[delta.request]][delta.sibling]
-        completion.tokens += delta.tokens
-        completion.log_probs += delta.log_probs
-        completion.policy_versions += [delta.policy_version or 0] * len(delta.tokens)
-        completion.finish_reason = delta.finish_reason
+        completions[numbers[delta.request]][delta.sibling].add(delta)
 
 
 @pytest.mark.parametrize(("name", "is_tied"), [*((name, True) for name in ENGINES), ("vllm", False)])
@@ -331,29 +332,130 @@ def test_new_weights_are_used_from_the_next_token_on(engines: Engines, name: str
         first = results[0][0]
 
 
-@pytest.mark.parametrize("name", ["native", OWN])
-def test_weights_may_change_between_two_tokens(name: str) -> None:
-    path, trainer = tiny_model(), make_trainer(tiny_model())
-    engine = native_of(empty_causal_lm(ModelConfig(path=path), "policy"), path, 4)
-    engine = engine if name == "native" else own_engine(path, 4)
-    request = Request([3, 2], [0])
-    before, after = [request.begin()], [request.begin()]
-    engine.load_weights(WeightStream(whole_weights(trainer), 0))
-    numbers = {engine.submit(request, params(max_tokens=8, temperature=0)): 0}
-    take(engine, numbers, before)
-    change_weights(trainer, 3)
-    engine.load_weights(WeightStream(whole_weights(trainer), 1))
-    assert engine.policy_version == 1
-    while before[0][0].finish_reason is None:
-        take(engine, numbers, before)
-    fresh = {engine.submit(request, params(max_tokens=8, temperature=0)): 0}
-    while after[0][0].finish_reason is None:
-        take(engine, fresh, after)
-    assert after[0][0].log_probs == pytest.approx(expected_log_probs(trainer, request, after[0][0]), abs=1e-4)
-    if name == OWN:  # it computes everything anew for each token
-        old, new = before[0][0].log_probs, expected_log_probs(trainer, request, before[0][0])
-        assert old[1:] == pytest.approx(new[1:], abs=1e-4)
-        assert abs(old[0] - new[0]) > 1e-3
+Caches = Literal["keep", "recompute"]
+
+
+@pytest.mark.parametrize("cache", ["keep", "recompute"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_weights_change_between_any_two_tokens(
+    make_engine: Callable[[str, int], RolloutEngine], cache: Caches, seed: int
+) -> None:
+    name, path = make_engine.args[0], tiny_model()  # type: ignore[attr-defined]
+    if cache not in engine_of(name.removesuffix("-in-process")).updates:
+        pytest.skip(f"{name} does not {cache}")
+    engine, trainer, random = make_engine(path, 3), make_trainer(path), Random(seed)
+    models = {0: frozen(trainer)}
+    asked, answers, numbers = list[Request](), list[list[Completion]](), dict[int, int]()
+    texts = [[3, 2], [*range(1, 30)], 3 * [*range(1, 50)]]  # vLLM keeps blocks of 128 tokens
+    while len(asked) < 8 or not all(answer.finish_reason for group in answers for answer in group):
+        match random.choice(["submit", "step", "step", "step", "update", "abort"]):
+            case "submit" if len(asked) < 8:
+                text, conversation = random.choice(texts), random.choice([None, 1, 2])
+                count = random.choice([1, 2, 4]) if conversation is None else 1
+                asked.append(Request(text, [10 * len(asked) + i for i in range(count)], conversation=conversation))
+                answers.append(asked[-1].begin())
+                numbers[engine.submit(asked[-1], params(max_tokens=10))] = len(asked) - 1
+            case "update" if len(models) < 6:
+                change_weights(trainer, len(models))
+                models[len(models)] = frozen(trainer)
+                weights = WeightStream(whole_weights(trainer), trainer.policy_version)
+                engine.load_weights(weights, keep_cache=cache == "keep")
+                assert engine.policy_version == trainer.policy_version
+            case "abort" if len(asked) in {3, 6} and not all(answer.finish_reason for answer in answers[-1]):
+                engine.abort(max(numbers))
+            case _:
+                take(engine, numbers, answers)
+    assert engine.step() == []
+    mixed = 0
+    for request, group in zip(asked, answers, strict=True):
+        for answer in group:
+            assert len(answer.tokens) == len(answer.policy_versions)
+            assert answer.policy_versions == sorted(answer.policy_versions)
+            assert answer.log_probs == pytest.approx(mixed_log_probs(models, request, answer, cache), abs=2e-4)
+            mixed += len({*answer.policy_versions}) > 1
+    assert mixed > 2
+
+
+def frozen(trainer: FsdpEngine) -> Any:
+    """The trainer's model as it is now, for a plain forward pass of transformers."""
+    model = copy.deepcopy(trainer.model.model)
+    model.set_attn_implementation("eager")
+    return model
+
+
+@torch.no_grad()
+def mixed_log_probs(models: Mapping[int, Any], request: Request, answer: Completion, cache: Caches) -> list[float]:
+    """Log-probabilities under models that take turns, each with its own keys and values, or with those of the others.
+
+    `models` are language models of transformers by policy version.
+    """
+    text, begin = [*request.prompt, *answer.tokens], len(request.prompt)
+    past, known, found = None, 0, list[float]()
+    for end, (token, version) in enumerate(zip(answer.tokens, answer.policy_versions, strict=True), begin):
+        if cache == "recompute":
+            past, known = None, 0
+        result = models[version](torch.tensor([text[known:end]]), past_key_values=past, use_cache=True)
+        past, known = result.past_key_values, end
+        found.append(float(result.logits[0, -1].log_softmax(-1)[token]))
+    return found
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_the_same_weights_again_change_no_token(keep_cache: bool) -> None:
+    path, wanted = tiny_model(), requests(3)
+    weights = dict(whole_weights(make_trainer(path)))
+    expected = generate(make_native(path, 4), wanted, params(max_tokens=30))
+    engine, found = make_native(path, 4), [request.begin() for request in wanted]
+    numbers = {engine.submit(request, params(max_tokens=30)): index for index, request in enumerate(wanted)}
+    for version in range(1, 200):
+        take(engine, numbers, found)
+        engine.load_weights(WeightStream(iter(weights.items()), version), keep_cache=keep_cache)
+    assert tokens_of(found) == tokens_of(expected)
+    for group, others in zip(found, expected, strict=True):
+        for one, other in zip(group, others, strict=True):
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+            assert one.policy_versions == sorted({*one.policy_versions}), "a version for each token"
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_the_same_calls_give_the_same_bits(keep_cache: bool) -> None:
+    path, seen = tiny_model(), list[list[Delta]]()
+    for _ in range(2):
+        engine, trainer, random = make_native(path, 3), make_trainer(path), Random(0)
+        seen.append([])
+        for round_ in range(60):
+            if round_ < 30 and random.random() < 0.4:
+                engine.submit(requests(4)[random.randrange(6)], params(max_tokens=10))
+            if random.random() < 0.1:
+                change_weights(trainer, round_)
+                weights = WeightStream(whole_weights(trainer), trainer.policy_version)
+                engine.load_weights(weights, keep_cache=keep_cache)
+            if random.random() < 0.05:
+                engine.abort(random.randrange(1, 5))
+            seen[-1] += engine.step()
+    assert seen[0] == seen[1]
+    assert len({delta.policy_version for delta in seen[0]}) > 3
+
+
+def test_keys_and_values_are_computed_again_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, wanted = tiny_model(), [Request([*range(1, 20)], [0, 1, 2]), Request([*range(2, 9)], [3])]
+    trainer = make_trainer(path)
+    monkeypatch.setattr(native, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(prefill_attention, "QUERY_BLOCK", 3)
+    engine, found = make_native(path, 4), [request.begin() for request in wanted]
+    models = {0: frozen(trainer)}
+    numbers = {engine.submit(request, params(max_tokens=30)): index for index, request in enumerate(wanted)}
+    for _ in range(15):
+        take(engine, numbers, found)
+    change_weights(trainer, 1)
+    models[1] = frozen(trainer)
+    engine.load_weights(WeightStream(whole_weights(trainer), 1), keep_cache=False)
+    while not all(answer.finish_reason for group in found for answer in group):
+        take(engine, numbers, found)
+    assert sum({*answer.policy_versions} == {0, 1} for group in found for answer in group) > 1
+    for request, group in zip(wanted, found, strict=True):
+        for answer in group:
+            assert answer.log_probs == pytest.approx(mixed_log_probs(models, request, answer, "recompute"), abs=2e-4)
 
 
 def whole_weights(trainer: FsdpEngine) -> Iterator[tuple[str, Tensor]]:

@@ -129,7 +129,7 @@ class Keeping:
     def wake(self, reload: Callable[[], None]) -> None:
         """Be awake already."""
 
-    def load_weights(self, weights: WeightStream) -> None:
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:  # noqa: ARG002
         for name, tensor in weights:
             self.weights[name] = tensor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import cast
@@ -268,7 +269,7 @@ class Reader:
     def wake(self, reload: Callable[[], None]) -> None:
         """Be awake already."""
 
-    def load_weights(self, weights: WeightStream) -> None:
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:  # noqa: ARG002
         self.probe, self.read = weights.probe, [name for name, _ in islice(weights, self.num_read)]
         self.policy_version = weights.policy_version
 
@@ -289,6 +290,31 @@ def feed() -> tuple[list[str], Probe | None, int]:
         serving = Fed(cast("RolloutEngine", engine), route, transport.process_group(CASE.takers.layout.ranks))
         serving.receive(transport.world, None, Probe([1, 2], torch.ones(1)))
     return engine.read, engine.probe, serving.policy_version
+
+
+def fetch() -> tuple[list[str], list[str], int]:
+    """What engines on ranks 2 and 3 have read when their thread has received weights, and after these are loaded."""
+    transport = Transport(torch.device("cpu"), 20)
+    for layout in (CASE.holders.layout, CASE.takers.layout):
+        transport.add_process_group(layout.ranks)
+    route = route_of(CASE, transport.rank)
+    if transport.rank in CASE.holders.layout:
+        held = held_by(CASE, CASE.holders, transport.rank)
+        assert held is not None
+        send_weights(route, held, transport.world)
+        return [], [], NO_VERSION
+    engine, takers = Reader(len(CASE.shapes)), transport.process_group(CASE.takers.layout.ranks)
+    serving = Fed(cast("RolloutEngine", engine), route, takers)
+    with ThreadPoolExecutor(1) as thread:
+        load = thread.submit(serving.fetch, transport.world, takers, None).result()
+    before = [*engine.read, *([] if serving.policy_version == NO_VERSION else ["a version"])]
+    load()
+    return before, engine.read, serving.policy_version
+
+
+def test_weights_that_a_thread_has_received_are_loaded_when_it_is_asked_for(ranks: RankPool) -> None:
+    names = [f"weight {index}" for index in range(len(CASE.shapes))]
+    assert ranks.run(WORLD_SIZE, fetch)[2:] == [([], names, VERSION)] * 2
 
 
 def test_an_engine_that_reads_less_leaves_no_other_rank_waiting(ranks: RankPool) -> None:

@@ -308,6 +308,23 @@ def test_channels_that_cannot_work_are_refused_with_a_remedy(sections, key, mess
 
 
 @pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("vllm", "is keep, but the engine 'vllm' can only recompute: set it to recompute"),
+        ("tests.contracts.spanning_engine:make", "only between two iterations: leave channels.*.mode at fixed_lag"),
+    ],
+)
+def test_an_engine_that_cannot_keep_its_cache_is_refused(engine: str, message: str):
+    channel = {"rollout": {"capacity": 1, "mode": "continuous"}}
+    rollout = {"engine": engine, "external": {"python": "python3"}}
+    found = refused(
+        layout=POOLS | {key: {"ranks": "2-3"} for key in ("reward", "advantage")}, channels=channel, rollout=rollout
+    )
+    assert found[0] == "channels.rollout.cache", found
+    assert message in found[1]
+
+
+@pytest.mark.parametrize(
     ("use", "role", "ranks", "message"),
     [
         ("train", "other", "0-1", "'extra' trains 'other' on ranks 0-1, before the channel"),

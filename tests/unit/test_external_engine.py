@@ -19,7 +19,7 @@ from leaderless.rollout.external import PROBE_TOLERANCE, derive_seed
 from leaderless.rollout.serving import Fed, held_by, make_probe, probe_of, shapes_of
 from leaderless.weights.blocks import Pool, even_rows, everything
 from leaderless.weights.route import Route
-from leaderless.weights.stream import send_weights
+from leaderless.weights.stream import WeightStream, send_weights
 
 REQUESTS = [Request([5, 6, 7], [1, 2]), Request([9, 8], [3])]
 PARAMS = SamplingParams(SamplingConfig(), 6)
@@ -112,6 +112,35 @@ def test_an_engine_that_fails_is_started_again_and_nothing_is_lost(failing: tupl
         assert [[c.tokens for c in group] for group in generate(engine, REQUESTS, PARAMS)] == [
             [c.tokens for c in group] for group in generate(engine, REQUESTS, PARAMS)
         ]
+
+
+@pytest.mark.parametrize("failing", [None, ("load", 7), ("submit", 3), ("prompt_log_probs", 2)])
+def test_an_engine_that_fails_while_it_takes_other_weights_loses_nothing(failing: tuple[str, int] | None) -> None:
+    trainer, driver = make_trainer(tiny_model()), CopyDriver(tiny_model(), [failing] if failing else [])
+    engine, probe = make_external(driver), make_probe(trainer.vocab_size, 64)
+
+    def reload() -> None:
+        while engine.policy_version != trainer.policy_version:
+            weights = WeightStream(trainer.full_weights(), trainer.policy_version, probe_of(trainer, probe))
+            engine.load_weights(weights, keep_cache=False)
+
+    engine.wake(reload)
+    reload()
+    found = {engine.submit(request, PARAMS): request.begin() for request in REQUESTS}
+    for is_updated in (False, True):
+        while is_updated and not all(one.finish_reason for group in found.values() for one in group):
+            for delta in engine.step():
+                found[delta.request][delta.sibling].add(delta)
+        if not is_updated:
+            for delta in engine.step():
+                found[delta.request][delta.sibling].add(delta)
+            change_weights(trainer)
+            reload()
+    assert driver.calls["start"] == (2 if failing else 1)
+    for request, group in zip(REQUESTS, found.values(), strict=True):
+        for answer in group:
+            assert answer.policy_versions == [0] + [1] * (len(answer.tokens) - 1)
+            assert answer.log_probs[1:] == pytest.approx(expected_log_probs(trainer, request, answer)[1:], abs=1e-4)
 
 
 def test_an_engine_that_fails_twice_while_it_serves_ends_the_run() -> None:

@@ -230,6 +230,11 @@ def test_an_engine_spans_no_unknown_axis() -> None:
         rollout_engine(axes=["ep"])
 
 
+def test_an_engine_declares_what_becomes_of_its_cache() -> None:
+    with pytest.raises(ValueError, match=r"\(updates=\['forget'\]\): 'forget' is none of keep, recompute"):
+        rollout_engine(updates=["forget"])
+
+
 def test_an_engine_of_several_ranks_has_its_part_of_the_cache_and_is_never_started_alone(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"rollout.engine": "vllm", **PYTHON})
     alone = make_engine("vllm", setup_of(tmp_path, recipe))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 KEY = "rollout.engine"
 """Setting that names an engine."""
+UPDATES = ("keep", "recompute")
+"""What can become of keys and values of responses in progress when new weights come."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,13 @@ class RolloutEngineSpec:
 
 ENGINES = Declarations("engine", RolloutEngineSpec, "@leaderless.rollout_engine(...)")
 BUILTIN_ENGINES = {
-    "native": RolloutEngineSpec("leaderless.rollout.make:make_native", keeps_weights=False, updates=("keep",)),
-    "vllm": RolloutEngineSpec("leaderless.rollout.make:make_vllm", ("tp",), may_restart=True, is_probed=True),
-    "sglang": RolloutEngineSpec("leaderless.rollout.make:make_sglang", may_restart=True, is_probed=True),
+    "native": RolloutEngineSpec("leaderless.rollout.make:make_native", keeps_weights=False, updates=UPDATES),
+    "vllm": RolloutEngineSpec(
+        "leaderless.rollout.make:make_vllm", ("tp",), may_restart=True, is_probed=True, updates=("recompute",)
+    ),
+    "sglang": RolloutEngineSpec(
+        "leaderless.rollout.make:make_sglang", may_restart=True, is_probed=True, updates=("recompute",)
+    ),
 }
 
 
@@ -57,6 +63,7 @@ def rollout_engine(
     keeps_weights: bool = True,
     may_restart: bool = False,
     is_probed: bool = False,
+    updates: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
     """Declare a function as one that makes a rollout engine, which recipes name as `package.module:function`.
 
@@ -68,14 +75,19 @@ def rollout_engine(
         keeps_weights: Whether it has weights of its own, besides those of a trainer on the same ranks.
         may_restart: Whether it may lose its weights and ask for them again, where it has one rank.
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
+        updates: What can become of keys and values when it is given new weights while requests are in progress: `keep`,
+            `recompute`; empty if it can take weights only between requests.
 
     Raises:
-        ValueError: An axis is unknown.
+        ValueError: An axis or an update is unknown.
     """
     check_model_axes("rollout_engine", axes)
+    for update in updates:
+        if update not in UPDATES:
+            raise ValueError(f"@rollout_engine(updates={list(updates)}): '{update}' is none of {', '.join(UPDATES)}")
 
     def declare(function: Function) -> Function:
-        spec = RolloutEngineSpec(name_of(function), tuple(axes), keeps_weights, may_restart, is_probed)
+        spec = RolloutEngineSpec(name_of(function), tuple(axes), keeps_weights, may_restart, is_probed, tuple(updates))
         return ENGINES.declare(function, spec)
 
     return declare

@@ -149,13 +149,21 @@ class RolloutEngine(Protocol):
                 `step`.
         """
 
-    def load_weights(self, weights: WeightStream) -> None:
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
         """Use other weights from the next token on.
 
-        Requests are in progress only where the engine asks for weights again by `reload`.
+        Requests stay in progress, with the tokens that they have; later ones come with the new version. Nothing that
+        begins afterwards is read with keys and values of earlier weights. Requests are in progress only where the
+        engine asks for weights again by `reload`, or is declared to take `updates`.
 
         An engine that fails while it loads may start again, without weights: then its policy version is None, and it
         is called again.
+
+        Args:
+            weights: Weights to use.
+            keep_cache: Whether responses in progress keep the keys and values that earlier weights have computed,
+                rather than have them computed again before their next token. An engine that is declared to do only
+                one of these always does it.
 
         Raises:
             RuntimeError: Weights are missing or damaged, or the engine does not use them after they were loaded.

@@ -37,7 +37,10 @@ class Driver(Protocol):
         """Abort everything in progress and release memory, except for weights that are needed again."""
 
     def load(self, weights: WeightStream) -> None:
-        """Use whole weights, named as in `transformers`, from now on."""
+        """Abort everything in progress, and use whole weights, named as in `transformers`, from now on.
+
+        Nothing that was computed with earlier weights is used any more.
+        """
 
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
         """Compute the log-probability of each token of a text except the first, at temperature 1."""
@@ -118,14 +121,15 @@ class ExternalEngine:
             self._driver.wake()
         self._is_awake = True
 
-    def load_weights(self, weights: WeightStream) -> None:
-        """See `RolloutEngine`."""
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:  # noqa: ARG002
+        """See `RolloutEngine`. The rest of each response in progress is asked for again, so all is computed again."""
         self.policy_version = None
         try:
             self._driver.load(weights)
             if weights.probe is not None:
                 found = torch.tensor(self._driver.prompt_log_probs(weights.probe.tokens))
                 self._check(found, weights.probe.log_probs, weights.policy_version)
+            self._ask_again()
         except EngineError as error:
             self._restart(error)
             self._driver.wake()
@@ -214,12 +218,19 @@ class ExternalEngine:
         return deltas
 
     def _recover(self, error: EngineError) -> None:
-        """Start the engine again with the same weights, and ask for all responses in progress."""
+        """Start the engine again with the same weights, with which all responses in progress are asked for again."""
         self._restart(error)
         self._driver.wake()
         self._is_awake = True
         self._reload()
-        self._driver.submit([self._ask(number) for number in self._responses])
+
+    def _ask_again(self) -> None:
+        """Ask for the rest of all responses in progress, under other numbers than before."""
+        first = self._num_responses + 1
+        self._responses = dict(enumerate(self._responses.values(), first))
+        self._num_responses += len(self._responses)
+        if self._responses:
+            self._driver.submit([self._ask(number) for number in self._responses])
 
     def _take(self, gain: Gain) -> None:
         """Add tokens to a response, up to one that completes a stop text."""

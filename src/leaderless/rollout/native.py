@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -121,14 +121,17 @@ class NativeEngine:
         self._graphs = DecodeGraphs(self._pass) if self.device.type == "cuda" else None
         self._active: dict[Segment, _Sequence] = {}
         self._rows: _Rows | None = None
+        self._is_stale = False  # keys and values of active responses are to be computed again
 
     def wake(self, reload: Callable[[], None]) -> None:
         """See `RolloutEngine`. Memory is taken as it is needed."""
 
-    def load_weights(self, weights: WeightStream) -> None:
-        """See `RolloutEngine`. Responses in progress keep their keys and values until they end; nothing else does."""
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
+        """See `RolloutEngine`. Only responses in progress keep keys and values."""
         self._kept.shrink(0)
         self._num_loads += 1
+        self._unread_waiting()
+        self._is_stale = self._is_stale or not keep_cache
         self.policy_version, missing = None, set(self._weights)
         for name, tensor in weights:
             if name not in self._weights:
@@ -140,6 +143,27 @@ class NativeEngine:
         if self._graphs is not None:
             self._graphs = DecodeGraphs(self._pass)  # a graph reads from the memory of earlier weights
         self.policy_version = weights.policy_version
+
+    def _unread_waiting(self) -> None:
+        """Have prompts read again for the responses that have not drawn their first token yet."""
+        again: dict[tuple[int, ...], _Prompt] = {}
+        for prompt in self._read:
+            fresh = again.setdefault(prompt.tokens, _Prompt(prompt.tokens))
+            for sequence in prompt.waiting:
+                sequence.prompt = fresh
+            fresh.waiting += prompt.waiting
+            fresh.num_left += len(prompt.waiting)
+            self._leave(prompt, len(prompt.waiting))
+            prompt.waiting, prompt.logits = deque(), torch.empty(0)
+        self._read.clear()
+        for tokens, prompt in self._unread.items():
+            fresh = again.setdefault(tokens, prompt)
+            if fresh is not prompt:
+                for sequence in prompt.waiting:
+                    sequence.prompt = fresh
+                fresh.waiting += prompt.waiting
+                fresh.num_left += prompt.num_left
+        self._unread = again
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See `RolloutEngine`."""
@@ -192,9 +216,14 @@ class NativeEngine:
                 self._keep(sequence.conversation, sequence, segment)
             else:
                 segment.home.remove(segment)
-        prompt.num_left -= 1
+        self._leave(prompt, 1)
+
+    def _leave(self, prompt: _Prompt, num_responses: int) -> None:
+        """Release the keys and values of a prompt if no other responses need it."""
+        prompt.num_left -= num_responses
         if prompt.num_left == 0 and prompt.is_shared and prompt.segment is not None:
             prompt.segment.home.remove(prompt.segment)
+            self._rows = None
 
     def _keep(self, conversation: int, sequence: _Sequence, own: Segment) -> None:
         """Keep what has been read of a conversation: everything but the last token."""
@@ -217,6 +246,8 @@ class NativeEngine:
     def step(self) -> list[Delta]:
         """See `RolloutEngine`."""
         try:
+            if self._is_stale:
+                self._read_again()
             if self._active:
                 self._decode()
             self._admit()
@@ -303,17 +334,34 @@ class NativeEngine:
         Returns:
             [n, vocabulary] float32 logits of the last tokens that were read.
         """
-        tokens: list[int] = []
-        parts: list[PromptPart] = []
+        parts: list[tuple[PromptPart, Sequence[int]]] = []
         for prompt in prompts:
             first = prompt.num_known + begin
             part = prompt.tokens[first : first + PREFILL_TOKENS]
             assert prompt.segment is not None
-            parts.append(PromptPart(prompt.segment, first, len(part)))
-            tokens += part
-        positions = torch.cat([torch.arange(part.begin, part.begin + part.count) for part in parts])
+            parts.append((PromptPart(prompt.segment, first, len(part)), part))
+        return self._read_pass(parts)
+
+    def _read_pass(self, texts: Sequence[tuple[PromptPart, Sequence[int]]]) -> Tensor:
+        """Read the tokens of parts, of which those that begin a text are the first; see `_read_parts`."""
+        parts, tokens = [part for part, _ in texts], [token for _, own in texts for token in own]
+        positions = torch.cat([torch.arange(part.position, part.position + part.count) for part in parts])
         last = torch.tensor([part.count for part in parts]).cumsum(0) - 1
         return self._forward(torch.tensor(tokens), positions, PrefillAttention(parts, self.device), last)
+
+    def _read_again(self) -> None:
+        """Compute the keys and values of all active responses, and of their prompts, with the weights of now."""
+        texts: dict[Segment, tuple[Segment | None, Sequence[int]]] = {}
+        for segment, sequence in self._active.items():
+            prompt, tokens = sequence.prompt, sequence.completion.tokens
+            prompt.num_loads, new = self._num_loads, tokens[len(tokens) + len(prompt.tokens) - sequence.num_tokens : -1]
+            if prompt.is_shared and prompt.segment is not None:
+                texts[prompt.segment] = None, prompt.tokens
+            texts[segment] = (prompt.segment, new) if prompt.is_shared else (None, (*prompt.tokens, *new))
+        # A prompt is read in the pass of the responses that share it, or in an earlier one.
+        for parts in _passes(texts):
+            self._read_pass(sorted(parts, key=lambda one: not one[0].is_first))
+        self._is_stale = False
 
     def _decode(self) -> None:
         """Decode one more token of each active response."""
@@ -386,6 +434,25 @@ def _with_memory(model: CausalLM) -> dict[str, nn.Parameter]:
                 own = replaced.setdefault(parameter, nn.Parameter(torch.empty(0), requires_grad=False))
                 setattr(module, name, own)
     return dict(model.model.named_parameters())
+
+
+def _passes(
+    texts: Mapping[Segment, tuple[Segment | None, Sequence[int]]],
+) -> Iterator[list[tuple[PromptPart, Sequence[int]]]]:
+    """Divide texts, each with its segment and that of a prompt before it, into passes."""
+    parts: list[tuple[PromptPart, Sequence[int]]] = []
+    room = PREFILL_TOKENS
+    for segment, (prompt, tokens) in texts.items():
+        begin = 0
+        while begin < len(tokens):
+            some = tokens[begin : begin + room]
+            parts.append((PromptPart(segment, begin, len(some), prompt), some))
+            begin, room = begin + len(some), room - len(some)
+            if not room:
+                yield parts
+                parts, room = [], PREFILL_TOKENS
+    if parts:
+        yield parts
 
 
 def _draws(sequences: Sequence[_Sequence]) -> _Draws:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,20 +20,34 @@ KEY_BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class PromptPart:
-    """The `count` tokens of a prompt that one pass reads, after `begin` tokens that were read earlier."""
+    """The `count` tokens of a text that one pass reads, after `begin` tokens that were read earlier.
+
+    Those of a response come after all of a prompt that it shares, which has a segment to itself.
+    """
 
     segment: Segment
     begin: int
     count: int
+    prompt: Segment | None = None
+
+    @property
+    def position(self) -> int:
+        """Position of the first of the tokens."""
+        return self.begin + (self.prompt.length if self.prompt else 0)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing comes before it."""
+        return self.position == 0
 
 
 class PrefillAttention:
     """See `Attention`. Causal attention over prompts, which writes keys and values into their segments."""
 
     def __init__(self, parts: Sequence[PromptPart], device: torch.device) -> None:
-        """Plan a pass over parts of different prompts: first the parts that begin a prompt, then the later ones."""
+        """Plan a pass over parts of different texts: first the parts that begin a text, then the later ones."""
         counts = [part.count for part in parts]
-        self.longest = max(part.begin + part.count for part in parts)
+        self.longest = max(part.position + part.count for part in parts)
         tokens = torch.split(torch.arange(sum(counts)), counts)
         self._writes: list[tuple[Slots, Tensor, Tensor]] = []
         for home in dict.fromkeys(part.segment.home for part in parts):
@@ -42,10 +56,14 @@ class PrefillAttention:
             source = torch.cat([own for own, _ in mine])
             places = torch.cat([own + begin for (own, _), begin in zip(mine, begins, strict=True)])
             self._writes.append((home, source.to(device), places.to(device)))
-        first = [part.count for part in parts if not part.begin]
+        first = [part.count for part in parts if part.is_first]
         self._num_first, self._first = sum(first), PackedAttention(first, device) if first else None
-        later = [_Block(part, int(own[0])) for own, part in zip(tokens, parts, strict=True) if part.begin]
-        self._later = [_LaterBlocks(group, device) for group in _grouped(later)]
+        later = [_Block(part, int(own[0])) for own, part in zip(tokens, parts, strict=True) if not part.is_first]
+        after = [piece for block in later if block.part.prompt is not None for piece in _split(block)]
+        self._later: list[_LaterBlocks | _AfterPrompt] = [
+            _LaterBlocks(group, device) for group in _grouped([x for x in later if x.part.prompt is None])
+        ]
+        self._later += [_AfterPrompt(block, device) for block in after]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Attention`."""
@@ -96,9 +114,9 @@ def _grouped(later: Sequence[_Block]) -> Iterator[list[_Block]]:
 
 
 def _split(block: _Block) -> Iterator[_Block]:
-    segment, begin, count = block.part.segment, block.part.begin, block.part.count
+    begin, count = block.part.begin, block.part.count
     for offset in range(0, count, QUERY_BLOCK):
-        part = PromptPart(segment, begin + offset, min(QUERY_BLOCK, count - offset))
+        part = replace(block.part, begin=begin + offset, count=min(QUERY_BLOCK, count - offset))
         yield _Block(part, block.row + offset)
 
 
@@ -137,3 +155,26 @@ class _LaterBlocks:
         if len(self._slots) == 1:
             return cached[:, self._slots[0] : self._slots[0] + 1, : self._longest]
         return cached[:, :, : self._longest].index_select(1, self._indices)
+
+
+class _AfterPrompt:
+    """A block of a response, which attends to a prompt that it shares and to its own segment."""
+
+    def __init__(self, block: _Block, device: torch.device) -> None:
+        part = block.part
+        assert part.prompt is not None
+        self._rows = slice(block.row, block.row + part.count)
+        self._parts = (part.prompt, part.prompt.length), (part.segment, block.end)
+        ends = part.position + 1 + torch.arange(part.count)
+        keys = torch.arange(part.position + part.count)
+        self._is_seen = (keys < ends[:, None])[None, None].to(device)
+
+    def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
+        """See `_LaterBlocks`."""
+        both = zip(*(segment.home.layer(layer) for segment, _ in self._parts), strict=True)
+        keys, values = (
+            torch.cat([own[:, one.slot, :end] for own, (one, end) in zip(tensors, self._parts, strict=True)], 1)[None]
+            for tensors in both
+        )
+        block = query[self._rows].transpose(0, 1)[None]
+        output[self._rows] = attend_padded(block, keys, values, self._is_seen, scale)[0].transpose(0, 1)

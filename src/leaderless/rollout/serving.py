@@ -166,6 +166,7 @@ class Fed:
         *,
         shard: ProcessGroup = ALONE,
         may_restart: bool = False,
+        keep_cache: bool = True,
     ) -> None:
         """Have no weights yet.
 
@@ -175,9 +176,10 @@ class Fed:
             takers: These ranks.
             shard: Those of them that make one engine together.
             may_restart: Whether the engine fails and starts again by itself.
+            keep_cache: Whether responses in progress keep their keys and values; see `RolloutEngine.load_weights`.
         """
         self.engine, self._route, self._takers, self._shard = engine, route, takers, shard
-        self._may_restart = may_restart
+        self._may_restart, self._keep_cache = may_restart, keep_cache
         self._kept: list[tuple[str, Tensor]] = []
         self._probe: Probe | None = None
         self._version = NO_VERSION
@@ -233,10 +235,14 @@ class Fed:
         version = stream.policy_version
 
         def load() -> None:
-            self._kept, self._probe, self._version = kept if self._may_restart else [], probe, version
-            weights = WeightStream(iter(kept), version, probe)
-            self.engine.load_weights(weights)
-            weights.drain()
+            self._kept, self._probe, self._version = kept, probe, version
+            self.engine.wake(self._reload)  # an engine may start again once for each set of weights
+            self._load()
+            self._reload()
+            if not self._may_restart:
+                kept.clear()
+            if process_group.payload_device.type == "cpu":
+                trim_host_memory()
 
         return load
 
@@ -247,7 +253,11 @@ class Fed:
 
     def _reload(self) -> None:
         while self.engine.policy_version != self._version:
-            self.engine.load_weights(WeightStream(iter(self._kept), self._version, self._probe))
+            self._load()
+
+    def _load(self) -> None:
+        weights = WeightStream(iter(self._kept), self._version, self._probe)
+        self.engine.load_weights(weights, keep_cache=self._keep_cache)
 
     @contextmanager
     def phase(self) -> Iterator[RolloutEngine]:

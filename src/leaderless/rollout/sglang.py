@@ -79,14 +79,20 @@ class SglangServer:
 
     def sleep(self, *, keep_weights: bool) -> None:  # noqa: ARG002
         """See `Driver`. SGLang always keeps a copy of the weights in host memory."""
+        self._abort_all()
+        self._server.call("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+
+    def _abort_all(self) -> None:
+        """Abort all responses, and wait for the ends of their streams."""
         self._server.call("/abort_request", {"rid": "", "abort_all": True})
         for stream in self._streams:
             stream.join(JOIN_S)
         self._forget()
-        self._server.call("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
 
     def load(self, weights: WeightStream) -> None:
         """See `Driver`. SGLang gets CUDA IPC handles of the buckets; on the CPU, their bytes."""
+        if self._streams or self._waiting:
+            self._abort_all()  # SGLang does not flush its cache while it is in use
         for bucket in make_buckets(weights, self._settings.torch_dtype, LocalStaging(self._device)):
             tensors = [(weight.name, weight.view(bucket.data)) for weight in bucket.weights]
             torch.get_device_module(self._device).synchronize()  # the server may read the bucket from now on

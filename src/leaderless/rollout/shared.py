@@ -33,9 +33,9 @@ class SharedEngine:
         """See `RolloutEngine`."""
         self._engine.wake(reload)
 
-    def load_weights(self, weights: WeightStream) -> None:
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
         """See `RolloutEngine`."""
-        self._engine.load_weights(weights)
+        self._engine.load_weights(weights, keep_cache=keep_cache)
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See `RolloutEngine`. All views lose their requests."""

@@ -159,9 +159,12 @@ class Roles:
         """An engine on ranks that only generate."""
         layout, route, setup = instance.layout, self._way_to(instance, recipe), self._setup(instance, recipe)
         engine, group = make_engine(instance.engine, setup), self._transport.process_group(layout.ranks)
+        keep_cache = True
         if self._plan.loop_of(self._transport.rank).is_continuous:
             engine = SharedEngine(engine)  # it goes on while held-out prompts are answered
-        return Fed(engine, route, group, shard=setup.shard, may_restart=engine_of(instance.engine).restarts_on(layout))
+            keep_cache = next(iter(recipe.open_channels.values())).cache == "keep"
+        may_restart = engine_of(instance.engine).restarts_on(layout)
+        return Fed(engine, route, group, shard=setup.shard, may_restart=may_restart, keep_cache=keep_cache)
 
     def _way_to(self, instance: RoleInstance, recipe: Recipe) -> Route:
         """The way of weights to ranks that only generate."""

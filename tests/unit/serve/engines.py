@@ -59,7 +59,7 @@ class ScriptedEngine:
     def wake(self, reload: Callable[[], None]) -> None:
         """It needs nothing."""
 
-    def load_weights(self, weights: WeightStream) -> None:
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:
         """It has no weights."""
 
     def sleep(self, *, keep_weights: bool) -> None:

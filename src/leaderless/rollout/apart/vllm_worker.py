@@ -122,6 +122,10 @@ class VllmWorker:
         self._engine.abort_request(names)
         self._open.difference_update(names)
 
+    def _abort_all(self) -> None:
+        self._engine.abort_request(list(self._open))
+        self._open.clear()
+
     def prompt_log_probs(self, tokens: Sequence[int]) -> list[float]:
         """See `Driver`."""
         from vllm import SamplingParams, TokensPrompt
@@ -159,18 +163,19 @@ class VllmWorker:
         self._arrived = arrived | (self._arrived or set())
 
     def finish_load(self, policy_version: int) -> None:
-        """Use the weights that have been loaded, and drop everything computed with earlier ones."""
+        """Use the weights that have been loaded, and drop all that is in progress or computed with earlier ones."""
         arrived, self._arrived = self._arrived or set(), None
         lacking = sorted(self._on_worker(_finish_loading) - arrived)
         if lacking:
             raise RuntimeError(f"{len(lacking)} of vLLM's weights have not been sent, such as {lacking[0]}")
-        self._engine.reset_prefix_cache()
+        self._abort_all()
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM still uses keys and values of earlier weights, though nothing is in progress")
         self._policy_version = policy_version
 
     def sleep(self, *, keep_weights: bool) -> None:
         """See `Driver`. An accelerator copies weights that are kept to host memory."""
-        self._engine.abort_request(list(self._open))
-        self._open.clear()
+        self._abort_all()
         if self._is_on_accelerator:
             self._engine.sleep(level=1 if keep_weights else 2)
         else:
