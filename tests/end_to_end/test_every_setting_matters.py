@@ -114,6 +114,15 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
             "evaluation.every_steps=0",
         ],
         ["plan", str(grpo)],
+        [
+            "train",
+            str(grpo),
+            "name=schedule",
+            "layout={}",
+            "steps=5",
+            "evaluation.every_steps=0",
+            "schedule={replan_every_steps: 1, layouts: {same: {policy: {ranks: 0}}}}",
+        ],
     ]
     (reads,) = ranks.run(1, watched_reads, str(tmp_path), commands, rows, init_group=False, deadline_s=600)
     # Rewards are graded in separate processes, where nothing is watched; other tests show the effect of these settings.

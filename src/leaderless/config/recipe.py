@@ -19,6 +19,7 @@ from leaderless.config.rewards import RewardsConfig
 from leaderless.config.roles import RoleConfig, RoleSection, as_settings, origin_of
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
 from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
+from leaderless.config.schedule import ScheduleConfig
 from leaderless.config.source import merge_settings
 from leaderless.config.training import TrainingConfig
 
@@ -68,6 +69,8 @@ class Recipe(Section):
     channels: Mapping[str, ChannelConfig] = {}
     """Iterations in flight by node: everything that leaves the ranks of the node goes through a channel, so that they
     generate while other ranks train. Without an entry, all ranks go through each step together."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Choice among layouts while the run goes on."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Accuracy on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -172,6 +175,16 @@ class Recipe(Section):
             if config.response is not None:
                 raise ValueError(
                     f"{key}.response: with an environment, all responses are sampled; leave one of the two out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _layouts_can_be_replaced(self) -> Recipe:
+        for section in ("channels", "online") if self.schedule.replan_every_steps else ():
+            if getattr(self, section):
+                raise ValueError(
+                    f"schedule.replan_every_steps must be 0 with `{section}`: such a run is stopped, and continued "
+                    "with another layout"
                 )
         return self
 

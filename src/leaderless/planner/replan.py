@@ -1,15 +1,24 @@
-"""Plans for a run that is under way."""
+"""Plans for a run that is under way: other layouts, the seconds they would take, and the choice among them.
+
+Everything here is a pure function of facts that all ranks have agreed on, so all of them make the same choice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from leaderless.config import Recipe
+from leaderless.config import Problem, Recipe, RecipeError
 from leaderless.config.layout import LayoutConfig
+from leaderless.config.schedule import ScheduleConfig
+from leaderless.planner.entries import Action, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.planner.layout import Cluster
 from leaderless.planner.make_plan import make_plan
 from leaderless.planner.plan import Plan
 from leaderless.workflow import resolve_workflow
+
+OWN = "layout"
+"""Name of the recipe's own layout among those to choose from."""
 
 
 def with_layout(recipe: Recipe, layout: Mapping[str, LayoutConfig], like: Plan) -> Plan:
@@ -20,3 +29,162 @@ def with_layout(recipe: Recipe, layout: Mapping[str, LayoutConfig], like: Plan) 
     """
     cluster = Cluster(like.world_size, like.engine)
     return make_plan(recipe.model_copy(update={"layout": layout}), resolve_workflow(recipe.workflow), cluster)
+
+
+def alternatives(recipe: Recipe, like: Plan) -> dict[str, Plan]:
+    """The plans that `schedule.layouts` allows, by name; the recipe's own is one of them.
+
+    Raises:
+        RecipeError: A layout does not fit, or the run has channels, which belong to one layout.
+    """
+    if recipe.schedule.layouts and len(like.loops) > 1:
+        raise RecipeError.at(
+            "schedule.replan_every_steps",
+            "must be 0 where loops go ahead of each other, as with placement.max_lag above 0: set one of the two to 0",
+        )
+    plans: dict[str, Plan] = {}
+    for name, layout in {OWN: recipe.layout, **recipe.schedule.layouts}.items():
+        try:
+            plans[name] = like if layout == like.layout else with_layout(recipe, layout, like)
+        except RecipeError as error:
+            key = f"schedule.layouts.{name}"
+            problems = [Problem(f"{key}{_below(problem.key)}", problem.message) for problem in error.problems]
+            raise RecipeError(problems) from error
+    return plans
+
+
+def _below(key: str) -> str:
+    """The end of a key of the section `layout`; empty for another one."""
+    return key.removeprefix("layout") if key.startswith("layout.") else ""
+
+
+@dataclass
+class NodeSeconds:
+    """Measured seconds of a node in a step, by the number of ranks that shared its work.
+
+    A node that takes longer than before does so on any number of ranks: what is known for other numbers is changed by
+    the same factor.
+
+    Attributes:
+        known: Seconds by number of ranks.
+    """
+
+    known: dict[int, float] = field(default_factory=dict)
+
+    def measure(self, num_ranks: int, seconds: float) -> None:
+        """Take in the newest seconds."""
+        before = self.known.get(num_ranks)
+        if before:
+            self.known = {size: known * seconds / before for size, known in self.known.items()}
+        self.known[num_ranks] = seconds
+
+    def on(self, num_ranks: int) -> float:
+        """Seconds on a number of ranks: a part that they share, and, known from two numbers on, one that each has."""
+        if num_ranks in self.known or not self.known:
+            return self.known.get(num_ranks, 0.0)
+        sizes = sorted(self.known, key=lambda size: abs(size - num_ranks))[:2]
+        if len(sizes) == 1:
+            return self.known[sizes[0]] * sizes[0] / num_ranks
+        one, other = sizes
+        shared = (self.known[one] - self.known[other]) / (1 / one - 1 / other)
+        shared = min(max(shared, 0.0), self.known[one] * one)
+        return self.known[one] + shared * (1 / num_ranks - 1 / one)
+
+
+def step_seconds(plan: Plan, nodes: Mapping[str, NodeSeconds]) -> float:
+    """Seconds of a step, from those of its nodes: the clocks of all ranks on their way through the schedule.
+
+    What is sent takes no time here, but the ranks that send and receive wait for each other. In windows, rows travel
+    in the background.
+    """
+    walk = _Walk(plan, nodes)
+    for action in _top(plan.schedule):
+        if isinstance(action, Windowed):
+            for inner, window in action.turns():
+                walk.enter(inner, window, action.num_windows)
+        else:
+            walk.enter(action)
+    return max(walk.clocks)
+
+
+def _top(actions: Sequence[Action]) -> Iterator[Action]:
+    """The entries of a schedule; what is repeated comes once, as the seconds of its nodes are those of all rounds."""
+    for action in actions:
+        yield from [action] if isinstance(action, Windowed) else flat([action])
+
+
+class _Walk:
+    """The clocks of all ranks."""
+
+    def __init__(self, plan: Plan, nodes: Mapping[str, NodeSeconds]) -> None:
+        self._plan, self._nodes = plan, nodes
+        self.clocks = [0.0] * plan.world_size
+        self._arrived: dict[tuple[tuple[int, ...], int], float] = {}
+
+    def enter(self, action: Action, window: int = 0, num_windows: int = 1) -> None:
+        """Go through an entry, or one window of it."""
+        match action:
+            case RunNode(name):
+                self._run(name, window, num_windows)
+            case Reshard() if num_windows > 1:
+                left = max(self.clocks[rank] for rank in action.source_layout.ranks)
+                key = action.target_layout.ranks, window
+                self._arrived[key] = max(left, self._arrived.get(key, 0.0))
+            case Reshard() | SyncWeights():
+                self._meet(action.ranks)
+
+    def _run(self, name: str, window: int, num_windows: int) -> None:
+        node = self._plan[name]
+        ranks = node.layout.ranks
+        if node.spec.roles:
+            self._meet(ranks)  # weights are gathered
+        took = self._nodes[name].on(len(ranks)) / num_windows if name in self._nodes else 0.0
+        arrived = self._arrived.get((ranks, window), 0.0) if num_windows > 1 else 0.0
+        for rank in ranks:
+            self.clocks[rank] = max(self.clocks[rank], arrived) + took
+
+    def _meet(self, ranks: Sequence[int]) -> None:
+        latest = max(self.clocks[rank] for rank in ranks)
+        for rank in ranks:
+            self.clocks[rank] = latest
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice among layouts after a step.
+
+    Attributes:
+        name: Name of the fastest layout.
+        now_s: Seconds of a step as it is.
+        expected_s: Seconds of a step with the fastest layout.
+        is_worth_it: Whether to switch to it.
+    """
+
+    name: str
+    now_s: float
+    expected_s: float
+    is_worth_it: bool
+
+    @property
+    def gain(self) -> float:
+        """Share of a step's seconds that the fastest layout saves."""
+        return 1 - self.expected_s / self.now_s if self.now_s else 0.0
+
+
+def choose(
+    expected: Mapping[str, float], current: str, switch_s: float, num_steps_left: int, config: ScheduleConfig
+) -> Choice:
+    """Choose among layouts: another one must be faster by enough, and pay for the switch.
+
+    Args:
+        expected: Seconds of a step with each layout, by name.
+        current: Name of the layout in force.
+        switch_s: Seconds that a switch takes.
+        num_steps_left: Steps until the end of the run.
+        config: Settings of the user.
+    """
+    now_s = expected[current]
+    name = min(expected, key=lambda one: (expected[one], one != current))
+    saved_s = now_s - expected[name]
+    pays = saved_s * min(num_steps_left, config.horizon_steps) >= config.payback * switch_s
+    return Choice(name, now_s, expected[name], saved_s > config.min_gain * now_s and pays)

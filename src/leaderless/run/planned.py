@@ -12,12 +12,14 @@ from pathlib import Path
 
 from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
+from leaderless.config.schedule import ScheduleConfig
 from leaderless.data.files import find_files
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
 from leaderless.planner.auto.choose import Choice, choose_layout
 from leaderless.planner.auto.profile import read_profile
+from leaderless.planner.replan import alternatives
 from leaderless.rollout.choose import choose_engine
 from leaderless.run.settings import leaves_of
 from leaderless.workflow import Workflow, load_recipe, resolve_workflow, spec_of
@@ -29,6 +31,7 @@ FREE_KEYS = (
     "checkpoint.",
     "evaluation.",
     "layout.",
+    "schedule.",
     "batch.micro_batch_tokens",
     "data.prefetch_steps",
     "rollout.max_sequences",
@@ -208,7 +211,9 @@ def located(loaded: LoadedRecipe) -> Iterator[None]:
 def plan_training(loaded: LoadedRecipe, num_workers: int) -> Planned:
     """Plan a run; a RecipeError gives every reason why it does not work with this number of workers."""
     with located(loaded):
-        return _plan(loaded, resolve_workflow(loaded.recipe.workflow), num_workers)
+        planned = _plan(loaded, resolve_workflow(loaded.recipe.workflow), num_workers)
+        alternatives(planned.recipe, planned.plan)  # what is wrong with them shows now
+        return planned
 
 
 def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) -> Planned:
@@ -238,8 +243,9 @@ def plan_evaluation(loaded: LoadedRecipe, role: str | None, num_workers: int) ->
             "checkpoint": checkpoint,
             "roles": {},
             "placement": None,
+            "schedule": ScheduleConfig(),
+            "evaluation": evaluation,
         }
-        update |= {"evaluation": evaluation, "placement": None}
         recipe = recipe.as_seen_by(role).model_copy(update=update)
         return _plan(LoadedRecipe(recipe, loaded.source), evaluation_workflow(role), num_workers)
 

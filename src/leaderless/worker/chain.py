@@ -43,6 +43,7 @@ class Chain:
         channels: Ends of the channels to other loops.
         loaders: Dataloader of each entry that loads.
         metrics: Metrics of the step.
+        spent: Seconds of this rank in each entry of the last step.
         generation: What generates continuously, where the loop does that and has begun.
         events: Events that guards have reported in the step.
         num_roll_backs: Number of roll-backs so far.
@@ -71,6 +72,7 @@ class Chain:
         self.metrics = StepMetrics(parts.plan, parts.transport)
         self.events: list[GuardEvent] = []
         self.num_roll_backs = 0
+        self.spent: Mapping[str, float] = {}
         self.generation: Generation | None = None
 
     def walk(self) -> None:
@@ -95,7 +97,7 @@ class Chain:
 
     def report(self) -> None:
         """Add the times of the entries and the numbers of the dataloaders to the metrics."""
-        spent = self._tracer.take_seconds()
+        self.spent = spent = self._tracer.take_seconds()
         for action in flat(self._entries):
             if isinstance(action, Windowed):
                 self.metrics.of(action.ranks).max("time/waiting", spent.get(WAITING, 0.0))

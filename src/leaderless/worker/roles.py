@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ class Roles:
 
     Attributes:
         engines: Instances, by role and ranks.
+        seconds: Seconds in which they were made at the start.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class Roles:
         self._routes: dict[SyncWeights, Route] = {}
         self._bounded_by: tuple[RunDirectory, int] | None = None
         self._open_tools()
+        begin = time.monotonic()
         for instance in plan.instances:
             if transport.rank in instance.layout:
                 self._add(instance)
+        self.seconds = time.monotonic() - begin
 
     @property
     def _generating(self) -> list[RoleInstance]:

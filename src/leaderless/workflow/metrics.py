@@ -31,6 +31,7 @@ _ONLINE = "`online`"
 _TOOLS = "an `environment` with tools"
 _STALE = "`channels`, or `online`"
 _CONTINUOUS = "`channels` with `mode` set to `continuous`"
+_SCHEDULE = "`schedule.replan_every_steps` above 0"
 _EVALUATION = "`evaluation.every_steps` above 0"
 
 
@@ -177,6 +178,13 @@ METRICS: dict[str, Metric] = {
         "updates that guards have skipped since the run began; left out while there are none"
     ),
     "guard/roll_backs": Metric("times that guards have rolled the run back; left out while there are none"),
+    "schedule/switches": Metric(
+        "times that another layout has replaced the one in force since the workers started", _SCHEDULE
+    ),
+    "schedule/gain": Metric(
+        "share of a step's seconds that the fastest layout is expected to save, after a choice; 0 for the one in force",
+        _SCHEDULE,
+    ),
     "throughput/tokens_per_s": Metric("tokens of all samples, prompts included, per second of the whole step"),
     "data/epoch": Metric("passes over the training data; of a mixture, over the dataset that is furthest behind"),
     "data/epoch/<name>": Metric("passes over one dataset of a mixture", "a mixture as `data.train`"),

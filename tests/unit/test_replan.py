@@ -1,0 +1,109 @@
+"""The choice among layouts is a pure function of measured seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from tests.end_to_end.two_judges import layout, workflow
+from tests.unit.recipes import make_recipe, only_problem, plan_of
+
+from leaderless.config import RecipeError
+from leaderless.config.schedule import ScheduleConfig
+from leaderless.planner.replan import NodeSeconds, alternatives, choose, step_seconds
+
+SCHEDULE = {"replan_every_steps": 1, "layouts": {"apart": {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}}}
+
+
+def seconds_of(**known: Mapping[int, float]) -> dict[str, NodeSeconds]:
+    return {name: NodeSeconds(dict(values)) for name, values in known.items()}
+
+
+def test_seconds_follow_from_what_has_been_measured() -> None:
+    node = NodeSeconds()
+    assert node.on(2) == 0.0, "nothing is known"
+    node.measure(2, 6.0)
+    assert (node.on(1), node.on(2), node.on(4)) == (12.0, 6.0, 3.0), "ranks share the work"
+    node.measure(4, 4.0)
+    assert node.on(4) == 4.0
+    assert node.on(1) == pytest.approx(10.0), "each rank has 2 s, and they share 8 s"
+    assert node.on(8) == pytest.approx(3.0)
+    node.measure(4, 8.0)
+    assert (node.on(2), node.on(4)) == (12.0, 8.0), "a node that has become slow is so on any ranks"
+    node.known = {1: 1.0, 2: 2.0}
+    assert node.on(4) == 2.0, "more ranks are never expected to take longer"
+
+
+def test_nodes_on_other_ranks_work_at_the_same_time() -> None:
+    seconds = seconds_of(rollout={3: 1.0}, first={1: 4.0}, second={2: 5.0}, policy={3: 2.0})
+    plan = plan_of(workflow(), 3, layout=layout("0", "1-2"))
+    assert step_seconds(plan, seconds) == pytest.approx(1 + 5 + 2)
+    other = plan_of(workflow(), 3, layout=layout("0-1", "2"))
+    assert step_seconds(other, seconds) == pytest.approx(1 + 10 + 2)
+    together = plan_of(workflow(), 3)
+    assert step_seconds(together, seconds) == pytest.approx(1 + (4 + 10) / 3 + 2)
+
+
+def test_windows_travel_while_ranks_work() -> None:
+    apart = {"rollout": {"ranks": "0"}, "reference": {"ranks": "1"}, "policy": {"ranks": "1"}}
+    seconds = seconds_of(rollout={1: 8.0}, reference={1: 4.0}, policy={1: 1.0})
+    sections = {"layout": apart, "algorithm": {"kl": {"coefficient": 0.1}}}
+    whole = plan_of("grpo", 2, **sections)
+    assert step_seconds(whole, seconds) == pytest.approx(8 + 4 + 1)
+    windows = plan_of("grpo", 2, **sections, batch={"windows_per_step": 4, "prompts_per_step": 8})
+    assert step_seconds(windows, seconds) == pytest.approx(8 + 1 + 1), "the last window is scored after the rollout"
+
+
+@pytest.mark.parametrize(
+    ("expected", "switch_s", "left", "chosen", "is_worth_it"),
+    [
+        ({"layout": 2.0, "a": 1.0, "b": 1.5}, 10.0, 50, "a", True),
+        ({"layout": 2.0, "a": 2.0}, 0.0, 50, "layout", False),
+        ({"layout": 2.0, "a": 1.9}, 0.0, 50, "a", False),  # less than a tenth
+        ({"layout": 2.0, "a": 1.0}, 10.0, 19, "a", False),  # too few steps are left
+        ({"layout": 2.0, "a": 1.0}, 10.0, 20, "a", True),
+        ({"layout": 2.0, "a": 1.0}, 30.0, 1000, "a", False),  # savings count for 50 steps
+    ],
+)
+def test_another_layout_must_be_faster_by_enough_and_pay_for_the_switch(
+    expected: Mapping[str, float], switch_s: float, left: int, chosen: str, *, is_worth_it: bool
+) -> None:
+    config = ScheduleConfig.model_validate(SCHEDULE)
+    choice = choose(expected, "layout", switch_s, left, config)
+    assert (choice.name, choice.is_worth_it) == (chosen, is_worth_it)
+    assert choice.gain == pytest.approx(1 - expected[chosen] / 2.0)
+
+
+def test_all_layouts_are_planned_before_a_run_begins() -> None:
+    recipe = make_recipe(schedule=SCHEDULE)
+    plans = alternatives(recipe, plan_of("grpo", 2, schedule=SCHEDULE))
+    assert list(plans) == ["layout", "apart"]
+    assert plans["layout"]["rollout"].layout.ranks == (0, 1)
+    assert plans["apart"]["policy"].layout.ranks == (1,)
+    with pytest.raises(RecipeError) as caught:
+        alternatives(recipe, plan_of("grpo", 1, schedule=SCHEDULE))
+    problem = only_problem(caught.value)
+    assert problem.key == "schedule.layouts.apart.policy.ranks"
+    assert "names rank 1" in problem.message
+
+
+def test_layouts_are_not_replaced_where_loops_go_ahead_of_each_other() -> None:
+    apart = {"rollout": {"ranks": "0"}, "policy": {"ranks": "1"}}
+    ahead = plan_of("grpo", 2, layout=apart, channels={"rollout": {"capacity": 1}})
+    with pytest.raises(RecipeError, match="must be 0 where loops go ahead"):
+        alternatives(make_recipe(schedule=SCHEDULE), ahead)
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"schedule": {"replan_every_steps": 1}}, "must name other layouts"),
+        ({"schedule": {"layouts": {"a": {}}}}, "replan_every_steps must be at least 1"),
+        ({"schedule": {"replan_every_steps": 1, "layouts": {"layout": {}}}}, "must have another name"),
+        ({"schedule": SCHEDULE, "channels": {"rollout": {"capacity": 1}}}, "must be 0 with `channels`"),
+        ({"schedule": SCHEDULE, "online": {}, "data": {}}, "must be 0 with `online`"),
+    ],
+)
+def test_a_schedule_without_a_choice_is_refused(sections: Mapping[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make_recipe(**sections)
