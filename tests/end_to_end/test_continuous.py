@@ -106,7 +106,7 @@ def test_a_run_that_a_signal_has_stopped_loses_no_prompt_and_repeats_none(
 
 
 def test_a_run_that_was_stopped_can_be_followed(runs: Runs) -> None:
-    channel = {"capacity": 2, "mode": "continuous"}
+    channel = {"capacity": 2, "mode": "continuous", "cache": "recompute"}
     before = runs(2, 1, channel, "interrupted", ("reward", 3))
     after = runs(2, 1, channel, "interrupted")
     again = runs(2, 1, channel, "not-interrupted", **{"run.follow": "interrupted"})

@@ -17,12 +17,14 @@ from tests.unit.test_schedule import Tables, rows_of
 
 from leaderless.config import RecipeError
 from leaderless.planner import Cluster, Layout, Plan, Pull, Push, Reshard, RunNode, SyncWeights, make_plan
+from leaderless.planner.memory import Memory
 from leaderless.planner.picture import draw_plan
 from leaderless.planner.show import print_plan
 from leaderless.planner.waits import find_circle, lag_of
 from leaderless.workflow import BUILTIN_STAGES, Node, StageSpec, Workflow, resolve_workflow
 
 POOLS = {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}}
+BEHIND = POOLS | {key: {"ranks": "2-3"} for key in ("reward", "advantage")}
 THREE = {"rollout": {"ranks": "0"}, "reward": {"ranks": "1"}, "policy": {"ranks": "2-3"}}
 GAE = {"advantage": {"type": "gae"}}
 KL = {"kl": {"coefficient": 0.1}}
@@ -173,6 +175,28 @@ def test_a_reader_sees_loops_and_channels():
     assert "pull(rollout->old) -> old -> policy -> push(policy=>rollout)" in text
 
 
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_continuous_generation_needs_room_for_new_weights_and_for_all_that_it_begins(tmp_path, capacity):
+    def memory(**channel: object) -> Memory:
+        plan = cut(
+            layout=BEHIND,
+            channels={"rollout": {"capacity": capacity} | channel},
+            models={"policy": write_model(tmp_path / "m")},
+            batch={"prompts_per_step": 64, "micro_batch_tokens": 1024},
+            rollout={"max_sequences": 9999},
+        )
+        assert plan.memory is not None
+        return plan.memory.cpu
+
+    whole, continuous = memory(), memory(mode="continuous")
+    weights = whole.resident["policy engine's weights"]
+    arrived = continuous.resident["weights that arrive"]
+    assert dict(continuous.resident) == {**whole.resident, "weights that arrive": arrived}
+    assert arrived == weights
+    caches = [one.phases["policy generates"]["kv cache"] for one in (whole, continuous)]
+    assert caches[1] == (1 + capacity) * caches[0]
+
+
 def test_the_picture_has_a_lane_for_each_loop_and_channels_between_them():
     plan = cut(2, layout=THREE, algorithm=KL)
     lanes, wires, boxes = [], {}, {}
@@ -317,9 +341,7 @@ def test_channels_that_cannot_work_are_refused_with_a_remedy(sections, key, mess
 def test_an_engine_that_cannot_keep_its_cache_is_refused(engine: str, message: str):
     channel = {"rollout": {"capacity": 1, "mode": "continuous"}}
     rollout = {"engine": engine, "external": {"python": "python3"}}
-    found = refused(
-        layout=POOLS | {key: {"ranks": "2-3"} for key in ("reward", "advantage")}, channels=channel, rollout=rollout
-    )
+    found = refused(layout=BEHIND, channels=channel, rollout=rollout)
     assert found[0] == "channels.rollout.cache", found
     assert message in found[1]
 

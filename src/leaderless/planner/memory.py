@@ -115,7 +115,8 @@ def estimate_memory(
     cache, both in the model's `compute_dtype`; engines in other processes have a copy in any case, and a rank that only
     generates holds nothing else of the model. The ranks that an engine spans divide its weights and KV cache. An
     asynchronous checkpoint is written from a copy, in host memory, that is kept for the next one; what is in flight in
-    a channel is there too, on the ranks that push it. A pass has at most `pass_tokens`; at most `max_sequences` are
+    a channel is there too, on the ranks that push it, and new weights wait there where an engine takes them between
+    two tokens. A pass has at most `pass_tokens`; at most `max_sequences` are
     decoded at the same time, by default what the recipe allows each role.
     """
     models, is_evaluated = list[_Model](), bool(recipe.evaluation.every_steps)
@@ -252,7 +253,10 @@ class _Rank:
         return Memory(resident, phases, self._commands({}), host)
 
     def _in_flight(self) -> dict[str, int]:
-        """What waits in channels until other ranks take it: rows, and copies of a rank's share of float32 weights."""
+        """What waits until other ranks take it: rows, and copies of a rank's share of float32 weights.
+
+        New weights wait until the engine takes them, between two tokens.
+        """
         parts: dict[str, int] = {}
         for channel in self.pushed:
             size = channel.max_bytes
@@ -262,6 +266,9 @@ class _Rank:
                 size = -(-model.size.num_parameters * FLOAT32_BYTES // model.shards)
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
+        arriving = [x for x in self.models if x.instance.is_engine_only and self._iterations() > 1]
+        if arriving:
+            parts["weights that arrive"] = sum(x.size.num_parameters * x.width for x in arriving)
         return parts
 
     def _phases(self, model: _Model) -> Iterator[tuple[str, dict[str, int]]]:
@@ -322,11 +329,15 @@ class _Rank:
         """Most sequences that a rank may decode at the same time."""
         return model.sampling.max_sequences if self.max_sequences is None else self.max_sequences
 
+    def _iterations(self) -> int:
+        """Iterations whose groups a rank generates at the same time."""
+        return 1 + max((x.capacity for x in self.recipe.open_channels.values() if x.mode == "continuous"), default=0)
+
     def _num_sequences(self, model: _Model) -> int:
         """Sequences that an engine decodes or keeps at the same time; each agent of an episode has one."""
         if self.recipe.evaluation.every_steps:
             return self._bound(model)  # held-out prompts are not counted before they are read
-        prompts = -(-self.recipe.batch.prompts_per_step // model.instance.serving_layout.dp)
+        prompts = self._iterations() * -(-self.recipe.batch.prompts_per_step // model.instance.serving_layout.dp)
         environment = self.recipe.environment
         played = None if environment is None else environment_class(environment)
         samples = prompts * self.recipe.batch.responses_per_prompt * (1 if played is None else len(played.agents))
