@@ -18,7 +18,7 @@ from generate_generation import with_generation
 from generate_gpu import with_gpu
 from generate_hosts import with_hosts
 from generate_markup import cell, sections_of, table_of
-from generate_performance import with_episodes, with_fixed_lag, with_real_size, with_training_step
+from generate_performance import with_episodes, with_fixed_lag, with_placement, with_real_size, with_training_step
 from generate_search import with_search
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -112,6 +112,8 @@ def render() -> dict[Path, str]:
     files[scaling] = with_hosts(scaling.read_text(encoding="utf-8"))
     search = DOCS / "guides/search.md"
     files[search] = with_search(search.read_text(encoding="utf-8"))
+    placement = DOCS / "guides/placement.md"
+    files[placement] = with_placement(placement.read_text(encoding="utf-8"))
     performance = DOCS / "performance.md"
     files[performance] = with_gpu(
         with_episodes(

@@ -11,6 +11,7 @@ ALT = "Seconds of generation, log-probs and update of a step, ours next to TRL's
 MEMORY_MARKS = "<!-- real size: begin -->", "<!-- real size: end -->"
 MEMORY = Path(__file__).parent / "performance/real_size.json"
 LAG_MARKS = "<!-- fixed lag: begin -->", "<!-- fixed lag: end -->"
+PLACEMENT_MARKS = "<!-- placement: begin -->", "<!-- placement: end -->"
 EPISODE_MARKS = "<!-- episodes: begin -->", "<!-- episodes: end -->"
 
 
@@ -44,6 +45,17 @@ def with_fixed_lag(page: str) -> str:
         on = f"{results['cores']} cores, {results['iterations']} iterations, {MEAN_S:g} s of each kind on average."
         content = f"{on}\n\n{table(results)}"
     return f"{before}{LAG_MARKS[0]}\n\n{content}\n\n{LAG_MARKS[1]}{rest.partition(LAG_MARKS[1])[2]}"
+
+
+def with_placement(page: str) -> str:
+    """A page with the newest results of `benchmarks/placement.py` between its two marks."""
+    from benchmarks.placement_report import load, summary, table
+
+    before, _, rest = page.partition(PLACEMENT_MARKS[0])
+    results, content = load(), "There are no results yet: the script has not been run."
+    if results is not None:
+        content = f"{summary(results)}\n\n{table(results)}"
+    return f"{before}{PLACEMENT_MARKS[0]}\n\n{content}\n\n{PLACEMENT_MARKS[1]}{rest.partition(PLACEMENT_MARKS[1])[2]}"
 
 
 def with_episodes(page: str) -> str:

@@ -45,7 +45,7 @@ def make_profile(recipe, rollout: StageSeconds, policy: StageSeconds, **changes:
         "machine": MachineIdentity(processor="made up", memory_gib=64),
         "settings": settings_of(recipe),
         "world_size": 2,
-        "stages": dict.fromkeys(names, StageSeconds()) | {"rollout": rollout, "policy": policy},
+        "stages": dict.fromkeys([*names, "old"], StageSeconds()) | {"rollout": rollout, "policy": policy},
         "lengths": TAIL,
     }
     return Profile.model_validate(settings | changes)

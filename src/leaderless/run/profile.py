@@ -147,6 +147,9 @@ def _ways(recipe: Recipe, prompts: int, workers: int) -> list[tuple[str, dict[st
         others = [x.name for x in placeable(plan) if x.spec.role_use != "generate" and not x.spec.streams]
         layout = {name: {"ranks": first} for name in generating} | {name: {"ranks": second} for name in others}
         ways.append(("pools", {"layout": layout}))
+        if recipe.placement is not None and recipe.placement.max_lag:
+            # What is ahead may need nodes that a step in lockstep does without, as log-probs before the update.
+            ways.append(("ahead", {"layout": layout, "channels": {generating[0]: {"capacity": 1}}}))
     return ways
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from leaderless.config import Recipe, RecipeError
@@ -76,20 +77,15 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     max_lag = recipe.placement.max_lag if recipe.placement and not recipe.open_channels else 0
     plain = recipe.model_copy(update={"layout": {}, "placement": None})
     base = make_plan(plain.model_copy(update={"channels": {}}), workflow, cluster)
-    unknown = sorted(node.name for node in base.nodes if node.name not in profile.stages)
-    if unknown:
-        raise RecipeError.at(
-            "placement.profile",
-            f"has no seconds of node '{unknown[0]}': run `leaderless profile` with this recipe",
-        )
+    _check_known(base, profile)
     if base.repeat is not None:
         raise RecipeError.at(
             "placement",
             f"'{base.workflow}' repeats nodes as often as rewards ask for, which no profile tells: write `layout` out",
         )
     steps = StepSeconds(profile, recipe)
-    rough, candidates = Rough(base, profile, steps), list(candidates_of(base, max_lag))
-    ranked = sorted(candidates, key=rough.seconds)
+    candidates = list(candidates_of(base, max_lag))
+    ranked = _ranked(candidates, base, _plan_ahead(candidates, plain, workflow, cluster), profile, steps)
     options: list[Option] = []
     refused: list[tuple[Candidate, str]] = []
     num_planned = NUM_PLANNED if cluster.world_size < MANY_RANKS else FEW_PLANS
@@ -108,6 +104,34 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     best = _simplest(options)
     others = tuple(option for option in options if option is not best)[: NUM_SHOWN - 1]
     return Choice(best, others, tuple(refused[: NUM_SHOWN - 1]), len(candidates), profile)
+
+
+def _check_known(plan: Plan, profile: Profile) -> None:
+    """Refuse a plan with a node that was not measured."""
+    unknown = sorted(node.name for node in plan.nodes if node.name not in profile.stages)
+    if unknown:
+        ahead = ", with placement.max_lag as it is here" * bool(plan.channels)
+        raise RecipeError.at(
+            "placement.profile",
+            f"has no seconds of node '{unknown[0]}': run `leaderless profile` with this recipe{ahead}",
+        )
+
+
+def _plan_ahead(candidates: list[Candidate], plain: Recipe, workflow: Workflow, cluster: Cluster) -> Plan | None:
+    """A plan in which generation is ahead: it may have other nodes. None if no candidate allows one."""
+    for candidate in (one for one in candidates if one.lag):
+        recipe = plain.model_copy(update={"layout": candidate.layout, "channels": candidate.channels})
+        with suppress(RecipeError):
+            return make_plan(recipe, workflow, cluster)
+    return None
+
+
+def _ranked(
+    candidates: list[Candidate], base: Plan, ahead: Plan | None, profile: Profile, steps: StepSeconds
+) -> list[Candidate]:
+    """The candidates in order of a first estimate of their seconds."""
+    lockstep, other = Rough(base, profile, steps), Rough(ahead or base, profile, steps)
+    return sorted(candidates, key=lambda one: (other if one.lag else lockstep).seconds(one))
 
 
 def _with_plain(ranked: list[Candidate]) -> Iterator[Candidate]:
@@ -131,6 +155,7 @@ def _plan(
     channels = candidate.channels or plain.channels
     recipe = plain.model_copy(update={"layout": candidate.layout, "channels": channels})
     plan = replace(make_plan(recipe, workflow, cluster), profile_hash=profile.digest())
+    _check_known(plan, profile)
     is_cpu = profile.machine.accelerator is None
     fit = fit_plan(recipe, plan, int(profile.machine.memory_gib * GIB), is_cpu=is_cpu)
     if fit.is_hopeless:
