@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.distributed.ranks import RankPool
+from tests.distributed.ranks import RankError, RankPool
 from tests.tiny import tiny_model, write_recipe
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -66,8 +68,17 @@ def layout_of(ranks: Ranks) -> dict[str, LayoutConfig]:
     return {node: LayoutConfig(ranks=text) for node, text in ranks.items()}
 
 
-def train(recipe_file: str, overrides: Sequence[str], steps: int, switches: Mapping[int, Ranks]) -> Seen:
-    """Be one worker of a run, or of the rest of one, that goes on under other plans after some steps."""
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(
+    recipe_file: str, overrides: Sequence[str], steps: int, switches: Mapping[int, Ranks], killed: str = ""
+) -> Seen:
+    """Be one worker of a run, or of the rest of one, that goes on under other plans after some steps.
+
+    The second rank may be killed during a switch, when weights have been moved, or after the step that follows it.
+    """
     loaded = load_recipe(recipe_file, overrides)
     place, seen = Place.from_environment(), Seen()
     plan = make_plan(loaded.recipe, resolve_workflow(loaded.recipe.workflow), Cluster(place.world_size))
@@ -79,6 +90,8 @@ def train(recipe_file: str, overrides: Sequence[str], steps: int, switches: Mapp
             if worker.progress.step in switches:
                 before = dict(worker.parts.roles.engines)
                 layout = layout_of(switches[worker.progress.step])
+                if killed == "during" and place.rank == 1:
+                    worker.parts.roles.sync_all = die  # type: ignore[method-assign]
                 worker.adopt(with_layout(loaded.recipe, layout, worker.parts.plan))
                 roles = worker.parts.roles.engines.items()
                 seen.kept = {role for (role, ranks), engine in roles if before.get((role, ranks)) is engine}
@@ -93,6 +106,8 @@ def train(recipe_file: str, overrides: Sequence[str], steps: int, switches: Mapp
             stages = worker.chain.stages
             worker.chain.stages = {**stages, "policy": watched} if update else stages
             numbers = run_step()
+            if killed == "after" and place.rank == 1 and worker.progress.step == max(switches) + 2:
+                die()
             worker.chain.stages = stages
             steady = {name: value for name, value in numbers.items() if not name.startswith(UNSTEADY)}
             seen.numbers[worker.progress.step] = steady if place.rank == 0 else {}
@@ -123,13 +138,13 @@ class Runs:
         steps: int = NUM_STEPS,
         switches: Mapping[int, Ranks] | None = None,
         size: int = 2,
+        killed: str = "",
     ) -> list[Seen]:
         layouts = {node: {"ranks": text} for node, text in layout.items()}
         recipe = write_recipe(self._folder, tiny_model(), {**self._changes, "layout": layouts})
         evaluation = [f"data.evaluation.{key}={value}" for key, value in self._held_out().items()]
-        return self._ranks.run(
-            size, train, str(recipe), [f"name={name}", *evaluation], steps, switches or {}, init_group=False
-        )
+        overrides = [f"name={name}", *evaluation]
+        return self._ranks.run(size, train, str(recipe), overrides, steps, switches or {}, killed, init_group=False)
 
     def _held_out(self) -> Mapping[str, str]:
         path = self._folder / "train.jsonl"
@@ -197,6 +212,18 @@ def test_a_checkpoint_is_resumed_under_the_plan_that_it_was_made_under(ranks: Ra
     assert all(seen.state for seen in wider)
     moved = runs("moved", {"rollout": "1", "policy": "0"})
     assert [bool(seen.state) for seen in moved] == [True, False]
+
+
+@pytest.mark.parametrize("killed", ["during", "after"])
+def test_a_run_that_is_killed_around_a_switch_is_resumed_exactly(ranks: RankPool, tmp_path: Path, killed: str) -> None:
+    runs = Runs(ranks, tmp_path, {**SETTINGS, "checkpoint.every_steps": 1, "evaluation.every_steps": 0})
+    switches = {SWITCH: APART}
+    whole = runs("whole", TOGETHER, switches=switches)
+    with pytest.raises(RankError):
+        runs("killed", TOGETHER, switches=switches, killed=killed)
+    last = sorted(path.name for path in (tmp_path / "runs/killed/checkpoints").glob("step-*"))[-1]
+    assert last <= f"step-{SWITCH + (killed == 'after'):06d}"
+    assert_same(runs("killed", TOGETHER, switches=switches), whole, range(NUM_STEPS, NUM_STEPS + 1))
 
 
 def refusal(recipe_file: str, layout: Ranks, size: int) -> str:
