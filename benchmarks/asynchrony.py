@@ -1,0 +1,145 @@
+"""Generation and training at once against lockstep, on four ranks: heavy-tailed lengths, and episodes with slow tools.
+
+    python benchmarks/asynchrony.py  # the table goes into docs/performance.md
+
+An engine that takes the time of its tokens, and a training back end that takes the time of its own (see
+`asynchrony_parts`), stand for a larger model; all else is the real command, `leaderless train`, and every worker is a
+process. The settings take turns, and each run is saved as soon as it is done. The first iterations, in which nothing is
+in flight yet, are left out: rates are samples per second between two later steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import TypedDict
+
+from made import ROOT, prepare, train
+
+RESULTS = ROOT / "docs/performance/asynchrony.json"
+ITERATIONS, FIRST = 16, 4
+"""Iterations of a run, and those that are left out."""
+COMMON = (
+    "batch={prompts_per_step: 16, responses_per_prompt: 4}",
+    "rollout={engine: 'asynchrony_parts:make_engine', max_response_tokens: 512, max_sequences: 256}",
+    "training={backend: 'asynchrony_parts:make_trainer'}",
+    "algorithm.correction={type: truncate}",
+    "run={reward_processes: 0, recorded_prompts: 0}",
+)
+WORKLOADS: Mapping[str, Sequence[str]] = {
+    "heavy-tailed lengths": (),
+    "episodes with tools": (
+        "environment={type: 'asynchrony_parts:Tools', max_turns: 3, max_episode_tokens: 400, concurrency: 256}",
+        "rollout.max_response_tokens=64",
+        "reward={}",
+        "data.max_prompt_tokens=64",
+    ),
+}
+GENERATING, TRAINING = ("rollout", "reward"), ("advantage", "policy")
+POOLS = {node: {"ranks": "0-1"} for node in GENERATING} | {node: {"ranks": "2-3"} for node in TRAINING}
+
+
+def channel(capacity: int, stragglers: str = "", slack: int = 0) -> tuple[str, ...]:
+    """Settings of two pools with a channel between them."""
+    mode = f", mode: continuous, stragglers: {stragglers}" if stragglers else ""
+    bound = f", max_staleness: {capacity + slack}" if slack else ""
+    return f"layout={json.dumps(POOLS)}", f"channels={{rollout: {{capacity: {capacity}{bound}{mode}}}}}"
+
+
+WAYS: Mapping[str, Sequence[str]] = {
+    "lockstep, all ranks do both": (),
+    "lockstep, 2 + 2 ranks": (f"layout={json.dumps(POOLS)}",),
+    "fixed lag 2": channel(2),
+    "continuous, bound 2": channel(2, "wait"),
+    "continuous, depth 1, bound 2, defer": channel(1, "defer", 1),
+    "continuous, bound 2, cancel": channel(2, "cancel"),
+    "continuous, bound 4": channel(4, "wait"),
+    "continuous, depth 2, bound 4, defer": channel(2, "defer", 2),
+}
+
+
+class Run(TypedDict):
+    """One run: samples per second, mean staleness and largest of the oldest tokens in optimizer steps, and lengths."""
+
+    workload: str
+    way: str
+    samples_per_s: float
+    staleness: float
+    oldest: float
+    trained_tokens: float
+    voided_tokens: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    runs: list[Run] = []
+    for _ in range(options.repeats):
+        for workload in options.workloads:
+            for way in WAYS:
+                runs.append(measure(workload, way))
+                print(runs[-1], file=sys.stderr)
+                text = json.dumps({"cores": len(os.sched_getaffinity(0)), "runs": runs}, indent=1)
+                options.results.write_text(text + "\n", encoding="utf-8")
+    print(table(runs))
+
+
+def measure(workload: str, way: str) -> Run:
+    """Train once."""
+    with tempfile.TemporaryDirectory(prefix="asynchrony-") as name:
+        folder = Path(name)
+        prepare(folder, hidden_size=16, num_layers=1, prompt_tokens=8)
+        shutil.copy(Path(__file__).with_name("asynchrony_parts.py"), folder)
+        settings = [*COMMON, f"steps={ITERATIONS}", *WORKLOADS[workload], *WAYS[way]]
+        rows = [row for row in train(folder, "run", settings, num_workers=4) if "policy/loss" in row]
+        ahead = {row["step"]: row for row in rows}
+        file = folder / "runs/run/metrics-rollout.jsonl"
+        if file.exists():
+            for line in file.read_text(encoding="utf-8").splitlines():
+                numbers = json.loads(line)
+                ahead[numbers["step"]] = numbers | ahead.get(numbers["step"], {})
+    seconds = rows[-1]["time_s"] - rows[FIRST - 1]["time_s"]
+    later = [ahead[row["step"]] for row in rows[FIRST:]]
+    return Run(
+        workload=workload,
+        way=way,
+        samples_per_s=64 * (len(rows) - FIRST) / seconds,
+        staleness=sum(row.get("rollout/staleness", 0.0) for row in later) / len(later),
+        oldest=max(row.get("staleness/oldest", 0.0) for row in later),
+        trained_tokens=sum(row["rollout/response_tokens"] for row in later) / len(later),
+        voided_tokens=sum(row.get("generation/voided_tokens", 0.0) for row in later),
+    )
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The runs as a table in Markdown, as ratios to the faster lockstep."""
+    titles = ("workload", "way", "samples/s", "ratio (range)", "staleness", "oldest", "trained tokens", "voided")
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    for workload in dict.fromkeys(run["workload"] for run in runs):
+        own = [run for run in runs if run["workload"] == workload]
+        rates = {way: [run["samples_per_s"] for run in own if run["way"] == way] for way in WAYS}
+        base = max(median(found) for way, found in rates.items() if way.startswith("lockstep") and found)
+        for way, found in rates.items():
+            some = [run for run in own if run["way"] == way]
+            if some:
+                ratio = f"{median(found) / base:.2f} ({min(found) / base:.2f}-{max(found) / base:.2f})"
+                lines.append(
+                    f"| {workload} | {way} | {median(found):.1f} | {ratio} | {fmean(run['staleness'] for run in some):.2f} "
+                    f"| {max(run['oldest'] for run in some):.2f} | {fmean(run['trained_tokens'] for run in some):.0f} "
+                    f"| {fmean(run['voided_tokens'] for run in some):.0f} |"
+                )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
