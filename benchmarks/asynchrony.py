@@ -133,8 +133,9 @@ def table(runs: Sequence[Run]) -> str:
             some = [run for run in own if run["way"] == way]
             if some:
                 ratio = f"{median(found) / base:.2f} ({min(found) / base:.2f}-{max(found) / base:.2f})"
+                staleness = fmean(run["staleness"] for run in some)
                 lines.append(
-                    f"| {workload} | {way} | {median(found):.1f} | {ratio} | {fmean(run['staleness'] for run in some):.2f} "
+                    f"| {workload} | {way} | {median(found):.1f} | {ratio} | {staleness:.2f} "
                     f"| {max(run['oldest'] for run in some):.2f} | {fmean(run['trained_tokens'] for run in some):.0f} "
                     f"| {fmean(run['voided_tokens'] for run in some):.0f} |"
                 )

@@ -10,7 +10,7 @@ from statistics import median
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tests.chaos.harness import PLACEMENTS, STEPS, Run, check, draw_kills, phases_of, run
+from tests.chaos.harness import PLACEMENTS, STEPS, Run, check, draw_kills, phases_of, run, undisturbed
 
 KILLS_PER_RUN = 10
 
@@ -23,18 +23,19 @@ def main() -> None:
     options = parser.parse_args()
     console, runs = Console(), []
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        undisturbed = {
+        plain = {
             name: run(Path(folder) / name, name, [])
             for name in track(options.placements, "undisturbed", console=console)
         }
         left, number = options.kills, 0
         for number in track(range(-(-options.kills // KILLS_PER_RUN)), "with kills", console=console):
             placement = options.placements[number % len(options.placements)]
-            plain = undisturbed[placement]
-            kills = draw_kills(phases_of(plain), min(left, KILLS_PER_RUN), STEPS, options.seed + number)
+            kills = draw_kills(phases_of(plain[placement]), min(left, KILLS_PER_RUN), STEPS, options.seed + number)
             left -= len(kills)
-            runs.append((placement, run(Path(folder) / f"run-{number}", placement, kills)))
-            check(runs[-1][1], plain)
+            disturbed = run(Path(folder) / f"run-{number}", placement, kills)
+            runs.append((placement, disturbed))
+            again = Path(folder) / f"run-{number}-again"
+            check(disturbed, undisturbed(again, placement, disturbed, plain[placement]))
     console.print(_by_phase([done for _, done in runs]))
     console.print(_by_placement(runs))
     console.print("every curve is that of the undisturbed run, every prompt was used once in an epoch, nothing is left")

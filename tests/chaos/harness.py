@@ -37,10 +37,15 @@ POOLS = json.dumps(
     {name: {"ranks": int(name in {"old", "advantage", "policy"})} for name in yaml.safe_load(WORKFLOW)["nodes"]}
 )
 AHEAD = json.dumps({"rollout": {"capacity": 2}})
+CONTINUOUS = json.dumps(
+    {name: {"ranks": "0-1" if name in {"rollout", "reward"} else "2"} for name in yaml.safe_load(WORKFLOW)["nodes"]}
+)
+NEWEST = json.dumps({"rollout": {"capacity": 2, "mode": "continuous"}})
 PLACEMENTS = {
     "2 workers": (2, ()),
     "2 pools": (2, (f"layout={POOLS}",)),
     "2 loops": (2, (f"layout={POOLS}", f"channels={AHEAD}")),
+    "continuous": (3, (f"layout={CONTINUOUS}", f"channels={NEWEST}")),
     "3 workers": (3, ()),
     "4 workers": (4, ()),
 }
@@ -66,7 +71,26 @@ class Run:
     events: Sequence[Mapping[str, object]] = field(default_factory=list)
 
 
-def run(folder: Path, placement: str, kills: Sequence[Kill], steps: int = STEPS) -> Run:
+def undisturbed(folder: Path, placement: str, disturbed: Run, plain: Run, steps: int = STEPS) -> Run:
+    """The run without kills that a run with kills must be like.
+
+    Continuous generation depends on time, so that a run without kills has to follow its journal.
+
+    Args:
+        folder: New folder for a run.
+        placement: Name in `PLACEMENTS`.
+        disturbed: Run with kills.
+        plain: Run without any.
+        steps: Number of steps.
+    """
+    if placement != "continuous":
+        return plain
+    return run(folder, placement, [], steps, [f"run.follow={disturbed.folder / 'runs/tiny'}"])
+
+
+def run(
+    folder: Path, placement: str, kills: Sequence[Kill], steps: int = STEPS, more_settings: Sequence[str] = ()
+) -> Run:
     """Train to the end, starting the command again where it gives up.
 
     Args:
@@ -74,13 +98,14 @@ def run(folder: Path, placement: str, kills: Sequence[Kill], steps: int = STEPS)
         placement: Name in `PLACEMENTS`.
         kills: Kills in their order.
         steps: Number of steps.
+        more_settings: Further settings.
     """
     num_workers, settings = PLACEMENTS[placement]
     recipe = _prepare(folder, kills, steps)
     begin, num_starts = time.monotonic(), 0
     while num_starts <= len(kills):
         num_starts += 1
-        process = start(folder, "leaderless", "train", recipe, "--workers", num_workers, *settings)
+        process = start(folder, "leaderless", "train", recipe, "--workers", num_workers, *settings, *more_settings)
         output, errors = process.communicate(timeout=TIMEOUT_S * (1 + len(kills)))
         if process.returncode == 0:
             break
@@ -172,8 +197,6 @@ def phases_of(undisturbed: Run) -> dict[int, dict[str, float]]:
         undisturbed: Run that wrote a trace.
     """
     phases: dict[int, dict[str, float]] = {}
-    # The first rank that trains gives a checkpoint its name.
-    first = 1 if (undisturbed.folder / "runs/tiny/metrics-rollout.jsonl").exists() else 0
     for path in (undisturbed.folder / "runs/tiny/trace").glob("rank-*.json"):
         spans: dict[str, list[float]] = {}
         events = json.loads(path.read_text())
@@ -182,7 +205,9 @@ def phases_of(undisturbed: Run) -> dict[int, dict[str, float]]:
                 spans.setdefault(event["name"], []).append(event["dur"] / 1e6)
         rank = int(events[0]["pid"])
         phases[rank] = {name: median(seconds) for name, seconds in spans.items()}
-        phases[rank] |= dict.fromkeys([RESUME, WRITE, *([COMMIT] if rank == first else [])], 0.01)
+        phases[rank] |= dict.fromkeys([RESUME, WRITE], 0.01)
+    # The first rank that trains gives a checkpoint its name.
+    phases[min(rank for rank, names in phases.items() if "policy" in names)][COMMIT] = 0.01
     return phases
 
 

@@ -476,3 +476,62 @@ def test_every_node_finds_its_columns_when_rows_come_through_a_channel(case):
     assert made == set(case.specs)
     for rank in range(5):
         assert all(rank in plan.ranks_of(action) for action in plan.chain(rank))
+
+
+# Continuous generation
+
+TRAINING = {name: {"ranks": "2-3"} for name in ("advantage", "policy")}
+EXTERNAL = {"engine": "vllm", "external": {"python": "python3"}}
+CONTINUOUS = {"rollout": {"capacity": 2, "mode": "continuous"}}
+
+
+def test_ranks_that_generate_continuously_walk_on_their_own():
+    plan = cut(layout=POOLS | TRAINING, channels=CONTINUOUS)
+    first, second = plan.loops
+    assert (first.lag, first.is_continuous, first.stragglers) == (2, True, "wait")
+    assert not second.is_continuous
+    assert names(plan)[0] == ["pull(policy=>rollout)", "generate", "rollout", "reward", "push(rollout->old)"]
+    assert {channel.max_staleness for channel in plan.channels} == {2}
+
+
+@pytest.mark.parametrize(
+    ("stragglers", "words"),
+    [("wait", "longer than 3 steps"), ("defer", "would be over 4 updates old"), ("cancel", "is given up")],
+)
+def test_the_plan_says_what_stragglers_cost(stragglers: str, words: str):
+    channel = {"capacity": 2, "max_staleness": 4, "mode": "continuous", "stragglers": stragglers}
+    console = Console(file=io.StringIO(), width=160)
+    print_plan(cut(layout=POOLS | TRAINING, channels={"rollout": channel}), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "at most 2 iterations ahead, continuously" in text
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "sections", "words"),
+    [
+        (POOLS, {}, "'advantage' before the channel needs the groups of all ranks: run it behind the channel"),
+        (TRAINING | {"rollout": {"ranks": "0-1", "tp": 2}}, {"rollout": EXTERNAL}, "the ranks of one engine"),
+        (TRAINING | {"rollout": {"ranks": "0"}, "reward": {"ranks": "1"}}, {}, ""),
+        (TRAINING | {"rollout": {"ranks": "0-1"}, "reference": {"ranks": "0-1"}}, {"algorithm": KL}, "scores with a"),
+    ],
+)
+def test_what_continuous_generation_cannot_work_with_is_refused(
+    layout: object, sections: dict[str, object], words: str
+):
+    if not words:  # the other ranks train, too
+        assert cut(layout=layout, channels=CONTINUOUS, **sections).loops[0].nodes == ("rollout",)
+        return
+    with pytest.raises(RecipeError) as caught:
+        cut(layout=layout, channels=CONTINUOUS, **sections)
+    problem = only_problem(caught.value)
+    assert problem.key == "channels.rollout.mode"
+    assert words in problem.message
+
+
+def test_an_engine_says_what_it_does_with_its_cache():
+    with pytest.raises(RecipeError) as caught:
+        cut(layout=POOLS | TRAINING, channels=CONTINUOUS, rollout=EXTERNAL)
+    problem = only_problem(caught.value)
+    assert problem.key == "channels.rollout.cache"
+    assert "is keep, but the engine 'vllm' can" in problem.message

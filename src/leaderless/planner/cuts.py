@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from leaderless.config import Recipe, RecipeError, nearest
-from leaderless.config.channels import ChannelConfig
+from leaderless.config.channels import ChannelConfig, Stragglers
 from leaderless.planner.engines import engine_of
 from leaderless.planner.layout import format_ranks
 from leaderless.planner.plan import PlannedNode, RoleInstance
@@ -28,6 +28,7 @@ class Cut:
         capacity: Iterations in flight.
         max_staleness: Most optimizer steps between the weights that sampled a row and those trained with it.
         is_continuous: Whether the first part works on several iterations at once.
+        stragglers: What happens then to groups that are not finished when training needs rows.
     """
 
     generating: frozenset[str]
@@ -35,6 +36,7 @@ class Cut:
     capacity: int
     max_staleness: int
     is_continuous: bool = False
+    stragglers: Stragglers = "wait"
 
 
 def find_cut(
@@ -107,7 +109,8 @@ class _Cutter:
         config = self.recipe.channels[name]
         if config.mode == "continuous":
             self._check_continuous(name, generating)
-        return Cut(generating, training, config.capacity, self._staleness(name), config.mode == "continuous")
+        is_continuous = config.mode == "continuous"
+        return Cut(generating, training, config.capacity, self._staleness(name), is_continuous, config.stragglers)
 
     def _named_pools(self) -> dict[Pool, str]:
         """The first node that a channel names on each pool."""
@@ -238,6 +241,12 @@ class _Cutter:
         (sampler,) = sampling
         if sampler.node.run not in {"rollout", "rollout_with_greedy"}:
             raise RecipeError.at(key, f"is continuous, but '{sampler.name}' runs '{sampler.node.run}': leave it out")
+        if sampler.layout.ranks_per_shard > 1:
+            raise RecipeError.at(
+                key,
+                f"is continuous, but '{sampler.name}' has {sampler.layout}: the ranks of one engine would take new "
+                "weights at different tokens; give it one rank for each engine, or leave the mode at fixed_lag",
+            )
         for node in (self.nodes[x] for x in generating):
             if self._use(node.name) not in {"generate", "none"} or not node.spec.streams:
                 what = "scores with a model" if self._use(node.name) != "none" else "needs the groups of all ranks"
@@ -245,12 +254,6 @@ class _Cutter:
             if node.layout != sampler.layout:
                 message = f"'{node.name}' on {node.layout} takes the rows of '{sampler.name}' on {sampler.layout}"
                 raise RecipeError.at(key, f"is continuous, but {message}: give both one layout")
-        if sampler.layout.ranks_per_shard > 1:
-            raise RecipeError.at(
-                key,
-                f"is continuous, but '{sampler.name}' has {sampler.layout}: the ranks of one engine would take new "
-                "weights at different tokens; give it one rank for each engine, or leave the mode at fixed_lag",
-            )
         if self.recipe.online is not None:
             raise RecipeError.at(key, "is continuous, but clients of `online` lead the generation: leave it out")
         engine = next(x.engine for x in self.instances if x.role == sampler.node.role and x.generates)

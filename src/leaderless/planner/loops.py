@@ -54,11 +54,9 @@ def with_staleness(
     return tuple(replace(node, max_staleness=before + bound.get(node.name, 0)) for node in nodes)
 
 
-def _loop(
-    nodes: Sequence[PlannedNode], schedule: Sequence[Action], lag: int = 0, *, is_continuous: bool = False
-) -> Loop:
+def _loop(nodes: Sequence[PlannedNode], schedule: Sequence[Action], lag: int = 0) -> Loop:
     ranks = all_ranks(*(node.layout for node in nodes))
-    return Loop(nodes[0].name, tuple(node.name for node in nodes), ranks, tuple(schedule), lag, is_continuous)
+    return Loop(nodes[0].name, tuple(node.name for node in nodes), ranks, tuple(schedule), lag)
 
 
 def _surplus(recipe: Recipe, loop: Loop) -> Channel:
@@ -110,7 +108,8 @@ def _cut_in_two(
     before[:0] = [Pull(one.name) for one in weights]
     if cut.is_continuous:
         before = [replace(entry, is_continuous=True) if isinstance(entry, Load) else entry for entry in before]
-    ahead = _loop(generating, before, lag=cut.capacity, is_continuous=cut.is_continuous)
+    ahead = _loop(generating, before, lag=cut.capacity)
+    ahead = replace(ahead, is_continuous=cut.is_continuous, stragglers=cut.stragglers)
     return (ahead, _loop(training, behind)), (rows, *weights)
 
 

@@ -295,8 +295,7 @@ def _node_tooltip(node: PlannedNode) -> str:
 
 
 def _loop_text(loop: Loop) -> str:
-    ahead = f"{_count(loop.lag, 'iteration')} ahead" if loop.lag else "trains: its iterations are the steps"
-    return f"loop {loop.name}, ranks {format_ranks(loop.ranks)}, {ahead}"
+    return f"loop {loop.name}, ranks {format_ranks(loop.ranks)}, {loop.pace}"
 
 
 def _repeat_text(repeat: Repeat) -> str:

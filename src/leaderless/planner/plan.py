@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from leaderless.config import Recipe
+from leaderless.config.channels import Stragglers
 from leaderless.config.layout import LayoutConfig
 from leaderless.planner.entries import (
     Action,
@@ -107,6 +108,7 @@ class Loop:
         schedule: All chain entries of an iteration in the order of every rank; a rank executes those it takes part in.
         lag: Iterations that it is ahead of the loop that trains the role it generates with; 0 if it is the same loop.
         is_continuous: Whether its ranks work on several iterations at once, each on its own.
+        stragglers: What happens then to groups that are not finished when training needs rows.
     """
 
     name: str
@@ -115,6 +117,15 @@ class Loop:
     schedule: tuple[Action, ...]
     lag: int = 0
     is_continuous: bool = False
+    stragglers: Stragglers = "wait"
+
+    @property
+    def pace(self) -> str:
+        """How its iterations follow those that train, for people."""
+        if not self.lag:
+            return "trains: its iterations are the steps"
+        ahead = f"{self.lag} iteration{'s' * (self.lag != 1)} ahead"
+        return f"at most {ahead}, continuously" if self.is_continuous else ahead
 
 
 @dataclass(frozen=True)
@@ -448,6 +459,7 @@ class Plan:
                     format_ranks(loop.ranks),
                     loop.lag,
                     loop.is_continuous,
+                    loop.stragglers,
                     [self._facts_of(action) for action in flat(loop.schedule)],
                 ]
                 for loop in self.loops

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,8 @@ def print_plan(
         _section(console, "Loops", _loops(plan))
     if plan.channels:
         _section(console, "Channels", _channels(plan))
+        for line in _costs(plan):
+            _print(console, Text(line, "dim"))
     _section(console, "Columns between nodes", _edges(plan))
     each = "a step" if len(plan.loops) == 1 else "an iteration of its loop"
     _section(console, f"What each rank does in {each}", _chains(plan))
@@ -175,12 +177,26 @@ def _loops(plan: Plan) -> Table:
         (
             Text(loop.name, "bold"),
             format_ranks(loop.ranks),
-            f"{_count(loop.lag, 'iteration')} ahead" if loop.lag else "trains: its iterations are the steps",
+            loop.pace,
             ", ".join(loop.nodes),
         )
         for loop in plan.loops
     ]
     return _table("loop", "ranks", "", "nodes", rows=rows)
+
+
+def _costs(plan: Plan) -> Iterator[str]:
+    """What continuous generation costs where lengths differ much."""
+    for loop in (loop for loop in plan.loops if loop.is_continuous):
+        rows = next(channel for channel in plan.channels if channel.kind == "rows" and channel.source == loop.name)
+        bound = _count(rows.max_staleness, "update")
+        if loop.stragglers == "wait":
+            yield f"A response that takes longer than {_count(loop.lag + 1, 'step')} of training holds it up."
+        elif loop.stragglers == "defer":
+            yield f"Finished groups overtake others; training waits for one whose tokens would be over {bound} old."
+        else:
+            yield f"Finished groups overtake others; one whose tokens would be over {bound} old is given up."
+            yield "So long responses are trained less often: compare rollout/ and generation/response_tokens."
 
 
 def _channels(plan: Plan) -> Table:

@@ -168,12 +168,13 @@ class ContinuousLoop:
         self._journal = LineFile(
             journal_file(parts.directory.journal, loop.name, shard), "iteration", parts.directory.may_fail
         )
+        self._journal.cut_after(self._progress.step)  # nothing is left of a start that has come to no checkpoint
         shares = Shares(
             chain.loaders[load].num_mine,
             recipe.steps,
             depth=loop.lag,
             bound=channel.max_staleness // recipe.batch.updates_per_step,
-            stragglers=next(iter(recipe.open_channels.values())).stragglers,
+            stragglers=loop.stragglers,
             num_made=self._progress.step,
         )
         own = node.settings_of(recipe)
