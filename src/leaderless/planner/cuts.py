@@ -231,7 +231,8 @@ class _Cutter:
         """Ranks that work on groups of several iterations at once take part in nothing together."""
         key, config = f"channels.{name}.mode", self.recipe.channels[name]
         remedy = "run it behind the channel under `layout`, or leave the mode at fixed_lag"
-        sampling = [self.nodes[x] for x in generating if self._use(x) == "generate"]
+        nodes = [node for node in self.nodes.values() if node.name in generating]
+        sampling = [node for node in nodes if self._use(node.name) == "generate"]
         if len(sampling) > 1:
             raise RecipeError.at(
                 key,
@@ -247,7 +248,7 @@ class _Cutter:
                 f"is continuous, but '{sampler.name}' has {sampler.layout}: the ranks of one engine would take new "
                 "weights at different tokens; give it one rank for each engine, or leave the mode at fixed_lag",
             )
-        for node in (self.nodes[x] for x in generating):
+        for node in nodes:
             if self._use(node.name) not in {"generate", "none"} or not node.spec.streams:
                 what = "scores with a model" if self._use(node.name) != "none" else "needs the groups of all ranks"
                 raise RecipeError.at(key, f"is continuous, but '{node.name}' before the channel {what}: {remedy}")

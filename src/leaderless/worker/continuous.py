@@ -82,7 +82,8 @@ class ContinuousLoop:
     def take(self) -> None:
         """See `Arrivals`. What is due after a step of training is done before generation goes on."""
         progress, channels = self._progress, self._chain.channels
-        loads, note = channels.weights.take()
+        with self._tracer.span("wait(weights)", progress.trained + 1):
+            loads, note = channels.weights.take()
         with self._tracer.span("weights", progress.trained + 1):
             for load in loads:
                 load()
