@@ -1,6 +1,6 @@
 """Two pools over time, in lockstep and with continuous generation, one above the other.
 
-    python benchmarks/asynchrony_picture.py  # writes docs/images/asynchrony.svg
+    python benchmarks/asynchrony_picture.py  # writes docs/images/asynchrony.png
 
 The runs are those of `asynchrony.py` with heavy-tailed lengths; what is drawn are the traces that they wrote.
 """
@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from asynchrony import COMMON, WAYS
 from made import ROOT, prepare, train
 
-PICTURE = ROOT / "docs/images/asynchrony.svg"
+PICTURE = ROOT / "docs/images/asynchrony.png"
 STEPS, FIRST, SECONDS = 14, 2, 16.0
 """Steps of a run, the first one that is drawn, and the length of the picture."""
 COLORS = {"generating": "#3b7dd8", "waiting": "#e3e3e3", "scoring": "#e8b48a", "training": "#d8813b"}
@@ -47,7 +47,7 @@ def main() -> None:
     patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     figure.legend(patches, COLORS, ncols=4, loc="upper right", fontsize=8, frameon=False)
     figure.tight_layout()
-    figure.savefig(PICTURE)
+    figure.savefig(PICTURE, dpi=130)
 
 
 def traces(settings: tuple[str, ...] | list[str]) -> dict[int, list[Span]]:
