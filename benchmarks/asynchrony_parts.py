@@ -50,7 +50,7 @@ class TokenEngine:
     def wake(self, reload: Callable[[], None]) -> None:
         """It needs nothing."""
 
-    def load_weights(self, weights: WeightStream) -> None:
+    def load_weights(self, weights: WeightStream, *, keep_cache: bool = True) -> None:  # noqa: ARG002
         for _ in weights:
             pass
         self.policy_version = weights.policy_version
