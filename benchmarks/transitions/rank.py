@@ -16,6 +16,7 @@ from benchmarks.transitions.contents import Contents
 from benchmarks.transitions.padded import contents, pad, share_out
 from benchmarks.transitions.watch import Observation, Observations, Watch
 
+from leaderless.data.batch import SIBLING_BITS, Batch
 from leaderless.data.reshard import reshard
 from leaderless.data.transport import Transport
 
@@ -60,7 +61,9 @@ def observe_ours(case: Case, transport: Transport) -> Observation:
     if case.same_shares and rank in case.action.target_layout:
         place = case.action.target_layout.shard_of(rank)
         shares = share_out(case.prompt_lengths_of_rows, case.response_lengths, case.action.target_layout.dp)
-        wanted = case.ids[shares[place]]
+        ids = case.ids[shares[place]]
+        prompts = torch.arange(case.prompts)
+        wanted = Batch(ids, {}, Batch(prompts), torch.bitwise_right_shift(ids, SIBLING_BITS))
     action = replace(case.action, is_late=case.same_shares)
     with Watch(dist.barrier) as watch:
         got = reshard(action, transport.world, held, wanted)

@@ -73,6 +73,19 @@ def _fullest(costs: Int, owners: Int) -> int:
     return int(np.bincount(owners, weights=costs).max())
 
 
+def kept(costs: Int, holders: Int, share: int, loads: list[int]) -> Int:
+    """[n] holders of units, dearest first, which keep them up to an even share; -1 for the others.
+
+    A holder with nothing else keeps a unit above an even share.
+    """
+    owners = np.full(len(costs), -1, dtype=np.int64)
+    for unit, (holder, cost) in enumerate(zip(holders.tolist(), costs.tolist(), strict=True)):
+        if holder >= 0 and (loads[holder] + cost <= share or not loads[holder]):
+            owners[unit] = holder
+            loads[holder] += cost
+    return owners
+
+
 def _kept(costs: Int, holders: Int, share: int, loads: list[int]) -> Int:
     """Owners of units, dearest first: the holder up to an even share, then the shard with least work.
 

@@ -190,7 +190,7 @@ class Databuffer:
         spare = next(map(rows_under, _spare_layouts(action, self.rank)), None)
         key = _key(action.row_set, action.target_layout)
         target = tables.get(key) if self.rank in action.target_layout else None
-        wanted = target.ids if target is not None and action.target_layout.represents(self.rank) else None
+        wanted = target.batch({}) if target is not None and action.target_layout.represents(self.rank) else None
         arrived = reshard(action, process_group, held, wanted, spare, loads)
         if arrived is None:
             return

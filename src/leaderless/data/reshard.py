@@ -11,6 +11,9 @@ from torch import Tensor
 
 from leaderless.data.balance import Int, assign, is_repeated, sequence_cost
 from leaderless.data.batch import Batch, Jagged
+from leaderless.data.block_routes import HELD, NOTHING, SPARE, WANTED, Meeting, agree
+from leaderless.data.blocks import is_in_blocks
+from leaderless.data.crossing import hold
 from leaderless.data.routes import Routes
 from leaderless.data.transfer import Transfer
 from leaderless.data.transport import ProcessGroup
@@ -24,27 +27,27 @@ def reshard(
     action: Reshard,
     process_group: ProcessGroup,
     held: Batch | None,
-    wanted: Tensor | None,
+    wanted: Batch | None,
     spare: Batch | None = None,
     loads: Int | None = None,
 ) -> Batch | None:
     """Reshard rows. All ranks of both layouts call it together.
 
-    They gather the id, group and cost of every row, 24 bytes a row, and compute the same assignment. The lengths of
-    ragged rows are sent first, then all bytes in pieces, straight from the columns of a row's holder to those of its
-    owner. Ranks that hold the same rows share the sending, a prompt is sent once to each owner of some of its samples,
-    and peers on one host get one copy from another host.
+    They agree on the assignment: few ranks gather the id, group and cost of every row, 24 bytes a row; many agree in
+    blocks, so that no rank hears of every row. The lengths of ragged rows are sent first, then all bytes in pieces,
+    straight from the columns of a row's holder to those of its owner. Ranks that hold the same rows share the sending,
+    a prompt is sent once to each owner of some of its samples, and peers on one host get one copy from another host.
 
     Args:
         action: Columns to send, and both layouts.
         process_group: The ranks of both layouts.
         held: The rows that this rank has under the source layout, in ascending order of their ids.
-        wanted: Ids of the rows that this rank represents under the target layout, when an earlier reshard has decided
-            that already.
+        wanted: The rows that this rank represents under the target layout, without columns, when an earlier reshard has
+            decided that already.
         spare: Rows with the same columns that this rank has from an earlier reshard, ascending; they are not sent to
             it again. Only where `action.spare_layout` names that layout.
         loads: [dp of the target] work that its shards have got in earlier windows of the step; what they get now is
-            added to it. The same on all ranks.
+            added to it. The same on all ranks that agree on the work of a shard.
 
     Returns:
         This rank's rows under the target layout, ascending, or None when it is not part of that.
@@ -64,7 +67,7 @@ def _agree_on_schemas(
 
     A rank without rows may not know the types of its columns.
     """
-    first = int(routes.holders.min()) if len(routes.holders) else action.source_layout.ranks[0]
+    first = routes.first_holder
     text = schemas_to_json(held) if held is not None and process_group.rank == first else ""
     known: list[str] = json.loads(process_group.broadcast_text(text, first, f"the columns of edge {action.name}"))
     return tuple(map(schema_from_json, known))
@@ -80,16 +83,29 @@ def agree_on_routes(
     action: Reshard,
     process_group: ProcessGroup,
     held: Batch | None,
-    wanted: Tensor | None,
+    wanted: Batch | None,
     spare: Batch | None = None,
     loads: Int | None = None,
 ) -> Routes:
-    """Where every row goes; arguments as of `reshard`. All ranks compute the same from the same facts."""
+    """Where rows go; arguments as of `reshard`. All ranks take part, the way that their number makes cheaper."""
+    way = agree_in_blocks if is_in_blocks(process_group.size) else agree_at_once
+    return way(action, process_group, held, wanted, spare, loads)
+
+
+def agree_at_once(
+    action: Reshard,
+    process_group: ProcessGroup,
+    held: Batch | None,
+    wanted: Batch | None,
+    spare: Batch | None,
+    loads: Int | None,
+) -> Routes:
+    """Where every row goes. All ranks compute the same from the same facts."""
     source, target = action.source_layout, action.target_layout
     facts = torch.empty((0, 3), dtype=torch.int64)
     if held is not None:
         facts = _facts(held)[_represented(len(held), source, process_group.rank)]
-    what = f"the rows of edge {action.name}"
+    what = _rows_of(action)
     gathered = process_group.gather(facts, what)
     rows = torch.cat(gathered).numpy()
     counts = [len(part) for part in gathered]
@@ -102,7 +118,7 @@ def agree_on_routes(
     if action.spare_layout is not None:
         known = process_group.gather(_NO_IDS if spare is None else spare.ids, what)
         spares = {rank: part.numpy() for rank, part in zip(process_group.ranks, known, strict=True) if len(part)}
-    claims = process_group.gather(_NO_IDS if wanted is None else wanted, what) if action.is_late else []
+    claims = process_group.gather(_NO_IDS if wanted is None else wanted.ids, what) if action.is_late else []
     shards = np.array([target.shard_of(rank) if rank in target else -1 for rank in process_group.ranks])
     if any(len(claim) for claim in claims):
         owners = _claimed(action, shards, ids, claims)
@@ -116,7 +132,46 @@ def agree_on_routes(
             np.add.at(loads, owners, costs)
     holders = np.repeat(np.array(process_group.ranks), counts)
     hosts = {rank: process_group.hosts.get(rank, -1 - rank) for rank in process_group.ranks}
-    return Routes(ids, group_ids, holders, owners, source, target, hosts, spares)
+    first = int(holders.min()) if len(holders) else source.ranks[0]
+    return Routes(ids, group_ids, holders, owners, source, target, hosts, spares, first)
+
+
+def agree_in_blocks(
+    action: Reshard,
+    process_group: ProcessGroup,
+    held: Batch | None,
+    wanted: Batch | None,
+    spare: Batch | None,
+    loads: Int | None,
+) -> Routes:
+    """Where the rows of those groups go of which this rank has or gets some; most others are never heard of here."""
+    meeting = Meeting(action, process_group.ranks, process_group.hosts)
+    facts = facts_of(action, process_group.rank, held, wanted, spare)
+    return hold(process_group, agree(meeting, process_group.rank, facts, loads), _rows_of(action))
+
+
+def facts_of(action: Reshard, rank: int, held: Batch | None, wanted: Batch | None, spare: Batch | None) -> Int:
+    """[n, 6] what a rank says of rows that it has, wants, and has got before."""
+    source, target = action.source_layout, action.target_layout
+    own = rank, target.shard_of(rank) if rank in target else -1
+    parts = [NOTHING]
+    if held is not None:
+        facts = _facts(held)[_represented(len(held), source, rank)].numpy()
+        parts.append(_said(HELD, facts[:, 0], facts[:, 1], *own, facts[:, 2]))
+    if spare is not None and rank in target:
+        parts.append(_said(SPARE, spare.ids.numpy(), spare.group_ids.numpy(), *own))
+    if wanted is not None and action.is_late:
+        parts.append(_said(WANTED, wanted.ids.numpy(), wanted.group_ids.numpy(), *own))
+    return np.concatenate(parts)
+
+
+def _said(kind: int, ids: Int, group_ids: Int, rank: int, shard: int, costs: Int | int = 0) -> Int:
+    columns = (kind, ids, group_ids, rank, shard, costs)
+    return np.stack(np.broadcast_arrays(*columns), axis=1).astype(np.int64)
+
+
+def _rows_of(action: Reshard) -> str:
+    return f"the rows of edge {action.name}"
 
 
 def _represented(num_rows: int, layout: Layout, rank: int) -> slice:

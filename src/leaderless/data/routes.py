@@ -51,7 +51,9 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Routes:
-    """For every row of the edge, in any order that all ranks share: its id, its group, who has it, who gets it.
+    """For rows of the edge, in any order: their ids, their groups, who has them, who gets them.
+
+    A rank knows all rows of every group of which it has, represents or gets a row; where ranks are few, it knows all.
 
     Attributes:
         ids: [n] ids of the rows.
@@ -62,6 +64,7 @@ class Routes:
         target: Layout that rows enter.
         hosts: Number of each rank's machine.
         spares: Ids of the rows that each rank already has from an earlier reshard.
+        first_holder: Lowest rank that represents any row of the edge.
     """
 
     ids: Int
@@ -72,24 +75,21 @@ class Routes:
     target: Layout
     hosts: Mapping[int, int]
     spares: Mapping[int, Int] = field(default_factory=dict)
+    first_holder: int = 0
     _deliveries: dict[int, Delivery] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
-    def _rows_by_owner(self) -> list[Int]:
-        return _split(self.owners, self.target.dp)
+    def _by_owner(self) -> _Places:
+        return _Places.of(self.owners)
 
     @cached_property
     def _source_shards(self) -> Int:
         """[n] shard of the source layout that has each row."""
-        shards = np.full(max(self.source.ranks) + 1, -1, dtype=np.int64)
-        for rank in self.source.ranks:
-            shards[rank] = self.source.shard_of(rank)
-        found: Int = shards[self.holders]
-        return found
+        return np.searchsorted(np.array(self.source.ranks), self.holders) // self.source.ranks_per_shard
 
     @cached_property
-    def _rows_by_holder(self) -> list[Int]:
-        return _split(self._source_shards, self.source.dp)
+    def _by_source_shard(self) -> _Places:
+        return _Places.of(self._source_shards)
 
     def delivery(self, rank: int) -> Delivery:
         """What a rank of the target layout gets.
@@ -101,7 +101,7 @@ class Routes:
         return self._deliveries[rank]
 
     def _deliver(self, rank: int) -> Delivery:
-        rows = self._rows_by_owner[self.target.shard_of(rank)]
+        rows = self._by_owner[self.target.shard_of(rank)]
         rows = rows[np.argsort(self.ids[rows])]
         ids, group_ids, holders = self.ids[rows], self.group_ids[rows], self.holders[rows]
         prompts, inverse = np.unique(group_ids, return_inverse=True)
@@ -111,7 +111,7 @@ class Routes:
         has_prompt = np.zeros(len(prompts), dtype=np.bool_)
         if rank in self.source:
             is_here |= self._source_shards[rows] == self.source.shard_of(rank)
-            has_prompt |= np.isin(prompts, self.group_ids[self._rows_by_holder[self.source.shard_of(rank)]])
+            has_prompt |= np.isin(prompts, self.group_ids[self._by_source_shard[self.source.shard_of(rank)]])
         if rank in self.spares:
             is_spare = np.isin(ids, self.spares[rank])
             is_here |= is_spare
@@ -149,8 +149,18 @@ class Routes:
         return sender if first == receiver else first
 
 
-def _split(labels: Int, count: int) -> list[Int]:
-    """For each label from 0, where it stands, ascending."""
-    order = np.argsort(labels, kind="stable")
-    bounds = np.searchsorted(labels[order], np.arange(count + 1))
-    return [order[bounds[label] : bounds[label + 1]] for label in range(count)]
+@dataclass(frozen=True)
+class _Places:
+    """Where each label stands, ascending: [n] places by label, and the label of each."""
+
+    order: Int
+    labels: Int
+
+    @classmethod
+    def of(cls, labels: Int) -> _Places:
+        order = np.argsort(labels, kind="stable")
+        return cls(order, labels[order])
+
+    def __getitem__(self, label: int) -> Int:
+        begin, end = np.searchsorted(self.labels, [label, label + 1]).tolist()
+        return self.order[begin:end]

@@ -16,7 +16,7 @@ from tests.unit.costs.clusters import cluster, equal_rows, network, pools
 
 from leaderless.data import transfer, transport
 from leaderless.data.batch import Batch, Jagged
-from leaderless.data.reshard import agree_on_routes, schemas_to_json
+from leaderless.data.reshard import agree_at_once, schemas_to_json
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Layout, Reshard, SyncWeights
 from leaderless.planner.costs.moves import (
@@ -288,7 +288,7 @@ def test_planning_takes_no_more_memory_for_a_row_than_is_counted():
     tracemalloc.start()  # it sees arrays, not tensors
     try:
         before, _ = tracemalloc.get_traced_memory()
-        agree_on_routes(action, group, None, None).delivery(300)
+        agree_at_once(action, group, None, None, None, None).delivery(300)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -8,6 +8,7 @@ from math import ceil, log2
 
 import numpy as np
 
+from leaderless.data.blocks import Mesh, Shards, is_in_blocks, num_messages
 from leaderless.data.routes import Routes as DatabufferRoutes
 from leaderless.planner import SyncWeights
 from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds, sums
@@ -18,6 +19,10 @@ TYPES_BYTES = 24
 """What ranks of a node compare before rows are sent: digests of types and ids, and the number of rows."""
 FACT_BYTES = 24
 """Id, group and cost of a row, which all ranks gather."""
+ROUTED_BYTES = 56
+"""What a rank says of a row, or hears of it, with the rank that it is for."""
+UNIT_BYTES = 32
+"""Number, cost, holder and origin of what a block divides."""
 ID_BYTES = 8
 """Id of a row that a rank holds from before, or wants because it holds others of its columns."""
 SCHEMA_BYTES = 64
@@ -130,8 +135,9 @@ def _deliveries(routes: Routes, network: Network) -> tuple[Int, Int]:
 def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
     """Cost of a reshard: agree, assign, send lengths, then values piece by piece, column by column."""
     count, per_row_us = network.num_ranks, network.cluster.coordinator.assignment_us_per_row
-    parcels, agreement = parcels_of(routes, columns, network), _agreement(routes, columns, ranks, network)
-    assignment = 0.0 if routes.is_agreed else len(routes.rows) * per_row_us * MICRO
+    parcels, (agreement, known, divided) = parcels_of(routes, columns, network), _agreement(routes, ranks, network)
+    agreement += _broadcasts([8, SCHEMA_BYTES * len(columns)], ranks, network)
+    assignment = 0.0 if routes.is_agreed else divided * per_row_us * MICRO
     lengths = sum(network.transfer_seconds(leg) for leg in parcels.lengths)
     piece = min(max(ROUND_BYTES // len(ranks), PIECE_BYTES[0]), PIECE_BYTES[1])
     # What is not contiguous in memory goes through buffers, one for each piece and round in flight.
@@ -141,7 +147,7 @@ def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Netwo
     return Cost(
         seconds=agreement.seconds + assignment + lengths + _streaming_seconds(parcels, piece, network),
         interface_bytes=agreement.interface_bytes + parcels.interface_bytes(network),
-        process_bytes=PLANNING_BYTES_PER_ROW * len(routes.rows) + int(held.max()),
+        process_bytes=PLANNING_BYTES_PER_ROW * known + int(held.max()),
     )
 
 
@@ -161,15 +167,44 @@ def _streaming_seconds(parcels: Parcels, piece: int, network: Network) -> float:
     return 2 * link.latency_us * MICRO + kept + latency + carried
 
 
-def _agreement(routes: Routes, columns: Sequence[str], ranks: Int, network: Network) -> Cost:
-    """A gather of facts about rows, and a broadcast of columns by the lowest rank that has rows."""
+def _agreement(routes: Routes, ranks: Int, network: Network) -> tuple[Cost, int, int]:
+    """Cost of saying who has rows and who gets them; rows that the busiest rank hears of, and that it divides."""
+    if is_in_blocks(len(ranks)):
+        return _agreement_in_blocks(routes, ranks, network)
     gathered = [FACT_BYTES * int(np.bincount(routes.holders).max())]
     if routes.spares:
         gathered.append(ID_BYTES * max(map(len, routes.spares.values())))
     if routes.is_agreed:
         gathered.append(ID_BYTES * int(np.bincount(routes.owners).max()))
-    sent = _broadcasts([8, SCHEMA_BYTES * len(columns)], ranks, network)
-    return _gathers(gathered, ranks, network) + sent
+    return _gathers(gathered, ranks, network), len(routes.rows), len(routes.rows)
+
+
+def _agreement_in_blocks(routes: Routes, ranks: Int, network: Network) -> tuple[Cost, int, int]:
+    """Rows of groups are routed to a rank of each group and back, and blocks divide the rows of their shards.
+
+    Everything goes through two ranks on its way, and counts with what the busiest rank has or gets.
+    """
+    mesh = Mesh(len(ranks))
+    first_ranks = np.array(routes.target.ranks)[:: routes.target.ranks_per_shard]
+    blocks = Shards.of(mesh, np.searchsorted(ranks, first_ranks)).blocks(routes.owners)
+    divided = 0 if routes.is_agreed else int(np.bincount(blocks).max())
+    said = int(np.bincount(routes.holders).max()) + max(map(len, routes.spares.values()), default=0)
+    if routes.is_agreed:
+        said += int(np.bincount(routes.owners).max())
+    heard = _heard(routes)
+    routed = 2 * (ROUTED_BYTES * (said + heard) + UNIT_BYTES * 2 * said)
+    num_messages_sent = num_messages(len(ranks))
+    num_bytes = routed + UNIT_BYTES * divided + ID_BYTES * num_messages_sent
+    return _hops(num_messages_sent, num_bytes, ranks, network), heard + divided, divided
+
+
+def _heard(routes: Routes) -> int:
+    """Rows of which the busiest rank hears: all of the groups of which it has rows, or gets some."""
+    groups, owners = routes.rows.groups, routes.owners * routes.target.ranks_per_shard
+    told = np.concatenate([routes.holders, np.array(routes.target.ranks)[owners]])
+    span = int(told.max(initial=0)) + 1
+    pairs = np.unique(np.concatenate([groups, groups]) * span + told)
+    return int(sums(pairs % span, np.bincount(groups)[pairs // span], span).max(initial=0))
 
 
 def _gathers(gathered: Sequence[int], ranks: Int, network: Network) -> Cost:

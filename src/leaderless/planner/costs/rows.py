@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from leaderless.config import Recipe
 from leaderless.data.balance import assign, is_repeated, sequence_cost
+from leaderless.data.blocks import Mesh, Shards, Units, assign_in_blocks, is_in_blocks
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard
 from leaderless.planner.costs.cluster import WorkloadConfig
 from leaderless.planner.schedule import makers
@@ -262,7 +263,12 @@ def owners_of(action: Reshard, rows: Rows, holders: Int, spares: Mapping[int, In
     for rank in sorted(spares):
         known = spares[rank]
         shards[known[shards[known] < 0]] = target.shard_of(rank)
-    return assign(rows.costs(action.columns, before), units, shards, target.dp)
+    costs = rows.costs(action.columns, before)
+    if not is_in_blocks(len(action.ranks)):
+        return assign(costs, units, shards, target.dp)
+    joined, unit_of_row = Units.of(units, costs, shards)
+    first_places = np.searchsorted(np.array(action.ranks), np.array(target.ranks)[:: target.ranks_per_shard])
+    return assign_in_blocks(joined, Shards.of(Mesh(len(action.ranks)), first_places))[unit_of_row]
 
 
 def _shard_of_rank(layout: Layout, last: int) -> Int:

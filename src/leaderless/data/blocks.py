@@ -1,0 +1,278 @@
+"""Rows and shards in blocks: where no rank may hear of every row, each block of ranks divides its own.
+
+A unit of rows begins in the block of the shard that has it, or of one that its number gives. The blocks compare the
+sums of their work, and the surplus of some goes to those that have too little. Then each divides what it has, as
+`assign` does where all ranks hear of all rows. All of this is arithmetic on facts that the ranks of a block share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaderless.data.balance import Int, assign, kept
+
+HOME, SHARD = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
+"""Odd multipliers, by which numbers are spread over ranks and over shards, independently of each other."""
+NUM_LEGS = 15
+"""Times that a rank sends to the others of its block, or to one of each block, until rows are agreed on."""
+ROUNDS_PER_LEG = 2
+"""Sizes, then contents."""
+EVEN = 64
+"""Work above the mean, as one part of so many, at which a block's fullest shard is left as it is."""
+MAX_EXCHANGES = 4
+"""Exchanges between a block's shards, for each of them, at most."""
+MOST = np.iinfo(np.int64).max
+HOPS_PER_RANK = 3
+"""Hops of one gather among all ranks, for each of them: a sum goes round the ring twice, the rows once."""
+
+
+def is_in_blocks(num_ranks: int) -> bool:
+    """Whether agreeing in blocks takes fewer messages, one after the other, than one gather among all ranks."""
+    return num_messages(num_ranks) < HOPS_PER_RANK * (num_ranks - 1)
+
+
+def num_messages(num_ranks: int) -> int:
+    """Messages that a rank sends until all have agreed in blocks."""
+    return NUM_LEGS * ROUNDS_PER_LEG * Mesh(num_ranks).width
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks, by their places from 0, in blocks of neighbors; as many blocks as ranks in one, or nearly.
+
+    Blocks differ by one rank at most. Where a block has one rank less, its first also has the last column.
+    """
+
+    num_ranks: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return isqrt(self.num_ranks)
+
+    @property
+    def width(self) -> int:
+        """Ranks of the largest block."""
+        return -(-self.num_ranks // self.num_blocks)
+
+    @cached_property
+    def begins(self) -> Int:
+        """[num_blocks + 1] first place of each block, and the number of ranks."""
+        return np.arange(self.num_blocks + 1, dtype=np.int64) * self.num_ranks // self.num_blocks
+
+    def blocks(self, places: Int) -> Int:
+        """[n] block of each place."""
+        found: Int = np.searchsorted(self.begins, places, side="right") - 1
+        return found
+
+    def members(self, block: int) -> range:
+        """The places of a block."""
+        return range(int(self.begins[block]), int(self.begins[block + 1]))
+
+    def columns(self, places: Int) -> Int:
+        """[n] column of each place."""
+        return places - self.begins[self.blocks(places)]
+
+    def at(self, blocks: Int | int, columns: Int | int) -> Int:
+        """The place of each block that has a column."""
+        blocks, columns = np.asarray(blocks), np.asarray(columns)
+        begins = self.begins[blocks]
+        found: Int = begins + np.where(columns < self.begins[blocks + 1] - begins, columns, 0)
+        return found
+
+    def below(self, place: int) -> Int:
+        """The places that this one sends to across blocks: those of its columns."""
+        block = int(self.blocks(np.array([place]))[0])
+        column, size = place - int(self.begins[block]), len(self.members(block))
+        played = [column, self.width - 1] if column == 0 and size < self.width else [column]
+        found = [self.begins[:-1] + one for one in played]
+        inside = [places[places < self.begins[1:]] for places in found]
+        return np.unique(np.concatenate(inside))
+
+    def above(self, place: int) -> Int:
+        """The places that send to this one across blocks, one of each block, in their order."""
+        return self.at(np.arange(self.num_blocks), int(self.columns(np.array([place]))[0]))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of a layout in the blocks of a mesh: [num_blocks + 1] first shard of each block, and their number."""
+
+    begins: Int
+
+    @classmethod
+    def of(cls, mesh: Mesh, first_places: Int) -> Shards:
+        """Divide shards, each in the block of its first rank; [dp] place of that rank, ascending."""
+        return cls(np.searchsorted(first_places, mesh.begins).astype(np.int64))
+
+    @property
+    def count(self) -> int:
+        """Number of all shards."""
+        return int(self.begins[-1])
+
+    def of_block(self, block: int) -> tuple[int, int]:
+        """The first shard of a block, and the one after its last."""
+        return int(self.begins[block]), int(self.begins[block + 1])
+
+    def blocks(self, shards: Int) -> Int:
+        """[n] block of each shard."""
+        found: Int = np.searchsorted(self.begins, shards, side="right") - 1
+        return found
+
+
+@dataclass(frozen=True)
+class Units:
+    """Units of rows: [n] the name of each, its cost, and the shard that has it or -1."""
+
+    names: Int
+    costs: Int
+    holders: Int
+
+    @classmethod
+    def of(cls, names: Int, costs: Int, holders: Int) -> tuple[Units, Int]:
+        """Join rows, [n], of the same name; a unit is where its first row is. Also returns [n] unit of each row."""
+        units, first, unit_of_row = np.unique(names, return_index=True, return_inverse=True)
+        sums = np.zeros(len(units), dtype=np.int64)
+        np.add.at(sums, unit_of_row, costs)
+        return cls(units, sums, holders[first]), unit_of_row
+
+    def select(self, index: Int | NDArray[np.bool_]) -> Units:
+        """Some units."""
+        return Units(self.names[index], self.costs[index], self.holders[index])
+
+    def seen_from(self, shards: Shards, block: int) -> Units:
+        """The same with the shards of a block counted from its first, and no other holders."""
+        begin, end = shards.of_block(block)
+        is_here = (self.holders >= begin) & (self.holders < end)
+        return Units(self.names, self.costs, np.where(is_here, self.holders - begin, -1))
+
+
+def spread(numbers: Int, factor: int, count: int) -> Int:
+    """[n] a place below `count` for each number, evenly, the same wherever it is asked."""
+    mixed = numbers.astype(np.uint64) * np.uint64(factor)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(factor)
+    return ((mixed >> np.uint64(33)) % np.uint64(count)).astype(np.int64)
+
+
+def first_blocks(names: Int, holders: Int, shards: Shards) -> Int:
+    """[n] block in which each unit begins."""
+    return shards.blocks(np.where(holders < 0, spread(names, SHARD, shards.count), holders))
+
+
+def flows(work: Int, shards: Shards, block: int) -> Int:
+    """[k, 2] what a block gives to others: the block, and about how much work.
+
+    Args:
+        work: [num_blocks] work of each block.
+        shards: Shards of the blocks, which are to have even work.
+        block: Block that gives.
+    """
+    excess = work - int(work.sum()) * np.diff(shards.begins) // max(1, shards.count)
+    has, lacks = np.maximum(excess, 0), np.maximum(-excess, 0)
+    end = int(has[: block + 1].sum())
+    begins, ends = np.cumsum(lacks) - lacks, np.cumsum(lacks)
+    amounts = np.minimum(ends, end) - np.maximum(begins, end - int(has[block]))
+    chosen = np.flatnonzero(amounts > 0)
+    return np.stack([chosen, amounts[chosen]], axis=1)
+
+
+def leaving(units: Units, given: Int, share: int, before: Int) -> Int:
+    """[n] block to which each unit of a block goes, or -1: as much as is given, of what no shard here keeps.
+
+    Args:
+        units: Units of the block, their holders counted from the first shard of the block.
+        given: [k, 2] blocks and work, of `flows`.
+        share: Even share of a shard, over all blocks.
+        before: [shards of the block] work that shards have got already.
+    """
+    destinations = np.full(len(units.names), -1, dtype=np.int64)
+    if not len(given):
+        return destinations
+    dearest_first = np.lexsort((units.names, -units.costs))
+    is_kept = kept(units.costs[dearest_first], units.holders[dearest_first], share, before.tolist()) >= 0
+    free = dearest_first[~is_kept].tolist()
+    left = given[:, 1].tolist()
+    for unit in free:
+        cost, most = int(units.costs[unit]), max(range(len(left)), key=left.__getitem__)
+        if cost <= left[most]:
+            destinations[unit] = given[most, 0]
+            left[most] -= cost
+    for unit in reversed(free):  # the cheapest, where more than half of it is missing
+        cost, most = int(units.costs[unit]), max(range(len(left)), key=left.__getitem__)
+        if destinations[unit] < 0 and cost < 2 * left[most]:
+            destinations[unit] = given[most, 0]
+            left[most] -= cost
+    return destinations
+
+
+def divide(units: Units, shards: Shards, block: int, loads: Int | None) -> Int:
+    """[n] shard of each unit of a block; the loads of the block's shards grow by what they get."""
+    begin, end = shards.of_block(block)
+    here = units.seen_from(shards, block)
+    before = None if loads is None else loads[begin:end]
+    owners = assign(here.costs, here.names, here.holders, end - begin, before)
+    owners = begin + evened(here, owners, np.zeros(end - begin, dtype=np.int64) if before is None else before)
+    if loads is not None:
+        np.add.at(loads, owners, units.costs)
+    return owners
+
+
+def evened(units: Units, owners: Int, before: Int) -> Int:
+    """[n] owners after exchanges between the fullest shard and others, until its work is even enough or cannot shrink.
+
+    A block has fewer cheap units than all ranks together, with which to make up for the differences of dear ones.
+    """
+    order = np.argsort(units.names)
+    costs, shards, num_shards = units.costs[order], owners[order], len(before)
+    loads = before + np.bincount(shards, weights=costs, minlength=num_shards).astype(np.int64)
+    enough = int(loads.sum()) // num_shards * (EVEN + 1) // EVEN
+    # A unit may also go without another in exchange: for nothing, which every shard has.
+    prices = np.concatenate([costs, np.zeros(num_shards, dtype=np.int64)])
+    for _ in range(MAX_EXCHANGES * num_shards):
+        fullest = int(loads.argmax())
+        most, mine = int(loads[fullest]), np.flatnonzero(shards == fullest)
+        if most <= enough or not len(mine):  # what it has got before is not exchanged
+            break
+        places = np.concatenate([shards, np.arange(num_shards)])
+        gains = costs[mine][:, None] - prices
+        after = np.where(gains > 0, np.maximum(np.maximum(most - gains, loads[places] + gains), enough), most)
+        # Of exchanges that do as well, the one that moves least.
+        moved = np.where(after == after.min(), costs[mine][:, None] + prices, MOST)
+        best, other = divmod(int(moved.argmin()), len(prices))
+        if int(after[best, other]) >= most:
+            break
+        unit, place, gain = mine[best], int(places[other]), int(gains[best, other])
+        if other < len(costs):
+            shards[other] = fullest
+        shards[unit] = place
+        loads[fullest] -= gain
+        loads[place] += gain
+    result = np.empty_like(owners)
+    result[order] = shards
+    return result
+
+
+def assign_in_blocks(units: Units, shards: Shards) -> Int:
+    """[n] shard of each of all units, as the ranks of all blocks find it together."""
+    blocks = first_blocks(units.names, units.holders, shards)
+    num_blocks = len(shards.begins) - 1
+    work = np.bincount(blocks, weights=units.costs, minlength=num_blocks).astype(np.int64)
+    share = -(-int(work.sum()) // shards.count)
+    moved = blocks.copy()
+    for block in range(num_blocks):
+        here = np.flatnonzero(blocks == block)
+        begin, end = shards.of_block(block)
+        nothing = np.zeros(end - begin, dtype=np.int64)
+        there = leaving(units.select(here).seen_from(shards, block), flows(work, shards, block), share, nothing)
+        moved[here[there >= 0]] = there[there >= 0]
+    owners = np.empty(len(blocks), dtype=np.int64)
+    for block in range(num_blocks):
+        here = np.flatnonzero(moved == block)
+        if len(here):
+            owners[here] = divide(units.select(here), shards, block, None)
+    return owners
