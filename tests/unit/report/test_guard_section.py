@@ -1,4 +1,4 @@
-"""Messages of guards are at the top of a report."""
+"""Messages of guards, restarts and other layouts are at the top of a report."""
 
 from __future__ import annotations
 
@@ -65,4 +65,15 @@ def test_restarts_and_stalls_are_listed_first(run):
     assert "rank 1 has not <moved>" in text
     assert "<moved>" not in page
     assert "9.5 s" in text
+    assert "Guards have acted" not in text
+
+
+def test_layouts_that_replaced_each_other_are_listed(run):
+    facts = {"step": 6, "from": "layout", "to": "<odd>", "now_s": 1.5, "expected_s": 0.75, "seconds": 0.25}
+    RunDirectory(run).append_event("switch", facts)
+    page = render_report(run)
+    text = Page(page).text
+    assert "The layout was replaced 1 time while the run went on." in text
+    assert all(shown in text for shown in ("<odd>", "1.5 s", "0.75 s", "0.25 s"))
+    assert "<odd>" not in page
     assert "Guards have acted" not in text

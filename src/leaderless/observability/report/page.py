@@ -69,6 +69,7 @@ def render_report(run_directory: Path) -> str:
             figures=view.figures(run),
             failures=view.failures(run),
             guards=view.guards(run),
+            switches=view.switches(run),
             review=review(run),
             curves=curves,
             curve_notes=curve_notes,

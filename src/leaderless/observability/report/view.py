@@ -122,6 +122,24 @@ def guards(run: RunFiles) -> Events:
     return f"Guards have acted: {counts}.{left_out}", rows
 
 
+def switches(run: RunFiles) -> Events:
+    """Layouts that have replaced each other while the run went on."""
+    events = [event for event in run.events if event.get("event") == "switch"]
+    summary = f"The layout was replaced {len(events)} time{'s' * (len(events) != 1)} while the run went on."
+    rows = [
+        (
+            as_text(as_step(event.get("step"))),
+            as_text(event.get("from")),
+            as_text(event.get("to")),
+            _shown(event.get("now_s"), "{} s"),
+            _shown(event.get("expected_s"), "{} s"),
+            _shown(event.get("seconds"), "{} s"),
+        )
+        for event in events[-MAX_EVENTS:]
+    ]
+    return summary, rows
+
+
 def curves(run: RunFiles) -> tuple[Sequence[tuple[str, Sequence[Card]]], Sequence[str]]:
     """All curves under their headings, and notes on them."""
     found, num_left_out = charts_of(run)
