@@ -13,7 +13,7 @@ from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model
 from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.auto.choose import choose_layout
+from leaderless.planner.auto.choose import choose_layout, predict_step
 from leaderless.planner.auto.profile import (
     MachineIdentity,
     Point,
@@ -165,6 +165,30 @@ def test_a_workflow_without_a_law_for_each_node_is_refused():
     stages = {name: law for name, law in profile.stages.items() if name != "advantage"}
     with pytest.raises(RecipeError, match="has no seconds of node 'advantage'"):
         choose_layout(recipe, GRPO, Cluster(2), profile.model_copy(update={"stages": stages}))
+
+
+def test_a_node_that_only_a_lag_needs_must_have_been_measured():
+    recipe = auto_recipe(max_lag=1)
+    profile = make_profile(recipe, StageSeconds(row_s=0.03), StageSeconds(fixed_s=0.64, row_s=0.001))
+    assert choose_layout(recipe, GRPO, Cluster(8), profile).best.candidate.lag == 1
+    stages = {name: law for name, law in profile.stages.items() if name != "old"}
+    choice = choose_layout(recipe, GRPO, Cluster(8), profile.model_copy(update={"stages": stages}))
+    assert choice.best.candidate.lag == 0
+    assert "has no seconds of node 'old'" in choice.refused[0][1]
+
+
+def test_a_step_is_predicted_for_layouts_that_are_written_too():
+    recipe = make_recipe(batch={"prompts_per_step": 16, "responses_per_prompt": 8})
+    profile = make_profile(recipe, StageSeconds(row_s=0.01), StageSeconds(row_s=0.02), reshard_s=0.5, sync_s=0.25)
+    layout = {"rollout": {"ranks": "0-1"}, "policy": {"ranks": "2-3"}, "advantage": {"ranks": "2-3"}}
+    apart = recipe.model_copy(update={"layout": make_recipe(layout=layout).layout})
+    plan = make_plan(apart, GRPO, Cluster(4))
+    moves = [str(action) for action in plan.schedule if str(action).startswith("reshard")]
+    expected = 0.64 + 1.28 + 0.5 * len(moves) + 0.25
+    assert predict_step(apart, plan, profile).seconds == pytest.approx(expected)
+    profile = profile.model_copy(update={"settings": {}})
+    with pytest.raises(RecipeError, match="was measured with"):
+        predict_step(apart, plan, profile)
 
 
 def test_the_pace_of_two_loops_is_that_of_the_slower_one_unless_they_wait_for_each_other():

@@ -78,11 +78,6 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     plain = recipe.model_copy(update={"layout": {}, "placement": None})
     base = make_plan(plain.model_copy(update={"channels": {}}), workflow, cluster)
     _check_known(base, profile)
-    if base.repeat is not None:
-        raise RecipeError.at(
-            "placement",
-            f"'{base.workflow}' repeats nodes as often as rewards ask for, which no profile tells: write `layout` out",
-        )
     steps = StepSeconds(profile, recipe)
     candidates = list(candidates_of(base, max_lag))
     ranked = _ranked(candidates, base, _plan_ahead(candidates, plain, workflow, cluster), profile, steps)
@@ -106,6 +101,17 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     return Choice(best, others, tuple(refused[: NUM_SHOWN - 1]), len(candidates), profile)
 
 
+def predict_step(recipe: Recipe, plan: Plan, profile: Profile) -> Predicted:
+    """The seconds of a step of a plan, whoever has chosen its layouts.
+
+    Raises:
+        RecipeError: The profile is one of other settings, lacks a node, or the plan repeats nodes.
+    """
+    check_profile(profile, recipe)
+    _check_known(plan, profile)
+    return predict(plan, profile, StepSeconds(profile, recipe))
+
+
 def _check_known(plan: Plan, profile: Profile) -> None:
     """Refuse a plan with a node that was not measured."""
     unknown = sorted(node.name for node in plan.nodes if node.name not in profile.stages)
@@ -114,6 +120,12 @@ def _check_known(plan: Plan, profile: Profile) -> None:
         raise RecipeError.at(
             "placement.profile",
             f"has no seconds of node '{unknown[0]}': run `leaderless profile` with this recipe{ahead}",
+        )
+    if plan.repeat is not None:
+        raise RecipeError.at(
+            "workflow",
+            f"'{plan.workflow}' repeats nodes as often as rewards ask for, which no profile tells: take a workflow "
+            "without `repeat`, or write `layout` out",
         )
 
 

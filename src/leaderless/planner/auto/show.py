@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from leaderless.planner.auto.choose import Choice, Option
+from leaderless.planner.auto.walk import Predicted
 
 
 def print_choice(choice: Choice, console: Console) -> None:
@@ -20,6 +21,16 @@ def print_choice(choice: Choice, console: Console) -> None:
     console.print(table)
     for candidate, why in choice.refused:
         console.print(f"not possible: {candidate}: {why}", highlight=False, markup=False)
+
+
+def print_predicted(predicted: Predicted, console: Console) -> None:
+    """Print the seconds of a step, and those of its nodes."""
+    table = Table(title=f"a step: {predicted.seconds:.3g} s ±{predicted.error:.0%}", title_justify="left", box=None)
+    table.add_column("node")
+    table.add_column("seconds of the slowest rank", justify="right")
+    for name, seconds in predicted.nodes.items():
+        table.add_row(name, f"{seconds:.3g}")
+    console.print(table)
 
 
 def reason(option: Option, choice: Choice) -> str:
