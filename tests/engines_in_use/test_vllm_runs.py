@@ -85,3 +85,17 @@ def test_an_engine_of_several_ranks_samples_what_engines_of_one_rank_do(
     for numbers, expected in zip(steps_of(case), steps_of("server"), strict=True):
         for name in ("rollout/response_tokens", "reward/mean", "policy/grad_norm", "policy/entropy"):
             assert numbers[name] == pytest.approx(expected[name], rel=1e-3), name
+
+
+@pytest.mark.timeout(900)
+def test_new_weights_are_taken_while_responses_are_in_progress(tmp_path: Path) -> None:
+    channel = {"capacity": 1, "mode": "continuous", "cache": "recompute"}
+    layout = {node: {"ranks": str(int(node != "rollout"))} for node in ("rollout", "reward", "policy")}
+    more = {"layout": layout, "channels": {"rollout": channel}, "steps": 5, "rollout.max_response_tokens": 24}
+    steps = train(tmp_path, {**SERVER, **more}, 2)
+    assert len(steps) == 5
+    assert max(numbers["staleness/oldest"] for numbers in steps) <= 1
+    (journal,) = (tmp_path / "runs" / "tiny" / "journal").glob("*shard*")
+    events = [event for line in journal.read_text().splitlines() for event in json.loads(line)["events"]]
+    taken = [iteration for num_steps, kind, iteration in events if kind == "weights" and num_steps > 0]
+    assert {1, 2, 3} <= {*taken}
