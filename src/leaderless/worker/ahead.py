@@ -123,7 +123,7 @@ def nothing_done(shard: int, num_shards: int, prompts_per_step: int, steps: int,
 
 
 def read_ahead(
-    checkpoint: Path, loop: str, ranks: ProcessGroup, *, prompts_per_step: int, steps: int, start: int
+    checkpoint: Path, loop: str, ranks: ProcessGroup, *, prompts_per_step: int, steps: int, start: int, logged: int
 ) -> tuple[int, Owed]:
     """Find what a rank owes after a checkpoint. All ranks of the loop call it together.
 
@@ -136,6 +136,7 @@ def read_ahead(
         prompts_per_step: Prompts of an iteration, over all ranks.
         steps: Iterations of the whole run.
         start: How often the run had been started before.
+        logged: Last iteration that this rank has logged, if it does; what is behind it is made again.
 
     Returns:
         Number of iterations that all ranks had handed over, and what this rank owes.
@@ -147,7 +148,7 @@ def read_ahead(
     first = _read(checkpoint, loop, 0)
     read = [_read(checkpoint, loop, place) for place in range(shard, first.num_shards, num_shards)]
     what = f"what the ranks of loop '{loop}' have begun"
-    numbers = torch.tensor([[-one.iteration, one.loaded] for one in read] or [[-steps, 0]]).amax(0)
+    numbers = torch.tensor([[-one.iteration, one.loaded] for one in read] + [[-logged, 0]]).amax(0)
     made, loaded = (int(number) for number in ranks.max(numbers, what))
     made = -made
     own = torch.tensor([group for one in read for group in one.owed(made, loaded, prompts_per_step)])

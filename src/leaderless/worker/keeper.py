@@ -136,10 +136,25 @@ class Keeper:
         start = max((int(str(line["start"])) for line in lines), default=-1) + 1
         sizes = parts.recipe.batch.prompts_per_step
         made, owed = read_ahead(
-            checkpoint, loop.name, ranks, prompts_per_step=sizes, steps=parts.recipe.steps, start=start
+            checkpoint,
+            loop.name,
+            ranks,
+            prompts_per_step=sizes,
+            steps=parts.recipe.steps,
+            start=start,
+            logged=self._last_logged(loop) if ranks.rank == loop.ranks[0] else parts.recipe.steps,
         )
         LineFile(journal, "iteration", parts.directory.may_fail).cut_after(made)
         return made, owed
+
+    def _last_logged(self, loop: Loop) -> int:
+        """The last iteration in a loop's log, which a thread writes: a kill may have come before; else the last step.
+
+        Those that have been trained are not made again.
+        """
+        log = self._parts.directory.metrics_of(loop.name)
+        steps = [int(str(line["step"])) for line in read_lines(log, "step")] if log.exists() else []
+        return max(self._progress.trained, max(steps, default=0))
 
     def save(self, numbers: dict[str, float], end: StepEnd) -> None:
         """Write a checkpoint where one is due, and always at the end. All ranks call it together."""
