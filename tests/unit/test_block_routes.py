@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from leaderless.data.balance import Int, assign
 from leaderless.data.block_routes import HELD, SPARE, WANTED, Meeting, agree
 from leaderless.data.blocks import NUM_LEGS, ROUNDS_PER_LEG, Mesh, Shards, Units, assign_in_blocks, num_messages
-from leaderless.data.crossing import Leg, Talk
+from leaderless.data.crossing import Leg, Result, Talk
 from leaderless.data.routes import Routes
 from leaderless.planner import Layout, Reshard
 
@@ -36,9 +36,9 @@ class Heard:
         self.numbers = max(one[1] for one in self._by_place.values())
 
 
-def play(talks: list[Talk[Routes]], heard: Heard | None = None) -> list[Routes]:
+def play(talks: list[Talk[Result]], heard: Heard | None = None) -> list[Result]:
     """Hold the conversation of all places."""
-    results: list[Routes | None] = [None] * len(talks)
+    results: list[Result | None] = [None] * len(talks)
     legs = [next(talk) for talk in talks]
     while True:
         for place, leg in enumerate(legs):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from leaderless.data.background import Background
 from leaderless.data.batch import Batch, Jagged
+from leaderless.data.compared import find_unlike
 from leaderless.data.reshard import reshard, schemas_to_json
 from leaderless.data.surplus import Surplus
 from leaderless.data.table import ColumnKey, Table
@@ -133,26 +134,22 @@ class Databuffer:
         if process_group.size == 1:
             return
         node, text = self.plan[name], schemas_to_json(batch)
-        facts = torch.tensor([[digest(text.encode()), len(batch), digest(batch.ids.sort().values.numpy().tobytes())]])
-        gathered = process_group.gather(facts, f"what ranks put out of node '{node.name}'")
-        types, num_rows, rows = torch.cat(gathered).unbind(1)
-        for index, rank in enumerate(process_group.ranks):
-            first = index - index % node.layout.ranks_per_shard
-            if rows[index] != rows[first]:
-                raise RuntimeError(
-                    f"{_place(node)}: ranks {process_group.ranks[first]} and {rank} hold one shard, but put out "
-                    "different rows: the stage must do the same on both"
-                )
-        # A rank without rows may not know the types of its columns.
-        knowing = num_rows.nonzero().squeeze(1).tolist()
-        for index in knowing:
-            if types[index] != types[knowing[0]]:
-                first, other = process_group.ranks[knowing[0]], process_group.ranks[index]
-                known = process_group.broadcast_text(text, first, f"the columns of node '{node.name}'")
-                raise RuntimeError(
-                    f"{_place(node)}: rank {other} put out columns of another type than rank {first}"
-                    f"{_difference(text, known)}"
-                )
+        rows = digest(batch.ids.sort().values.numpy().tobytes())
+        facts = np.array([digest(text.encode()), len(batch), rows], dtype=np.int64)
+        unlike = find_unlike(process_group, node.layout, facts, f"what ranks put out of node '{node.name}'")
+        if unlike.rows is not None:
+            first = node.layout.shard(unlike.rows)[0]
+            raise RuntimeError(
+                f"{_place(node)}: ranks {first} and {unlike.rows} hold one shard, but put out different rows: "
+                "the stage must do the same on both"
+            )
+        if unlike.types is not None:
+            first, other = unlike.types
+            known = process_group.broadcast_text(text, first, f"the columns of node '{node.name}'")
+            raise RuntimeError(
+                f"{_place(node)}: rank {other} put out columns of another type than rank {first}"
+                f"{_difference(text, known)}"
+            )
 
     def reshard(self, action: Reshard) -> None:
         """Reshard columns. All ranks of both layouts call it, in the order of the plan."""

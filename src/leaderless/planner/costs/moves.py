@@ -8,7 +8,7 @@ from math import ceil, log2
 
 import numpy as np
 
-from leaderless.data.blocks import Mesh, Shards, is_in_blocks, num_messages
+from leaderless.data.blocks import ROUNDS_PER_LEG, Mesh, Shards, is_in_blocks, num_messages
 from leaderless.data.routes import Routes as DatabufferRoutes
 from leaderless.planner import SyncWeights
 from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds, sums
@@ -17,6 +17,8 @@ from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
 
 TYPES_BYTES = 24
 """What ranks of a node compare before rows are sent: digests of types and ids, and the number of rows."""
+COMPARED_BYTES = 32
+"""What is known of a block when its ranks have compared: ranks that differ, and a digest of types."""
 FACT_BYTES = 24
 """Id, group and cost of a row, which all ranks gather."""
 ROUTED_BYTES = 56
@@ -152,7 +154,13 @@ def peer_cost(routes: Routes, columns: Sequence[str], ranks: Int, network: Netwo
 
 
 def put_cost(ranks: Int, network: Network) -> Cost:
-    """Cost of comparing, on all ranks of a node, what is about to be sent."""
+    """Cost of comparing, on all ranks of a node, what is about to be sent.
+
+    In blocks, ranks hear of their block, and then one row of each block. Ranks of a shard are few and not counted.
+    """
+    if is_in_blocks(len(ranks)):
+        width = Mesh(len(ranks)).width
+        return _hops(2 * ROUNDS_PER_LEG * width, 2 * (ID_BYTES + COMPARED_BYTES) * width, ranks, network)
     return _gathers([TYPES_BYTES], ranks, network)
 
 
