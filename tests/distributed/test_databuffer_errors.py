@@ -172,7 +172,7 @@ def ask_for_other_rows() -> str:
     (action,) = (entry for entry in loop.plan.schedule if isinstance(entry, Reshard))
     rank = dist.get_rank()
     held = Batch(torch.tensor([rank])) if rank < 2 else None
-    wanted = torch.tensor([rank - 1]) if rank > 1 else None
+    wanted = Batch(torch.tensor([rank - 1])) if rank > 1 else None
     late = replace(action, is_late=True)
     return error_of(lambda: reshard(late, loop.transport.process_group(action.ranks), held, wanted))
 
