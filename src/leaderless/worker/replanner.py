@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from statistics import median
 
 import torch
+from rich.markup import escape
 
 from leaderless.planner import Plan
 from leaderless.planner.replan import OWN, Choice, NodeSeconds, alternatives, choose, step_seconds
@@ -85,8 +86,9 @@ class Replanner:
         self._num_switches += 1
         self.forget_steps()
         self._display.say(
-            f"step {step}: layout [bold]{choice.name}[/] replaces '{before}': {choice.expected_s:.3g} s a step are "
-            f"expected instead of {choice.now_s:.3g} s; the switch took {seconds:.2g} s"
+            f"step {step}: from now on layout [bold]'{escape(choice.name)}'[/] instead of '{escape(before)}': "
+            f"{choice.expected_s:.3g} s a step are expected, where it was {choice.now_s:.3g} s; the switch took "
+            f"{seconds:.2g} s"
         )
         if self._world.rank == self._world.ranks[0]:
             facts = {"now_s": choice.now_s, "expected_s": choice.expected_s, "seconds": seconds}
