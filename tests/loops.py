@@ -137,7 +137,7 @@ class Runs:
 
 def numbers(directory: RunDirectory) -> list[dict[str, float]]:
     """The numbers of each step that do not depend on time."""
-    unsteady = ("time", "throughput/", "memory/", "data/wait", "rollout/tokens_per_s")
+    unsteady = ("time", "seconds/", "throughput/", "memory/", "data/wait", "rollout/tokens_per_s")
     return [{k: v for k, v in row.items() if not k.startswith(unsteady)} for row in directory.read_metrics()]
 
 

@@ -27,7 +27,7 @@ from safetensors import safe_open
 ROOT = Path(__file__).parents[1]
 SFT_STEPS = 300
 """Steps of supervised fine-tuning beforehand: enough that some answers are right and some are wrong."""
-UNSTEADY = ("time", "throughput/", "memory/", "data/wait")
+UNSTEADY = ("time", "seconds/", "throughput/", "memory/", "data/wait")
 """Prefixes of names of numbers that differ from run to run."""
 RENAMED = {"eval/": "evaluation/"}
 """Prefixes of names in older commits, and the names they have now."""

@@ -29,7 +29,7 @@ from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow
 
 SWITCH, NUM_STEPS = 2, 4
-UNSTEADY = ("time", "throughput", "memory/", "balance/", "data/wait", "transfer/", "rollout/tokens_per_s")
+UNSTEADY = ("time", "seconds/", "throughput", "memory/", "balance/", "data/wait", "transfer/", "rollout/tokens_per_s")
 """Prefixes of the names of numbers that differ from run to run, or from layout to layout."""
 Ranks = Mapping[str, str]
 """Ranks of nodes."""

@@ -94,7 +94,7 @@ def run(ranks: RankPool, folder: Path, world_size: int, case: str, *, micro_batc
 
 def names_in(numbers: Mapping[str, float]) -> set[str]:
     """Metrics that do not depend on the course of a run."""
-    return {name for name in numbers if not name.startswith(("guard/", "time/"))}
+    return {name for name in numbers if not name.startswith(("guard/", "time/", "seconds/"))}
 
 
 def reported_by(path: Path) -> set[str]:

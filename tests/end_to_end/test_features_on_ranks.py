@@ -62,7 +62,7 @@ FEATURES: dict[str, dict[str, object]] = {
     },
 }
 """Settings besides the algorithms that change how a step is computed."""
-CLOCKS = ("time", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
+CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
 
 
 def first_half(text: str) -> bool:

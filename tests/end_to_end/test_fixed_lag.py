@@ -17,6 +17,7 @@ from tests.tiny import tiny_model, write_recipe
 from leaderless.checkpoint.manifest import Manifest
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
+from leaderless.observability.seconds import total_seconds
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import StageContext
 from leaderless.worker.place import Place
@@ -85,6 +86,26 @@ def test_each_iteration_is_sampled_with_the_weights_of_lag_plus_one_iterations_b
         }
     weights = iterations(runs.directory(f"plain-{lag}"), "policy-to-rollout.jsonl")
     assert weights == [{"iteration": k, "policy_version": k * UPDATES} for k in range(1, NUM_STEPS + 1)]
+
+
+def test_the_seconds_of_each_rank_add_up_and_waits_say_whose_iteration_they_are_for(
+    plain: Mapping[int, Seen], runs: Runs
+) -> None:
+    assert plain
+    directory = runs.directory("plain-2")
+    for log, pool, states in (("rollout", "0", {"generate", "evaluate"}), ("", "1", {"train", "wait_rows"})):
+        lines = [json.loads(line) for line in directory.metrics_of(log).read_text().splitlines()]
+        rows = [line for line in lines if f"seconds/{pool}/other" in line]
+        assert len(rows) == NUM_STEPS
+        spent = total_seconds(rows[1:])[pool]
+        passed = rows[-1]["time_s"] - rows[0]["time_s"]
+        # A line is written just after its seconds are taken.
+        assert sum(spent.values()) == pytest.approx(passed, rel=0.02, abs=0.05)
+        assert states <= spent.keys()
+    events = json.loads((directory.traces / "rank-1.json").read_text())
+    waits = [event["args"] for event in events if event["name"] == "wait(rollout->reward)"]
+    wanted = [{"state": "wait_rows", "iteration": step, "ranks": "0"} for step in range(1, NUM_STEPS + 1)]
+    assert [{**wait, "step": 0} for wait in waits] == [{"step": 0, **wait} for wait in wanted]
 
 
 def test_two_runs_are_the_same_to_the_last_bit(plain: Mapping[int, Seen], runs: Runs) -> None:

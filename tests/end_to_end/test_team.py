@@ -17,6 +17,7 @@ from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
 ROOT = Path(__file__).parents[2]
 CLOCKS = (
     "time",
+    "seconds/",
     "throughput",
     "rollout/tokens_per_s",
     "rollout/engine_busy",

@@ -23,7 +23,7 @@ from leaderless.worker.process import open_worker
 from leaderless.workflow import Workflow, load_recipe, resolve_workflow, write_workflow
 
 NUM_STEPS = 2
-CLOCKS = ("time", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
+CLOCKS = ("time", "seconds/", "throughput", "rollout/tokens_per_s", "memory", "data/", "balance/")
 SETTINGS: Mapping[str, object] = {
     "models": {"first": tiny_model(), "second": tiny_model("qwen3")},
     "batch.updates_per_step": 2,

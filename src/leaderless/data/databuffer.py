@@ -151,9 +151,12 @@ class Databuffer:
                 f"{_difference(text, known)}"
             )
 
-    def reshard(self, action: Reshard) -> None:
-        """Reshard columns. All ranks of both layouts call it, in the order of the plan."""
-        self._reshard(action, self._tables, self.transport.process_group(action.ranks))
+    def reshard(self, action: Reshard, agreeing: AbstractContextManager[object] | None = None) -> None:
+        """Reshard columns. All ranks of both layouts call it, in the order of the plan.
+
+        The context `agreeing` is entered until all of them have come.
+        """
+        self._reshard(action, self._tables, self.transport.process_group(action.ranks), agreeing=agreeing)
 
     def outgoing(self, channel: Channel) -> dict[Reshard, Batch]:
         """What this rank has for the reshards of a channel that it is a source of; nothing is copied."""
@@ -177,6 +180,7 @@ class Databuffer:
         tables: dict[TableKey, Table],
         process_group: ProcessGroup,
         loads: NDArray[np.int64] | None = None,
+        agreeing: AbstractContextManager[object] | None = None,
     ) -> None:
         sources = dict.fromkeys(action.columns, action.source)
 
@@ -188,7 +192,7 @@ class Databuffer:
         key = _key(action.row_set, action.target_layout)
         target = tables.get(key) if self.rank in action.target_layout else None
         wanted = target.batch({}) if target is not None and action.target_layout.represents(self.rank) else None
-        arrived = reshard(action, process_group, held, wanted, spare, loads)
+        arrived = reshard(action, process_group, held, wanted, spare, loads, agreeing)
         if arrived is None:
             return
         if target is None:

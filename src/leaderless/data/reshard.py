@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ def reshard(
     wanted: Batch | None,
     spare: Batch | None = None,
     loads: Int | None = None,
+    agreeing: AbstractContextManager[object] | None = None,
 ) -> Batch | None:
     """Reshard rows. All ranks of both layouts call it together.
 
@@ -48,6 +50,7 @@ def reshard(
             it again. Only where `action.spare_layout` names that layout.
         loads: [dp of the target] work that its shards have got in earlier windows of the step; what they get now is
             added to it. The same on all ranks that agree on the work of a shard.
+        agreeing: Context that is entered until all ranks have come, and know which rows go where.
 
     Returns:
         This rank's rows under the target layout, ascending, or None when it is not part of that.
@@ -55,7 +58,8 @@ def reshard(
     Raises:
         RuntimeError: A row is held by two shards, or a wanted row is held by none.
     """
-    routes = agree_on_routes(action, process_group, held, wanted, spare, loads)
+    with agreeing or nullcontext():
+        routes = agree_on_routes(action, process_group, held, wanted, spare, loads)
     schemas = _agree_on_schemas(action, process_group, routes, held)
     return Transfer(process_group, routes, schemas, held, spare, f"edge {action.name}").run()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from leaderless.config.environment import EnvironmentConfig
 from leaderless.environments.attempt import Attempt
@@ -14,6 +15,7 @@ from leaderless.environments.programs.world import ProgramWorld
 from leaderless.environments.pump import EnginePump, Pump
 from leaderless.environments.tools.use import ToolUse
 from leaderless.environments.world import World
+from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import RolloutEngine
 
 
@@ -66,6 +68,7 @@ def play_all(
     max_tokens: int,
     progress: Callable[[int], None],
     tools: ToolUse | None = None,
+    clock: Clock | None = None,
 ) -> tuple[list[Episode], EnginePump]:
     """Play episodes with an engine that is awake and has weights, at most `config.concurrency` at a time.
 
@@ -77,13 +80,14 @@ def play_all(
         max_tokens: Most tokens of a conversation, from its beginning.
         progress: Function that gets the number of episodes that have ended since its last call, also 0.
         tools: Tools that the policy may call; None for none.
+        clock: Clock of the thread: the time in which the engine does not work belongs to the environment.
 
     Returns:
         The episodes in the order of their places, and the pump with what it has measured.
     """
 
     async def play() -> tuple[list[Episode], EnginePump]:
-        pump = EnginePump(engine, lambda: progress(0))
+        pump = EnginePump(engine, lambda: progress(0), clock)
         player, free = Player(config, open_world, max_tokens, pump, tools), asyncio.Semaphore(config.concurrency)
 
         async def one(place: Place) -> Episode:
@@ -103,7 +107,8 @@ def play_all(
         return [task.result() for task in playing], pump
 
     try:
-        return run_to_end(play())
+        with clock.doing("environment") if clock is not None else nullcontext():
+            return run_to_end(play())
     except BaseExceptionGroup as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):

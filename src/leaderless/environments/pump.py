@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 
 BEAT_S = 1.0
@@ -47,9 +48,17 @@ class EnginePump:
         cached_tokens: Those of them whose keys and values it still had; it may have more of other conversations.
     """
 
-    def __init__(self, engine: RolloutEngine, beat: Callable[[], None] = lambda: None) -> None:
-        """Drive an engine that is awake and has weights; `beat` is called as a sign of life."""
-        self._engine, self._beat = engine, beat
+    def __init__(
+        self, engine: RolloutEngine, beat: Callable[[], None] = lambda: None, clock: Clock | None = None
+    ) -> None:
+        """Drive an engine that is awake and has weights.
+
+        Args:
+            engine: The engine.
+            beat: Function that is called as a sign of life.
+            clock: Clock of the thread, which learns when the engine works.
+        """
+        self._engine, self._beat, self._clock = engine, beat, clock or Clock()
         self._asked: dict[int, _Asked] = {}
         self._has_work = asyncio.Event()
         self.busy_s = 0.0
@@ -110,7 +119,8 @@ class EnginePump:
 
     def _step(self) -> None:
         begin = time.perf_counter()
-        deltas = self._engine.step()
+        with self._clock.doing("generate"):
+            deltas = self._engine.step()
         self.busy_s += time.perf_counter() - begin
         for delta in deltas:
             asked = self._asked.get(delta.request)

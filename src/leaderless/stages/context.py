@@ -14,6 +14,7 @@ from leaderless.config import Recipe
 from leaderless.config.run import GuardAction
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import ProcessGroup
+from leaderless.observability.clock import Clock
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
@@ -113,6 +114,7 @@ class StageContext:
         episodes: Journal of the episodes of this rank; None if there is none.
         generated: Responses that are finished, where they are generated continuously.
         desk: Clients of an online run, on ranks that they ask; None on others.
+        clock: Clock of the rank: `with context.clock.doing("environment")` says what time is spent on.
         progress: Function that takes the finished fraction of the node's work, for the progress line.
         doing: Function that takes a text to show in place of the node's name; it is a sign of life, too.
     """
@@ -134,6 +136,7 @@ class StageContext:
     episodes: EpisodeJournal | None = None
     generated: Generated | None = None
     desk: Desk | None = None
+    clock: Clock = field(default_factory=Clock)
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
     doing: Callable[[str], None] = field(default=lambda text: None)  # noqa: ARG005
 

@@ -24,6 +24,7 @@ from leaderless.environments.player import Player
 from leaderless.environments.pump import BEAT_S
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import own_tool_use
+from leaderless.observability.clock import Clock
 from leaderless.online.pump import Order, settle
 from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from leaderless.stages.continuous import Advance, EventKind, Events, Tally
@@ -115,6 +116,7 @@ class EpisodeField:
         role: str,
         events: Events,
         beat: Callable[[], None],
+        clock: Clock,
     ) -> None:
         """Have nothing under way.
 
@@ -126,11 +128,12 @@ class EpisodeField:
             role: Role that samples.
             events: What happens between the steps of the engine, which are counted there.
             beat: Function that is called as a sign of life.
+            clock: Clock of the rank.
         """
         config = recipe.environment
         assert config is not None, "episodes are played in an environment"
         self._engine, self._recipe, self._play, self._role = engine, recipe, play, role
-        self._events, self._beat = events, beat
+        self._events, self._beat, self._clock = events, beat, clock
         self._tokenizer = copy.deepcopy(tokenizer)  # the other threads use theirs
         sets = list(recipe.data.train_sets().values())
         is_chat = any(writer_of(self._tokenizer, one).is_chat for one in sets)
@@ -192,7 +195,8 @@ class EpisodeField:
         if self._orders:
             self._take_step()
         elif not advances and self._events.expected is None:
-            self._pump.wait()
+            with self._clock.doing("environment"):
+                self._pump.wait()
         return advances
 
     def _await(self, due: tuple[str, int]) -> tuple[News, object]:

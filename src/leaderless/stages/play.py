@@ -14,6 +14,7 @@ from leaderless.environments.episode import Episode, Place
 from leaderless.environments.player import play_all
 from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import ToolUse, tool_use
+from leaderless.observability.clock import Clock
 from leaderless.rollout.engine import RolloutEngine, SamplingParams
 from leaderless.stages.earlier import Earlier, Seat
 from leaderless.stages.played import Play, Played, Work
@@ -30,6 +31,7 @@ def play_tasks(  # noqa: PLR0913
     *,
     role: str | None = None,
     earlier: Sequence[Earlier] | None = None,
+    clock: Clock | None = None,
 ) -> Played:
     """Play the episodes of some tasks with an engine that is awake and has weights.
 
@@ -43,6 +45,7 @@ def play_tasks(  # noqa: PLR0913
         progress: Function that gets the finished fraction.
         role: Role that samples; episodes end when an agent of another role is to act. None if it plays all agents.
         earlier: Episodes to continue; None to begin new ones.
+        clock: Clock of the thread, which learns when the engine works and when the environment does.
     """
     config, end_token = recipe.environment, tokenizer.eos_token_id
     assert config is not None
@@ -60,7 +63,7 @@ def play_tasks(  # noqa: PLR0913
         progress(done / max(1, len(places)))
 
     longest = recipe.data.max_prompt_tokens + config.max_episode_tokens
-    episodes, pump = play_all(engine, config, world_maker(config), places, longest, report, tools)
+    episodes, pump = play_all(engine, config, world_maker(config), places, longest, report, tools, clock)
     played = iter(episodes)
     whole = [Episode(cause=one.failure[0], error=one.failure[1]) if one.failure else next(played) for one in begun]
     result = Played(play, tasks, whole, [one.seat for one in begun], pump, end_token, writers, tools)

@@ -129,6 +129,7 @@ def _play(batch: Batch, context: StageContext, play: Play, earlier: Sequence[Ear
                 context.progress,
                 role=own,
                 earlier=earlier,
+                clock=context.clock,
             )
         seconds = time.perf_counter() - begin
     return _samples_of(played, context, seconds)

@@ -12,6 +12,7 @@ from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.metrics import Metrics
 from leaderless.planner import Loop, Plan, PlannedNode, RunNode, flat, format_ranks
+from leaderless.worker.seconds import without_idle
 
 LOG = "log"
 """Lane in which ranks that generate continuously add up what they report."""
@@ -33,6 +34,11 @@ class StepMetrics:
     def of(self, ranks: tuple[int, ...]) -> Metrics:
         """Metrics of the pool with these ranks."""
         return self._metrics[ranks]
+
+    @property
+    def of_loop(self) -> Metrics:
+        """Metrics of all ranks of the loop."""
+        return self.of(self._loop.ranks)
 
     def of_node(self, node: PlannedNode) -> Metrics:
         """Metrics of a node: of the ranks with the same rows one reports, and what others collect is left out."""
@@ -59,16 +65,16 @@ class StepMetrics:
                 if rank == ranks[0]:
                     judge(own, [node for node in self._plan.nodes if node.layout.representatives == ranks])
                 numbers |= to_first_rank(ranks, own, loop)
-            return numbers
+            return without_idle(numbers)
 
         return reduce
 
 
 def metric_pools(plan: Plan, loop: Loop) -> Iterator[tuple[int, ...]]:
-    """The ranks that add up metrics together: those of each entry, and those that stand for a node's shards."""
+    """The ranks that add up metrics together: those of each entry, those of a node's shards, and all of the loop."""
     entries = [*flat(loop.schedule)]
     nodes = (plan[action.node].layout.representatives for action in entries if isinstance(action, RunNode))
-    yield from dict.fromkeys([*map(plan.ranks_of, entries), *nodes])
+    yield from dict.fromkeys([*map(plan.ranks_of, entries), *nodes, loop.ranks])
 
 
 def to_first_rank(ranks: tuple[int, ...], numbers: dict[str, float], loop: ProcessGroup) -> dict[str, float]:

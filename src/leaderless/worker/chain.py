@@ -17,6 +17,8 @@ from leaderless.observability.console import FAILED
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Action, Load, Plan, Pull, Push, Repeat, Reshard, RunNode, SyncWeights, Windowed, flat
+from leaderless.rewards.pool import Graded
+from leaderless.rewards.protocol import RewardInput
 from leaderless.stages.context import ModelRole, StageContext
 from leaderless.stages.episodes import count_failures
 from leaderless.stages.limits import limited
@@ -25,6 +27,7 @@ from leaderless.worker.agreement import StepMetrics
 from leaderless.worker.channels import Channels
 from leaderless.worker.generation import Generation
 from leaderless.worker.parts import Parts, Progress
+from leaderless.worker.seconds import SecondsReport, state_of
 from leaderless.worker.sizes import sizes_of
 from leaderless.workflow.metrics import tagged
 from leaderless.workflow.stage import RoleUse
@@ -73,14 +76,14 @@ class Chain:
         self.events: list[GuardEvent] = []
         self.num_roll_backs = 0
         self.spent: Mapping[str, float] = {}
+        self._seconds = SecondsReport(parts.plan, self._rank, parts.clock)
         self.generation: Generation | None = None
 
     def walk(self) -> None:
         """Go through the chain once, but for the weights that it begins with."""
         self.events.clear()
         if self.generation is None:
-            with self._span(WAITING):
-                self.channels.make_room()
+            self.channels.make_room()
         self._walk([action for action in self._entries if action not in self._arrivals])
         self.buffer.clear()
 
@@ -90,7 +93,7 @@ class Chain:
         note = Note(self._progress.trained)
         for action in self._arrivals:
             self._parts.begin(self._progress.step, str(action), action)
-            with self._span(str(action)), self._placed(str(action)):
+            with self._timed(action), self._placed(str(action)):
                 note = self.channels.pull_weights(self._parts.plan.channel(action.channel), self._progress.trained)
         self.channels.forget_trained()
         return note
@@ -110,6 +113,7 @@ class Chain:
                     metrics.mean(name, value, 1)
                 if self.generation is not None:
                     self.generation.report(metrics)
+        self._seconds.add_to(self.metrics.of_loop)
 
     def _walk(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -119,9 +123,9 @@ class Chain:
                 self._walk_windows(action)
             else:
                 self._parts.begin(self._progress.step, str(action), action)
-                with self._span(str(action)) as facts, self._placed(str(action)):
+                with self._timed(action) as facts, self._placed(str(action)):
                     self._execute(action, facts)
-                self.buffer.release(action)
+                    self.buffer.release(action)
 
     def _execute(self, action: Action, facts: dict[str, object]) -> None:
         match action:
@@ -134,7 +138,7 @@ class Chain:
                 self.buffer.put(name, made)
                 facts.update(sizes_of(made, given, are_lengths_shown=self._parts.plan[name].spec.samples))
             case Reshard():
-                self.buffer.reshard(action)
+                self.buffer.reshard(action, self._parts.clock.doing("wait_rows"))
             case SyncWeights():
                 self._parts.roles.sync(action)
             case Push(name):
@@ -151,16 +155,16 @@ class Chain:
             with self._placed(label):
                 match action:
                     case RunNode(name):
-                        with self._span(WAITING):
+                        with self._span(WAITING), self._parts.clock.doing("wait_rows"):
                             self.buffer.wait(name, window)
-                        with self._span(str(action)):
+                        with self._timed(action):
                             made = self.stages[name](self.buffer.get(name, window), self._context(name))
                             self.buffer.put(name, made, window)
                     case Reshard():
                         timed = self._tracer.span(str(action), self._progress.step, lane=1)
                         self.buffer.reshard_window(action, window, timed)
             self.buffer.release(action, window)
-        with self._span(WAITING), self._placed(str(windowed)):
+        with self._span(WAITING), self._parts.clock.doing("wait_rows"), self._placed(str(windowed)):
             self.buffer.close_windows()
 
     def _repeat(self, repeat: Repeat) -> None:
@@ -183,7 +187,7 @@ class Chain:
         """Number of groups that the last node has chosen so far, with those of an earlier step."""
         is_first = self._rank in repeat.layout and repeat.layout.represents(self._rank)
         own = torch.tensor([self.buffer.surplus.num_groups if is_first else 0])
-        with self._span("repeat"):
+        with self._span("repeat"), self._parts.clock.doing("wait_ranks"):
             process_group = self._parts.transport.process_group(repeat.ranks)
             return int(process_group.sum(own, f"the groups of '{repeat.last}'"))
 
@@ -217,17 +221,28 @@ class Chain:
             tokenizer=parts.tokenizer,
             model=models.get(main) if main else None,
             models=models,
-            grade=parts.grade,
+            grade=self._grade,
             state=self._progress.nodes[name],
             # Each event is reported once, by one of the ranks that know it.
             events=self.events if self._rank == node.layout.ranks[0] else [],
             num_roll_backs=self.num_roll_backs,
             agents=parts.plan.agents,
             desk=parts.desk,
+            clock=parts.clock,
             generated=self.generation,
             progress=lambda fraction: parts.progress(name, fraction),
             doing=parts.progress,
         )
+
+    def _grade(self, inputs: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
+        with self._parts.clock.doing("grade"):
+            return self._parts.grade(inputs, sources)
+
+    @contextmanager
+    def _timed(self, action: Action) -> Iterator[dict[str, object]]:
+        state = state_of(action, self._parts.plan, self._rank, is_continuous=self.generation is not None)
+        with self._parts.clock.doing(state), self._span(str(action)) as facts:
+            yield facts
 
     def _span(self, name: str) -> AbstractContextManager[dict[str, object]]:
         return self._tracer.span(name, self._progress.step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,10 @@ from leaderless.data.channel import Inbox, Note, Outbox
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.reshard import reshard
 from leaderless.data.transport import ProcessGroup, Transport
+from leaderless.observability.clock import State
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Channel, Plan, Reshard
+from leaderless.planner import Channel, Plan, Reshard, format_ranks
 from leaderless.worker.agreement import LOG, StepEnd, metric_pools
 from leaderless.worker.parts import Parts, Progress
 
@@ -84,8 +86,9 @@ class Channels:
 
     def make_room(self) -> None:
         """Wait until another iteration may be begun, whose output will be in flight too."""
-        for outbox in self._outboxes.values():
-            outbox.make_room()
+        for channel in self._from_here:
+            with self._waiting("wait_credit", channel, self._progress.step - channel.capacity):
+                self._outboxes[channel.name].make_room()
 
     def push(self, channel: Channel) -> None:
         """Put what the iteration has made into a channel. Weights are copied, and sent when the iteration has ended."""
@@ -97,7 +100,11 @@ class Channels:
 
     def pull_rows(self, channel: Channel) -> None:
         """Take the rows that the iteration works on out of a channel."""
-        self._take_rows(channel, self._progress.step)
+        iteration = self._progress.step
+        with self._waiting("wait_rows", channel, iteration):
+            is_abandoned = self._exchange(channel, Note(iteration)).is_abandoned
+        if not is_abandoned:
+            self._buffer.incoming(channel)
 
     def pull_weights(self, channel: Channel, iteration: int) -> Note:
         """Take the weights that a training iteration has left out of a channel; returns what is noted with them."""
@@ -236,6 +243,14 @@ class Channels:
     def _take_rows(self, channel: Channel, iteration: int) -> None:
         if not self._exchange(channel, Note(iteration)).is_abandoned:
             self._buffer.incoming(channel)
+
+    @contextmanager
+    def _waiting(self, state: State, channel: Channel, iteration: int) -> Iterator[None]:
+        """A wait for the other end of a channel; the trace shows which iteration and which ranks it is for."""
+        ranks = channel.target_ranks if channel in self._from_here else channel.source_ranks
+        with self._parts.clock.doing(state), self._tracer.span(f"wait({channel.name})", self._progress.step) as facts:
+            facts.update(state=state, iteration=iteration, ranks=format_ranks(ranks))
+            yield
 
     def _exchange(self, channel: Channel, note: Note) -> Note:
         """Combine what the ranks of both ends note; all of them call it together."""

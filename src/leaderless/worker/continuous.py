@@ -82,9 +82,9 @@ class ContinuousLoop:
     def take(self) -> None:
         """See `Arrivals`. What is due after a step of training is done before generation goes on."""
         progress, channels = self._progress, self._chain.channels
-        with self._tracer.span("wait(weights)", progress.trained + 1):
+        with self._parts.clock.doing("wait_weights"), self._tracer.span("wait(weights)", progress.trained + 1):
             loads, note = channels.weights.take()
-        with self._tracer.span("weights", progress.trained + 1):
+        with self._parts.clock.doing("weights"), self._tracer.span("weights", progress.trained + 1):
             for load in loads:
                 load()
         progress.trained += 1
@@ -127,7 +127,8 @@ class ContinuousLoop:
             progress.step -= 1
             raise
         seconds = time.perf_counter() - begin
-        chain.report()
+        with self._parts.clock.doing("log"):
+            chain.report()
         assert chain.generation is not None
         assert self._journal is not None
         self._journal.append(cast("Mapping[str, Json]", chain.generation.line))
@@ -186,7 +187,7 @@ class ContinuousLoop:
             siblings = recipe.batch.responses_per_prompt + 1
             play = Play(distributions, node.node.sampler * siblings, node.node.num_samplers * siblings, own.seed)
             role = node.node.role or ""
-            field = EpisodeField(engine.view(), own, play, parts.tokenizer, role, events, beat)
+            field = EpisodeField(engine.view(), own, play, parts.tokenizer, role, events, beat, parts.clock)
         stack.callback(field.close)
         script = None
         if recipe.run.follow is not None:

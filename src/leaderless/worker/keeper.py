@@ -162,12 +162,13 @@ class Keeper:
         must_succeed = end.is_stopping or is_last
         is_wanted = must_succeed or end.is_checkpoint_due
         if is_wanted:
-            self._writer.wait()  # or nobody would see that the one before has failed
+            with self._parts.clock.doing("checkpoint"):
+                self._writer.wait()  # or nobody would see that the one before has failed
         self._report(self._writer.take_error())
         if not is_wanted:
             return
         self._parts.begin(self._progress.step, "checkpoint")
-        with self._tracer.span("checkpoint", self._progress.step):
+        with self._tracer.span("checkpoint", self._progress.step), self._parts.clock.doing("checkpoint"):
             is_awaited = must_succeed or not self._parts.recipe.checkpoint.asynchronous
             self._writer.begin(self._content(numbers), from_copy=not is_awaited)
             if is_awaited:

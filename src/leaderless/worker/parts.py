@@ -12,6 +12,7 @@ from leaderless.config import Recipe
 from leaderless.data.dataset import Dataset, TrainingSet
 from leaderless.data.encode import Tokenizer
 from leaderless.data.transport import Transport
+from leaderless.observability.clock import Clock
 from leaderless.observability.console import Display
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
@@ -42,6 +43,7 @@ class Parts:
     episodes: EpisodeJournal
     display: Display
     desk: Desk | None = None
+    clock: Clock = field(default_factory=Clock)
 
     @cached_property
     def _places(self) -> dict[Action, int]:

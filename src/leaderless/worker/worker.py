@@ -91,6 +91,7 @@ class Worker:
         return (stop.signal or signal.SIGTERM) if self.progress.trained < self.parts.recipe.steps else None
 
     def _run_steps(self, stop: StopRequest) -> None:
+        self.parts.clock.start()
         self.chain.channels.is_asked_to_stop = lambda: stop.signal is not None
         self.parts.display.start(self.parts.recipe.steps, self.progress.trained)
         if self._loop.is_continuous:
@@ -180,8 +181,10 @@ class Worker:
         begin = time.perf_counter()
         self.chain.walk()
         seconds = time.perf_counter() - begin
-        self.chain.report()
-        numbers = self.chain.metrics.reduce(self._judge)
+        with self.parts.clock.doing("log"):
+            self.chain.report()
+        with self.parts.clock.doing("wait_ranks"):
+            numbers = self.chain.metrics.reduce(self._judge)
         if "throughput/tokens" in numbers:
             numbers["throughput/tokens_per_s"] = numbers.pop("throughput/tokens") / seconds
         # The first rank may have no part in loading, but it has received what others report.
@@ -210,7 +213,9 @@ class Worker:
     def _agree(self) -> StepEnd:
         """How the iteration has ended, the same on all ranks of the loop."""
         is_stopping, events = self.chain.channels.is_stop_wanted, tuple(self.chain.events)
-        return agree(StepEnd(is_stopping, self._keeper.is_due(), self.progress.data_position, events), self._ranks)
+        mine = StepEnd(is_stopping, self._keeper.is_due(), self.progress.data_position, events)
+        with self.parts.clock.doing("wait_ranks"):
+            return agree(mine, self._ranks)
 
     def _evaluate(self) -> dict[str, float]:
         """Held-out accuracy of the weights of a step, where this asks for it and the model is in this loop."""
@@ -221,12 +226,13 @@ class Worker:
         numbers: dict[str, float] = {}
         self.parts.begin(step, "evaluate")
         if self.parts.evaluator is not None:
-            with self.tracer.span("evaluate", step):
+            with self.tracer.span("evaluate", step), self.parts.clock.doing("evaluate"):
                 record = partial(self.parts.directory.write_samples, step, self._rank, kind="evaluation")
                 journal = partial(self.parts.episodes.write, "evaluation", step)
                 numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"), record, journal)
             numbers["time/evaluate"] = self.tracer.take("evaluate")
-        return to_first_rank(ranks, numbers, self._ranks)
+        with self.parts.clock.doing("wait_ranks"):
+            return to_first_rank(ranks, numbers, self._ranks)
 
     def _write_evaluation(self, numbers: dict[str, float]) -> None:
         """Log what was measured after a step of training, in a loop that is ahead of it."""
@@ -236,10 +242,11 @@ class Worker:
     def _write(self, step: int, numbers: dict[str, float]) -> None:
         """Log the numbers of an iteration."""
         if self._log is not None and numbers:
-            numbers = {"time_s": self.progress.seconds, **numbers}
-            self._log.write(step, numbers)
-            error = self.parts.directory.first_reward_error() if numbers.get(FAILED) else ""
-            self.parts.display.step(step, self.parts.recipe.steps, numbers, error)
+            with self.parts.clock.doing("log"):
+                numbers = {"time_s": self.progress.seconds, **numbers}
+                self._log.write(step, numbers)
+                error = self.parts.directory.first_reward_error() if numbers.get(FAILED) else ""
+                self.parts.display.step(step, self.parts.recipe.steps, numbers, error)
         if step >= self.parts.recipe.run.trace_steps:
             self.tracer.close()
 

@@ -197,6 +197,11 @@ METRICS: dict[str, Metric] = {
         "seconds that the slowest rank waited for windows of the step", "`batch.windows_per_step` above 1"
     ),
     "time/evaluate": Metric("seconds of the evaluation", _EVALUATION),
+    "seconds/<ranks>/<state>": Metric(
+        "seconds that ranks have spent in one state since the last line, the mean over ranks that run the same nodes; "
+        "all states of a pool add up to the time that has passed, with the evaluation and the checkpoint of the step "
+        "before, and states that no rank was in are left out"
+    ),
 }
 """Built-in metrics by name; a part in angle brackets stands for a name or number of the recipe."""
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from leaderless.observability.report.curves import Series
 from leaderless.observability.report.run_files import RunFiles
+from leaderless.observability.seconds import PREFIX
 
 MAX_OWN_CHARTS = 60
 """Largest number of charts of metrics that are not in the catalogue."""
@@ -273,7 +274,7 @@ def charts_of(run: RunFiles) -> tuple[Charts, int]:
                 drawn |= {*series, topic.band}
         if charts:
             found.append((title, charts))
-    own = sorted(name for name in run.series if name not in drawn and not name.startswith("time/"))
+    own = sorted(name for name in run.series if name not in drawn and not name.startswith(("time/", PREFIX)))
     by_prefix: dict[str, list[Chart]] = {}
     for name in own[:MAX_OWN_CHARTS]:
         prefix, _, rest = name.rpartition("/")
