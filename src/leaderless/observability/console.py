@@ -149,9 +149,7 @@ class Display:
 
         The first error of a reward in this run is shown next to the share of failed rewards.
         """
-        for name, value in numbers.items():
-            self._first.setdefault(name, value)
-            self._latest[name] = value
+        self.note(numbers)
         headlines = (f"{label} {layout.format(self._latest[name])}" for name, label, layout in self._headlines())
         text = Text("  ".join(headlines), "cyan" if self._progress is not None else "")
         if numbers.get(FAILED):
@@ -166,6 +164,12 @@ class Display:
             times = f"{timedelta(seconds=round(spent))} left {timedelta(seconds=round(left))}"
             line = Text(f"step {step}/{num_steps}  {times}  ").append_text(text)
             self.console.print(line, highlight=False, soft_wrap=True)
+
+    def note(self, numbers: Mapping[str, float]) -> None:
+        """Remember metrics of a step for the summary, as other loops have logged them."""
+        for name, value in numbers.items():
+            self._first.setdefault(name, value)
+            self._latest[name] = value
 
     def stop(self) -> None:
         """End the live line."""

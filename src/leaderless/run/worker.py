@@ -12,7 +12,7 @@ from typing import Literal, Self
 from leaderless.config import Json
 from leaderless.config.source import RecipeSource
 from leaderless.observability.console import Display, console, errors
-from leaderless.observability.run_directory import write_atomically
+from leaderless.observability.run_directory import RunDirectory, write_atomically
 from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
 from leaderless.supervision.failure import STOPPED, leave_mark, reported_failures
 from leaderless.supervision.stop import follow_launcher
@@ -59,6 +59,9 @@ def train_as_worker(planned: Planned, place: Place) -> int | None:
     display = Display(console, is_shown=place.rank == planned.plan.leading.ranks[0])
     with located(planned.loaded):
         stopped_by = train(planned.recipe, planned.plan, place, display)
+    if display.is_shown and len(planned.plan.loops) > 1:
+        for row in RunDirectory.of(planned.recipe).read_metrics():
+            display.note(row)  # the loop that generates knows accuracies and rewards
     display.summary(f"{planned.recipe.name}: what has changed")
     return stopped_by
 
