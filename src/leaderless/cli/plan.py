@@ -87,10 +87,11 @@ def simulate(
         raise typer.BadParameter(
             "give one of --cluster, a file of constants, and --profile, a file of measured seconds"
         )
+    constants = None if cluster is None else load_section(cluster, ClusterConfig)
     run = Run(target, *with_layout(overrides, layout))
     whole = plan_training(run.loaded, world_size)
     planned = whole.plan
-    if cluster is None:
+    if constants is None:
         assert profile is not None
         with located(run.loaded):
             predicted = predict_step(whole.recipe, planned, read_profile(profile))
@@ -99,7 +100,6 @@ def simulate(
         else:
             print_predicted(predicted, console)
         return
-    constants = load_section(cluster, ClusterConfig)
     with located(run.loaded):
         agents = [node.node.role for node in samplers_of(planned)]
         workload = sample_workload(whole.recipe, constants.workload, agents)
