@@ -91,6 +91,18 @@ def test_seconds_are_stacked_by_part_and_the_share_counts_evaluation_on_top(run)
     assert "evaluate 4 4 1 20.0%" in page.text
 
 
+def test_the_states_of_each_pool_of_ranks_are_stacked(run):
+    rows = [{"step": s, "seconds/0-1/other": 1.0, "seconds/0-1/train": 3.0, "seconds/2/generate": 4.0} for s in (1, 2)]
+    write_lines(run / "metrics.jsonl", rows)
+    page = Page(render_report(run))
+    charts = page.data("chart-data")
+    assert [part["name"] for part in charts["chart-pool-0"]["parts"]] == ["train", "other"]
+    assert charts["chart-pool-0"]["parts"][0]["values"] == [3, 3]
+    assert charts["chart-pool-1"]["parts"] == [{"name": "generate", "values": [4, 4]}]
+    assert "Seconds of ranks 0-1 train 75%, other 25%" in page.text
+    assert charts.keys() == {"chart-pool-0", "chart-pool-1"}
+
+
 def test_page_loads_nothing_and_runs_its_own_scripts_only(run):
     text = render_report(run)
     page = Page(text)

@@ -55,7 +55,8 @@ def render_report(run_directory: Path) -> str:
         raise ValueError(f"run directory '{run_directory}': there is no such directory; name one under `run.directory`")
     run = read_run(run_directory)
     (curves, curve_notes), (times, parts) = view.curves(run), view.times(run)
-    cards = [card for _, group in curves for card in group] + ([times] if times else [])
+    pools = view.pools(run)
+    cards = [card for _, group in curves for card in group] + ([times] if times else []) + pools
     scripts = [_asset("boot.js"), _plotly(), _asset("charts.js"), _asset("samples.js")]
     page = (
         _environment()
@@ -75,6 +76,7 @@ def render_report(run_directory: Path) -> str:
             curve_notes=curve_notes,
             times=times,
             parts=parts,
+            pools=pools,
             chart_data=_json({card.identifier: card.data for card in cards}),
             sample_data=_json([asdict(step) for step in run.samples.steps]),
             held_out_data=_json([asdict(step) for step in run.held_out.steps]),

@@ -12,6 +12,7 @@ from leaderless.observability.report.catalogue import TIME_PATTERN, Chart, Unit,
 from leaderless.observability.report.curves import MAX_POINTS, Series, mean_per_run, thin
 from leaderless.observability.report.run_files import RunFiles
 from leaderless.observability.report.untrusted import as_list, as_mapping, as_number, as_step, as_text
+from leaderless.observability.seconds import by_pool, in_short
 
 MAX_EVENTS = 40
 """Largest number of events of a kind that are listed."""
@@ -182,6 +183,26 @@ def times(run: RunFiles) -> tuple[Card | None, Sequence[Part]]:
     described = f"Stacked seconds per step of {', '.join(ordered) or 'the whole step'}"
     card = Card("chart-time", "Seconds per step", shown, explanation, described, data)
     return card, _time_table(ordered, whole)
+
+
+def pools(run: RunFiles) -> list[Card]:
+    """What the seconds of each pool of ranks are spent on: a stacked chart over the steps for each."""
+    cards = []
+    for number, (pool, names) in enumerate(by_pool(run.series).items()):
+        steps, means = mean_per_run({state: run.series[name] for state, name in names.items()}, MAX_STACK_POINTS)
+        parts = [{"name": state, "values": _rounded(values)} for state, values in _stacked(means).items()]
+        totals = {state: sum(values) for state, values in means.items()}
+        cards.append(
+            Card(
+                f"chart-pool-{number}",
+                f"Seconds of ranks {pool}",
+                in_short(totals),
+                "Stacked by state, the mean over these ranks; all states together are the time that has passed.",
+                f"Stacked seconds of ranks {pool} in the states {', '.join(names)}",
+                {"kind": "stack", "steps": steps, "parts": parts, "total": None},
+            )
+        )
+    return cards
 
 
 def format_number(value: float) -> str:
