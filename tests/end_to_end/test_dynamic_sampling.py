@@ -386,7 +386,7 @@ def test_samples_may_be_as_old_as_surplus_may_be_and_no_older(version: int, is_r
         node=SimpleNamespace(name="policy", max_staleness=2),
         process_group=SimpleNamespace(rank=0),
         metrics=Metrics(),
-        recipe=SimpleNamespace(channels={}, online=None),
+        recipe=SimpleNamespace(open_channels={}, online=None),
         step=3,
     )
     if is_refused:

@@ -20,6 +20,7 @@ from leaderless.config.base import Section
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.mcp import McpServerConfig
 from leaderless.config.online import OnlineConfig
+from leaderless.config.placement import PlacementConfig
 from leaderless.config.rewards import CodeOptions, RewardOptions
 from leaderless.config.rollout import ExternalConfig
 
@@ -134,8 +135,10 @@ def test_every_setting_is_read_by_more_than_its_own_check(ranks: RankPool, tmp_p
     elsewhere |= {("GuardsConfig", name) for name in ("non_finite_loss", "non_finite_gradient", "max_roll_backs")}
     # Engines in other processes are not part of these runs; tests/unit/test_make_engine.py tries each setting.
     elsewhere |= {("ExternalConfig", name) for name in ExternalConfig.model_fields}
-    # Channels need two pools; tests/unit/test_channels.py tries each setting.
-    elsewhere |= {("ChannelConfig", name) for name in ChannelConfig.model_fields}
+    # Channels need two pools; tests/unit/test_channels.py and test_continuous.py try each setting.
+    elsewhere |= {("ChannelConfig", name) for name in ChannelConfig.model_fields} | {("RunConfig", "follow")}
+    # Automatic placement needs a profile; tests/unit/test_placement.py tries each setting.
+    elsewhere |= {("PlacementConfig", name) for name in PlacementConfig.model_fields}
     # Servers of tools are not part of these runs; tests/unit/environments/test_tool_sources.py tries each setting.
     elsewhere |= {("McpServerConfig", name) for name in McpServerConfig.model_fields}
     # Online runs need clients; test_online.py and tests/unit/online try each setting.
