@@ -13,6 +13,7 @@ from leaderless.config import Json
 from leaderless.config.source import RecipeSource
 from leaderless.observability.console import Display, console, errors
 from leaderless.observability.run_directory import RunDirectory, write_atomically
+from leaderless.observability.seconds import in_short, total_seconds
 from leaderless.run.planned import Planned, located, plan_evaluation, plan_training
 from leaderless.supervision.failure import STOPPED, leave_mark, reported_failures
 from leaderless.supervision.stop import follow_launcher
@@ -59,10 +60,13 @@ def train_as_worker(planned: Planned, place: Place) -> int | None:
     display = Display(console, is_shown=place.rank == planned.plan.leading.ranks[0])
     with located(planned.loaded):
         stopped_by = train(planned.recipe, planned.plan, place, display)
-    if display.is_shown and len(planned.plan.loops) > 1:
-        for row in RunDirectory.of(planned.recipe).read_metrics():
+    if display.is_shown:
+        rows = list(RunDirectory.of(planned.recipe).read_metrics())
+        for row in rows if len(planned.plan.loops) > 1 else ():
             display.note(row)  # the loop that generates knows accuracies and rewards
-    display.summary(f"{planned.recipe.name}: what has changed")
+        display.summary(f"{planned.recipe.name}: what has changed")
+        for pool, seconds in total_seconds(rows).items():
+            display.say(f"time of {'ranks' if '-' in pool or ',' in pool else 'rank'} {pool}: {in_short(seconds)}")
     return stopped_by
 
 
