@@ -115,9 +115,9 @@ def _install(killer: Killer) -> None:
     span = Tracer.span
 
     @contextmanager
-    def watched(self: Tracer, name: str, step: int, lane: int = 0) -> Iterator[None]:
-        with killer.phase(name, step), span(self, name, step, lane):
-            yield
+    def watched(self: Tracer, name: str, step: int, lane: int = 0) -> Iterator[dict[str, object]]:
+        with killer.phase(name, step), span(self, name, step, lane) as facts:
+            yield facts
 
     Tracer.span = watched  # type: ignore[method-assign]
     keeper.newest_good = _as_phase(killer, RESUME, keeper.newest_good)  # type: ignore[attr-defined]

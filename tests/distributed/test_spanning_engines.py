@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.distributed.ranks import RankPool
-from tests.end_to_end.test_fixed_lag import SETTINGS as LAG_SETTINGS
-from tests.end_to_end.test_fixed_lag import Seen, train
 from tests.end_to_end.test_many_ranks import Step, merged, walk_steps
+from tests.loops import SETTINGS as LAG_SETTINGS
+from tests.loops import Seen, train
 from tests.tiny import tiny_model, write_additions, write_recipe
 
 from leaderless.config.rollout import SamplingConfig

@@ -28,7 +28,7 @@ def columns_of_samples(workflow: str, **sections: object) -> set[str]:
 @pytest.mark.parametrize("workflow", ["grpo", "dapo"])
 def test_log_probs_are_recorded_where_others_need_them(workflow: str) -> None:
     columns = columns_of_samples(workflow, batch={"updates_per_step": 2})
-    assert {"response_mask", "rollout_log_probs", "old_log_probs"} <= columns
+    assert {"rollout_log_probs", "old_log_probs"} <= columns
 
 
 def test_no_node_runs_only_to_be_recorded() -> None:

@@ -68,7 +68,7 @@ def test_a_bucket_from_another_process_that_was_damaged_is_refused() -> None:
 def test_no_checksum_is_computed_of_weights_that_stay_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = InProcessVllm.__new__(InProcessVllm)
     worker.settings, worker._device = Mock(torch_dtype=torch.float32), torch.device("cpu")
-    worker._llm, worker._arrived = Mock(), None
+    worker._llm, worker._arrived, worker._open = Mock(), None, set()
     worker._llm.collective_rpc.side_effect = [[{"bias"}], [{"bias"}]]
     for module in (vllm, vllm_worker):
         monkeypatch.setattr(module, "checksum", Mock(side_effect=AssertionError("nothing to check")))

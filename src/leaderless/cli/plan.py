@@ -11,7 +11,6 @@ import typer
 from leaderless.config import Recipe, load_section
 from leaderless.observability.console import console, print_json, print_path
 from leaderless.observability.run_directory import write_atomically
-from leaderless.planner.auto.choose import predict_step
 from leaderless.planner.auto.profile import read_profile
 from leaderless.planner.auto.show import choice_to_json, print_choice, print_predicted
 from leaderless.run.planned import located, plan_training
@@ -94,6 +93,8 @@ def simulate(
     if constants is None:
         assert profile is not None
         with located(run.loaded):
+            from leaderless.planner.auto.choose import predict_step  # it imports numpy
+
             predicted = predict_step(whole.recipe, planned, read_profile(profile))
         if as_json:
             print_json(asdict(predicted))

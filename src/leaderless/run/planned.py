@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from leaderless.config import LoadedRecipe, Problem, Recipe, RecipeError, nearest
 from leaderless.config.layout import LayoutConfig
@@ -17,13 +18,15 @@ from leaderless.data.files import find_files
 from leaderless.observability.console import print_line, print_path
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, Plan, make_plan
-from leaderless.planner.auto.choose import Choice, choose_layout
 from leaderless.planner.auto.profile import read_profile
 from leaderless.planner.replan import alternatives
 from leaderless.rollout.choose import choose_engine
 from leaderless.run.settings import leaves_of
 from leaderless.workflow import Workflow, load_recipe, resolve_workflow, spec_of
 from leaderless.workflow.evaluation import ANSWER, evaluation_workflow
+
+if TYPE_CHECKING:
+    from leaderless.planner.auto.choose import Choice
 
 FREE_KEYS = (
     "steps",
@@ -264,6 +267,8 @@ def _engine_layout(recipe: Recipe, role: str, num_workers: int) -> dict[str, Lay
 def _plan(loaded: LoadedRecipe, workflow: Workflow, num_workers: int) -> Planned:
     cluster, placement = Cluster(num_workers, choose_engine(loaded.recipe.rollout)), loaded.recipe.placement
     if placement is not None:
+        from leaderless.planner.auto.choose import choose_layout  # it imports numpy
+
         choice = choose_layout(loaded.recipe, workflow, cluster, read_profile(Path(placement.profile)))
         return Planned(LoadedRecipe(choice.best.recipe, loaded.source), choice.best.plan, choice)
     return Planned(loaded, make_plan(loaded.recipe, workflow, cluster))

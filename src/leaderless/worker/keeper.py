@@ -118,6 +118,7 @@ class Keeper:
         elif loop.lag:
             ahead = read_loop_state(checkpoint, loop.name)
             progress.step, progress.data_position = ahead.iteration, ahead.data_position
+        self._chain.channels.open_journals()  # before rows are in flight again, which is written down, too
         self._chain.channels.resume(checkpoint)
         for loader in self._chain.loaders.values():
             loader.position = progress.data_position

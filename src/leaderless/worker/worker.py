@@ -260,8 +260,9 @@ class Worker:
                 self._replanner.follow(plan)
         if checkpoint is not None:
             self._keeper.resume(checkpoint, self._guards.resumed)
+        else:
+            self.chain.channels.open_journals()
         self.chain.num_roll_backs = self._guards.num_roll_backs
-        self.chain.channels.open_journals()
         world_size, progress = self.parts.plan.world_size, self.progress
         self.parts.episodes.forget(
             progress.step or -1, progress.trained or -1, lambda rank: rank % world_size == self._rank

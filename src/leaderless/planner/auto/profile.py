@@ -8,7 +8,6 @@ from itertools import chain, combinations
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from pydantic import Field, ValidationError
 
 from leaderless.config import Recipe, RecipeError
@@ -143,6 +142,8 @@ def fit_seconds(points: list[Point]) -> StageSeconds:
     Of laws that are about as good, the one with the fewest terms is taken: seconds of a stage that was measured at one
     size only are then in proportion to it.
     """
+    import numpy as np  # commands that only say something do without it
+
     values = np.array(points, dtype=np.float64)
     features = np.column_stack([np.ones(len(values)), values[:, :3]])
     weights = 1 / np.maximum(values[:, 3], LEAST_S)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.table import Table
 
-from leaderless.planner.auto.choose import Choice, Option
-from leaderless.planner.auto.walk import Predicted
+if TYPE_CHECKING:
+    from leaderless.planner.auto.choose import Choice, Option
+    from leaderless.planner.auto.walk import Predicted
 
 
 def print_choice(choice: Choice, console: Console) -> None:
