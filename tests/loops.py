@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.stages.context import StageContext
+from leaderless.stages.continuous import Advance, ResponseField
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
 from leaderless.workflow import load_recipe, resolve_workflow
@@ -34,6 +36,8 @@ SETTINGS = {
     "run.trace_steps": NUM_STEPS,
     "evaluation": {"every_steps": 2, "max_prompts": 3},
 }
+SLOW = "skewed"
+"""Part of the names of runs in which the engine of rank 1 is slow, so that ranks are not at the same iteration."""
 Stop = tuple[Literal["rollout", "policy"], int]
 """Loop, and the iteration at whose beginning the loop's last rank gets a signal."""
 
@@ -78,10 +82,22 @@ def train(recipe_file: str, overrides: Sequence[str], stop: Stop | None) -> Seen
                 signal.raise_signal(signal.SIGTERM)
             walk()
 
+        if SLOW in recipe.name and place.rank == 1:
+            step = ResponseField.step
+
+            def slow_step(self: ResponseField) -> list[Advance]:
+                time.sleep(0.15)
+                return step(self)
+
+            ResponseField.step = slow_step  # type: ignore[method-assign]
         watched = {"policy": update, "reward": reward}
         worker.chain.stages = {**stages, **{name: stage for name, stage in watched.items() if name in stages}}
         worker.chain.walk = watched_walk  # type: ignore[method-assign]
-        worker.run()
+        try:
+            worker.run()
+        finally:
+            if SLOW in recipe.name and place.rank == 1:
+                ResponseField.step = step  # type: ignore[method-assign]
         seen.done = worker.progress.step, worker.progress.trained
         trained = worker.parts.roles.trained().get("policy")
         if trained is not None:

@@ -87,6 +87,7 @@ def test_episodes_are_played_across_updates_and_can_be_followed(runs: Runs) -> N
     [
         ("stopped", "wait", ("rollout", 3), (2, 1)),
         ("stopped-by-training", "defer", ("reward", 3), (2, 1)),
+        ("skewed", "wait", ("reward", 2), (2, 1)),
         ("moved", "cancel", ("rollout", 4), (1, 2)),
     ],
 )

@@ -80,10 +80,12 @@ class Outbox:
     def post(self, iteration: int, send: Callable[[], None]) -> None:
         """Let the lane send an iteration, after those before it. What the lane failed at is raised here, too."""
         self._under_way.append((iteration, self._lane.run(send)))
-        while self._under_way[0][1].done():
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the lane has failed at, if it has."""
+        while self._under_way and self._under_way[0][1].done():
             self._under_way.popleft()[1].result()
-            if not self._under_way:
-                break
 
     def finish(self) -> None:
         """Wait until all is sent."""

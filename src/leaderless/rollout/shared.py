@@ -54,18 +54,26 @@ class SharedEngine:
         """See `RolloutEngine`. What other views have got by it waits for their next step."""
         if not self._deltas:
             for delta in self._engine.step():
+                if delta.request not in self._owners:
+                    continue  # aborted
                 found, num_left = self._owners.pop(delta.request)
                 found.append(delta)
                 num_left -= delta.finish_reason is not None
                 if num_left:
                     self._owners[delta.request] = found, num_left
+        return self.collect()
+
+    def collect(self) -> list[Delta]:
+        """What steps of other views have brought for this one."""
         deltas = [*self._deltas]
         self._deltas.clear()
         return deltas
 
     def abort(self, request: int) -> None:
-        """See `RolloutEngine`."""
+        """See `RolloutEngine`. Nothing more is heard of the request."""
         self._engine.abort(request)
+        self._owners.pop(request, None)
+        self._deltas[:] = [delta for delta in self._deltas if delta.request != request]
 
     def forget(self, conversation: int) -> None:
         """See `RolloutEngine`."""

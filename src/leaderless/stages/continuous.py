@@ -11,7 +11,8 @@ from leaderless.config import Recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.errors import memory_explained
-from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
+from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.rollout import TOO_MUCH
 
 
@@ -99,12 +100,12 @@ class ResponseField:
     """
 
     def __init__(
-        self, engine: RolloutEngine, recipe: Recipe, distributions: Sequence[SamplingConfig], events: Events
+        self, engine: SharedEngine, recipe: Recipe, distributions: Sequence[SamplingConfig], events: Events
     ) -> None:
         """Have nothing under way.
 
         Args:
-            engine: Engine that is awake and has weights.
+            engine: View of an engine that is awake and has weights.
             recipe: The recipe, as seen by the role that samples.
             distributions: Distribution of each response to a prompt.
             events: What happens between the steps of the engine, which are counted there.
@@ -139,7 +140,13 @@ class ResponseField:
         """Let the engine take a step."""
         self._events.steps += 1
         with memory_explained(TOO_MUCH):
-            deltas = self._engine.step()
+            return self._advance(self._engine.step())
+
+    def collect(self) -> list[Advance]:
+        """Take what an evaluation's steps have brought, before the engine gets other weights."""
+        return self._advance(self._engine.collect())
+
+    def _advance(self, deltas: Sequence[Delta]) -> list[Advance]:
         advances: list[Advance] = []
         for delta in deltas:
             if delta.request not in self._places:

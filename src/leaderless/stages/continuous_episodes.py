@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from leaderless.config import Recipe
@@ -26,7 +27,8 @@ from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import own_tool_use
 from leaderless.observability.clock import Clock
 from leaderless.online.pump import Order, settle
-from leaderless.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
+from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.continuous import Advance, EventKind, Events, Tally
 from leaderless.stages.play import places_of, writer_of
 from leaderless.stages.played import Play, sampled_in
@@ -109,7 +111,7 @@ class EpisodeField:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: SharedEngine,
         recipe: Recipe,
         play: Play,
         tokenizer: Tokenizer,
@@ -121,7 +123,7 @@ class EpisodeField:
         """Have nothing under way.
 
         Args:
-            engine: Engine that is awake and has weights.
+            engine: View of an engine that is awake and has weights.
             recipe: The recipe, as seen by the role that samples.
             play: Episodes of each task.
             tokenizer: Tokenizer of the policy.
@@ -201,13 +203,19 @@ class EpisodeField:
 
     def _await(self, due: tuple[str, int]) -> tuple[News, object]:
         """Wait for something that the line that is followed has next."""
-        while True:
+        end_s = time.monotonic() + self._recipe.run.timeout_s
+        while time.monotonic() < end_s:
             self._held += self._pump.take()
             for place, (news, _) in enumerate(self._held):
                 if news == due:
                     return self._held.pop(place)
             self._pump.wait()
             self._beat()
+        come = ", ".join(f"{kind} {about}" for (kind, about), _ in self._held[:3]) or "nothing"
+        raise RuntimeError(
+            f"after {self._events.steps} steps of the engine, the run that is followed had '{due[0]} {due[1]}', which "
+            f"has not come for {self._recipe.run.timeout_s:g} s ({come} has): environments must answer here as there"
+        )
 
     def _heed(self, news: News, what: object) -> Sequence[Advance]:
         """Do what an episode asks for."""
@@ -220,7 +228,7 @@ class EpisodeField:
             self._engine.forget(about)
         elif kind == "drop":
             for number in [number for number, (order, _) in self._orders.items() if order.sample_id == about]:
-                del self._orders[number]
+                self.tally.voided += len(self._orders.pop(number)[0].completion.tokens)
                 self._engine.abort(number)
         elif isinstance(what, tuple):
             order, request, known_tokens = what
@@ -246,6 +254,14 @@ class EpisodeField:
         begin = time.perf_counter()
         deltas = self._engine.step()
         self.work.busy_s += time.perf_counter() - begin
+        self._deliver(deltas)
+
+    def collect(self) -> list[Advance]:
+        """Take what an evaluation's steps have brought; groups count from their beginning."""
+        self._deliver(self._engine.collect())
+        return []
+
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             if delta.request not in self._orders:
                 continue  # dropped
@@ -300,8 +316,11 @@ class EpisodeField:
 
     def close(self) -> None:
         """End the thread; episodes that are under way are lost."""
-        self._cancel()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(GRACE_S)
-        if self._tools is not None:
-            self._tools.sources.close()
+        try:
+            with suppress(TimeoutError):  # an episode does not end, and the thread with it
+                self._cancel()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(GRACE_S)
+            if self._tools is not None:
+                self._tools.sources.close()

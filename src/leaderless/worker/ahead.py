@@ -52,6 +52,7 @@ class Ahead:
         num_shards: Number of these.
         open: Groups that are in no share yet.
         shares: Groups of the shares that have not been trained, by iteration.
+        given_up: Groups that were given up before these shares, by iteration.
     """
 
     iteration: int
@@ -60,6 +61,7 @@ class Ahead:
     num_shards: int
     open: Sequence[int]
     shares: Mapping[str, Sequence[int]]
+    given_up: Mapping[str, Sequence[int]]
 
     def to_json(self) -> str:
         """The state as JSON."""
@@ -73,7 +75,8 @@ class Ahead:
             loaded: Iterations whose prompts some rank has loaded.
             prompts_per_step: Prompts of an iteration, over all ranks.
         """
-        lost = [group for iteration, groups in self.shares.items() if int(iteration) > made for group in groups]
+        known = *self.shares.items(), *self.given_up.items()
+        lost = [group for iteration, groups in known if int(iteration) > made for group in groups]
         places = size_of_shard(self.shard, self.num_shards, prompts_per_step)
         unread = [load * prompts_per_step + place for load in range(self.loaded, loaded) for place in places]
         return [*self.open, *lost, *unread]
@@ -155,13 +158,17 @@ def read_ahead(
     owed = torch.cat(ranks.gather(own.to(torch.int64), what))
     places = size_of_shard(shard, num_shards, prompts_per_step)
     mine = [group for group in owed.tolist() if group % prompts_per_step in places]
-    left = max(0, steps - loaded)
-    # Groups that were given up have left places for others.
-    missing = max(0, prompts_per_step * (steps - made - left) - len(owed))
-    more = missing * (shard + 1) // num_shards - missing * shard // num_shards
+    # Groups that were given up have left places for others, which are loaded beyond the last iteration.
+    needed, there = len(places) * (steps - made), len(mine) + len(places) * max(0, steps - loaded)
+    differs = int(ranks.max(torch.tensor([abs(needed - there)]), what))
+    if differs and num_shards not in {1, first.num_shards}:
+        raise RecipeError.at(
+            f"channels.{loop}",
+            f"{checkpoint} was written by {first.num_shards} ranks that generate, with groups in another order than "
+            f"that of the prompts, which {num_shards} ranks cannot divide evenly: go on with {first.num_shards}",
+        )
     oldest = min(owed.tolist(), default=loaded * prompts_per_step) // prompts_per_step
-    num_left = len(mine) + len(places) * left + more
-    return made, Owed(oldest + 1, loaded, frozenset(mine), num_left, start, prompts_per_step)
+    return made, Owed(oldest + 1, loaded, frozenset(mine), needed, start, prompts_per_step)
 
 
 def _read(checkpoint: Path, loop: str, shard: int) -> Ahead:

@@ -90,6 +90,11 @@ class Channels:
             with self._waiting("wait_credit", channel, self._progress.step - channel.capacity):
                 self._outboxes[channel.name].make_room()
 
+    def check(self) -> None:
+        """Raise what a lane has failed at, if one has."""
+        for outbox in self._outboxes.values():
+            outbox.check()
+
     def push(self, channel: Channel) -> None:
         """Put what the iteration has made into a channel. Weights are copied, and sent when the iteration has ended."""
         if channel.sync is not None:

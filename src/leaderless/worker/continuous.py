@@ -12,7 +12,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
-from leaderless.config import Json
+import torch
+
+from leaderless.config import Json, RecipeError
 from leaderless.data.channel import Note, Outbox
 from leaderless.data.shares import Shares
 from leaderless.observability.events import GuardEvent
@@ -106,6 +108,7 @@ class ContinuousLoop:
         if progress.trained < steps:
             self._chain.channels.weights.begin(progress.trained + 1)
         with ExitStack() as stack:
+            stack.callback(self.reports.close)
             self._chain.generation = self._begin(stack)
             try:
                 while progress.trained < steps:
@@ -114,8 +117,8 @@ class ContinuousLoop:
                     else:
                         self.take()
             except StoppedError:
-                pass
-        self.reports.finish()
+                self._abandon_reports()
+            self.reports.finish()
 
     def _iterate(self) -> None:
         progress, chain = self._progress, self._chain
@@ -144,6 +147,8 @@ class ContinuousLoop:
     ) -> None:
         """Add up what the ranks report of an iteration, and log it; the thread does it."""
         lane, found = partial(self._parts.transport.lane, LOG), list(events)
+        if self._is_abandoned(made=True):
+            return
 
         def judge(numbers: Mapping[str, float], nodes: Sequence[PlannedNode]) -> None:
             found.extend(self._guards.judge_rewards(step, numbers, nodes))
@@ -153,6 +158,20 @@ class ContinuousLoop:
         end = agree(StepEnd(False, False, 0, tuple(found)), lane(self._loop.ranks))
         self._write(step, numbers | {"time/step": seconds})
         self._guards.must_roll_back(step, end, self._keeper.newest)
+
+    def _is_abandoned(self, *, made: bool) -> bool:
+        """Whether some rank has not made an iteration, since the run stops; all of them call it together."""
+        group = self._parts.transport.lane(LOG, self._loop.ranks)
+        return bool(group.max(torch.tensor([int(not made)]), f"the log of '{self._loop.name}'"))
+
+    def _abandon_reports(self) -> None:
+        """Let ranks that are further ahead know that this one has nothing to report of their last iterations."""
+        ahead = min(self._progress.trained + self._loop.lag + 1, self._parts.recipe.steps)
+        for step in range(self._progress.step + 1, ahead + 1):
+            self.reports.post(step, self._abandon_report)
+
+    def _abandon_report(self) -> None:
+        self._is_abandoned(made=False)
 
     def _begin(self, stack: ExitStack) -> Generation:
         """Prepare what generates, with an engine that is awake."""
@@ -181,7 +200,18 @@ class ContinuousLoop:
         )
         own = node.settings_of(recipe)
         events, distributions = Events(), distributions_of(own, has_greedy="is_greedy" in node.writes)
-        beat = partial(parts.progress, str(load))
+        if self._keeper.owed is not None and recipe.run.follow is not None:
+            raise RecipeError.at(
+                "run.follow",
+                f"is {recipe.run.follow}, but a run that follows another one cannot be continued, as what its engines "
+                "were at is gone: pass --fresh to follow it from the beginning",
+            )
+
+        def beat() -> None:
+            parts.progress(str(load))
+            self.reports.check()
+            chain.channels.check()
+
         field: Field = ResponseField(engine.view(), own, distributions, events)
         if recipe.environment is not None:
             siblings = recipe.batch.responses_per_prompt + 1

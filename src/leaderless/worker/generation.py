@@ -38,6 +38,9 @@ class Field(Protocol):
     def step(self) -> list[Advance]:
         """Let the engine take a step."""
 
+    def collect(self) -> list[Advance]:
+        """Take what an evaluation's steps have brought."""
+
     def give_up(self, number: int) -> None:
         """Abort what is left of a group, and forget all of it."""
 
@@ -99,7 +102,8 @@ class Generation:
         self._owed, self._events, self._beat, self._script = owed, events, beat, script
         self._pending: list[Batch] = []  # prompts that are loaded and not begun, one each
         self._prompts: dict[int, Batch] = {}  # of groups that are open
-        self._handed: dict[int, list[int]] = {}
+        self._handed: dict[int, list[int]] = {}  # groups of shares that are not trained
+        self._given_up: dict[int, list[int]] = {}  # before them
         self._canceled: list[int] = []
         self._num_loaded = owed.first - 1
         loader.position = self._num_loaded * loader.recipe.batch.prompts_per_step
@@ -156,10 +160,15 @@ class Generation:
             num_shards=self._loader.num_shards,
             open=sorted({*self._shares.open, *waiting, *self._owed.left_from(self._num_loaded + 1)}),
             shares={str(made): groups for made, groups in self._handed.items() if made > trained},
+            given_up={str(made): groups for made, groups in self._given_up.items() if made > trained}
+            | {str(self._shares.num_made + 1): self._canceled},
         )
 
     def _step(self) -> None:
-        for advance in self._field.step():
+        self._note(self._field.step())
+
+    def _note(self, advances: Sequence[Advance]) -> None:
+        for advance in advances:
             if advance.has_begun:
                 self._shares.sampled(advance.group, self._arrivals.trained)
             if advance.is_finished:
@@ -205,7 +214,13 @@ class Generation:
             raise self._unlike("waits for weights")
         self._events.note("weights", self._arrivals.trained + 1)
         self._arrivals.take()
-        self._handed = {made: groups for made, groups in self._handed.items() if made > self._arrivals.trained}
+        # An evaluation may have sampled tokens of groups with these weights: that must be noted before others come.
+        self._note(self._field.collect())
+        trained = self._arrivals.trained
+        self._handed, self._given_up = (
+            {made: groups for made, groups in known.items() if made > trained}
+            for known in (self._handed, self._given_up)
+        )
 
     def _hand_over(self, share: list[int]) -> Batch:
         iteration, now = self._shares.num_made, time.perf_counter()
@@ -221,7 +236,7 @@ class Generation:
         )
         if self._expected is not None and self._expected != self.line:
             raise self._unlike(f"has handed over groups {_some(share)}")
-        self._handed[iteration] = share
+        self._handed[iteration], self._given_up[iteration] = share, self._canceled
         self._events.happened, self._canceled = [], []
         return Batch.concat([self._prompts.pop(group) for group in share])
 
