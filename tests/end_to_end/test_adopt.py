@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,10 +24,11 @@ from leaderless.config.layout import LayoutConfig
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.replan import with_layout
+from leaderless.planner.replan import Choice, with_layout
 from leaderless.stages.context import StageContext
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
+from leaderless.worker.replanner import NUM_LOOKED_AT
 from leaderless.workflow import load_recipe, resolve_workflow
 
 SWITCH, NUM_STEPS = 2, 4
@@ -126,8 +129,14 @@ def train(
 class Runs:
     """Trains in one folder."""
 
-    def __init__(self, ranks: RankPool, folder: Path, changes: Mapping[str, object] = SETTINGS) -> None:
-        self._ranks, self._folder = ranks, folder
+    def __init__(
+        self,
+        ranks: RankPool,
+        folder: Path,
+        changes: Mapping[str, object] = SETTINGS,
+        work: Callable[..., Seen] = train,
+    ) -> None:
+        self._ranks, self._folder, self._work = ranks, folder, work
         changes = {key: tiny_model() if value == "critic" else value for key, value in changes.items()}
         self._changes = {"steps": NUM_STEPS, **changes}
 
@@ -144,7 +153,9 @@ class Runs:
         recipe = write_recipe(self._folder, tiny_model(), {**self._changes, "layout": layouts})
         evaluation = [f"data.evaluation.{key}={value}" for key, value in self._held_out().items()]
         overrides = [f"name={name}", *evaluation]
-        return self._ranks.run(size, train, str(recipe), overrides, steps, switches or {}, killed, init_group=False)
+        return self._ranks.run(
+            size, self._work, str(recipe), overrides, steps, switches or {}, killed, init_group=False
+        )
 
     def _held_out(self) -> Mapping[str, str]:
         path = self._folder / "train.jsonl"
@@ -191,6 +202,59 @@ def test_a_switch_is_like_stopping_and_resuming_with_the_other_layout(
     undisturbed = runs("undisturbed", before)
     for step in range(1, NUM_STEPS + 1):
         assert samples_of(switched, step) == samples_of(undisturbed, step), f"step {step}"
+
+
+def beside(generating: str, training: str) -> Ranks:
+    return {"rollout": generating, "reward": training, "reference": training, "policy": training}
+
+
+def train_and_choose(
+    recipe_file: str, overrides: Sequence[str], steps: int, switches: Mapping[int, Ranks], killed: str
+) -> Seen:
+    """Be one worker of a run that takes on the first of the other layouts, whatever seconds it has seen."""
+
+    def chosen(expected: Mapping[str, float], current: str, *_: object) -> Choice:
+        assert all(seconds > 0 for seconds in expected.values())
+        return Choice("other", 2.0, 1.0, is_worth_it=current != "other")
+
+    with patch("leaderless.worker.replanner.choose", chosen):
+        return train(recipe_file, overrides, steps, switches, killed)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lag"),
+    [
+        (beside("0", "1-2"), beside("0-1", "2"), 1),
+        (beside("0-1", "2"), beside("2", "0-1"), 2),  # what has generated trains, with rows in flight
+    ],
+)
+def test_a_switch_takes_rows_in_flight_along(
+    ranks: RankPool, tmp_path: Path, before: Ranks, after: Ranks, lag: int
+) -> None:
+    switch = NUM_LOOKED_AT + 1
+    steps = switch + lag + 2
+    schedule = {"replan_every_steps": switch, "layouts": {"other": {node: {"ranks": at} for node, at in after.items()}}}
+    changes = {**SETTINGS, "channels": {"rollout": {"capacity": lag}}, "checkpoint.every_steps": 0}
+    resuming = Runs(ranks, tmp_path, changes | {"steps": steps})
+    resuming("resumed", before, switch + lag, size=3)
+    resumed = resuming("resumed", after, steps, size=3)
+    runs = Runs(ranks, tmp_path, changes | {"steps": steps, "schedule": schedule}, train_and_choose)
+    switched = runs("switched", before, steps, size=3)
+    for step in range(switch + 1, steps + 1):
+        assert samples_of(switched, step) == samples_of(resumed, step) != {}, f"step {step}"
+    for step, numbers in resumed[0].numbers.items():
+        own = {name: value for name, value in switched[0].numbers[step].items() if not name.startswith("schedule/")}
+        assert own == numbers, f"step {step}"
+    assert_same(switched, resumed, range(0))
+    folder = tmp_path / "runs/switched"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1)), (
+        "whoever writes it, the log has each step once"
+    )
+    assert [line["schedule/switches"] for line in lines] == [0.0] * switch + [1.0] * (steps - switch)
+    for file in (folder / "journal").glob("*.jsonl"):
+        iterations = [json.loads(line)["iteration"] for line in file.read_text().splitlines()]
+        assert iterations == list(range(1, steps + 1)), file.name
 
 
 def test_a_checkpoint_is_resumed_under_the_plan_that_it_was_made_under(ranks: RankPool, tmp_path: Path) -> None:
@@ -244,7 +308,7 @@ def test_what_cannot_change_while_the_run_goes_on_is_refused(ranks: RankPool, tm
     apart = {node: {"ranks": text} for node, text in APART.items()}
     recipe = str(write_recipe(tmp_path, tiny_model(), {"layout": apart, "channels": {"rollout": {"capacity": 1}}}))
     for problem in ranks.run(2, refusal, recipe, TOGETHER, 2, init_group=False):
-        assert "channels" in problem
+        assert "sends other columns through channels" in problem
         assert "stop the run" in problem
     recipe = str(write_recipe(tmp_path, tiny_model()))
     for problem in ranks.run(2, refusal, recipe, TOGETHER, 3, init_group=False):

@@ -180,12 +180,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _layouts_can_be_replaced(self) -> Recipe:
-        for section in ("channels", "online") if self.schedule.replan_every_steps else ():
-            if getattr(self, section):
-                raise ValueError(
-                    f"schedule.replan_every_steps must be 0 with `{section}`: such a run is stopped, and continued "
-                    "with another layout"
-                )
+        is_continuous = any(channel.mode == "continuous" for channel in self.open_channels.values())
+        refused = {"channels.*.mode: continuous": is_continuous, "online": self.online is not None}
+        for what in (name for name, is_set in refused.items() if is_set and self.schedule.replan_every_steps):
+            raise ValueError(
+                f"schedule.replan_every_steps must be 0 with `{what}`: such a run is stopped, and continued with "
+                "another layout"
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from leaderless.config.schedule import ScheduleConfig
 from leaderless.planner.entries import Action, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.planner.layout import Cluster
 from leaderless.planner.make_plan import make_plan
-from leaderless.planner.plan import Plan
+from leaderless.planner.plan import Loop, Plan
 from leaderless.workflow import resolve_workflow
 
 OWN = "layout"
@@ -31,21 +31,53 @@ def with_layout(recipe: Recipe, layout: Mapping[str, LayoutConfig], like: Plan) 
     return make_plan(recipe.model_copy(update={"layout": layout}), resolve_workflow(recipe.workflow), cluster)
 
 
+def check_adoptable(recipe: Recipe, old: Plan, new: Plan) -> None:
+    """Refuse what cannot be changed while the run goes on.
+
+    Raises:
+        RecipeError: A loop generates continuously, as what its engines are at belongs to its ranks; the channels would
+            be others; clients of an online run know the doors of its ranks; or there is another number of ranks.
+    """
+    remedy = "stop the run, and continue it with the new layout"
+    if any(loop.is_continuous for loop in (*old.loops, *new.loops)):
+        raise RecipeError.at(
+            "channels", f"the plan of a run that generates continuously cannot be replaced while it goes on: {remedy}"
+        )
+    if _what_flows(old) != _what_flows(new):
+        raise RecipeError.at(
+            "layout",
+            f"sends other columns through channels than the layout in force, which has rows in flight: {remedy}",
+        )
+    if recipe.online is not None:
+        raise RecipeError.at("online", f"the plan of an online run cannot be replaced while it goes on: {remedy}")
+    if new.world_size != old.world_size:
+        raise RecipeError.at(
+            "layout",
+            f"a plan for {new.world_size} workers cannot replace one for {old.world_size} while the run goes on: stop "
+            f"the run, and continue it with {new.world_size} workers",
+        )
+
+
+def _what_flows(plan: Plan) -> list[tuple[object, ...]]:
+    """The channels between loops, and the columns that go through them."""
+    return [
+        (one.name, one.kind, one.capacity, *((way.source, way.row_set, way.columns) for way in one.reshards))
+        for one in plan.channels
+        if one.transfers
+    ]
+
+
 def alternatives(recipe: Recipe, like: Plan) -> dict[str, Plan]:
     """The plans that `schedule.layouts` allows, by name; the recipe's own is one of them.
 
     Raises:
-        RecipeError: A layout does not fit, or the run has channels, which belong to one layout.
+        RecipeError: A layout does not fit, or cannot replace the recipe's while the run goes on.
     """
-    if recipe.schedule.layouts and len(like.loops) > 1:
-        raise RecipeError.at(
-            "schedule.replan_every_steps",
-            "must be 0 where loops go ahead of each other, as with placement.max_lag above 0: set one of the two to 0",
-        )
     plans: dict[str, Plan] = {}
     for name, layout in {OWN: recipe.layout, **recipe.schedule.layouts}.items():
         try:
             plans[name] = like if layout == like.layout else with_layout(recipe, layout, like)
+            check_adoptable(recipe, like, plans[name])
         except RecipeError as error:
             key = f"schedule.layouts.{name}"
             problems = [Problem(f"{key}{_below(problem.key)}", problem.message) for problem in error.problems]
@@ -91,14 +123,25 @@ class NodeSeconds:
         return self.known[one] + shared * (1 / num_ranks - 1 / one)
 
 
-def step_seconds(plan: Plan, nodes: Mapping[str, NodeSeconds]) -> float:
-    """Seconds of a step, from those of its nodes: the clocks of all ranks on their way through the schedule.
+def step_seconds(plan: Plan, nodes: Mapping[str, NodeSeconds], besides: Mapping[str, float] | None = None) -> float:
+    """Seconds of a step, from those of its nodes: those of the slowest loop, which the others wait for.
+
+    Args:
+        plan: Plan of the step.
+        nodes: Seconds of nodes.
+        besides: Seconds of an iteration of each loop outside of its nodes, by the loop's name.
+    """
+    return max(loop_seconds(plan, loop, nodes) + (besides or {}).get(loop.name, 0.0) for loop in plan.loops)
+
+
+def loop_seconds(plan: Plan, loop: Loop, nodes: Mapping[str, NodeSeconds]) -> float:
+    """Seconds of an iteration of a loop: the clocks of all ranks on their way through its schedule.
 
     What is sent takes no time here, but the ranks that send and receive wait for each other. In windows, rows travel
-    in the background.
+    in the background, as they do through channels.
     """
     walk = _Walk(plan, nodes)
-    for action in _top(plan.schedule):
+    for action in _top(loop.schedule):
         if isinstance(action, Windowed):
             for inner, window in action.turns():
                 walk.enter(inner, window, action.num_windows)

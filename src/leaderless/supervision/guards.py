@@ -41,7 +41,7 @@ class Guards:
 
     def __init__(self, config: GuardsConfig, directory: RunDirectory, display: Display, *, is_first: bool) -> None:
         """Read what earlier starts have written; only the first rank writes."""
-        self._config, self._directory, self._display, self._is_first = config, directory, display, is_first
+        self._config, self._directory, self._display, self.is_first = config, directory, display, is_first
         self._roll_backs: list[RollBack] = []
         if directory.roll_backs.exists():
             written = json.loads(directory.roll_backs.read_text(encoding="utf-8"))
@@ -108,11 +108,11 @@ class Guards:
 
     def _record(self, events: Sequence[GuardEvent]) -> None:
         for event in events:
-            if self._is_first:
+            if self.is_first:
                 self._directory.append_event("guard", event.to_json())
             self._display.say(f"[bold red]guard[/] {escape(str(event))}")
 
     def _write(self) -> None:
-        if self._is_first:
+        if self.is_first:
             roll_backs = [asdict(one) for one in self._roll_backs]
             write_atomically(self._directory.roll_backs, json.dumps({"roll_backs": roll_backs}, indent=2))

@@ -28,6 +28,8 @@ LANE = 2
 """Lane of the first channel in the trace of a rank."""
 Held = Mapping[Reshard, Batch]
 """What a rank puts into a channel in one iteration: its rows for each reshard that it is a source of."""
+Flight = dict[tuple[str, int], dict[Reshard, Batch]]
+"""What a rank has put into channels and is not trained, by channel and iteration."""
 
 
 class Channels:
@@ -165,6 +167,27 @@ class Channels:
         for outbox in self._outboxes.values():
             outbox.finish()
 
+    def drain(self, iterations: range) -> None:
+        """End the lanes' waiting to send rows of these iterations, which stay where they were made.
+
+        All ranks call it together, with the loops at the place of a checkpoint.
+        """
+        for channel in self._to_here:
+            if channel.kind == "rows":
+                for iteration in iterations:
+                    self._abandon(channel, iteration)
+        for outbox in self._outboxes.values():
+            outbox.finish()
+
+    def flight(self) -> Flight:
+        """The rows of this rank that are in flight, at the place of a checkpoint."""
+        return {key: dict(held) for key, held in self._rows.items()}
+
+    def refill(self, flight: Flight) -> None:
+        """Put rows into their channels again."""
+        for (name, iteration), held in sorted(flight.items(), key=lambda one: one[0]):
+            self._post_rows(self._parts.plan.channel(name), iteration, held)
+
     def _is_continuous(self, channel: Channel) -> bool:
         return next(loop.is_continuous for loop in self._parts.plan.loops if loop.name == channel.source)
 
@@ -253,7 +276,7 @@ class Channels:
     def _waiting(self, state: State, channel: Channel, iteration: int) -> Iterator[None]:
         """A wait for the other end of a channel; the trace shows which iteration and which ranks it is for."""
         ranks = channel.target_ranks if channel in self._from_here else channel.source_ranks
-        with self._parts.clock.doing(state), self._tracer.span(f"wait({channel.name})", self._progress.step) as facts:
+        with self._parts.clock.doing(state), self._tracer.span(wait_for(channel), self._progress.step) as facts:
             facts.update(state=state, iteration=iteration, ranks=format_ranks(ranks))
             yield
 
@@ -303,6 +326,11 @@ def between_loops(plan: Plan) -> list[Channel]:
 def ranks_of(channel: Channel) -> tuple[int, ...]:
     """The ranks of both ends of a channel, ascending."""
     return tuple(sorted({*channel.source_ranks, *channel.target_ranks}))
+
+
+def wait_for(channel: Channel) -> str:
+    """Name of the spans in which a rank waits for the other end of a channel."""
+    return f"wait({channel.name})"
 
 
 def patience(channel: Channel) -> int:

@@ -98,6 +98,7 @@ class ContinuousLoop:
     def _settle(self, note: Note) -> None:
         """Evaluate, save and stop, where training says so or where it is due."""
         numbers = self._evaluate()
+        numbers = numbers if self._parts.transport.rank == self._loop.ranks[0] else {}
         self._keeper.save(numbers, StepEnd(note.is_stopping, note.is_checkpoint_due, self._progress.data_position))
         if note.is_stopping:
             raise StoppedError

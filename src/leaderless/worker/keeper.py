@@ -158,7 +158,12 @@ class Keeper:
         return max(self._progress.trained, max(steps, default=0))
 
     def save(self, numbers: dict[str, float], end: StepEnd) -> None:
-        """Write a checkpoint where one is due, and always at the end. All ranks call it together."""
+        """Write a checkpoint where one is due, and always at the end. All ranks call it together.
+
+        Args:
+            numbers: What the first rank of each loop knows of the step, to be listed in the checkpoint.
+            end: How the step has ended.
+        """
         is_last = self._progress.trained == self._parts.recipe.steps
         must_succeed = end.is_stopping or is_last
         is_wanted = must_succeed or end.is_checkpoint_due
@@ -217,7 +222,7 @@ class Keeper:
             texts[LOOP_FILE.format(loop.name)] = json.dumps(asdict(ahead))
         return Content(
             RunState(progress.trained, progress.data_position, progress.seconds),
-            metrics=numbers if rank == loop.ranks[0] else {},
+            metrics=numbers,
             texts=texts,
             nodes={name: dict(state) for name, state in progress.nodes.items() if rank == plan[name].layout.ranks[0]},
             rows=[*rows, *self._chain.channels.contents()],

@@ -27,13 +27,17 @@ class LoopLog:
 
     def open(self, progress: Progress, num_roll_backs: int) -> None:
         """Continue after the last iteration. What was written before the first one is written again."""
-        self._iterations.open(progress.step + 1 if progress.step else 0)
-        if self._loop.lag:
-            self._evaluations.open(progress.trained + 1 if progress.trained else 0)
-        else:
+        self.open_files(progress)
+        if not self._loop.lag:
             lags = {node: loop.lag for loop in self._plan.loops for node in loop.nodes}
             self._directory.forget_events(lambda node: (progress.step or -1) + lags.get(node, 0), num_roll_backs)
         self._directory.forget_samples(progress.step or -1, progress.trained or -1, self._is_own)
+
+    def open_files(self, progress: Progress) -> None:
+        """Continue the files of the log after the last iteration."""
+        self._iterations.open(progress.step + 1 if progress.step else 0)
+        if self._loop.lag:
+            self._evaluations.open(progress.trained + 1 if progress.trained else 0)
 
     def _is_own(self, rank: int) -> bool:
         """Whether a rank is in this loop; the one that trains also takes those that there are no more."""

@@ -9,8 +9,9 @@ from statistics import median
 import torch
 from rich.markup import escape
 
-from leaderless.planner import Plan
-from leaderless.planner.replan import OWN, Choice, NodeSeconds, alternatives, choose, step_seconds
+from leaderless.planner import Loop, Plan
+from leaderless.planner.replan import OWN, Choice, NodeSeconds, alternatives, choose, loop_seconds, step_seconds
+from leaderless.worker.channels import between_loops, wait_for
 from leaderless.worker.parts import Parts
 
 NUM_LOOKED_AT = 3
@@ -30,7 +31,8 @@ class Replanner:
         self.plans = alternatives(parts.recipe, parts.plan)
         self._current = self._name_of(parts.plan)
         self._nodes = {node.name: NodeSeconds() for node in parts.plan.nodes}
-        self._overhead_s: dict[str, float] = {}
+        self._besides: dict[str, dict[str, float]] = {}
+        self._waits = [wait_for(channel) for channel in between_loops(parts.plan)]
         self._switch_s = parts.roles.seconds
         self._steps: deque[Mapping[str, float]] = deque(maxlen=NUM_LOOKED_AT)
         self._is_warm = False
@@ -40,43 +42,55 @@ class Replanner:
     def _name_of(self, plan: Plan) -> str:
         return next((name for name, known in self.plans.items() if known.layout == plan.layout), OWN)
 
-    def look(self, step: int, spent: Mapping[str, float], seconds: float) -> Plan | None:
-        """Take in the seconds of a step; where a choice is due, choose. All ranks of the world call it together.
+    def measure(self, spent: Mapping[str, float], seconds: float) -> None:
+        """Take in the seconds of an iteration of this rank's loop.
 
         Args:
-            step: Number of the step.
-            spent: Seconds of this rank in each of its nodes.
-            seconds: Seconds of the whole step.
+            spent: Seconds of this rank in each of its nodes, and in its waits for other loops.
+            seconds: Seconds of the whole iteration.
+        """
+        self.choice = None
+        if self._is_warm:  # the first iteration with a layout is slow, as caches and memory are new
+            waited = sum(spent.get(name, 0.0) for name in self._waits)
+            loop = self.plans[self._current].loop_of(self._world.rank)
+            self._steps.append({**spent, _key(loop): seconds - waited})
+        self._is_warm = True
+
+    def is_due(self, step: int) -> bool:
+        """Whether layouts are compared after a step."""
+        return step % self._recipe.schedule.replan_every_steps == 0 and step < self._recipe.steps
+
+    def look(self, step: int) -> Plan | None:
+        """Compare layouts after a step. All ranks of the world call it together.
 
         Returns:
             The plan to continue with; None to keep the one in force.
         """
-        self.choice = None
-        if self._is_warm:  # the first step with a layout is slow, as caches and memory are new
-            self._steps.append({**spent, "": seconds})
-        self._is_warm = True
-        is_due = step % self._recipe.schedule.replan_every_steps == 0
-        if not is_due or len(self._steps) < NUM_LOOKED_AT or step >= self._recipe.steps:
+        if not self._agree():
             return None
-        self._agree()
         expected = {
-            name: step_seconds(plan, self._nodes) + self._overhead_s.get(name, self._overhead_s[self._current])
+            name: step_seconds(plan, self._nodes, self._besides.get(name, self._besides[self._current]))
             for name, plan in self.plans.items()
         }
         num_left = self._recipe.steps - step
         self.choice = choose(expected, self._current, self._switch_s, num_left, self._recipe.schedule)
         return self.plans[self.choice.name] if self.choice.is_worth_it else None
 
-    def _agree(self) -> None:
-        """Measure nodes by their slowest rank, and what a step takes besides."""
-        names = [*self._nodes, ""]
-        mine = [median(step.get(name, 0.0) for step in self._steps) for name in names]
-        values = torch.tensor([*mine, self._switch_s], dtype=torch.float64)
-        *agreed, self._switch_s = self._world.max(values, "the seconds of nodes").tolist()
+    def _agree(self) -> bool:
+        """Measure nodes by their slowest rank, and what a step takes besides; False if a rank has seen too little."""
         plan = self.plans[self._current]
+        names = [*self._nodes, *map(_key, plan.loops)]
+        mine = [median(step.get(name, 0.0) for step in self._steps) if self._steps else 0.0 for name in names]
+        is_short = len(self._steps) < NUM_LOOKED_AT
+        values = torch.tensor([is_short, self._switch_s, *mine], dtype=torch.float64)
+        is_short, self._switch_s, *agreed = self._world.max(values, "the seconds of nodes").tolist()
+        if is_short:
+            return False
         for name, seconds in zip(self._nodes, agreed, strict=False):
             self._nodes[name].measure(len(plan[name].layout.ranks), seconds)
-        self._overhead_s[self._current] = agreed[-1] - step_seconds(plan, self._nodes)
+        took = zip(plan.loops, agreed[len(self._nodes) :], strict=True)
+        self._besides[self._current] = {loop.name: s - loop_seconds(plan, loop, self._nodes) for loop, s in took}
+        return True
 
     def switched(self, step: int, seconds: float) -> None:
         """Note that the chosen plan is in force now, and show it; `seconds` is what the switch has taken."""
@@ -109,3 +123,8 @@ class Replanner:
         """Metrics `schedule/switches` and, after a choice, `schedule/gain`."""
         gain = {} if self.choice is None else {"schedule/gain": self.choice.gain}
         return {"schedule/switches": self._num_switches, **gain}
+
+
+def _key(loop: Loop) -> str:
+    """Key of a loop's seconds among those of nodes, one of which may have its name."""
+    return f"loop {loop.name}"

@@ -48,11 +48,15 @@ class Worker:
         self.tracer = Tracer(trace, self._rank, directory.may_fail)
         self._follow(parts, Chain(parts, self.progress, self.tracer))
         self._replanner = Replanner(parts) if recipe.schedule.replan_every_steps else None
-        is_first = self._rank == self._loop.ranks[0]
-        self._guards = Guards(recipe.guards, directory, parts.display, is_first=is_first)
-        self._log: LoopLog | None = None
-        if is_first:
-            self._log = LoopLog(directory, parts.plan, self._loop, enable_tensorboard=recipe.run.tensorboard)
+        self._guards = Guards(recipe.guards, directory, parts.display, is_first=self._rank == self._loop.ranks[0])
+        self._log, self._is_log_open = self._make_log(), False
+
+    def _make_log(self) -> LoopLog | None:
+        """The log of this rank's loop, if this is the loop's first rank."""
+        if self._rank != self._loop.ranks[0]:
+            return None
+        enable_tensorboard = self.parts.recipe.run.tensorboard
+        return LoopLog(self.parts.directory, self.parts.plan, self._loop, enable_tensorboard=enable_tensorboard)
 
     def _follow(self, parts: Parts, chain: Chain) -> None:
         """Take the steps that come with these parts, and this chain of their plan."""
@@ -70,7 +74,12 @@ class Worker:
         self._keeper.finish()
         self.parts.begin(self.progress.step, "adopt")
         with self.tracer.span("adopt", self.progress.step):
+            if self._log is not None:
+                self._log.close()  # its next lines may be another rank's
             self._follow(*adopt(plan, self.parts, self.progress, self.chain, self.tracer))
+            self._guards.is_first, self._log = self._rank == self._loop.ranks[0], self._make_log()
+            if self._log is not None and self._is_log_open:
+                self._log.open_files(self.progress)
             if self._rank == 0:
                 write_description(self.parts.directory, self.parts.recipe, plan, self.parts.display.say)
         return self.tracer.take("adopt")
@@ -94,26 +103,32 @@ class Worker:
         self.parts.clock.start()
         self.chain.channels.is_asked_to_stop = lambda: stop.signal is not None
         self.parts.display.start(self.parts.recipe.steps, self.progress.trained)
-        if self._loop.is_continuous:
-            self._generate()
-        elif self._loop.lag:
-            self._run_ahead()
-        else:
-            self._train()
+        is_stopping = False
+        while not is_stopping:
+            is_stopping = self._run_loop() or self.progress.trained == self.parts.recipe.steps
         self.chain.channels.finish()
         self.parts.display.stop()
         self.tracer.close()
         if self._log is not None:
             self._log.close()
 
-    def _train(self) -> None:
-        """Take the steps of the run."""
-        num_steps, is_stopping = self.parts.recipe.steps, False
+    def _run_loop(self) -> bool:
+        """Go through iterations while this rank is in the same loop; returns whether the run stops."""
+        if self._loop.is_continuous:
+            self._generate()
+            return True
+        return self._run_ahead() if self._loop.lag else self._train()
+
+    def _train(self) -> bool:
+        """Take the steps of the run, until they stop or another plan is in force; returns whether they stop."""
+        loop, num_steps, is_stopping = self._loop, self.parts.recipe.steps, False
         if self.progress.step == 0:
             self._write(0, self._evaluate())
-        while self.progress.step < num_steps and not is_stopping:
+        while self.progress.step < num_steps and not is_stopping and self._loop is loop:
             numbers = self.run_step()
-            better = self._look_for_better(numbers)
+            if self._replanner is not None:
+                numbers |= self._replanner.numbers()
+                self._replanner.measure(self.chain.spent, numbers["time/step"])
             numbers |= self._evaluate()
             self._write(self.progress.step, numbers)
             end = self._agree()
@@ -122,21 +137,29 @@ class Worker:
             if self._guards.must_roll_back(self.progress.step, end, self._keeper.newest):
                 self._roll_back()
                 continue
-            if better is not None and not is_stopping:
-                self._switch(better)
-            self._keeper.save(numbers, end)
+            self._end_step(numbers, end)
+        return is_stopping
 
-    def _look_for_better(self, numbers: dict[str, float]) -> Plan | None:
-        """A plan that takes fewer seconds, where one is looked for; adds to the numbers of the step."""
-        if self._replanner is None:
+    def _end_step(self, numbers: dict[str, float], end: StepEnd) -> None:
+        """Change the plan, and save, where that is due after a step of training. All ranks call it together."""
+        numbers = numbers if self._log is not None else {}
+        if not end.is_stopping:
+            plan = self.find_better()
+            if plan is not None:
+                self._switch(plan)
+        self._keeper.save(numbers, end)
+
+    def find_better(self) -> Plan | None:
+        """A plan that takes fewer seconds, where one is looked for after this step. All ranks call it together."""
+        if self._replanner is None or not self._replanner.is_due(self.progress.trained):
             return None
-        better = self._replanner.look(self.progress.step, self.chain.spent, numbers["time/step"])
-        numbers.update(self._replanner.numbers())
-        return better
+        self.chain.channels.await_weights_taken()  # then the other loop is here as well
+        return self._replanner.look(self.progress.trained)
 
     def _switch(self, plan: Plan) -> None:
-        assert self._replanner is not None, "it has found the plan"
-        self._replanner.switched(self.progress.step, self.adopt(plan))
+        seconds = self.adopt(plan)
+        if self._replanner is not None:
+            self._replanner.switched(self.progress.trained, seconds)
 
     def _generate(self) -> None:
         """Generate continuously."""
@@ -152,18 +175,21 @@ class Worker:
             self.parts, self.progress, self.chain, self._keeper, self._guards, evaluate, self._write, self.tracer
         ).run()
 
-    def _run_ahead(self) -> None:
+    def _run_ahead(self) -> bool:
         """Take the iterations of a loop that is ahead of training, each with the weights of `lag + 1` steps before.
 
         What training decides after a step comes with its weights, when exactly `lag` more iterations have been made: so
-        the place of a checkpoint is the same in each run, whichever loop is faster.
+        the place of a checkpoint is the same in each run, whichever loop is faster. Returns whether the run stops;
+        else another plan is in force.
         """
-        num_steps, is_stopping = self.parts.recipe.steps, False
+        loop, num_steps, is_stopping = self._loop, self.parts.recipe.steps, False
         if self.progress.step == 0:
             self._write_evaluation(self._evaluate())
-        while self.progress.trained < num_steps and not is_stopping:
+        while self.progress.trained < num_steps and not is_stopping and self._loop is loop:
             if self.progress.step < min(num_steps, self.progress.trained + self._loop.lag + 1):
                 numbers = self.run_step()
+                if self._replanner is not None:
+                    self._replanner.measure(self.chain.spent, numbers["time/step"])
                 self._write(self.progress.step, numbers)
                 self._guards.must_roll_back(self.progress.step, self._agree(), self._keeper.newest)
                 continue
@@ -171,8 +197,9 @@ class Worker:
             mine = StepEnd(note.is_stopping, note.is_checkpoint_due, self.progress.data_position)
             numbers, end = self._evaluate(), agree(mine, self._ranks)
             self._write_evaluation(numbers)
-            self._keeper.save(numbers, end)
             is_stopping = end.is_stopping
+            self._end_step(numbers, end)
+        return is_stopping
 
     def run_step(self) -> dict[str, float]:
         """Walk the chain once; returns the numbers of the iteration on the loop's first rank."""
@@ -269,6 +296,7 @@ class Worker:
         )
         if self._log is not None:
             self._log.open(self.progress, self._guards.num_roll_backs)
+        self._is_log_open = True
 
     def _roll_back(self) -> None:
         """Continue from the newest checkpoint, but with the next data and the clock of the run."""
