@@ -19,6 +19,10 @@ from tests.distributed.test_simulated_bytes import (
 from tests.distributed.walks import Case, walk
 
 from leaderless.data import reshard as ways
+from leaderless.data import selection
+from leaderless.data.batch import Batch
+from leaderless.data.selection import Span
+from leaderless.data.surplus import Surplus
 from leaderless.data.transport import Transport
 from leaderless.planner import Reshard
 
@@ -53,3 +57,22 @@ def test_rows_arrive_once_for_every_kind_of_layout(ranks: RankPool, kind: str) -
     by_shard = {target.shard_of(rank): found[rank] for rank in target.ranks}
     assert all(found[rank] == by_shard[target.shard_of(rank)] == sorted(found[rank]) for rank in target.ranks)
     assert sorted(row for rows in by_shard.values() for row in rows) == sorted(sample_ids().tolist())
+
+
+def take_groups(_: object) -> tuple[list[int], list[int], Span]:
+    """What this rank gets of surplus groups, and what it keeps, if ranks select in blocks."""
+    rank = torch.distributed.get_rank()
+    transport = Transport(torch.device("cpu"), timeout_s=20)
+    rows = Batch(torch.arange(4) * 4 + rank, {"rewards": torch.zeros(4)})  # groups rank, 4 + rank, 8 + rank, 12 + rank
+    surplus = Surplus(rows)
+    with patch.object(selection, "is_in_blocks", lambda *_: True):
+        taken = surplus.take(6, transport.world)
+    assert surplus.batch is not None
+    return taken.group_ids.tolist(), surplus.batch.group_ids.tolist(), surplus.carried
+
+
+def test_the_first_groups_of_all_ranks_are_taken_in_blocks(ranks: RankPool) -> None:
+    taken, left, carried = zip(*ranks.run(4, take_groups, None), strict=True)
+    assert taken == ([0, 4], [1, 5], [2], [3])
+    assert left == ([8, 12], [9, 13], [6, 10, 14], [7, 11, 15])
+    assert set(carried) == {Span(10, 6, 15)}

@@ -13,6 +13,7 @@ from leaderless.data.balance import Int, assign
 from leaderless.data.block_routes import HELD, SPARE, WANTED, Meeting, agree
 from leaderless.data.blocks import NUM_LEGS, ROUNDS_PER_LEG, Mesh, Shards, Units, assign_in_blocks, num_messages
 from leaderless.data.crossing import Leg, Result, Talk
+from leaderless.data.parts import by_part
 from leaderless.data.routes import Routes
 from leaderless.planner import Layout, Reshard
 
@@ -133,7 +134,8 @@ def edges(draw: st.DrawFn) -> Edge:
     target_tp = draw(st.sampled_from([1, tp]))
     target = Layout(tuple((3 + 2 * into).tolist()), len(ranks) // target_tp, tp=target_tp)
     count, siblings = draw(st.integers(0, 90)), draw(st.sampled_from([1, 4]))
-    action = Reshard("rollout", "rollout", ("tokens",), source, target, keep_groups=draw(st.booleans()))
+    keep_groups, num_updates = draw(st.booleans()), draw(st.sampled_from([1, 3]))
+    action = Reshard("rollout", "rollout", ("tokens",), source, target, keep_groups, num_updates=num_updates)
     groups = np.arange(count, dtype=np.int64) // siblings * 1000 + 7
     shards = np.sort(generator.integers(0, source.dp, count))
     if draw(st.booleans()):
@@ -193,7 +195,10 @@ def test_blocks_divide_rows_as_one_process_does_that_plays_them_all(edge: Edge) 
     order = np.lexsort((edge.ids, edge.holders))
     units, first, of_row = np.unique(names[order], return_index=True, return_inverse=True)
     costs = np.bincount(of_row, weights=edge.costs[order], minlength=len(units)).astype(np.int64)
-    expected = assign_in_blocks(Units(units, costs, holding[order][first]), meeting.shards)
+    known, whole = np.unique(edge.groups), Units(units, costs, holding[order][first])
+    updates = np.searchsorted(known, edge.groups) * edge.action.num_updates // max(1, len(known))
+    parts = updates[order][first]
+    expected = by_part(parts, lambda chosen: assign_in_blocks(whole.select(chosen), meeting.shards))
     assert owners[order].tolist() == expected[of_row].tolist()
     if edge.action.keep_groups:
         assert all(len(set(owners[edge.groups == group].tolist())) == 1 for group in edge.groups.tolist())

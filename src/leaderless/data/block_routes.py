@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from leaderless.data.balance import Int
 from leaderless.data.blocks import (
@@ -25,7 +26,9 @@ from leaderless.data.blocks import (
     spread,
 )
 from leaderless.data.crossing import Place, Talk
+from leaderless.data.parts import by_part, first_places, parts_of
 from leaderless.data.routes import Routes
+from leaderless.data.selection import select_in_blocks
 from leaderless.planner import Reshard
 
 HELD, SPARE, WANTED = range(3)
@@ -91,7 +94,8 @@ def agree(meeting: Meeting, rank: int, facts: Int, loads: Int | None) -> Talk[Ro
         order = np.argsort(claims[:, ID])
         owners = claims[order, SHARD][np.searchsorted(claims[order, ID], rows[:, ID])]
     else:
-        owners = yield from _assigned(meeting, place, _with_spares(rows, spares), loads)
+        parts = yield from _parts(place, rows[:, GROUP], 1 if loads is not None else action.num_updates)
+        owners = yield from _assigned(meeting, place, _with_spares(rows, spares), parts, loads)
     told, sent = _news(meeting, rows, owners, spares)
     news = yield from place.route(told, sent)
     return _routes(meeting, news, first)
@@ -136,22 +140,39 @@ def _with_spares(rows: Int, spares: Int) -> Int:
     return rows
 
 
-def _assigned(meeting: Meeting, place: Place, rows: Int, loads: Int | None) -> Talk[Int]:
-    """[n] shard of each row at its home: units go to blocks, between blocks, and the answers come back."""
-    shards, here = meeting.shards, place.block
+def _parts(place: Place, groups: Int, num_parts: int) -> Talk[Int]:
+    """[n] part of the step that each row at its home is in, by its group."""
+    if num_parts == 1:
+        return np.zeros_like(groups)
+    _, borders = yield from select_in_blocks(place, np.unique(groups), partial(first_places, num_parts=num_parts))
+    return parts_of(groups, borders)
+
+
+def _assigned(meeting: Meeting, place: Place, rows: Int, parts: Int, loads: Int | None) -> Talk[Int]:
+    """[n] shard of each row at its home: units go to blocks, between blocks, and the answers come back.
+
+    The units of each part, [n] of the rows, are divided for themselves.
+    """
+    shards, here, num_parts = meeting.shards, place.block, meeting.action.num_updates
     names = rows[:, GROUP if meeting.action.keep_groups else ID]
     units, unit_of_row = Units.of(names, rows[:, COST], rows[:, SHARD])
-    origin = np.full_like(units.names, place.number)
-    columns = np.stack([units.names, units.costs, units.holders, origin], axis=1)
+    origin, part_of_unit = np.full_like(units.names, place.number), np.empty_like(units.names)
+    part_of_unit[unit_of_row] = parts
+    columns = np.stack([units.names, units.costs, units.holders, origin, part_of_unit], axis=1)
     begins = first_blocks(units.names, units.holders, shards)
     mine = yield from place.route(place.at(begins), columns)
     block = np.concatenate((yield from place.to_block(mine)))
     begin, end = shards.of_block(here)
     before = np.zeros(end - begin, dtype=np.int64) if loads is None else loads[begin:end]
-    work = (yield from place.across(np.array([block[:, 1].sum() + before.sum()])))[:, 0]
+    mine_by_part = np.bincount(block[:, 4], weights=block[:, 1], minlength=num_parts).astype(np.int64)
+    work = yield from place.across(mine_by_part + before.sum())
 
-    share = -(-int(work.sum()) // shards.count)
-    there = leaving(_units(block).seen_from(shards, here), flows(work, shards, here), share, before)
+    def leaving_of(chosen: NDArray[np.bool_]) -> Int:
+        of_part = work[:, block[chosen, 4][0]]
+        share = -(-int(of_part.sum()) // shards.count)
+        return leaving(_units(block[chosen]).seen_from(shards, here), flows(of_part, shards, here), share, before)
+
+    there = by_part(block[:, 4], leaving_of)
     stay, go = block[there < 0], np.isin(mine[:, 0], block[there >= 0, 0])
     names_left, to = block[there >= 0, 0], there[there >= 0]
     order = np.argsort(names_left)
@@ -159,7 +180,7 @@ def _assigned(meeting: Meeting, place: Place, rows: Int, loads: Int | None) -> T
     arrived = yield from place.route(place.at(to), mine[go])
     block = np.concatenate([stay, *(yield from place.to_block(arrived))])
     block = block[np.argsort(block[:, 0])]
-    owners = divide(_units(block), shards, here, loads) if len(block) else block[:, 0]
+    owners = by_part(block[:, 4], lambda chosen: divide(_units(block[chosen]), shards, here, loads))
     carried = np.concatenate([mine[~go], arrived])
     answers = np.stack([carried[:, 0], owners[np.searchsorted(block[:, 0], carried[:, 0])]], axis=1)
     found = yield from place.route(carried[:, 3], answers)

@@ -20,6 +20,8 @@ HOME, SHARD = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 """Odd multipliers, by which numbers are spread over ranks and over shards, independently of each other."""
 NUM_LEGS = 15
 """Times that a rank sends to the others of its block, or to one of each block, until rows are agreed on."""
+SELECTION_LEGS = 8
+"""Legs until the groups at certain places among all are known."""
 ROUNDS_PER_LEG = 2
 """Sizes, then contents."""
 EVEN = 64
@@ -31,14 +33,14 @@ HOPS_PER_RANK = 3
 """Hops of one gather among all ranks, for each of them: a sum goes round the ring twice, the rows once."""
 
 
-def is_in_blocks(num_ranks: int) -> bool:
-    """Whether agreeing in blocks takes fewer messages, one after the other, than one gather among all ranks."""
-    return num_messages(num_ranks) < HOPS_PER_RANK * (num_ranks - 1)
+def is_in_blocks(num_ranks: int, num_legs: int = NUM_LEGS) -> bool:
+    """Whether some legs in blocks take fewer messages, one after the other, than one gather among all ranks."""
+    return num_messages(num_ranks, num_legs) < HOPS_PER_RANK * (num_ranks - 1)
 
 
-def num_messages(num_ranks: int) -> int:
-    """Messages that a rank sends until all have agreed in blocks."""
-    return NUM_LEGS * ROUNDS_PER_LEG * Mesh(num_ranks).width
+def num_messages(num_ranks: int, num_legs: int = NUM_LEGS) -> int:
+    """Messages that a rank sends in some legs; as many as it takes until rows are agreed on in blocks."""
+    return num_legs * ROUNDS_PER_LEG * Mesh(num_ranks).width
 
 
 @dataclass(frozen=True)

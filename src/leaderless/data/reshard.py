@@ -15,6 +15,7 @@ from leaderless.data.batch import Batch, Jagged
 from leaderless.data.block_routes import HELD, NOTHING, SPARE, WANTED, Meeting, agree
 from leaderless.data.blocks import is_in_blocks
 from leaderless.data.crossing import hold
+from leaderless.data.parts import at_places, by_part, first_places, parts_of
 from leaderless.data.routes import Routes
 from leaderless.data.transfer import Transfer
 from leaderless.data.transport import ProcessGroup
@@ -131,13 +132,27 @@ def agree_at_once(
         for rank, known_ids in spares.items():
             if rank in target:
                 holding[(holding < 0) & np.isin(ids, known_ids)] = target.shard_of(rank)
-        owners = assign(costs, group_ids if action.keep_groups else ids, holding, target.dp, loads)
+        owners = _assigned(action, rows, holding, loads)
         if loads is not None:
             np.add.at(loads, owners, costs)
     holders = np.repeat(np.array(process_group.ranks), counts)
     hosts = {rank: process_group.hosts.get(rank, -1 - rank) for rank in process_group.ranks}
     first = int(holders.min()) if len(holders) else source.ranks[0]
     return Routes(ids, group_ids, holders, owners, source, target, hosts, spares, first)
+
+
+def _assigned(action: Reshard, rows: Int, holding: Int, loads: Int | None) -> Int:
+    """[n] shard of each row, [n, 3] id, group and cost; those of each update are divided for themselves.
+
+    The rows of a window are divided together, as it is not known what is in the others.
+    """
+    ids, group_ids, costs = rows.T
+    units, num_shards = group_ids if action.keep_groups else ids, action.target_layout.dp
+    if action.num_updates == 1 or loads is not None:
+        return assign(costs, units, holding, num_shards, loads)
+    groups = np.unique(group_ids)
+    parts = parts_of(group_ids, at_places(groups, first_places(len(groups), action.num_updates)))
+    return by_part(parts, lambda some: assign(costs[some], units[some], holding[some], num_shards))
 
 
 def agree_in_blocks(

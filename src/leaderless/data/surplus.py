@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from leaderless.data.batch import Batch, with_rows
+from leaderless.data.selection import Span, select
 from leaderless.data.transport import ProcessGroup
 
 
@@ -13,8 +15,8 @@ class Surplus:
 
     def __init__(self, batch: Batch | None = None) -> None:
         self.batch = batch
-        self.carried: list[int] = []
-        """Ids of the groups of all shards that the last step has left, ascending."""
+        self.carried = Span(0)
+        """The groups of all shards that the last step has left."""
 
     def add(self, batch: Batch) -> None:
         """Take in what has come out of a round: whole groups, none of which is here already."""
@@ -33,8 +35,10 @@ class Surplus:
         """
         assert self.batch is not None, "a step takes groups after a round, or those that it has inherited"
         mine = self.batch.group_ids
-        known = torch.unique(torch.cat(process_group.gather(torch.unique(mine), "the groups that were chosen")))
-        self.carried = known[num_groups:].tolist()
-        is_taken = torch.isin(mine, known[:num_groups])
+        what = "the groups that were chosen"
+        num_known, ends = select(process_group, mine.numpy(), lambda count: np.array([num_groups, count - 1]), what)
+        first, last = ends.tolist()
+        self.carried = Span(num_known - num_groups, first, last) if num_known > num_groups else Span(0)
+        is_taken = mine < first
         taken, self.batch = self.batch.select(is_taken), self.batch.select(~is_taken)
         return taken

@@ -39,6 +39,7 @@ class Reshard:
 
     Where groups are kept, samples of one prompt go to one shard. A late entry sends more columns of rows that the
     target layout has already. A spare layout has the same columns from an earlier entry, so that its ranks keep theirs.
+    Where the rows are trained in several updates, the work of each is balanced.
     """
 
     source: str
@@ -49,6 +50,7 @@ class Reshard:
     keep_groups: bool
     is_late: bool = False
     spare_layout: Layout | None = None
+    num_updates: int = 1
 
     @property
     def ranks(self) -> tuple[int, ...]:

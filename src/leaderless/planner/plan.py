@@ -435,7 +435,7 @@ class Plan:
                 facts += [str(layout), columns]
             case Reshard():
                 facts += [str(action.source_layout), str(action.target_layout), action.row_set, action.columns]
-                facts += [action.keep_groups, action.is_late, str(action.spare_layout)]
+                facts += [action.keep_groups, action.is_late, str(action.spare_layout), action.num_updates]
             case Repeat():
                 facts += [str(action.layout), action.num_groups, action.max_rounds]
             case Windowed():

@@ -130,9 +130,18 @@ def _reshards(recipe: Recipe, nodes: Sequence[PlannedNode], source: PlannedNode)
         first = next((node for node in peers if node.row_set == source.name), None)
         is_target = columns or (first is not None and not first.reads)
         if is_target and not layout.holds_rows_like(source.layout):
-            whole = keeps_groups(recipe, nodes, source.row_set_after, layout)
-            reshards.append(Reshard(source.name, source.row_set_after, columns, source.layout, layout, whole))
+            rows = source.row_set_after
+            whole = keeps_groups(recipe, nodes, rows, layout)
+            num_updates = recipe.batch.updates_per_step if _are_trained(nodes, rows, layout) else 1
+            entry = Reshard(source.name, rows, columns, source.layout, layout, whole, num_updates=num_updates)
+            reshards.append(entry)
     return reshards
+
+
+def _are_trained(nodes: Sequence[PlannedNode], row_set: str, layout: Layout) -> bool:
+    """Whether a layout trains on a row set, or on rows that it makes of it."""
+    training = [node for node in nodes if node.spec.role_use == "train" and node.layout.holds_rows_like(layout)]
+    return any(_arrives(nodes, row_set, node.row_set, layout) for node in training)
 
 
 def with_history(nodes: Sequence[PlannedNode], schedule: Sequence[Action], before: list[Action]) -> list[Action]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from leaderless.config import Recipe
 from leaderless.config.run import GuardAction
 from leaderless.data.encode import Tokenizer
+from leaderless.data.parts import first_places, parts_of
+from leaderless.data.selection import select
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.clock import Clock
 from leaderless.observability.episode_files import EpisodeJournal
@@ -189,6 +192,17 @@ class StageContext:
         layout = self.node.layout
         counted = values if layout.represents(self.process_group.rank) else torch.zeros_like(values)
         return self.process_group.sum(counted, f"a sum in node '{self.node.name}'")
+
+    def parts_of(self, group_ids: Tensor, num_parts: int) -> Tensor:
+        """[n] part of each group, if all groups of the node's ranks, by their ids, are cut into parts of even number.
+
+        The ranks call it together; a group may be on several of them.
+        """
+        if num_parts == 1:
+            return torch.zeros_like(group_ids)
+        mine, what = group_ids.numpy(), f"the groups of node '{self.node.name}'"
+        _, borders = select(self.process_group, mine, partial(first_places, num_parts=num_parts), what)
+        return torch.from_numpy(parts_of(mine, borders))
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, each once, from tensors [n, ...] in which n may differ between ranks."""

@@ -43,9 +43,8 @@ def mini_batches(
     Which prompts share an update depends on their ids alone, not on ranks or on the role that is trained. Rows that do
     not count carry no gradient; the aggregation turns the losses of tokens into one number.
     """
-    groups = torch.unique(context.gather(torch.unique(batch.group_ids)))
     num_updates, longest = context.recipe.batch.updates_per_step, context.recipe.rollout.max_response_tokens
-    part = torch.searchsorted(groups, batch.group_ids) * num_updates // max(1, len(groups))
+    part = context.parts_of(batch.group_ids, num_updates)
     for number in range(num_updates):
         rows, chosen = batch.select(part == number), counted.select(part == number)
         counts = response_lengths(rows.jagged("response_mask")), chosen.is_counted

@@ -16,6 +16,7 @@ from leaderless.data.batch import Batch
 from leaderless.data.channel import Inbox, Note, Outbox
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.reshard import reshard
+from leaderless.data.selection import Span, span_of
 from leaderless.data.transport import ProcessGroup, Transport
 from leaderless.observability.clock import State
 from leaderless.observability.line_file import LineFile
@@ -80,11 +81,11 @@ class Channels:
         for journal in self._journals.values():
             journal.cut_after(self._progress.trained)
 
-    def note_surplus(self, group_ids: Sequence[int]) -> None:
-        """Write down which groups wait for the next iteration of the same loop."""
+    def note_surplus(self, carried: Span) -> None:
+        """Write down how many groups wait for the next iteration of the same loop, the first and the last."""
         for channel in self._parts.plan.channels:
             if not channel.transfers:
-                self._note(channel, self._progress.step, {"groups": len(group_ids), "group_ids": list(group_ids)})
+                self._note(channel, self._progress.step, carried._asdict())
 
     def make_room(self) -> None:
         """Wait until another iteration may be begun, whose output will be in flight too."""
@@ -291,22 +292,22 @@ class Channels:
     def _note_rows(self, channel: Channel, iteration: int, held: Held) -> None:
         """Write down which rows go into a channel. The lanes of all ranks that put some in call it together."""
         process_group = self._parts.transport.lane(channel.name, channel.source_ranks)
-        groups, versions, num_rows = _NOTHING, _NOTHING, 0
+        groups, versions, num_rows = _NOTHING, _NO_VERSION, 0
         for action, batch in held.items():
             if not action.source_layout.represents(process_group.rank):
                 continue
-            groups, num_rows = torch.unique(batch.group_ids), len(batch)
-            if "policy_versions" in batch.columns:
-                versions = torch.unique(batch.jagged("policy_versions").values).long()
+            groups, num_rows = batch.group_ids, len(batch)
+            if "policy_versions" in batch.columns and len(values := batch.jagged("policy_versions").values):
+                versions = torch.stack([values.max(), -values.min()]).long()
         what = f"the rows of channel {channel.name}"
-        groups = torch.unique(torch.cat(process_group.gather(groups, what)))
-        versions = torch.unique(torch.cat(process_group.gather(versions, what)))
+        span = span_of(process_group, groups.numpy(), what)
+        newest, oldest = process_group.max(versions, what).tolist()
         facts: dict[str, Json] = {
-            "groups": len(groups),
+            "groups": span.groups,
             "rows": int(process_group.sum(torch.tensor([num_rows]), what)),
-            "first_group": int(groups[0]) if len(groups) else None,
-            "last_group": int(groups[-1]) if len(groups) else None,
-            "policy_versions": [int(versions[0]), int(versions[-1])] if len(versions) else None,
+            "first_group": span.first_group,
+            "last_group": span.last_group,
+            "policy_versions": [-oldest, newest] if newest >= 0 else None,
         }
         self._note(channel, iteration, facts)
 
@@ -316,6 +317,8 @@ class Channels:
 
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
+_NO_VERSION = torch.tensor([-1, torch.iinfo(torch.int64).min])
+"""The newest of no versions, and the oldest, negated."""
 
 
 def between_loops(plan: Plan) -> list[Channel]:

@@ -30,6 +30,7 @@ from leaderless.planner.costs.moves import (
     parcels_of,
     peer_cost,
     put_cost,
+    selection_cost,
     weights_cost,
 )
 from leaderless.planner.costs.rows import Routes, Rows, owners_of, sending_ranks
@@ -132,6 +133,18 @@ def test_a_prompt_stays_away_where_one_of_its_samples_is():
     routes = Routes(rows, np.array([0, 0, 0, 1]), np.array([0, 1, 1, 1]), both, both, is_agreed=False)
     # The second rank has a sample of the second prompt, but none of the first.
     assert moved_bytes(routes, ["tokens", "prompt_tokens"], network(2)) == {(0, 1): 2 * (4 + 8) + 4 + 50 * 8}
+
+
+def test_updates_begin_with_groups_that_ranks_find_from_the_ids_of_their_own():
+    slow = {"coordinator__hop_latency_us": 100.0, "coordinator__hop_bandwidth_gb_per_s": 1e-3}
+    rows = equal_rows(6, siblings=4)
+    holders = np.repeat([0, 1], [12, 12])
+    holders[12] = 0  # of 3 groups and one of another, and of 3
+    few = selection_cost(rows, holders, np.arange(4), network(4, **ONE_A_HOST, **slow))
+    assert few.seconds == pytest.approx(3 * 3 * 100e-6 + 4 * (16 + 4 * 8) / 1e6)
+    many = selection_cost(rows, holders, np.arange(1024), network(1024, **ONE_A_HOST, **slow))
+    messages = 8 * 2 * 32
+    assert many.seconds == pytest.approx(messages * 100e-6 + (4 * 4 * 8 + 8 * messages) / 1e6)
 
 
 def test_rows_without_columns_are_agreed_on_and_send_nothing():

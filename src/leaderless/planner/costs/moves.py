@@ -8,11 +8,19 @@ from math import ceil, log2
 
 import numpy as np
 
-from leaderless.data.blocks import ROUNDS_PER_LEG, Mesh, Shards, is_in_blocks, num_messages
+from leaderless.data.blocks import (
+    NUM_LEGS,
+    ROUNDS_PER_LEG,
+    SELECTION_LEGS,
+    Mesh,
+    Shards,
+    is_in_blocks,
+    num_messages,
+)
 from leaderless.data.routes import Routes as DatabufferRoutes
 from leaderless.planner import SyncWeights
 from leaderless.planner.costs.network import MICRO, Network, Transfer, seconds, sums
-from leaderless.planner.costs.rows import LENGTH_BYTES, Int, Routes
+from leaderless.planner.costs.rows import LENGTH_BYTES, Int, Routes, Rows
 from leaderless.planner.memory import WEIGHT_BUCKET_BYTES
 
 TYPES_BYTES = 24
@@ -23,8 +31,8 @@ FACT_BYTES = 24
 """Id, group and cost of a row, which all ranks gather."""
 ROUTED_BYTES = 56
 """What a rank says of a row, or hears of it, with the rank that it is for."""
-UNIT_BYTES = 32
-"""Number, cost, holder and origin of what a block divides."""
+UNIT_BYTES = 40
+"""Number, cost, holder, origin and update of what a block divides."""
 ID_BYTES = 8
 """Id of a row that a rank holds from before, or wants because it holds others of its columns."""
 SCHEMA_BYTES = 64
@@ -164,6 +172,16 @@ def put_cost(ranks: Int, network: Network) -> Cost:
     return _gathers([TYPES_BYTES], ranks, network)
 
 
+def selection_cost(rows: Rows, holders: Int, ranks: Int, network: Network) -> Cost:
+    """Cost of finding the groups with which the updates of a step begin, from the ids of those that each rank has."""
+    span = int(rows.groups[-1]) + 1
+    most = int(np.bincount(np.unique(holders * span + rows.groups) // span).max())
+    if is_in_blocks(len(ranks), SELECTION_LEGS):
+        num_hops = num_messages(len(ranks), SELECTION_LEGS)
+        return _hops(num_hops, 2 * 2 * ID_BYTES * most + ID_BYTES * num_hops, ranks, network)
+    return _gathers([ID_BYTES * most], ranks, network)
+
+
 def _streaming_seconds(parcels: Parcels, piece: int, network: Network) -> float:
     """Rows that stay are copied first; then buffers are filled and emptied while the round before is sent."""
     link, values, count = network.cluster.links.device, parcels.values, network.num_ranks
@@ -201,7 +219,8 @@ def _agreement_in_blocks(routes: Routes, ranks: Int, network: Network) -> tuple[
         said += int(np.bincount(routes.owners).max())
     heard = _heard(routes)
     routed = 2 * (ROUTED_BYTES * (said + heard) + UNIT_BYTES * 2 * said)
-    num_messages_sent = num_messages(len(ranks))
+    knows_borders = routes.is_agreed or routes.num_updates == 1
+    num_messages_sent = num_messages(len(ranks), NUM_LEGS + SELECTION_LEGS * (not knows_borders))
     num_bytes = routed + UNIT_BYTES * divided + ID_BYTES * num_messages_sent
     return _hops(num_messages_sent, num_bytes, ranks, network), heard + divided, divided
 

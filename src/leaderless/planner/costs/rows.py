@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from leaderless.config import Recipe
 from leaderless.data.balance import assign, is_repeated, sequence_cost
 from leaderless.data.blocks import Mesh, Shards, Units, assign_in_blocks, is_in_blocks
+from leaderless.data.parts import at_places, by_part, first_places, parts_of
 from leaderless.planner import Layout, Load, Plan, PlannedNode, Reshard
 from leaderless.planner.costs.cluster import WorkloadConfig
 from leaderless.planner.schedule import makers
@@ -150,6 +151,7 @@ class Routes:
     source: Layout
     target: Layout
     is_agreed: bool
+    num_updates: int = 1
     spares: Mapping[int, Int] = field(default_factory=dict)
 
 
@@ -227,7 +229,8 @@ class Placement:
         is_agreed, spares = key in self._shards, self._spares(action)
         if not is_agreed:
             self._shards[key] = owners_of(action, rows, holders, spares)
-        return Routes(rows, holders, self._shards[key], action.source_layout, target, is_agreed, spares)
+        shards, num_updates = self._shards[key], action.num_updates
+        return Routes(rows, holders, shards, action.source_layout, target, is_agreed, num_updates, spares)
 
     def _spares(self, action: Reshard) -> dict[int, Int]:
         """For each rank of the target layout, the rows that it has received with the same columns before."""
@@ -264,11 +267,18 @@ def owners_of(action: Reshard, rows: Rows, holders: Int, spares: Mapping[int, In
         known = spares[rank]
         shards[known[shards[known] < 0]] = target.shard_of(rank)
     costs = rows.costs(action.columns, before)
-    if not is_in_blocks(len(action.ranks)):
-        return assign(costs, units, shards, target.dp)
-    joined, unit_of_row = Units.of(units, costs, shards)
-    first_places = np.searchsorted(np.array(action.ranks), np.array(target.ranks)[:: target.ranks_per_shard])
-    return assign_in_blocks(joined, Shards.of(Mesh(len(action.ranks)), first_places))[unit_of_row]
+    groups = np.unique(rows.groups)
+    parts = parts_of(rows.groups, at_places(groups, first_places(len(groups), action.num_updates)))
+    firsts = np.searchsorted(np.array(action.ranks), np.array(target.ranks)[:: target.ranks_per_shard])
+    in_blocks = Shards.of(Mesh(len(action.ranks)), firsts) if is_in_blocks(len(action.ranks)) else None
+
+    def assign_some(chosen: NDArray[np.bool_]) -> Int:
+        if in_blocks is None:
+            return assign(costs[chosen], units[chosen], shards[chosen], target.dp)
+        joined, unit_of_row = Units.of(units[chosen], costs[chosen], shards[chosen])
+        return assign_in_blocks(joined, in_blocks)[unit_of_row]
+
+    return by_part(parts, assign_some)
 
 
 def _shard_of_rank(layout: Layout, last: int) -> Int:

@@ -24,7 +24,7 @@ from leaderless.planner import (
 )
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
-from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, weights_cost
+from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, selection_cost, weights_cost
 from leaderless.planner.costs.network import Float, Network, sums
 from leaderless.planner.costs.rows import Int, Placement, Routes, Rows, Workload, sending_ranks
 from leaderless.planner.memory import FLOAT32_BYTES, number_bytes
@@ -45,7 +45,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Worked:
-    """A node that has run: its rows before and after, with [n] rank that sends each of them.
+    """A node that has run: its rows before and after, with [n] rank that sends each of them, and its number of updates.
 
     The seconds are those of each shard, [dp], once all ranks of the node have begun.
     """
@@ -56,6 +56,7 @@ class Worked:
     rows_after: Rows
     holders_after: Int
     seconds: Float
+    num_updates: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def events_of(plan: Plan, recipe: Recipe, workload: Workload, network: Network) 
                 took = tokenizing_seconds(rows, network.cluster.dataloader.tokens_per_s, shards, layout.dp)
                 events.append(Loaded(action, rows, took, sending_ranks(shards, layout)))
             case RunNode(name):
-                events.append(_work(plan[name], models, placement))
+                events.append(_work(plan[name], models, placement, recipe.batch.updates_per_step))
             case Reshard():
                 events.append(Moved(action, placement.reshard(action)))
             case SyncWeights():
@@ -127,7 +128,7 @@ def _synced(plan: Plan, recipe: Recipe, models: Models, action: SyncWeights) -> 
     return Synced(action, num_parameters * width, is_gathered)
 
 
-def _work(node: PlannedNode, models: Models, placement: Placement) -> Worked:
+def _work(node: PlannedNode, models: Models, placement: Placement, num_updates: int) -> Worked:
     rows, shards = placement.rows(node.row_set), placement.shards(node.row_set, node.layout)
     # What joins rows puts those of one node into a table that holds others, too.
     row_set_after = node.row_set if node.spec.rows == "join" else node.row_set_after
@@ -143,7 +144,7 @@ def _work(node: PlannedNode, models: Models, placement: Placement) -> Worked:
             case "train":
                 took = took + model.training_seconds(rows, shards)
     holders, holders_after = sending_ranks(shards, node.layout), sending_ranks(shards_after, node.layout)
-    return Worked(node, rows, holders, after, holders_after, took)
+    return Worked(node, rows, holders, after, holders_after, took, num_updates)
 
 
 def _model_costs(plan: Plan, recipe: Recipe, network: Network) -> Models:
@@ -269,6 +270,9 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
                 walk.clocks[list(action.layout.ranks)] += np.repeat(seconds, action.layout.ranks_per_shard)
                 walk.hold(action.layout, rows.held_bytes(action.columns), holders)
             case Worked(node=node):
+                if node.spec.role_use == "train" and event.num_updates > 1:
+                    cost = selection_cost(event.rows, event.holders, np.array(node.layout.ranks), network)
+                    walk.together(node.layout.ranks, cost.seconds)
                 walk.work(event)
                 walk.hold(node.layout, event.rows_after.held_bytes(node.writes), event.holders_after)
                 if node.name in traveling and len(node.layout.ranks) > 1:

@@ -1,0 +1,103 @@
+"""Groups of a step in parts, the places of groups among all, and the work of each part."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.recipes import plan_of
+from tests.unit.test_block_routes import Heard, play
+
+from leaderless.data import reshard as ways
+from leaderless.data.balance import Int
+from leaderless.data.batch import Batch, Jagged
+from leaderless.data.blocks import ROUNDS_PER_LEG, SELECTION_LEGS, Mesh, is_in_blocks, num_messages
+from leaderless.data.crossing import Place
+from leaderless.data.parts import NO_GROUP, at_places, first_places, parts_of
+from leaderless.data.selection import Span, select_in_blocks, span_of
+from leaderless.data.transport import ProcessGroup
+from leaderless.planner import Layout, Reshard, flat
+
+
+@given(st.sets(st.integers(0, 1000), max_size=30), st.integers(1, 9))
+def test_group_number_i_is_in_part_i_times_parts_by_groups(chosen: set[int], num_parts: int) -> None:
+    groups = np.array(sorted(chosen), dtype=np.int64)
+    borders = at_places(groups, first_places(len(groups), num_parts))
+    assert parts_of(groups, borders).tolist() == [i * num_parts // len(groups) for i in range(len(groups))]
+
+
+@given(st.data())
+def test_each_rank_of_a_few_or_many_finds_the_groups_at_the_same_places(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 40))
+    ids = st.sets(st.one_of(st.integers(0, 20), st.integers(0, 2**45)), max_size=8)
+    mine = [np.array(sorted(data.draw(ids)), dtype=np.int64) for _ in range(num_ranks)]
+    count = data.draw(st.integers(2, 5))
+    every = np.unique(np.concatenate(mine))
+    mesh, places = Mesh(num_ranks), partial(first_places, num_parts=count)
+    found = play([select_in_blocks(Place(mesh, number), one, places) for number, one in enumerate(mine)])
+    expected = at_places(every, first_places(len(every), count)).tolist()
+    assert [(known, some.tolist()) for known, some in found] == [(len(every), expected)] * num_ranks
+
+
+def test_what_a_rank_hears_of_groups_grows_with_the_root_of_the_ranks() -> None:
+    def heard(num_ranks: int) -> Heard:
+        note, mesh, places = Heard(), Mesh(num_ranks), partial(first_places, num_parts=4)
+        mine = [np.arange(8, dtype=np.int64) + 8 * number for number in range(num_ranks)]
+        play([select_in_blocks(Place(mesh, number), one, places) for number, one in enumerate(mine)], note)
+        return note
+
+    small, large = heard(64), heard(1024)
+    assert small.legs == large.legs == SELECTION_LEGS
+    assert large.messages <= 4.5 * small.messages
+    assert large.numbers <= 4.5 * small.numbers
+    assert ROUNDS_PER_LEG * large.messages <= num_messages(1024, SELECTION_LEGS)
+    assert not is_in_blocks(8, SELECTION_LEGS)
+    assert is_in_blocks(64, SELECTION_LEGS)
+
+
+def test_a_span_names_the_ends() -> None:
+    alone = ProcessGroup((0,), 0)
+    assert span_of(alone, np.array([7, 3, 7, 5]), "groups") == Span(3, 3, 7)
+    assert span_of(alone, np.empty(0, dtype=np.int64), "groups") == Span(0)
+    assert at_places(np.array([4, 6]), np.array([0, 1, 2, 9])).tolist() == [4, 6, NO_GROUP, NO_GROUP]
+
+
+def rows_for(num_updates: int, loads: Int | None = None) -> tuple[Int, Int, Int]:
+    """Group, cost and owner of rows that one rank gives to eight others, as all at once find it."""
+    lengths = np.random.default_rng(3).integers(1, 500, 256)
+    ids = torch.arange(256)
+    tokens = Jagged(torch.zeros(int(lengths.sum()), dtype=torch.int64), torch.from_numpy(lengths), "tokens")
+    held = Batch(ids, {"tokens": tokens})
+    layouts = Layout((0,), 1), Layout(tuple(range(1, 9)), 8)
+    action = Reshard("rollout", "rollout", ("tokens",), *layouts, keep_groups=False, num_updates=num_updates)
+    routes = ways.agree_at_once(action, ProcessGroup((0,), 0), held, None, None, loads)
+    return routes.ids, lengths, routes.owners
+
+
+def fullest(parts: Int, costs: Int, owners: Int) -> float:
+    """Work of the fullest shards of all parts, in that of the means."""
+    most = sum(np.bincount(owners[parts == part], weights=costs[parts == part]).max() for part in np.unique(parts))
+    return float(most * 8 / costs.sum())
+
+
+def test_each_update_has_even_work_where_rows_are_for_several() -> None:
+    ids, costs, owners = rows_for(4)
+    assert fullest(ids * 4 // 256, costs, owners) < 1.02
+    assert fullest(ids * 4 // 256, costs, rows_for(1)[2]) > 1.2, "what only the whole step is balanced for"
+    assert fullest(np.zeros_like(ids), costs, owners) < 1.02
+    assert fullest(np.zeros_like(ids), costs, rows_for(4, np.zeros(8, dtype=np.int64))[2]) < 1.02, "in a window"
+
+
+@pytest.mark.parametrize(("num_updates", "settings"), [(1, {}), (4, {"batch": {"updates_per_step": 4}})])
+def test_rows_are_divided_by_update_where_they_are_trained(num_updates: int, settings: dict[str, object]) -> None:
+    layout = {"rollout": {"ranks": "0-1"}, "reference": {"ranks": "2"}, "policy": {"ranks": "3"}}
+    plan = plan_of("grpo", 4, algorithm={"kl": {"coefficient": 0.1}}, layout=layout, **settings)
+    found = {
+        entry.target_layout.ranks: entry.num_updates for entry in flat(plan.schedule) if isinstance(entry, Reshard)
+    }
+    assert found.pop((3,)) == num_updates
+    assert set(found.values()) <= {1}
