@@ -61,6 +61,16 @@ def test_a_step_is_estimated_for_readers_and_for_programs(ranks: RankPool, folde
     assert not (folder / "runs").exists(), "nothing is started"
 
 
+def test_numbers_of_workers_are_compared(ranks: RankPool, folder: Path) -> None:
+    command = ("simulate", "recipe.yaml", "--cluster=cluster.yaml", "--world-size=4,16", "--prompts-per-rank=2")
+    few, many = json.loads(succeed(ranks, folder, *command, "--json"))
+    assert (few["world_size"], many["world_size"]) == (4, 16)
+    alone = succeed(ranks, folder, *command[:3], "--world-size=16", "--json", "batch.prompts_per_step=32")
+    assert json.loads(alone) == many, "two prompts for each"
+    speeds = [one["estimate"]["tokens_per_s"] / one["world_size"] for one in (few, many)]
+    assert f"{speeds[1] / speeds[0]:.1%}" in succeed(ranks, folder, *command)
+
+
 def test_a_wrong_cluster_file_is_placed(ranks: RankPool, folder: Path) -> None:
     text = (folder / "cluster.yaml").read_text()
     (folder / "cluster.yaml").write_text(text.replace("interfaces: 8", "interface: 8"))
@@ -74,6 +84,7 @@ def test_a_wrong_cluster_file_is_placed(ranks: RankPool, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--world-size=8,0"], "--world-size: is '8,0', but must be a number of workers, or several"),
         (["--world-size=3"], "recipe.yaml:7: layout.rollout.ranks: share '0%-50%': 50% of 3 ranks is no whole number"),
         (["--world-size=512"], "fewer than the 256 data-parallel ranks of node 'rollout'"),
         (["models.policy=/no/model", "--world-size=8"], "models.policy: the size of '/no/model' is not known"),

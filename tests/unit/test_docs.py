@@ -23,6 +23,7 @@ import yaml
 import leaderless
 from leaderless import Run
 from leaderless.cli.main import app
+from leaderless.cli.simulate import world_sizes
 from leaderless.config import Recipe, load_recipe, load_section
 from leaderless.config.source import Setting, apply_overrides, read_yaml
 from leaderless.planner.costs.cluster import ClusterConfig
@@ -236,7 +237,12 @@ def test_commands_are_taken_and_can_be_planned(place: str, words: list[str], mon
         needed = max((int(rank) + 1 for rank in named), default=1)
         if name == "simulate":
             assert load_section(params["cluster"], ClusterConfig).name
-        Run(target, *overrides).plan(params.get("world_size") or max(params.get("workers") or 1, needed))
+            world_size = max(world_sizes(params["world_size"]))
+            if params["prompts_per_rank"] is not None:
+                overrides = [*overrides, f"batch.prompts_per_step={world_size * params['prompts_per_rank']}"]
+        else:
+            world_size = params.get("world_size") or max(params.get("workers") or 1, needed)
+        Run(target, *overrides).plan(world_size)
     elif params.get("overrides"):
         source = read_yaml(ROOT / "recipes/quickstart/grpo.yaml")
         Recipe.model_validate(apply_overrides(source, params["overrides"]).settings)

@@ -11,12 +11,13 @@ import typer
 from rich.markup import escape
 
 from leaderless.cli.env import env
-from leaderless.cli.plan import plan, schema, simulate
+from leaderless.cli.plan import plan, schema
 from leaderless.cli.profile import profile
 from leaderless.cli.results import evaluate, export, report
 from leaderless.cli.retriever import retriever
 from leaderless.cli.reward import reward
 from leaderless.cli.serve import serve
+from leaderless.cli.simulate import simulate
 from leaderless.cli.template import template
 from leaderless.cli.train import train
 from leaderless.observability.console import errors

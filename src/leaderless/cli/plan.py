@@ -1,19 +1,17 @@
-"""Commands that start nothing: `leaderless plan`, `leaderless simulate` and `leaderless schema`."""
+"""Commands that start nothing: `leaderless plan` and `leaderless schema`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from leaderless.config import Recipe, load_section
+from leaderless.config import Recipe
 from leaderless.observability.console import console, print_json, print_path
 from leaderless.observability.run_directory import write_atomically
-from leaderless.planner.auto.profile import read_profile
-from leaderless.planner.auto.show import choice_to_json, print_choice, print_predicted
-from leaderless.run.planned import located, plan_training
+from leaderless.planner.auto.show import choice_to_json, print_choice
+from leaderless.run.planned import plan_training
 from leaderless.run.run import Run
 from leaderless.supervision.limits import read_limits
 
@@ -65,50 +63,6 @@ def plan(
             print_choice(whole.choice, console)
     if picture is not None and not as_json:
         print_path("picture", picture)
-
-
-def simulate(
-    target: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the folder of a run.")],
-    cluster: Annotated[Path | None, typer.Option(help="File with the constants of the machines.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="File with measured seconds instead: a profile.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="Settings as section.key=value.")] = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    layout: Annotated[str, LAYOUT] = "",
-) -> None:
-    """Estimate the time of a step from constants of machines or from measured seconds; start nothing."""
-    from leaderless.planner.costs.cluster import ClusterConfig
-    from leaderless.planner.costs.rows import sample_workload, samplers_of
-    from leaderless.planner.costs.step import estimate_step
-    from leaderless.planner.show import estimate_to_json, print_estimate
-
-    if (cluster is None) == (profile is None):
-        raise typer.BadParameter(
-            "give one of --cluster, a file of constants, and --profile, a file of measured seconds"
-        )
-    constants = None if cluster is None else load_section(cluster, ClusterConfig)
-    run = Run(target, *with_layout(overrides, layout))
-    whole = plan_training(run.loaded, world_size)
-    planned = whole.plan
-    if constants is None:
-        assert profile is not None
-        with located(run.loaded):
-            from leaderless.planner.auto.choose import predict_step  # it imports numpy
-
-            predicted = predict_step(whole.recipe, planned, read_profile(profile))
-        if as_json:
-            print_json(asdict(predicted))
-        else:
-            print_predicted(predicted, console)
-        return
-    with located(run.loaded):
-        agents = [node.node.role for node in samplers_of(planned)]
-        workload = sample_workload(whole.recipe, constants.workload, agents)
-        estimate = estimate_step(planned, whole.recipe, workload, constants)
-    if as_json:
-        print_json(estimate_to_json(planned, estimate, constants))
-    else:
-        print_estimate(planned, estimate, constants, console)
 
 
 def schema() -> None:

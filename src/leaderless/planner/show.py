@@ -80,13 +80,42 @@ def print_estimate(plan: Plan, estimate: Estimate, cluster: ClusterConfig, conso
         "rows in memory": f"{format_bytes(estimate.process_bytes)} in the busiest process",
     }
     _print(console, _table("", "", rows=[(Text(title, "bold"), value) for title, value in rows.items()]))
+    _print_what_is_too_large(plan, estimate, cluster, console)
+
+
+def print_estimates(found: Sequence[tuple[Plan, Estimate]], cluster: ClusterConfig, console: Console) -> None:
+    """Print what a step would take on different numbers of ranks, and the tokens of a rank compared with the first."""
+    head = f"  on {cluster.name}: a model, not a measurement\n"
+    _print(console, Text.assemble((found[0][0].recipe_name, "bold"), head))
+    speeds = [estimate.tokens_per_s / plan.world_size for plan, estimate in found]
+    rows = [
+        (
+            f"{plan.world_size:,}",
+            f"{estimate.seconds:.1f} s",
+            f"{estimate.tokens_per_s:,.0f}",
+            f"{speed:,.0f}",
+            f"{speed / speeds[0]:.1%}",
+            f"{estimate.transition_seconds:.2f} s",
+            format_bytes(estimate.process_bytes),
+        )
+        for (plan, estimate), speed in zip(found, speeds, strict=True)
+    ]
+    titles = ("ranks", "a step", "tokens/s", "a rank", "share", "moving rows", "rows in memory")
+    _print(console, _table(*titles, rows=rows, right=range(len(titles))))
+    for plan, estimate in found:
+        _print_what_is_too_large(plan, estimate, cluster, console, f"{plan.world_size:,} ranks: ")
+
+
+def _print_what_is_too_large(
+    plan: Plan, estimate: Estimate, cluster: ClusterConfig, console: Console, head: str = ""
+) -> None:
     held = plan.memory.accelerator.peak if plan.memory else 0
     for what, needed, part, there in (
         ("models and activations", held, "device", cluster.device.memory_gib),
         ("rows", estimate.host_bytes, "host", cluster.host.memory_gib),
     ):
         if needed > there * GIB:
-            line = f"{what} take {format_bytes(needed)} of a {part}, which has {there:g} GiB"
+            line = f"{head}{what} take {format_bytes(needed)} of a {part}, which has {there:g} GiB"
             _print(console, Text(line, "yellow"))
 
 

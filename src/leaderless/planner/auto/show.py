@@ -26,9 +26,10 @@ def print_choice(choice: Choice, console: Console) -> None:
         console.print(f"not possible: {candidate}: {why}", highlight=False, markup=False)
 
 
-def print_predicted(predicted: Predicted, console: Console) -> None:
-    """Print the seconds of a step, and those of its nodes."""
-    table = Table(title=f"a step: {predicted.seconds:.3g} s ±{predicted.error:.0%}", title_justify="left", box=None)
+def print_predicted(predicted: Predicted, console: Console, head: str = "") -> None:
+    """Print the seconds of a step, and those of its nodes, after a head."""
+    title = f"{head}a step: {predicted.seconds:.3g} s ±{predicted.error:.0%}"
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("node")
     table.add_column("seconds of the slowest rank", justify="right")
     for name, seconds in predicted.nodes.items():
