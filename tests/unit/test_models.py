@@ -20,6 +20,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.models.attention import PackedAttention
 from leaderless.models.causal_lm import CausalLM, load_causal_lm
 from leaderless.models.decoder import ALIGNMENT_BYTES
+from leaderless.models.recomputing import recompute_layers
 from leaderless.models.support import check_supported
 from leaderless.training import sharded
 from leaderless.training.fsdp import FsdpEngine
@@ -83,6 +84,8 @@ def test_packed_sequences_get_the_logits_of_transformers(tmp_path: Path, name: s
 
 REFUSED = {
     "alibi": transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+    "attention that cannot be replaced": transformers.GPTJConfig(rotary_dim=4, **SMALL),
+    "a mask of its own": transformers.DogeConfig(**SIZES),
     "attention of its own": transformers.CodeGenConfig(rotary_dim=4, **SMALL),
     "state that runs through the pass": transformers.RwkvConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=256
@@ -118,8 +121,10 @@ def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused() -> None
         check_supported(model, "models.policy")
 
 
-def test_a_sequence_longer_than_the_sliding_window_is_refused(tmp_path: Path) -> None:
-    model = load_causal_lm(saved(tmp_path, transformers.MistralConfig(sliding_window=20, **SIZES)), "policy")
+@pytest.mark.parametrize("family", [transformers.MistralConfig, transformers.PhimoeConfig])
+def test_a_sequence_longer_than_the_sliding_window_is_refused(tmp_path: Path, family: type[PretrainedConfig]) -> None:
+    # PhiMoE has a window, but does not pass it on to its attention.
+    model = load_causal_lm(saved(tmp_path, family(sliding_window=20, **SIZES)), "policy")
     packed_logits(model, [torch.arange(20), torch.arange(15)])
     with pytest.raises(RuntimeError, match="21 tokens is longer than the model's sliding window of 20"):
         packed_logits(model, [torch.arange(21)])
@@ -170,10 +175,44 @@ def test_activations_are_recomputed_from_the_first_pass_on() -> None:
     assert calls == len(layers)
 
 
-def test_there_is_no_dropout(tmp_path: Path) -> None:
-    engine = engine_of(saved(tmp_path, transformers.GPT2Config(resid_pdrop=0.5, embd_pdrop=0.5, **SMALL)))
+NOISY = {
+    "dropout of modules": transformers.GPT2Config(resid_pdrop=0.5, embd_pdrop=0.5, **SMALL),
+    "dropout of functions": transformers.Starcoder2Config(residual_dropout=0.5, embedding_dropout=0.5, **SIZES),
+    "layers that are skipped": transformers.OPTConfig(
+        layerdrop=0.5,
+        ffn_dim=64,
+        word_embed_proj_dim=32,
+        **{k: v for k, v in SIZES.items() if k != "intermediate_size"},
+    ),
+    "noise on a router": transformers.MixtralConfig(router_jitter_noise=0.5, num_local_experts=4, **SIZES),
+    "experts that are drawn": transformers.PhimoeConfig(input_jitter_noise=0.5, num_local_experts=4, **SIZES),
+}
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("name", NOISY)
+def test_training_adds_no_noise(tmp_path: Path, name: str, *, gradient_checkpointing: bool) -> None:
+    path = saved(tmp_path, NOISY[name]).path
+    plain = engine_of(ModelConfig(path=path))
+    engine = engine_of(ModelConfig(path=path, gradient_checkpointing=gradient_checkpointing))
     batch = random_samples([(3, 5), (4, 6)])
-    assert torch.equal(engine.log_probs(batch).values, engine.log_probs(batch).values)
+    for trained in (plain, engine):
+        trained.model.train(trained is engine)
+        add_gradients(trained, batch, lambda outputs, _: -outputs.log_probs.sum())
+    assert torch.equal(engine.log_probs(batch).values, plain.log_probs(batch).values)
+    pairs = zip(engine.model.parameters(), plain.model.parameters(), strict=True)
+    gradients = [(one.grad, other.grad) for one, other in pairs if one.grad is not None and other.grad is not None]
+    assert gradients
+    assert all(torch.equal(one, other) for one, other in gradients)
+
+
+def test_a_family_that_recomputes_no_activations_says_so(tmp_path: Path) -> None:
+    config = saved(tmp_path, transformers.GPT2Config(**SMALL))
+    model = load_causal_lm(config, "policy").model
+    for layer in model.base_model.h:
+        layer.__class__ = type(layer.__class__.__name__, (torch.nn.Module,), {})
+    with pytest.raises(RecipeError, match="models of type gpt2 cannot recompute activations: set it to false"):
+        recompute_layers(model, "models.policy")
 
 
 def test_weights_lie_at_the_same_alignment_in_every_process(tmp_path: Path) -> None:

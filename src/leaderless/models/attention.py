@@ -44,24 +44,33 @@ class Attention(Protocol):
         """
 
 
-def _attention_function(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001
-    *,
-    scaling: float,
-    attention: Attention,
-    sliding_window: int | None = None,
-    **kwargs: object,
-) -> tuple[Tensor, None]:
-    """Attend on behalf of `transformers`, which calls this in each layer with [1, heads, T, head_dim] tensors."""
+def check_window(sliding_window: int | None, attention: Attention) -> None:
+    """Refuse a pass in which a sequence is longer than the window of a model, if it has one, in tokens."""
     if sliding_window is not None and attention.longest > sliding_window:
         raise RuntimeError(
             f"a sequence of {attention.longest} tokens is longer than the model's sliding window of {sliding_window}, "
             "which is not supported: lower data.max_prompt_tokens or rollout.max_response_tokens"
         )
+
+
+def _attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    attention: Attention | None = None,
+    sliding_window: int | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attend on behalf of `transformers`, which calls this in each layer with [1, heads, T, head_dim] tensors."""
+    if attention is None:
+        raise RuntimeError("the layers do not pass on what their attention needs")
+    if attention_mask is not None:
+        raise RuntimeError("attention with a mask that the model makes is not supported")
+    check_window(sliding_window, attention)
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise RuntimeError(f"attention with {name} is not supported")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 from leaderless.config import RecipeError
 from leaderless.config.models import ModelConfig
 from leaderless.data.hub import unreachable_hub
-from leaderless.models.attention import ATTENTION_NAME, Attention
+from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
+from leaderless.models.recomputing import recompute_layers, recomputed_layers
 from leaderless.models.support import check_supported
 
 ALIGNMENT_BYTES = 64
@@ -38,6 +39,10 @@ class Decoder(nn.Module):
         """Wrap a model that was loaded with this package's attention; weights keep their names."""
         super().__init__()
         self.model = model
+        # Not every family passes its window on to its attention. Where layers have types, all have full attention.
+        described = model.config.get_text_config()
+        has_types = getattr(described, "layer_types", None) is not None
+        self._sliding_window: int | None = None if has_types else getattr(described, "sliding_window", None)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, attention: Attention, select: Tensor) -> Tensor:
         """Compute hidden states [R, hidden_size] of selected tokens, in the type in which the layers compute.
@@ -45,11 +50,23 @@ class Decoder(nn.Module):
         Tokens are [T] int64, sequences one after the other, positions [T] int64 their places in the sequence, and
         `select` [R] int64 the indices of the selected ones.
         """
+        check_window(self._sliding_window, attention)
         output = self.model.base_model(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention=attention
         )
         hidden: Tensor = output.last_hidden_state.squeeze(0).index_select(0, select)
         return hidden
+
+    def train(self, mode: bool = True) -> Self:
+        """Let layers recompute their activations in a backward pass, if they were asked to; the mode changes no number.
+
+        A policy that is trained must be the one that sampled. In the training mode of `transformers`, dropout, noise on
+        routers and skipped layers would make every pass another model, so layers stay in its evaluation mode.
+        """
+        super().train(False)
+        for layer in recomputed_layers(self):
+            layer.training = mode
+        return self
 
     def float32_modules(self) -> list[nn.Module]:
         """List modules that always compute in float32."""
@@ -113,7 +130,9 @@ def load_decoder(
             )
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
-        raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {error}{unreachable}") from error
+        is_fixed = isinstance(error, KeyError) and error.args == (ATTENTION_NAME,)
+        reason = "its family is not supported, since its attention is fixed" if is_fixed else f"{error}{unreachable}"
+        raise RecipeError.at(key, f"'{config.path}' cannot be loaded: {reason}") from error
     if info["mismatched_keys"]:
         name, saved, expected = sorted(info["mismatched_keys"])[0]
         sizes = f"its {name} is {tuple(saved)}, but its config.json asks for {tuple(expected)}"
@@ -126,7 +145,7 @@ def load_decoder(
         if name in missing:
             nn.init.zeros_(parameter)
     check_supported(model, key)
-    _prepare(model, gradient_checkpointing=config.gradient_checkpointing)
+    _prepare(model, key, gradient_checkpointing=config.gradient_checkpointing)
     return model
 
 
@@ -161,7 +180,7 @@ def empty_decoder(auto_class: type[AutoModel], config: ModelConfig, role: str) -
             trust_remote_code=config.trust_remote_code,
         )
     model.requires_grad_(False)
-    _prepare(model.eval(), gradient_checkpointing=False)
+    _prepare(model.eval(), f"models.{role}", gradient_checkpointing=False)
     return model
 
 
@@ -212,16 +231,11 @@ def _loading() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _prepare(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+def _prepare(model: PreTrainedModel, key: str, *, gradient_checkpointing: bool) -> None:
     """Make a model compute the same in every process, and in training, sampling and scoring."""
     for tensor in (*model.parameters(), *model.buffers()):
         # Kernels may add up in another order at addresses that depend on the heap: put weights where torch would.
         if not tensor.is_meta and tensor.data_ptr() % ALIGNMENT_BYTES:
             tensor.data = tensor.data.clone()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     if gradient_checkpointing:
-        # The name of the method depends on the version of `transformers`.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        recompute_layers(model, key)

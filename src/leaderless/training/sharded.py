@@ -58,7 +58,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """
         super().__init__(process_group, device, micro_batch_tokens)
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
-        # Activations are recomputed in training mode only. Without dropout the modes do not differ otherwise.
+        # Activations are recomputed in training mode only; the modes do not differ otherwise.
         self.model = model.train(optimizer is not None)
         self.policy_version = 0
         self._optimizer_config, self._num_updates = optimizer, num_updates
