@@ -11,29 +11,35 @@ import pytest
 from tests.distributed.ranks import RankPool
 from tests.loops import NUM_STEPS, PROMPTS, RESPONSES, UPDATES, Runs, Seen, Stop, assert_same, numbers
 
-from leaderless.environments.protocol import Environment, Observation, Task, Turn
+from leaderless.environments.protocol import Environment, EpisodeFailed, Observation, Task, Turn
 
 CHANNEL = {"capacity": 1, "mode": "continuous"}
 EPISODES: dict[str, object] = {
     "environment": {"type": f"{__name__}:Echo", "max_turns": 4, "max_episode_tokens": 30, "concurrency": 6},
     "reward": {},
+    "evaluation": {"every_steps": 0},
     "data.max_prompt_tokens": 8,
     "batch.micro_batch_tokens": 128,
 }
 
 
 class Echo(Environment):
-    """Says back the last character it was told, with a random one; answers take another while in each run."""
+    """Says back the last character it was told, with a number that nobody can foretell, after a time of its own."""
 
-    def reset(self, task: Task, rng: Random) -> Observation:
-        self.rng, self.turn, self.delays = rng, 0, Random()
-        return f"{task['question']}{rng.randrange(10)}"
+    def __init__(self, *, is_gone: bool = False) -> None:
+        self.is_gone = is_gone
+
+    def reset(self, task: Task, rng: Random) -> Observation:  # noqa: ARG002
+        if self.is_gone:
+            raise EpisodeFailed("there is no environment any more")
+        self.chance, self.turn = Random(), 0
+        return f"{task['question']}{self.chance.randrange(10)}"
 
     def act(self, text: str) -> Turn:
-        time.sleep(0.05 * self.delays.random())
+        time.sleep(0.05 * self.chance.random())
         self.turn += 1
         done = self.turn == 1 + ord(text[:1] or "0") % 3
-        return Turn(f"{text[-1:]}{self.rng.randrange(10)}", reward=float(len(set(text))), done=done)
+        return Turn(f"{text[-1:]}{self.chance.randrange(10)}", reward=self.chance.random(), done=done)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,9 @@ def test_episodes_are_played_across_updates_and_can_be_followed(runs: Runs) -> N
     assert groups == set(range(NUM_STEPS * PROMPTS))
     kinds = {event[1] for line in lines(runs, "played") for event in line["events"]}  # type: ignore[attr-defined]
     assert {"ask", "end", "weights"} <= kinds
-    again = runs(2, 1, channel, "played-again", **EPISODES, **{"run.follow": "played"})
+    again = runs(
+        2, 1, channel, "played-again", **EPISODES, **{"environment.options": {"is_gone": True}, "run.follow": "played"}
+    )
     assert_same(again, played)
     assert lines(runs, "played-again") == lines(runs, "played")
 

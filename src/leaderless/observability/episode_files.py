@@ -17,10 +17,11 @@ from leaderless.observability.run_directory import RunDirectory
 
 Kind = Literal["step", "evaluation"]
 """Episodes of a training step, or of the evaluation after it."""
-What = Literal["played", "graded"]
-"""What is known after the rollout, or after the rewards."""
+What = Literal["asked", "played", "graded"]
+"""What episodes have asked of an engine that generates continuously; what is known after the rollout, or after the
+rewards."""
 _FOLDER = re.compile(r"(step|evaluation)-(\d+)")
-_FILE = re.compile(r"(played|graded)\.rank-(\d+)\.jsonl\.gz")
+_FILE = re.compile(r"(asked|played|graded)\.rank-(\d+)\.jsonl\.gz")
 
 
 class EpisodeFile(NamedTuple):
@@ -56,14 +57,14 @@ class EpisodeJournal:
         """
         if not self._kept_steps:
             return
-        self._finish()
+        self.flush()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "episode journal")
         self._writing = self._thread.submit(self._write, kind, step, what, make)
 
     def forget(self, step: int, evaluated: int, is_own: Callable[[int], bool]) -> None:
         """Drop what ranks, for which a function says that it is due, have written of later steps and evaluations."""
-        self._finish()
+        self.flush()
         last = {"step": step, "evaluation": evaluated}
         for file in episode_files(self._directory.episodes):
             if file.step > last[file.kind] and is_own(file.rank):
@@ -72,11 +73,12 @@ class EpisodeJournal:
 
     def close(self) -> None:
         """Write out what is left."""
-        self._finish()
+        self.flush()
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _finish(self) -> None:
+    def flush(self) -> None:
+        """Wait until what was given is in the files."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from leaderless.config import Recipe
+from leaderless.config import Json, Recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.batch import Batch, make_sample_ids
 from leaderless.data.errors import memory_explained
@@ -30,9 +30,9 @@ class Advance(NamedTuple):
     is_finished: bool
 
 
-EventKind = Literal["weights", "ask", "drop", "forget", "end"]
-"""Weights of an iteration are taken; of episodes, a response is asked for, or not wanted any more, a conversation is
-forgotten, or an episode has ended."""
+EventKind = Literal["weights", "cancel", "ask", "drop", "forget", "end"]
+"""Weights of an iteration are taken, or a group is given up; of episodes, a response is asked for, or not wanted any
+more, a conversation is forgotten, or an episode has ended."""
 
 
 @dataclass
@@ -42,16 +42,20 @@ class Events:
     Attributes:
         steps: Steps that the engine has taken.
         happened: What has happened in this line of the journal: the steps before, the kind, and what it is about.
+        facts: What else has to be known of some of these, to do it again without those who wanted it, in order.
         expected: The same of the line that is followed; None without one.
     """
 
     steps: int = 0
     happened: list[list[int | str]] = field(default_factory=list)
+    facts: list[Mapping[str, Json]] = field(default_factory=list)
     expected: Sequence[Sequence[int | str]] | None = None
 
-    def note(self, kind: EventKind, about: int) -> None:
+    def note(self, kind: EventKind, about: int, facts: Mapping[str, Json] | None = None) -> None:
         """Note that something happens now."""
         self.happened.append([self.steps, kind, about])
+        if facts is not None:
+            self.facts.append({kind: about, **facts})
 
     def due(self) -> tuple[str, int] | None:
         """What has to happen before the next step, by the line that is followed: its kind, and what it is about."""

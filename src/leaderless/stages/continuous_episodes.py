@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from leaderless.config import Recipe
 from leaderless.data.batch import Batch
@@ -27,23 +27,15 @@ from leaderless.environments.registry import environment_class, world_maker
 from leaderless.environments.tools.use import own_tool_use
 from leaderless.observability.clock import Clock
 from leaderless.online.pump import Order, settle
-from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
+from leaderless.rollout.engine import Completion, Request, SamplingParams
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.continuous import Advance, EventKind, Events, Tally
+from leaderless.stages.continuous_orders import EngineWork, Orders, Wish
 from leaderless.stages.play import places_of, writer_of
 from leaderless.stages.played import Play, sampled_in
 
 News = tuple[EventKind, int]
 """What the thread of the episodes tells: a kind, and what it is about."""
-
-
-@dataclass
-class EngineWork:
-    """See `Work`: what the engine has done for episodes since the last share."""
-
-    busy_s: float = 0.0
-    known_tokens: int = 0
-    cached_tokens: int = 0
 
 
 class QueuePump:
@@ -65,7 +57,7 @@ class QueuePump:
         """Sample one response."""
         request = Request(prompt, [sample_id], conversation=conversation)
         order = Order(prompt, sample_id, params, asyncio.get_running_loop().create_future(), Completion())
-        self.tell("ask", sample_id, (order, request, known_tokens))
+        self.tell("ask", sample_id, Wish(request, params, known_tokens, partial(settle, order)))
         try:
             return await order.answer
         except asyncio.CancelledError:
@@ -92,6 +84,15 @@ class QueuePump:
         self._is_there.wait(BEAT_S)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """An episode that has ended: its group, its place there, and what was played or why that cannot be said."""
+
+    group: int
+    index: int
+    outcome: Episode | Exception
+
+
 @dataclass
 class _Group:
     """The episodes of a task, in the order of their places."""
@@ -106,7 +107,6 @@ class EpisodeField:
 
     Attributes:
         tally: What has been generated since it was last set.
-        work: What the engine has done since the last share.
     """
 
     def __init__(
@@ -117,7 +117,6 @@ class EpisodeField:
         tokenizer: Tokenizer,
         role: str,
         events: Events,
-        beat: Callable[[], None],
         clock: Clock,
     ) -> None:
         """Have nothing under way.
@@ -129,13 +128,13 @@ class EpisodeField:
             tokenizer: Tokenizer of the policy.
             role: Role that samples.
             events: What happens between the steps of the engine, which are counted there.
-            beat: Function that is called as a sign of life.
             clock: Clock of the rank.
         """
         config = recipe.environment
         assert config is not None, "episodes are played in an environment"
-        self._engine, self._recipe, self._play, self._role = engine, recipe, play, role
-        self._events, self._beat, self._clock = events, beat, clock
+        self._recipe, self._play, self._role = recipe, play, role
+        self._events, self._clock = events, clock
+        self._orders = Orders(engine, events, play.distributions)
         self._tokenizer = copy.deepcopy(tokenizer)  # the other threads use theirs
         sets = list(recipe.data.train_sets().values())
         is_chat = any(writer_of(self._tokenizer, one).is_chat for one in sets)
@@ -149,9 +148,7 @@ class EpisodeField:
         self._thread.start()
         self._groups: dict[int, _Group] = {}
         self._begun: list[int] = []
-        self._held: list[tuple[News, object]] = []  # of a line that is followed, what has come before its time
-        self._orders: dict[int, tuple[Order, int]] = {}  # under way, by the number of the request
-        self.tally, self.work = Tally(), EngineWork()
+        self.tally = Tally()
 
     @property
     def is_busy(self) -> bool:
@@ -160,9 +157,7 @@ class EpisodeField:
 
     def begin(self, prompts: Batch) -> None:
         """Begin the episodes of some tasks."""
-        data = [self._recipe.data.train_set_of(row) for row in prompts.objects("rows") if isinstance(row, Mapping)]
-        writers = {id(one): writer_of(self._tokenizer, one, self._tools) for one in data}
-        places = places_of(self._play, prompts, [writers[id(one)] for one in data], self._recipe, self._role)
+        places = places_of(self._play, prompts, self._recipe, self._tokenizer, self._tools, self._role)
         siblings = len(self._play.distributions)
         for row, number in enumerate(prompts.ids.tolist()):
             group = self._groups[number] = _Group([None] * siblings, [], siblings)
@@ -179,98 +174,55 @@ class EpisodeField:
                 outcome = await self._player.play(place)
             except Exception as error:  # noqa: BLE001 - it is raised by the other thread
                 outcome = error
-        self._pump.tell("end", place.number, (group, index, outcome))
+        self._pump.tell("end", place.number, Ended(group, index, outcome))
 
     def step(self) -> list[Advance]:
         """Do what episodes ask for, and let the engine take a step, or wait for them if it has nothing to do."""
         # A group counts from its beginning: its first token may be sampled a little later.
         advances = [Advance(group, has_begun=True, is_finished=False) for group in self._begun]
         self._begun.clear()
-        if self._events.expected is None:
-            for news, what in self._pump.take():
-                advances += self._heed(news, what)
-        else:
-            while (due := self._events.due()) is not None and due[0] != "weights":
-                advances += self._heed(*self._await(due))
-            if due is not None:
-                return advances
-        if self._orders:
-            self._take_step()
-        elif not advances and self._events.expected is None:
+        for news, what in self._pump.take():
+            advances += self._heed(news, what)
+        if self._orders.is_busy:
+            self._orders.step()
+        elif not advances:
             with self._clock.doing("environment"):
                 self._pump.wait()
         return advances
 
-    def _await(self, due: tuple[str, int]) -> tuple[News, object]:
-        """Wait for something that the line that is followed has next."""
-        end_s = time.monotonic() + self._recipe.run.timeout_s
-        while time.monotonic() < end_s:
-            self._held += self._pump.take()
-            for place, (news, _) in enumerate(self._held):
-                if news == due:
-                    return self._held.pop(place)
-            self._pump.wait()
-            self._beat()
-        come = ", ".join(f"{kind} {about}" for (kind, about), _ in self._held[:3]) or "nothing"
-        raise RuntimeError(
-            f"after {self._events.steps} steps of the engine, the run that is followed had '{due[0]} {due[1]}', which "
-            f"has not come for {self._recipe.run.timeout_s:g} s ({come} has): environments must answer here as there"
-        )
-
     def _heed(self, news: News, what: object) -> Sequence[Advance]:
         """Do what an episode asks for."""
         kind, about = news
-        self._events.note(kind, about)
-        if kind == "end":
-            assert isinstance(what, tuple), "an end comes with its episode"
-            return self._end(*what)
-        if kind == "forget":
-            self._engine.forget(about)
-        elif kind == "drop":
-            for number in [number for number, (order, _) in self._orders.items() if order.sample_id == about]:
-                self.tally.voided += len(self._orders.pop(number)[0].completion.tokens)
-                self._engine.abort(number)
-        elif isinstance(what, tuple):
-            order, request, known_tokens = what
-            self._orders[self._engine.submit(request, order.params)] = order, known_tokens
-            self.work.known_tokens += known_tokens
+        if isinstance(what, Ended):
+            return self._end(about, what)
+        if isinstance(what, Wish):
+            self._orders.ask(what)
+        elif kind == "forget":
+            self._orders.forget(about)
+        else:
+            self.tally.voided += self._orders.drop(about)
         return ()
 
-    def _end(self, number: int, index: int, outcome: Episode | Exception) -> Sequence[Advance]:
-        group = self._groups.get(number)
+    def _end(self, number: int, ended: Ended) -> Sequence[Advance]:
+        said = [] if isinstance(ended.outcome, Exception) else sampled_in(ended.outcome)
+        num_tokens = sum(len(node.tokens) for node in said)
+        facts = {"group": ended.group, "responses": len(said), "tokens": num_tokens}
+        self._events.note("end", number, facts)
+        group = self._groups.get(ended.group)
         if group is None:
             return ()  # given up
-        if isinstance(outcome, Exception):
-            raise outcome
-        group.episodes[index] = outcome
+        if isinstance(ended.outcome, Exception):
+            raise ended.outcome
+        group.episodes[ended.index] = ended.outcome
         group.num_left -= 1
-        said = sampled_in(outcome)
         self.tally.responses += len(said)
-        self.tally.tokens += sum(len(node.tokens) for node in said)
-        return [Advance(number, has_begun=False, is_finished=True)] if not group.num_left else ()
-
-    def _take_step(self) -> None:
-        self._events.steps += 1
-        begin = time.perf_counter()
-        deltas = self._engine.step()
-        self.work.busy_s += time.perf_counter() - begin
-        self._deliver(deltas)
+        self.tally.tokens += num_tokens
+        return [Advance(ended.group, has_begun=False, is_finished=True)] if not group.num_left else ()
 
     def collect(self) -> list[Advance]:
         """Take what an evaluation's steps have brought; groups count from their beginning."""
-        self._deliver(self._engine.collect())
+        self._orders.collect()
         return []
-
-    def _deliver(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            if delta.request not in self._orders:
-                continue  # dropped
-            order, known_tokens = self._orders[delta.request]
-            order.completion.add(delta)
-            self.work.cached_tokens += min(delta.cached_tokens, known_tokens)
-            if delta.finish_reason is not None:
-                del self._orders[delta.request]
-                settle(order, order.completion)
 
     def give_up(self, number: int) -> None:
         """Cancel what is left of a group, and forget all of it."""
@@ -287,7 +239,7 @@ class EpisodeField:
 
     def take_work(self) -> EngineWork:
         """What the engine has done since this was last asked."""
-        work, self.work = self.work, EngineWork()
+        work, self._orders.work = self._orders.work, EngineWork()
         return work
 
     def reset(self) -> None:
@@ -295,11 +247,9 @@ class EpisodeField:
         self._cancel()
         self._groups.clear()
         self._begun.clear()
-        self._held.clear()
-        self._orders.clear()
         for _ in self._pump.take():
             pass
-        self._engine.sleep(keep_weights=True)
+        self._orders.reset()
 
     def _cancel(self) -> None:
         """Cancel all episodes, and wait until they have ended."""

@@ -98,9 +98,13 @@ def _begun(play: Play, num_tasks: int) -> list[Earlier]:
     return [Earlier(seat, (), None) for seat in seats]
 
 
-def places_of(play: Play, tasks: Batch, writers: Sequence[ChatWriter], recipe: Recipe, role: str | None) -> list[Place]:
+def places_of(
+    play: Play, tasks: Batch, recipe: Recipe, tokenizer: Tokenizer, tools: ToolUse | None, role: str | None
+) -> list[Place]:
     """All episodes of some tasks, those of a task next to each other, before anything has been said."""
-    return _places(_begun(play, len(tasks)), play, tasks, writers, recipe, role)
+    data = [recipe.data.train_set_of(row) for row in tasks.objects("rows") if isinstance(row, Mapping)]
+    writers = {id(one): writer_of(tokenizer, one, tools) for one in data}
+    return _places(_begun(play, len(tasks)), play, tasks, [writers[id(one)] for one in data], recipe, role)
 
 
 def _places(

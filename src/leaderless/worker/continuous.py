@@ -14,9 +14,11 @@ from typing import cast
 
 import torch
 
-from leaderless.config import Json, RecipeError
+from leaderless.config import Json, Recipe, RecipeError
+from leaderless.config.rollout import SamplingConfig
 from leaderless.data.channel import Note, Outbox
 from leaderless.data.shares import Shares
+from leaderless.environments.journal import text_of
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory
@@ -26,6 +28,7 @@ from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.continuous import Events, ResponseField
 from leaderless.stages.continuous_episodes import EpisodeField
+from leaderless.stages.continuous_followed import FollowedField, Past
 from leaderless.stages.played import Play
 from leaderless.stages.rollout import distributions_of
 from leaderless.supervision.guards import Guards
@@ -135,6 +138,9 @@ class ContinuousLoop:
             chain.report()
         assert chain.generation is not None
         assert self._journal is not None
+        if self._parts.recipe.environment is not None:
+            facts = chain.generation.facts
+            self._parts.episodes.write("step", progress.step, "asked", lambda: map(text_of, facts))
         self._journal.append(cast("Mapping[str, Json]", chain.generation.line))
         report = partial(self._report, progress.step, seconds, chain.metrics.take(), tuple(chain.events))
         self.reports.post(progress.step, report)
@@ -213,15 +219,29 @@ class ContinuousLoop:
             self.reports.check()
             chain.channels.check()
 
-        field: Field = ResponseField(engine.view(), own, distributions, events)
-        if recipe.environment is not None:
-            siblings = recipe.batch.responses_per_prompt + 1
-            play = Play(distributions, node.node.sampler * siblings, node.node.num_samplers * siblings, own.seed)
-            role = node.node.role or ""
-            field = EpisodeField(engine.view(), own, play, parts.tokenizer, role, events, beat, parts.clock)
+        field, script = self._field(node, engine.view(), own, distributions, events), None
         stack.callback(field.close)
-        script = None
         if recipe.run.follow is not None:
             followed = RunDirectory(parts.directory.path.parent / recipe.run.follow)
             script = read_script(followed.journal, loop.name, shard, num_shards)
         return Generation(chain.loaders[load], field, shares, self, owed, events, beat, script)
+
+    def _field(
+        self,
+        node: PlannedNode,
+        engine: SharedEngine,
+        own: Recipe,
+        distributions: Sequence[SamplingConfig],
+        events: Events,
+    ) -> Field:
+        """What works on groups with an engine; `own` is the recipe as the node sees it."""
+        parts, role = self._parts, node.node.role or ""
+        if parts.recipe.environment is None:
+            return ResponseField(engine, own, distributions, events)
+        siblings = parts.recipe.batch.responses_per_prompt + 1
+        play = Play(distributions, node.node.sampler * siblings, node.node.num_samplers * siblings, own.seed)
+        if parts.recipe.run.follow is None:
+            return EpisodeField(engine, own, play, parts.tokenizer, role, events, parts.clock)
+        followed = RunDirectory(parts.directory.path.parent / parts.recipe.run.follow)
+        past = Past(followed.episodes, parts.transport.rank)
+        return FollowedField(engine, own, play, parts.tokenizer, role, events, past)

@@ -7,11 +7,12 @@ of what happened at which step is enough to do it all again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from leaderless.config import Json
 from leaderless.data.batch import Batch
 from leaderless.data.dataloader import Dataloader
 from leaderless.data.shares import Shares
@@ -19,7 +20,9 @@ from leaderless.environments.episode import Episode
 from leaderless.observability.metrics import Metrics
 from leaderless.rollout.engine import Completion
 from leaderless.stages.continuous import Advance, Events, ResponseField, Tally
-from leaderless.stages.continuous_episodes import EngineWork, EpisodeField
+from leaderless.stages.continuous_episodes import EpisodeField
+from leaderless.stages.continuous_followed import FollowedField
+from leaderless.stages.continuous_orders import EngineWork
 from leaderless.worker.ahead import Ahead, Line, Owed
 
 
@@ -70,10 +73,12 @@ class Generation:
 
     Attributes:
         line: What the journal says about the last share.
+        facts: What else has to be known of some of its events.
         seconds: Time between the last two shares.
     """
 
     line: Line
+    facts: Sequence[Mapping[str, Json]]
 
     def __init__(
         self,
@@ -135,7 +140,7 @@ class Generation:
 
     def episodes(self, groups: Sequence[int]) -> tuple[list[Episode], EngineWork]:
         """See `Generated`."""
-        assert isinstance(self._field, EpisodeField), "in an environment, episodes are played"
+        assert isinstance(self._field, EpisodeField | FollowedField), "in an environment, episodes are played"
         return self._field.take(groups), self._field.take_work()
 
     def report(self, metrics: Metrics) -> None:
@@ -197,8 +202,11 @@ class Generation:
         self._pending += [prompts.select(torch.tensor([row])) for row in is_owed.nonzero().squeeze(1).tolist()]
 
     def _give_up(self) -> None:
-        """Give up groups that nobody would train."""
+        """Give up groups that nobody would train; of a journal, those that were given up at this step."""
+        if self._expected is not None and not self._events.is_due("cancel"):
+            return
         for group in self._shares.overdue(self._arrivals.trained):
+            self._events.note("cancel", group)
             self._field.give_up(group)
             del self._prompts[group]
             self._canceled.append(group)
@@ -237,6 +245,7 @@ class Generation:
         if self._expected is not None and self._expected != self.line:
             raise self._unlike(f"has handed over groups {_some(share)}")
         self._handed[iteration], self._given_up[iteration] = share, self._canceled
+        self.facts, self._events.facts = self._events.facts, []
         self._events.happened, self._canceled = [], []
         return Batch.concat([self._prompts.pop(group) for group in share])
 

@@ -174,6 +174,7 @@ class Keeper:
         if not is_wanted:
             return
         self._parts.begin(self._progress.step, "checkpoint")
+        self._parts.episodes.flush()  # the run may continue from here, and what is in the journal is not made again
         with self._tracer.span("checkpoint", self._progress.step), self._parts.clock.doing("checkpoint"):
             is_awaited = must_succeed or not self._parts.recipe.checkpoint.asynchronous
             self._writer.begin(self._content(numbers), from_copy=not is_awaited)

@@ -1,0 +1,153 @@
+"""What episodes ask of the engine of a rank that generates continuously; it is noted, so that it can be asked again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from leaderless.config import Json
+from leaderless.config.rollout import SamplingConfig
+from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
+from leaderless.rollout.shared import SharedEngine
+from leaderless.stages.continuous import Events
+
+
+@dataclass
+class EngineWork:
+    """See `Work`: what the engine has done for episodes since the last share."""
+
+    busy_s: float = 0.0
+    known_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass
+class Wish:
+    """A response that an episode asks for.
+
+    Attributes:
+        request: Request with one response.
+        params: Distribution and limits.
+        known_tokens: Tokens at the beginning of the prompt that were read or sampled before in the conversation.
+        give: Function that gets the response.
+        completion: What has been sampled.
+    """
+
+    request: Request
+    params: SamplingParams
+    known_tokens: int
+    give: Callable[[Completion], None]
+    completion: Completion = field(default_factory=Completion)
+
+
+class Orders:
+    """Responses that are under way in an engine.
+
+    Attributes:
+        work: What the engine has done since the last share.
+    """
+
+    def __init__(self, engine: SharedEngine, events: Events, distributions: Sequence[SamplingConfig]) -> None:
+        """Have nothing under way.
+
+        Args:
+            engine: View of an engine that is awake and has weights.
+            events: What happens between the steps of the engine, which are counted there.
+            distributions: Distributions from which the policy samples.
+        """
+        self._engine, self._events, self._distributions = engine, events, distributions
+        self._wishes: dict[int, Wish] = {}  # by the number of the request
+        self._contexts: dict[int, list[int]] = {}  # of each conversation, what it was last
+        self.work = EngineWork()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a response is under way."""
+        return bool(self._wishes)
+
+    def ask(self, wish: Wish) -> None:
+        """Ask for a response. Of its prompt, only what its conversation did not have before is noted."""
+        request, params = wish.request, wish.params
+        before = [] if request.conversation is None else self._contexts.get(request.conversation, [])
+        kept = _num_same(before, request.prompt)
+        facts: dict[str, Json] = {
+            "conversation": request.conversation,
+            "kept": kept,
+            "tokens": [*request.prompt[kept:]],
+            "known": wish.known_tokens,
+            "distribution": self._distributions.index(params.distribution),
+            "max_tokens": params.max_tokens,
+            "stop": [*params.stop],
+        }
+        self._events.note("ask", request.sample_ids[0], facts)
+        self._keep(wish)
+        self._wishes[self._engine.submit(request, params)] = wish
+        self.work.known_tokens += wish.known_tokens
+
+    def wish_of(self, sample_id: int, facts: Mapping[str, Json], seed: int, give: Callable[[Completion], None]) -> Wish:
+        """What was asked for in a run that is followed, from what was noted of it."""
+        noted = cast("Mapping[str, int]", facts)
+        conversation = cast("int | None", facts["conversation"])
+        before = [] if conversation is None else self._contexts.get(conversation, [])
+        prompt = [*before[: noted["kept"]], *cast("list[int]", facts["tokens"])]
+        distribution, stop = self._distributions[noted["distribution"]], tuple(cast("list[str]", facts["stop"]))
+        params = SamplingParams(distribution, noted["max_tokens"], stop, seed)
+        return Wish(Request(prompt, [sample_id], conversation=conversation), params, noted["known"], give)
+
+    def drop(self, sample_id: int) -> int:
+        """Abort a response that nobody wants any more; returns the number of tokens that are lost."""
+        self._events.note("drop", sample_id)
+        lost = 0
+        for number in [number for number, one in self._wishes.items() if one.request.sample_ids[0] == sample_id]:
+            lost += len(self._wishes.pop(number).completion.tokens)
+            self._engine.abort(number)
+        return lost
+
+    def forget(self, conversation: int) -> None:
+        """Let the engine release what it keeps of a conversation."""
+        self._events.note("forget", conversation)
+        self._contexts.pop(conversation, None)
+        self._engine.forget(conversation)
+
+    def step(self) -> None:
+        """Let the engine take a step, and deliver what has ended."""
+        self._events.steps += 1
+        begin = time.perf_counter()
+        deltas = self._engine.step()
+        self.work.busy_s += time.perf_counter() - begin
+        self._deliver(deltas)
+
+    def collect(self) -> None:
+        """Deliver what an evaluation's steps have brought."""
+        self._deliver(self._engine.collect())
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._wishes.clear()
+        self._contexts.clear()
+        self._engine.sleep(keep_weights=True)
+
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.request not in self._wishes:
+                continue  # dropped
+            wish = self._wishes[delta.request]
+            wish.completion.add(delta)
+            self.work.cached_tokens += min(delta.cached_tokens, wish.known_tokens)
+            if delta.finish_reason is not None:
+                del self._wishes[delta.request]
+                self._keep(wish)
+                wish.give(wish.completion)
+
+    def _keep(self, wish: Wish) -> None:
+        if wish.request.conversation is not None:
+            self._contexts[wish.request.conversation] = [*wish.request.prompt, *wish.completion.tokens]
+
+
+def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )

@@ -1,0 +1,74 @@
+"""Episodes of a run that is followed: what its folder has, and what is asked again from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from leaderless.config import RecipeError
+from leaderless.config.rollout import SamplingConfig
+from leaderless.observability.episode_files import EpisodeJournal
+from leaderless.observability.run_directory import RunDirectory
+from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
+from leaderless.rollout.shared import SharedEngine
+from leaderless.stages.continuous import Events
+from leaderless.stages.continuous_followed import Past
+from leaderless.stages.continuous_orders import Orders, Wish
+
+
+class Engine:
+    """Answers each request with its last token plus one, in one step."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[Request, SamplingParams]] = []
+        self.num_answered = 0
+
+    def submit(self, request: Request, params: SamplingParams) -> int:
+        self.requests.append((request, params))
+        return len(self.requests) - 1
+
+    def step(self) -> list[Delta]:
+        new, self.num_answered = range(self.num_answered, len(self.requests)), len(self.requests)
+        return [
+            Delta(number, 0, [self.requests[number][0].prompt[-1] + 1], [-0.5], finish_reason="stop", policy_version=3)
+            for number in new
+        ]
+
+    def forget(self, conversation: int) -> None:
+        """Keep nothing."""
+
+
+def test_what_was_asked_is_asked_again_from_what_each_conversation_had_anew() -> None:
+    def nothing(_: Completion) -> None:
+        """Take no answer."""
+
+    greedy, sampled = SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.7)
+    engines = [Engine(), Engine()]
+    first, again = (Orders(cast("SharedEngine", one), Events(), [sampled, greedy]) for one in engines)
+    first_events = first._events
+    prompts: list[tuple[list[int], int | None]] = [([5, 6], 1), ([5, 6, 7, 9], 1), ([5, 8], 1), ([5, 8], None)]
+    for number, (prompt, conversation) in enumerate(prompts):
+        params = SamplingParams([sampled, greedy][number % 2], 9 - number, ("x",) * number, seed=4)
+        first.ask(Wish(Request(prompt, [number], conversation=conversation), params, number, nothing))
+        first.step()
+        again.ask(again.wish_of(number, first_events.facts[number], 4, nothing))
+        again.step()
+    assert [fact["tokens"] for fact in first_events.facts] == [[5, 6], [9], [8], [5, 8]]
+    assert engines[0].requests == engines[1].requests
+    assert again._events == first_events
+
+
+@pytest.mark.parametrize("read", [lambda past: next(past.asked(2)), lambda past: past.episodes(2)])
+def test_a_run_that_has_not_kept_all_episodes_cannot_be_followed(
+    tmp_path: Path, read: Callable[[Past], object]
+) -> None:
+    journal = EpisodeJournal(RunDirectory(tmp_path), 3, 10)
+    journal.write("step", 1, "asked", lambda: ['{"ask": 7}'])
+    journal.flush()
+    past = Past(tmp_path / "episodes", 3)
+    assert list(past.asked(1)) == [{"ask": 7}]
+    with pytest.raises(RecipeError, match=r"none of iteration 2 .* run\.kept_episodes"):
+        read(past)
