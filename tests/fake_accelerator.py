@@ -161,15 +161,15 @@ def decode(accelerator: Accelerator) -> dict[str, float]:
     before = accelerator.num_copies
     ways = [SamplingConfig(), SamplingConfig(temperature=0), SamplingConfig(temperature=0.5, top_p=0.9, top_k=5)]
     for way in [*ways, SamplingConfig(min_p=0.1)]:
-        engine = NativeEngine(model, None, frozenset(), 7, DEVICE)
-        prompts = [[5] * 3, [6] * 70, [7] * 20, [8] * 150]
+        engine, is_first = NativeEngine(model, None, frozenset(), 7, DEVICE), way == ways[0]
+        prompts = [[5] * 3, [6] * 70, [7] * 20, [8] * 150] if is_first else [[5] * 3, [6] * 70]
         requests = [Request(prompt, [10 * i + j for j in range(4)]) for i, prompt in enumerate(prompts)]
         requests.append(Request([9] * 30, [99]))
-        groups = generate(engine, requests, SamplingParams(way, 4, (), seed=1))
+        groups = generate(engine, requests, SamplingParams(way, 4 if is_first else 2, (), seed=1))
         num_tokens += sum(len(completion.tokens) for group in groups for completion in group)
         # Conversations with a shared beginning, which are joined, kept, moved to larger slots and continued.
         texts = {number: [5] * 3 for number in range(4)}
-        for _ in range(3):
+        for _ in range(3 if is_first else 0):
             turns = [Request(list(text), [number], (), number) for number, text in texts.items()]
             for number, (completion,) in enumerate(generate(engine, turns, SamplingParams(way, 4, (), seed=1))):
                 texts[number] += [*completion.tokens, *[6] * (1 + 9 * number)]
