@@ -374,7 +374,7 @@ def test_sequences_longer_than_the_context_of_a_model_are_refused(tmp_path):
         ({"reward": {"ranks": "2-1"}}, "layout.reward.ranks", "range '2-1' runs backwards"),
         ({"reward": {"ranks": "1,0-1"}}, "layout.reward.ranks", "names a rank twice"),
         ({"rewards": {}}, "layout.rewards", "has no such node (did you mean 'reward'?)"),
-        ({"policy": {"tp": 2}}, "layout.policy", "'fsdp' divides the ranks of a model by dp only; leave out tp"),
+        ({"policy": {"tp": 2}}, "layout.policy", "'fsdp' divides the ranks of a model by dp and cp only; leave out tp"),
         (
             {"rollout": {"pp": 2}, "policy": {}},
             "layout.rollout",
@@ -439,7 +439,7 @@ def test_a_stage_of_ones_own_with_a_role_divides_its_ranks_like_any_model(stages
     workflow = end(begin(), "reward").node("probe", run="scores", role="policy", after="policy")
     problem = refused(workflow, 4, layout={"probe": {"tp": 2}})
     assert problem.key == "layout.probe"
-    assert "ranks 0-3 dp=2 tp=2: the back end 'fsdp' divides the ranks of a model by dp only" in problem.message
+    assert "ranks 0-3 dp=2 tp=2: the back end 'fsdp' divides the ranks of a model by dp and cp only" in problem.message
     plan = plan_of(end(begin(), "reward").node("probe", run="probe", after="policy"), 4, layout={"probe": {"tp": 2}})
     assert plan["probe"].layout.ranks_per_shard == 2
 

@@ -115,6 +115,20 @@ class ProcessGroup:
             dist.all_gather(list(gathered.unbind(0)), padded, group=self.handle)
         return [part[:count] for part, count in zip(gathered.unbind(0), counts.tolist(), strict=True)]
 
+    def gather_even(self, values: Tensor, what: str) -> Tensor:
+        """[size, ...]: the values of every rank, in the order of `ranks`; they have the same shape on each."""
+        gathered = values.new_empty((self.size, *values.shape))
+        with self._waiting(what):
+            _all_gather(gathered.view(-1), values.flatten(), group=self.handle)
+        return gathered
+
+    def swap(self, values: Tensor, what: str) -> Tensor:
+        """[size, ...]: what every rank has for this one, from what this one has for every rank, in the same shape."""
+        received = torch.empty_like(values)
+        with self._waiting(what):
+            dist.all_to_all_single(received, values, group=self.handle)
+        return received
+
     def unlike_first(self, text: str, what: str) -> tuple[int, ...]:
         """The ranks whose text is not that of the first, the same answer on all; only digests are sent."""
         digests = torch.cat(self.gather(torch.tensor([digest(text.encode())]), what))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.functions import Declarations, Function, name_of
-from leaderless.planner.layout import check_model_axes
+from leaderless.planner.layout import Layout, check_model_axes
 
 if TYPE_CHECKING:
+    from leaderless.planner.model_size import ModelSize
     from leaderless.planner.plan import PlannedNode, RoleInstance
 
 KEY = "training.backend"
@@ -28,6 +29,7 @@ class BackendSpec:
         values: Whether it holds value models.
         shards_weights: Whether data-parallel ranks divide weights and optimizer, instead of holding all of them each.
         axes: Axes of a layout besides `dp` along which an engine may have several ranks, which hold the same rows.
+        shards_along_axes: Whether the ranks along these axes divide weights and optimizer, too.
     """
 
     implementation: str
@@ -36,10 +38,17 @@ class BackendSpec:
     values: bool = True
     shards_weights: bool = True
     axes: tuple[str, ...] = ()
+    shards_along_axes: bool = False
+
+    def num_shards(self, layout: Layout) -> int:
+        """Number of parts into which the ranks of a layout divide weights and optimizer."""
+        if not self.shards_weights:
+            return 1
+        return len(layout.ranks) if self.shards_along_axes else layout.dp
 
 
 BACKENDS = Declarations("back end", BackendSpec, "@leaderless.train_backend(...)")
-BUILTIN_BACKENDS = {"fsdp": BackendSpec("leaderless.training.fsdp:make_engine")}
+BUILTIN_BACKENDS = {"fsdp": BackendSpec("leaderless.training.fsdp:make_engine", axes=("cp",), shards_along_axes=True)}
 
 
 def train_backend(
@@ -124,3 +133,24 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
                 f"{node.layout}: the back end '{backend}' divides the ranks of a model by {' and '.join(can)} only; "
                 f"leave out {' and '.join(wrong)}",
             )
+
+
+def check_heads(recipe: Recipe, instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None]) -> None:
+    """Refuse context parallelism that does not divide the heads of a model whose size is known.
+
+    Raises:
+        RecipeError: The number of heads is no multiple of `cp`.
+    """
+    for instance in instances:
+        size, cp = sizes.get(instance.role), instance.layout.cp
+        if size is not None and size.num_heads % cp and not instance.is_engine_only:
+            nodes = (node for node, layout in recipe.layout.items() if layout.cp == cp)
+            raise heads_do_not_divide(f"layout.{next(nodes)}.cp", instance.role, size.num_heads, cp)
+
+
+def heads_do_not_divide(key: str, role: str, num_heads: int, cp: int) -> RecipeError:
+    """Why a model cannot be computed with context parallelism of a size; the error is at a key."""
+    sizes = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+    return RecipeError.at(
+        key, f"cp={cp} does not divide the {num_heads} attention heads of '{role}': it can be {sizes}"
+    )

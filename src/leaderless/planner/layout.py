@@ -172,8 +172,8 @@ def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[s
     """The layout of every node.
 
     A node without a layout in the recipe runs where its role is trained, if that node has one; else where the first
-    node that it comes after runs; else on all ranks. How an engine spans ranks is its own matter: what comes after a
-    node that generates has rows on each of these ranks.
+    node that it comes after runs; else on all ranks. How an engine spans ranks is its own matter: what generates where
+    others train, or comes after a node that generates, has rows on each of these ranks.
     """
     names = [node.name for node in workflow.nodes if node.run not in ROW_STAGES]
     for name in recipe.layout:
@@ -193,7 +193,7 @@ def make_layouts(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> dict[s
             written = (name for name in node.after if workflow[name].run not in ROW_STAGES)
             leader = trainer if trainer in recipe.layout else next(written, None)
             layouts[node.name] = layouts[leader] if leader else everywhere
-            if leader and _generates(workflow[leader]) and not _generates(node):
+            if leader and _generates(workflow[leader]) != _generates(node):
                 layouts[node.name] = layouts[leader].flat
     _place_joins(recipe, workflow, layouts)
     return layouts

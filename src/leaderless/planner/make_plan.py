@@ -9,7 +9,7 @@ from itertools import product
 from leaderless.config import Recipe, RecipeError, dump_recipe, nearest
 from leaderless.config.algorithm import CriticConfig
 from leaderless.config.rollout import MAX_RESPONSES
-from leaderless.planner.backends import check_axes, check_backends
+from leaderless.planner.backends import check_axes, check_backends, check_heads
 from leaderless.planner.edges import edges_of
 from leaderless.planner.engines import check_engines
 from leaderless.planner.flow import Flow
@@ -68,6 +68,7 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     check_engines(recipe, instances, nodes)
     _check_vllm(recipe, instances, cluster)
     sizes = _model_sizes(recipe, instances)
+    check_heads(recipe, instances, sizes)
     check_vocabularies(recipe, nodes)
     batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
     loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)

@@ -125,7 +125,7 @@ def estimate_memory(
         if size is None or config is None:
             return None
         own = recipe.as_seen_by(instance.role)
-        shards = instance.layout.dp if backend_of(own.training.backend).shards_weights else 1
+        shards = backend_of(own.training.backend).num_shards(instance.layout)
         generates = instance.generates or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
         models.append(_Model(instance, size, config, number_bytes(config), shards, own.rollout, generates))
     if not models:

@@ -24,13 +24,15 @@ class BoundedPasses:
 
     Attributes:
         device: Device that computes.
-        micro_batch_tokens: Most tokens of one pass.
+        micro_batch_tokens: Most tokens of one pass on this rank.
+        num_parts: Ranks that divide the tokens of each pass.
         is_plain: Whether a pass is that of a plain module, which gathers nothing from other ranks.
     """
 
     def __init__(self, process_group: ProcessGroup, device: torch.device, micro_batch_tokens: int) -> None:
         """Begin with a bound that does not change before `adapt_to_memory`."""
         self._process_group, self.device, self.micro_batch_tokens = process_group, device, micro_batch_tokens
+        self.num_parts = 1
         self.is_plain = True
         self._on_lowered: Callable[[int], None] | None = None
 
@@ -46,7 +48,8 @@ class BoundedPasses:
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """See `Trainable`."""
         enough_tokens = CPU_PASS_TOKENS if self.device.type == "cpu" and self.is_plain else None
-        return make_micro_batches(batch, self.micro_batch_tokens, self._process_group, enough_tokens)
+        bound = self.micro_batch_tokens * self.num_parts
+        return make_micro_batches(batch, bound, self._process_group, enough_tokens)
 
     @torch.no_grad()
     def scores(self, batch: Batch, score: Callable[[MicroBatch], Tensor]) -> Jagged:
@@ -82,7 +85,7 @@ class BoundedPasses:
 
     def _lower_bound(self, batch: Batch, micro_batch: MicroBatch, error: Exception) -> None:
         """Halve what was too much, but not below the longest sample; raise where the passes cannot start again."""
-        num_tokens, longest = len(micro_batch.tokens), longest_sample(batch)
+        num_tokens, longest = (-(-n // self.num_parts) for n in (len(micro_batch.tokens), longest_sample(batch)))
         before = min(self.micro_batch_tokens, num_tokens)
         after = max(before // 2, longest)
         if after >= before:

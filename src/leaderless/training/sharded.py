@@ -18,6 +18,7 @@ from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
 from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
+from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel
 from leaderless.planner import Layout
 from leaderless.training.engine import UpdateInfo
@@ -57,6 +58,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         divided along the axis `dp` of the mesh, which has this axis alone by default, and are the same along others.
         """
         super().__init__(process_group, device, micro_batch_tokens)
+        self.peers: ContextParallel | None = None
         self.compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
         # Activations are recomputed in training mode only; the modes do not differ otherwise.
         self.model = model.train(optimizer is not None)
@@ -76,6 +78,10 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             self.is_plain = False
         self.model.to(device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
+
+    def divide_passes(self, peers: ContextParallel) -> None:
+        """Let peers divide the tokens of each pass, so that together they take as many times more."""
+        self.peers, self.num_parts = peers, peers.size
 
     @property
     def is_value_model(self) -> bool:

@@ -29,7 +29,7 @@ from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import EngineSetup, Trainable, TrainEngine, ValueEngine
 from leaderless.training.move import move_state
 from leaderless.training.registry import make_train_engine, make_value_engine
-from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
+from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, even_rows, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import Probe, fill_weights, send_weights
 
@@ -372,7 +372,10 @@ def _longest(recipe: Recipe) -> int:
 
 def _placement(recipe: Recipe) -> Placement:
     """How the back end of a role divides its weights."""
-    return shard_rows if backend_of(recipe.training.backend).shards_weights else everything
+    backend = backend_of(recipe.training.backend)
+    if not backend.shards_weights:
+        return everything
+    return even_rows if backend.shards_along_axes else shard_rows
 
 
 def check_vocabulary(engine: Trainable, tokenizer: Tokenizer, role: str) -> None:

@@ -95,7 +95,8 @@ def _longest(recipe: Recipe, section: Literal["data", "rollout"]) -> int:
 def _check_sample_fits(recipe: Recipe, section: Literal["data", "rollout"]) -> None:
     longest = recipe.data.max_prompt_tokens + _longest(recipe, section)
     bound = recipe.batch.first_micro_batch_tokens(longest)
-    if bound < longest:
+    num_parts = max((layout.cp for layout in recipe.layout.values()), default=1)
+    if bound * num_parts < longest:
         is_played = section == "rollout" and recipe.environment is not None
         rest = "environment.max_episode_tokens" if is_played else f"{section}.max_response_tokens"
         raise RecipeError.at(

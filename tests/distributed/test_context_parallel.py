@@ -1,0 +1,102 @@
+"""Ranks that divide the tokens of a pass compute what one rank does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.distributed.ranks import RankPool
+from tests.distributed.test_critic import write_critic
+from tests.distributed.test_mesh import setup_of
+from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
+from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
+from tests.unit.recipes import plan_of, write_model
+from torch import Tensor
+
+from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig
+from leaderless.data.transport import Transport
+from leaderless.models.causal_lm import TokenOutputs
+from leaderless.planner import Layout, Plan
+from leaderless.training.fsdp import FsdpValueEngine, make_engine
+from leaderless.training.micro_batches import MicroBatch
+
+SHARES = {1: [11], 2: [11, 0]}
+"""Samples of each shard: one of two has none."""
+
+
+def train(path: str, sizes: dict[str, int], micro_batch_tokens: int, changes: dict[str, object]) -> Numbers:
+    """Scores of own samples, the norm of a gradient and the weights that come of it."""
+    transport = Transport(torch.device("cpu"), timeout_s=60)
+    layout = Layout(transport.world.ranks, **sizes)
+    is_critic = bool(changes.pop("is_critic", False))
+    config = ModelConfig(path=path, **changes)  # type: ignore[arg-type]
+    setup = setup_of(transport, layout, path)
+    setup = replace(setup, model=config, is_critic=is_critic, micro_batch_tokens=micro_batch_tokens)
+    engine, shard = make_engine(setup), layout.shard_of(transport.rank)
+    first = sum(SHARES[layout.dp][:shard])
+    samples = at_temperature(random_samples(LENGTHS, siblings=3), torch.linspace(0.5, 1.5, 111))
+    batch = samples.select(torch.arange(first, first + SHARES[layout.dp][shard]))
+    gain = torch.linspace(-0.05, 0.05, 111)
+    numbers = Numbers()
+
+    def loss(outputs: TokenOutputs | Tensor, micro_batch: MicroBatch) -> Tensor:
+        if isinstance(outputs, Tensor):
+            return (gain[micro_batch.response_index] * outputs).sum()
+        return (gain[micro_batch.response_index] * (outputs.log_probs + 0.3 * outputs.entropies)).sum()
+
+    if isinstance(engine, FsdpValueEngine):
+        scores = engine.values(batch)
+    else:
+        scores = engine.log_probs(batch)
+        engine.forward = lambda one, forward=engine.forward: forward(one, "gradient")  # type: ignore[method-assign]
+    for row, values in zip(batch.ids.tolist(), scores.rows(), strict=True):
+        numbers[f"scores.{row}"] = values
+    add_gradients(engine, batch, loss)
+    numbers["norm"] = torch.tensor(engine.optimizer_step().grad_norm)
+    assert not engine.is_replica
+    return numbers | {f"weights.{name}": value.clone() for name, value in engine.full_weights()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch_tokens", "changes"),
+    [
+        ({"dp": 1, "cp": 2}, 4096, {}),
+        ({"dp": 1, "cp": 2}, 9, {"gradient_checkpointing": True}),
+        ({"dp": 1, "cp": 4}, 31, {}),  # more ranks than heads of keys
+        ({"dp": 2, "cp": 2}, 31, {}),
+        ({"dp": 1, "cp": 2}, 31, {"is_critic": True}),
+    ],
+    ids=str,
+)
+def test_ranks_that_divide_tokens_score_and_learn_like_one(
+    ranks: RankPool, tmp_path: Path, sizes: dict[str, int], micro_batch_tokens: int, changes: dict[str, object]
+) -> None:
+    path = write_critic(tmp_path) if "is_critic" in changes else tiny_model("qwen3")
+    (expected,) = ranks.run(1, train, path, {"dp": 1}, 64, {**changes})
+    found = ranks.run(sizes["dp"] * sizes["cp"], train, path, sizes, micro_batch_tokens, {**changes})
+    assert largest_difference(found, expected) < 1e-5
+
+
+def test_sizes_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
+    model = {"policy": write_model(tmp_path / "model", num_attention_heads=6)}
+    with pytest.raises(RecipeError, match=r"cp=4 does not divide the 6 attention heads of 'policy': it can be 1, 2, 3"):
+        plan_of("grpo", 4, models=model, layout={"policy": {"cp": 4}})
+    plan_of("grpo", 3, models=model, layout={"policy": {"cp": 3}})
+
+
+def test_peers_divide_weights_and_take_longer_samples_together(tmp_path: Path) -> None:
+    def plan(world_size: int, cp: int, bound: int) -> Plan:
+        model = {"policy": write_model(tmp_path / "model", vocab_size=100_000)}
+        settings = {"micro_batch_tokens": bound}
+        return plan_of("grpo", world_size, models=model, layout={"policy": {"cp": cp}}, batch=settings)
+
+    with pytest.raises(RecipeError, match="one sample may have"):
+        plan(2, 1, 600)
+    divided, copied = plan(2, 2, 600), plan(2, 1, 4096)
+    assert divided.memory is not None
+    assert copied.memory is not None
+    assert divided.memory.cpu.resident["policy weights"] == copied.memory.cpu.resident["policy weights"]
+    assert divided.memory.cpu.totals["policy trains"] < copied.memory.cpu.totals["policy trains"]
