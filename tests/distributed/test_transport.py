@@ -56,6 +56,27 @@ def talk() -> None:
         assert group.exchange({}, [], "x") == {}
 
 
+def sums_of_many(_: object) -> list[list[float]]:
+    """Sums and largest values, with blocks as for very many ranks."""
+    rank, world = dist.get_rank(), Transport(torch.device("cpu"), timeout_s=20).world
+    with patch.object(transport, "is_in_blocks", lambda _: True), patch.object(dist, "all_reduce", None):
+        scalar, table = torch.tensor(rank), torch.tensor([[0.1, rank], [1e8, -(rank**2)]])
+        found = [world.sum(scalar, "x"), world.max(scalar, "x"), world.sum(table, "x"), world.max(table, "x")]
+        assert [part.shape for part in found] == [(), (), (2, 2), (2, 2)]
+        assert found[0].dtype == torch.int64
+    return [part.reshape(-1).tolist() for part in found]
+
+
+@pytest.mark.parametrize("world_size", [3, 4])  # in one block, and in two
+def test_many_ranks_sum_in_blocks_without_a_ring(ranks: RankPool, world_size: int) -> None:
+    first, *others = ranks.run(world_size, sums_of_many, None)
+    assert all(other == first for other in others), "to the last bit"
+    total, squares = sum(range(world_size)), -sum(rank**2 for rank in range(world_size))
+    assert first[:2] == [[total], [world_size - 1]]
+    assert first[2] == pytest.approx([world_size * 0.1, total, world_size * 1e8, squares])
+    assert first[3] == pytest.approx([0.1, world_size - 1, 1e8, 0])
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_understand_each_other(ranks: RankPool, world_size: int) -> None:
     ranks.run(world_size, talk)

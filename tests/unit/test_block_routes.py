@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from leaderless.data.balance import Int, assign
 from leaderless.data.block_routes import HELD, SPARE, WANTED, Meeting, agree
-from leaderless.data.blocks import NUM_LEGS, ROUNDS_PER_LEG, Mesh, Shards, Units, assign_in_blocks, num_messages
+from leaderless.data.blocks import (
+    LATE_LEGS,
+    NUM_LEGS,
+    ROUNDS_PER_LEG,
+    SELECTION_LEGS,
+    Mesh,
+    Shards,
+    Units,
+    assign_in_blocks,
+    num_messages,
+)
 from leaderless.data.crossing import Leg, Result, Talk
 from leaderless.data.parts import by_part
 from leaderless.data.routes import Routes
@@ -256,6 +266,11 @@ def test_messages_and_numbers_of_a_rank_grow_with_the_root_of_the_ranks() -> Non
     assert large.numbers <= 4.5 * small.numbers
     assert small.legs == large.legs == NUM_LEGS
     assert ROUNDS_PER_LEG * large.messages <= num_messages(1024)
+    late, divided = Heard(), Heard()
+    edge = even_edge(64, 8)
+    edge.play(edge.ids % 32, heard=late)
+    replace(edge, action=replace(edge.action, num_updates=4)).play(heard=divided)
+    assert (late.legs, divided.legs) == (LATE_LEGS, NUM_LEGS + SELECTION_LEGS)
 
 
 @given(st.integers(1, 3000), st.data())

@@ -20,6 +20,8 @@ HOME, SHARD = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 """Odd multipliers, by which numbers are spread over ranks and over shards, independently of each other."""
 NUM_LEGS = 15
 """Times that a rank sends to the others of its block, or to one of each block, until rows are agreed on."""
+LATE_LEGS = 6
+"""The same where all rows are wanted, so that there is nothing to divide."""
 SELECTION_LEGS = 8
 """Legs until the groups at certain places among all are known."""
 ROUNDS_PER_LEG = 2

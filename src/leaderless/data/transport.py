@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from leaderless.data.activity import Activity
+from leaderless.data.blocks import Mesh, is_in_blocks
 from leaderless.data.errors import CollectiveError
 from leaderless.planner import Layout, format_ranks
 
@@ -34,6 +36,9 @@ POLL_S = 0.0002
 """Pause between two looks at whether an accelerator has finished an exchange."""
 DEADLINE_SHARE = 0.9
 """Part of the timeout after which a rank gives up waiting for an accelerator: before the backend ends the process."""
+
+IN_BLOCKS_BYTES = 1 << 16
+"""Most bytes of values that many ranks combine in blocks; larger ones go round a ring in parts."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older releases of torch
 
@@ -95,11 +100,33 @@ class ProcessGroup:
         return self._all_reduce(values, dist.ReduceOp.MAX, what)
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        if is_in_blocks(self.size) and values.device.type == "cpu" and values.nbytes <= IN_BLOCKS_BYTES:
+            return self._all_reduce_in_blocks(values, operation, what)
         result = values.clone()
         if self.size > 1:
             with self._waiting(what):
                 dist.all_reduce(result, operation, group=self.handle)
         return result
+
+    def _all_reduce_in_blocks(self, values: Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        """Few numbers of many ranks: combined in each block, then among blocks, as a ring would go round all ranks.
+
+        All combine the same values in the same order, so that each gets the same bits.
+        """
+        mesh, place = Mesh(self.size), self.ranks.index(self.rank)
+        members = mesh.members(int(mesh.blocks(np.array([place]))[0]))
+        block = _combined(self._swap(values, members, members, what), operation)
+        return _combined(self._swap(block, mesh.below(place).tolist(), mesh.above(place).tolist(), what), operation)
+
+    def _swap(self, values: Tensor, to: Sequence[int], senders: Sequence[int], what: str) -> list[Tensor]:
+        """Values of one shape sent to some places, and those of some places in their order, through host memory."""
+        own, here = self.rank, values.contiguous()
+        message = here.reshape(-1).view(torch.uint8)
+        received = {self.ranks[place]: torch.empty_like(here) for place in senders if self.ranks[place] != own}
+        sent = [(self.ranks[place], message) for place in to if self.ranks[place] != own]
+        arriving = [(rank, part.reshape(-1).view(torch.uint8)) for rank, part in received.items()]
+        replace(self, payload_device=torch.device("cpu")).exchange_rounds([(sent, arriving)], what)
+        return [received.get(self.ranks[place], here) for place in senders]
 
     def gather(self, rows: Tensor, what: str) -> list[Tensor]:
         """The rows [n, ...] of every rank, in the order of `ranks`; each rank may have another n."""
@@ -246,6 +273,14 @@ class ProcessGroup:
             raise CollectiveError(
                 f"rank {self.rank} waited for {what} with ranks {others}{blame if silent else ''}: {error}"
             ) from error
+
+
+def _combined(parts: Sequence[Tensor], operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """The sum or the largest of tensors, one after the other, so that all processors round alike."""
+    result = parts[0].clone()
+    for part in parts[1:]:
+        result = result + part if operation == dist.ReduceOp.SUM else torch.maximum(result, part)
+    return result
 
 
 def digest(content: bytes) -> int:

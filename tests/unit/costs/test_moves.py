@@ -31,6 +31,7 @@ from leaderless.planner.costs.moves import (
     peer_cost,
     put_cost,
     selection_cost,
+    updates_cost,
     weights_cost,
 )
 from leaderless.planner.costs.rows import Routes, Rows, owners_of, sending_ranks
@@ -145,6 +146,11 @@ def test_updates_begin_with_groups_that_ranks_find_from_the_ids_of_their_own():
     many = selection_cost(rows, holders, np.arange(1024), network(1024, **ONE_A_HOST, **slow))
     messages = 8 * 2 * 32
     assert many.seconds == pytest.approx(messages * 100e-6 + (4 * 4 * 8 + 8 * messages) / 1e6)
+    for count, hops, selected in ((4, 2 * 3, few), (1024, 2 * 32, many)):
+        ranks, links = np.arange(count), network(count, **ONE_A_HOST, **slow)
+        once = updates_cost(rows, holders, 1, ranks, links).seconds
+        assert once == pytest.approx(3 * hops * (100e-6 + 8 / 1e6)), "three sums"
+        assert updates_cost(rows, holders, 4, ranks, links).seconds == pytest.approx(4 * once + selected.seconds)
 
 
 def test_rows_without_columns_are_agreed_on_and_send_nothing():

@@ -16,7 +16,7 @@ from leaderless.config import RecipeError, all_keys
 from leaderless.config.channels import ChannelConfig
 from leaderless.planner import Cluster, Layout, Load, Reshard, make_plan
 from leaderless.planner.costs.cluster import ClusterConfig
-from leaderless.planner.costs.moves import parcels_of, selection_cost
+from leaderless.planner.costs.moves import parcels_of, updates_cost
 from leaderless.planner.costs.network import Network
 from leaderless.planner.costs.rows import Placement, sample_workload, samplers_of
 from leaderless.planner.costs.step import Loaded, Moved, Worked, estimate_step, events_of, walk_peers
@@ -86,9 +86,9 @@ def test_where_computing_takes_no_time_a_step_is_loading_moving_and_weights(tmp_
     links = Network(constants, 4)
     events = events_of(plan_for(recipe, 4), recipe, sample_workload(recipe, constants.workload), links)
     (update,) = (event for event in events if isinstance(event, Worked) and event.node.name == "policy")
-    selecting = {"ours": selection_cost(update.rows, update.holders, np.array([2, 3]), links).seconds, "one": 0.0}
+    agreeing = {"ours": updates_cost(update.rows, update.holders, 2, np.array([2, 3]), links).seconds, "one": 0.0}
     for way, estimate in step_of(recipe, 4, constants).items():
-        loading[way] += selecting[way]
+        loading[way] += agreeing[way]
         weights = sum(cost.seconds for cost in estimate.weights.values())
         assert weights > 0
         assert estimate.seconds == pytest.approx(loading[way] + estimate.transition_seconds + weights, rel=1e-6), way

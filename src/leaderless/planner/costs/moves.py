@@ -9,6 +9,7 @@ from math import ceil, log2
 import numpy as np
 
 from leaderless.data.blocks import (
+    LATE_LEGS,
     NUM_LEGS,
     ROUNDS_PER_LEG,
     SELECTION_LEGS,
@@ -37,6 +38,8 @@ ID_BYTES = 8
 """Id of a row that a rank holds from before, or wants because it holds others of its columns."""
 SCHEMA_BYTES = 64
 """About what a column's name and type take as text."""
+SUMS_PER_UPDATE = 3
+"""The number of passes, the counts by which losses are divided, and the loss."""
 PLANNING_BYTES_PER_ROW = 208
 """Facts as they arrive and joined, and what the assignment works with: 204 bytes a row at the peak, measured."""
 ROUND_BYTES, PIECE_BYTES, ROUNDS_AHEAD = 1 << 25, (1 << 16, 1 << 22), 2
@@ -172,8 +175,16 @@ def put_cost(ranks: Int, network: Network) -> Cost:
     return _gathers([TYPES_BYTES], ranks, network)
 
 
+def updates_cost(rows: Rows, holders: Int, num_updates: int, ranks: Int, network: Network) -> Cost:
+    """What ranks agree on to train: with which groups the updates of a step begin, and sums over all at each update."""
+    sums_of_updates = num_updates * SUMS_PER_UPDATE
+    num_hops = 2 * Mesh(len(ranks)).width if is_in_blocks(len(ranks)) else 2 * (len(ranks) - 1)
+    cost = _hops(sums_of_updates * num_hops, sums_of_updates * num_hops * ID_BYTES, ranks, network)
+    return cost if num_updates == 1 else cost + selection_cost(rows, holders, ranks, network)
+
+
 def selection_cost(rows: Rows, holders: Int, ranks: Int, network: Network) -> Cost:
-    """Cost of finding the groups with which the updates of a step begin, from the ids of those that each rank has."""
+    """Cost of finding the groups with which updates begin, from the ids of those that each rank has."""
     span = int(rows.groups[-1]) + 1
     most = int(np.bincount(np.unique(holders * span + rows.groups) // span).max())
     if is_in_blocks(len(ranks), SELECTION_LEGS):
@@ -219,8 +230,8 @@ def _agreement_in_blocks(routes: Routes, ranks: Int, network: Network) -> tuple[
         said += int(np.bincount(routes.owners).max())
     heard = _heard(routes)
     routed = 2 * (ROUTED_BYTES * (said + heard) + UNIT_BYTES * 2 * said)
-    knows_borders = routes.is_agreed or routes.num_updates == 1
-    num_messages_sent = num_messages(len(ranks), NUM_LEGS + SELECTION_LEGS * (not knows_borders))
+    legs = LATE_LEGS if routes.is_agreed else NUM_LEGS + SELECTION_LEGS * (routes.num_updates > 1)
+    num_messages_sent = num_messages(len(ranks), legs)
     num_bytes = routed + UNIT_BYTES * divided + ID_BYTES * num_messages_sent
     return _hops(num_messages_sent, num_bytes, ranks, network), heard + divided, divided
 

@@ -24,7 +24,7 @@ from leaderless.planner import (
 )
 from leaderless.planner.costs.cluster import GIB, ClusterConfig
 from leaderless.planner.costs.compute import ModelCost, tokenizing_seconds
-from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, selection_cost, weights_cost
+from leaderless.planner.costs.moves import Cost, peer_cost, put_cost, updates_cost, weights_cost
 from leaderless.planner.costs.network import Float, Network, sums
 from leaderless.planner.costs.rows import Int, Placement, Routes, Rows, Workload, sending_ranks
 from leaderless.planner.memory import FLOAT32_BYTES, number_bytes
@@ -270,9 +270,10 @@ def walk_peers(events: Sequence[Event], network: Network) -> Estimate:
                 walk.clocks[list(action.layout.ranks)] += np.repeat(seconds, action.layout.ranks_per_shard)
                 walk.hold(action.layout, rows.held_bytes(action.columns), holders)
             case Worked(node=node):
-                if node.spec.role_use == "train" and event.num_updates > 1:
-                    cost = selection_cost(event.rows, event.holders, np.array(node.layout.ranks), network)
-                    walk.together(node.layout.ranks, cost.seconds)
+                if node.spec.role_use == "train":
+                    ranks = np.array(node.layout.ranks)
+                    agreed = updates_cost(event.rows, event.holders, event.num_updates, ranks, network)
+                    walk.together(ranks, agreed.seconds)
                 walk.work(event)
                 walk.hold(node.layout, event.rows_after.held_bytes(node.writes), event.holders_after)
                 if node.name in traveling and len(node.layout.ranks) > 1:
