@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -126,6 +126,17 @@ def train(
     return seen
 
 
+def train_and_choose(name: str, *arguments: object) -> Seen:
+    """Be one worker of a run that takes on a layout, whatever seconds it has seen."""
+
+    def chosen(expected: Mapping[str, float], current: str, *_: object) -> Choice:
+        assert expected[name] > 0
+        return Choice(name, 2.0, 1.0, is_worth_it=current != name)
+
+    with patch("leaderless.worker.replanner.choose", chosen):
+        return train(*arguments)  # type: ignore[arg-type]
+
+
 class Runs:
     """Trains in one folder."""
 
@@ -134,9 +145,10 @@ class Runs:
         ranks: RankPool,
         folder: Path,
         changes: Mapping[str, object] = SETTINGS,
-        work: Callable[..., Seen] = train,
+        chosen: str = "",
     ) -> None:
-        self._ranks, self._folder, self._work = ranks, folder, work
+        """Train so; with `chosen`, the run itself takes on the layout of this name."""
+        self._ranks, self._folder, self._chosen = ranks, folder, chosen
         changes = {key: tiny_model() if value == "critic" else value for key, value in changes.items()}
         self._changes = {"steps": NUM_STEPS, **changes}
 
@@ -153,9 +165,10 @@ class Runs:
         recipe = write_recipe(self._folder, tiny_model(), {**self._changes, "layout": layouts})
         evaluation = [f"data.evaluation.{key}={value}" for key, value in self._held_out().items()]
         overrides = [f"name={name}", *evaluation]
-        return self._ranks.run(
-            size, self._work, str(recipe), overrides, steps, switches or {}, killed, init_group=False
-        )
+        arguments = str(recipe), overrides, steps, switches or {}, killed
+        if self._chosen:
+            return self._ranks.run(size, train_and_choose, self._chosen, *arguments, init_group=False)
+        return self._ranks.run(size, train, *arguments, init_group=False)
 
     def _held_out(self) -> Mapping[str, str]:
         path = self._folder / "train.jsonl"
@@ -208,37 +221,31 @@ def beside(generating: str, training: str) -> Ranks:
     return {"rollout": generating, "reward": training, "reference": training, "policy": training}
 
 
-def train_and_choose(
-    recipe_file: str, overrides: Sequence[str], steps: int, switches: Mapping[int, Ranks], killed: str
-) -> Seen:
-    """Be one worker of a run that takes on the first of the other layouts, whatever seconds it has seen."""
-
-    def chosen(expected: Mapping[str, float], current: str, *_: object) -> Choice:
-        assert all(seconds > 0 for seconds in expected.values())
-        return Choice("other", 2.0, 1.0, is_worth_it=current != "other")
-
-    with patch("leaderless.worker.replanner.choose", chosen):
-        return train(recipe_file, overrides, steps, switches, killed)
-
-
 @pytest.mark.parametrize(
-    ("before", "after", "lag"),
+    ("before", "after", "lag", "name"),
     [
-        (beside("0", "1-2"), beside("0-1", "2"), 1),
-        (beside("0-1", "2"), beside("2", "0-1"), 2),  # what has generated trains, with rows in flight
+        # The planner finds the first one; in the second, what has generated trains, with rows in flight.
+        (
+            beside("0", "1-2"),
+            beside("0-1", "2"),
+            1,
+            "rollout on 0-1; reward, old, reference, advantage, samples, policy on 2",
+        ),
+        (beside("0-1", "2"), beside("2", "0-1"), 2, "named"),
     ],
 )
 def test_a_switch_takes_rows_in_flight_along(
-    ranks: RankPool, tmp_path: Path, before: Ranks, after: Ranks, lag: int
+    ranks: RankPool, tmp_path: Path, before: Ranks, after: Ranks, lag: int, name: str
 ) -> None:
     switch = NUM_LOOKED_AT + 1
     steps = switch + lag + 2
-    schedule = {"replan_every_steps": switch, "layouts": {"other": {node: {"ranks": at} for node, at in after.items()}}}
+    named = {name: {node: {"ranks": at} for node, at in after.items()}} if name == "named" else "auto"
+    schedule = {"replan_every_steps": switch, "layouts": named}
     changes = {**SETTINGS, "channels": {"rollout": {"capacity": lag}}, "checkpoint.every_steps": 0}
     resuming = Runs(ranks, tmp_path, changes | {"steps": steps})
     resuming("resumed", before, switch + lag, size=3)
     resumed = resuming("resumed", after, steps, size=3)
-    runs = Runs(ranks, tmp_path, changes | {"steps": steps, "schedule": schedule}, train_and_choose)
+    runs = Runs(ranks, tmp_path, changes | {"steps": steps, "schedule": schedule}, name)
     switched = runs("switched", before, steps, size=3)
     for step in range(switch + 1, steps + 1):
         assert samples_of(switched, step) == samples_of(resumed, step) != {}, f"step {step}"

@@ -116,7 +116,6 @@ def test_only_layouts_with_the_same_channels_replace_one_with_rows_in_flight() -
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
-        ({"schedule": {"replan_every_steps": 1}}, "must name other layouts"),
         ({"schedule": {"layouts": {"a": {}}}}, "replan_every_steps must be at least 1"),
         ({"schedule": {"replan_every_steps": 1, "layouts": {"layout": {}}}}, "must have another name"),
         (

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from leaderless.config.base import Section
 
 AUTO = "auto"
+
+
+def or_auto(schema: dict[str, JsonValue]) -> None:
+    """Let a JSON Schema accept `auto` in place of a mapping."""
+    mapping: dict[str, JsonValue] = {key: schema.pop(key) for key in ("type", "additionalProperties")}
+    schema["anyOf"] = [mapping, {"const": AUTO, "type": "string"}]
 
 
 class PlacementConfig(Section):

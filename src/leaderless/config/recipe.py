@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from leaderless.config.algorithm import AlgorithmConfig
 from leaderless.config.base import Section
@@ -14,7 +14,7 @@ from leaderless.config.environment import EnvironmentConfig
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.config.online import ONLINE, OnlineConfig
-from leaderless.config.placement import AUTO, PlacementConfig, expand_auto
+from leaderless.config.placement import PlacementConfig, expand_auto, or_auto
 from leaderless.config.rewards import RewardsConfig
 from leaderless.config.roles import RoleConfig, RoleSection, as_settings, origin_of
 from leaderless.config.rollout import BatchConfig, EvaluationConfig, RolloutConfig
@@ -22,12 +22,6 @@ from leaderless.config.run import CheckpointConfig, GuardsConfig, RunConfig
 from leaderless.config.schedule import ScheduleConfig
 from leaderless.config.source import merge_settings
 from leaderless.config.training import TrainingConfig
-
-
-def _or_auto(schema: dict[str, JsonValue]) -> None:
-    """Let a JSON Schema accept `auto` in place of a mapping."""
-    mapping: dict[str, JsonValue] = {key: schema.pop(key) for key in ("type", "additionalProperties")}
-    schema["anyOf"] = [mapping, {"const": AUTO, "type": "string"}]
 
 
 class Recipe(Section):
@@ -60,7 +54,7 @@ class Recipe(Section):
     """Settings that a role has for itself, such as `roles.critic.optimizer`."""
     training: TrainingConfig = TrainingConfig()
     """Training and scoring of models."""
-    layout: Mapping[str, LayoutConfig] = Field(default={}, json_schema_extra=_or_auto)
+    layout: Mapping[str, LayoutConfig] = Field(default={}, json_schema_extra=or_auto)
     """Ranks and parallel sizes by node, or `auto`: see `placement`. A node without an entry runs where its role is
     trained, if the node that trains it has an entry; else where the first node that it comes after runs; else
     data-parallel on all ranks."""

@@ -17,6 +17,8 @@ from leaderless.planner.make_plan import make_plan
 from leaderless.planner.plan import Loop, Plan
 from leaderless.workflow import resolve_workflow
 
+MANY = 1 << 30
+"""Number of ranks on which shared work takes no time."""
 OWN = "layout"
 """Name of the recipe's own layout among those to choose from."""
 
@@ -68,7 +70,7 @@ def _what_flows(plan: Plan) -> list[tuple[object, ...]]:
 
 
 def alternatives(recipe: Recipe, like: Plan) -> dict[str, Plan]:
-    """The plans that `schedule.layouts` allows, by name; the recipe's own is one of them.
+    """The plans that `schedule.layouts` names; the recipe's own is one of them.
 
     Raises:
         RecipeError: A layout does not fit, or cannot replace the recipe's while the run goes on.
@@ -121,6 +123,12 @@ class NodeSeconds:
         shared = (self.known[one] - self.known[other]) / (1 / one - 1 / other)
         shared = min(max(shared, 0.0), self.known[one] * one)
         return self.known[one] + shared * (1 / num_ranks - 1 / one)
+
+    def law(self) -> tuple[float, float]:
+        """Seconds that each of any number of ranks has, and those that ranks share."""
+        each_s = self.on(MANY)
+        size = next(iter(self.known), 1)
+        return each_s, max(0.0, (self.on(size) - each_s) * size)
 
 
 def step_seconds(plan: Plan, nodes: Mapping[str, NodeSeconds], besides: Mapping[str, float] | None = None) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,13 +17,32 @@ from leaderless.planner.fit import fit_plan
 from leaderless.worker.place import Place
 
 
+@dataclass(frozen=True)
+class MemoryBounds:
+    """What all ranks have agreed on.
+
+    Attributes:
+        num_bytes: Bytes that each rank had before it held anything.
+        is_cpu: Whether these are of the host.
+        pass_tokens: Most tokens of one pass to begin with.
+    """
+
+    num_bytes: int
+    is_cpu: bool
+    pass_tokens: int
+
+    def fits(self, recipe: Recipe, plan: Plan) -> bool:
+        """Whether a plan may run, by its estimate."""
+        return not fit_plan(recipe, plan, self.num_bytes, is_cpu=self.is_cpu).is_hopeless
+
+
 def check_memory(
     recipe: Recipe, plan: Plan, place: Place, device: torch.device, world: ProcessGroup, say: Callable[[str], None]
-) -> int:
+) -> MemoryBounds:
     """Refuse a run that cannot fit, and warn of one that may not. All ranks call it; the least memory decides.
 
     Returns:
-        Most tokens of one pass to begin with.
+        The memory that there is, and the passes that fit into it.
 
     Raises:
         RecipeError: Not even passes of one sample would fit, and `run.memory_check` does not allow to try.
@@ -41,7 +61,7 @@ def check_memory(
     if host > least[1]:
         needed, there = format_bytes(host), format_bytes(least[1])
         say(f"[bold red]memory of the host may run out[/]: a rank needs {needed} of it, and there are {there}")
-    return fit.pass_tokens
+    return MemoryBounds(least[0], device.type == "cpu", fit.pass_tokens)
 
 
 def available_memory(device: torch.device, num_ranks: int, root: Path = Path("/")) -> int:

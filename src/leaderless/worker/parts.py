@@ -20,6 +20,7 @@ from leaderless.planner import Action, Plan, flat
 from leaderless.stages.context import Grader
 from leaderless.supervision.failure import note_place
 from leaderless.worker.evaluation import Evaluator
+from leaderless.worker.memory import MemoryBounds
 from leaderless.worker.roles import Roles
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Parts:
     directory: RunDirectory
     episodes: EpisodeJournal
     display: Display
+    memory: MemoryBounds
     desk: Desk | None = None
     clock: Clock = field(default_factory=Clock)
 

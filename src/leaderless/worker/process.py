@@ -63,11 +63,11 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
         add_process_groups(plan, transport)
         if place.rank == 0:
             write_description(directory, recipe, plan, display.say)
-        pass_tokens = check_memory(recipe, plan, place, device, transport.world, display.say)
+        memory = check_memory(recipe, plan, place, device, transport.world, display.say)
         builder = _Builder(recipe, plan, transport, device, display, directory.logs)
         stack.callback(builder.roles.close)
         if plan.batch.adapts_to_memory:
-            builder.roles.adapt_to_memory(directory, pass_tokens)
+            builder.roles.adapt_to_memory(directory, memory.pass_tokens)
         builder.roles.sync_all()
         desk = None if door is None else door.open(recipe, builder.tokenizer)
         if desk is not None:
@@ -90,6 +90,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
             directory=directory,
             episodes=episodes,
             display=display,
+            memory=memory,
             desk=desk,
         )
         worker = Worker(parts)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from statistics import median
 
 import torch
 from rich.markup import escape
 
 from leaderless.planner import Loop, Plan
+from leaderless.planner.proposals import describe, propose
 from leaderless.planner.replan import OWN, Choice, NodeSeconds, alternatives, choose, loop_seconds, step_seconds
 from leaderless.worker.channels import between_loops, wait_for
 from leaderless.worker.parts import Parts
@@ -19,15 +21,19 @@ NUM_LOOKED_AT = 3
 
 
 class Replanner:
-    """Chooses among the layouts of `schedule.layouts`, the same on all ranks.
+    """Chooses among the layouts of `schedule.layouts`, or of the planner's search; the same on all ranks.
 
     What it has measured is lost when the workers start again; then it measures anew.
+
+    Attributes:
+        plans: Plans to choose from, by name.
+        choice: What has been chosen after the last step, if layouts were compared then.
     """
 
     def __init__(self, parts: Parts) -> None:
-        """Plan all layouts; nothing has been measured yet."""
+        """Plan all layouts that are named; nothing has been measured yet."""
         self._recipe, self._world, self._display = parts.recipe, parts.transport.world, parts.display
-        self._directory = parts.directory
+        self._directory, self._fits = parts.directory, partial(parts.memory.fits, parts.recipe)
         self.plans = alternatives(parts.recipe, parts.plan)
         self._current = self._name_of(parts.plan)
         self._nodes = {node.name: NodeSeconds() for node in parts.plan.nodes}
@@ -40,7 +46,17 @@ class Replanner:
         self.choice: Choice | None = None
 
     def _name_of(self, plan: Plan) -> str:
-        return next((name for name, known in self.plans.items() if known.layout == plan.layout), OWN)
+        """The name of a plan, which is one of those to choose from afterwards."""
+        name = next((name for name, known in self.plans.items() if known.layout == plan.layout), describe(plan))
+        self.plans[name] = plan
+        return name
+
+    def _search(self) -> None:
+        """Let the planner find layouts, in place of those that it has found before."""
+        known = {name: self.plans[name] for name in (OWN, self._current)}
+        taken = {describe(plan) for plan in known.values()}
+        found = propose(self._recipe, known[self._current], self._nodes, self._fits)
+        self.plans = known | {name: plan for name, plan in found.items() if name not in taken}
 
     def measure(self, spent: Mapping[str, float], seconds: float) -> None:
         """Take in the seconds of an iteration of this rank's loop.
@@ -68,6 +84,8 @@ class Replanner:
         """
         if not self._agree():
             return None
+        if not self._recipe.schedule.layouts:
+            self._search()
         expected = {
             name: step_seconds(plan, self._nodes, self._besides.get(name, self._besides[self._current]))
             for name, plan in self.plans.items()

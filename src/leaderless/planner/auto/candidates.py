@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from leaderless.config.channels import ChannelConfig
@@ -63,10 +63,11 @@ def placeable(plan: Plan) -> list[PlannedNode]:
     return [node for node in plan.nodes if node.node.run not in ROW_STAGES]
 
 
-def units_of(plan: Plan) -> list[list[str]]:
+def units_of(plan: Plan, alone: Collection[str] = ()) -> list[list[str]]:
     """Nodes in groups that always share ranks, in order; the first of each generates, trains or scores.
 
     What needs whole groups, as advantages do, goes with the training that follows; rewards go with what generates.
+    Nodes without a model that are named by `alone` may have ranks of their own.
     """
     units: dict[str, list[str]] = {}
     trained = {role for node in plan.nodes for role, use in node.uses if use == "train"}
@@ -77,23 +78,27 @@ def units_of(plan: Plan) -> list[list[str]]:
         elif use in {"score", "train"}:
             role = node.node.role or node.name
             units.setdefault(f"{'train' if role in trained else 'score'} {role}", []).append(node.name)
+        elif node.name in alone:
+            units[f"alone {node.name}"] = [node.name]
     first_trained = next((name for name in units if name.startswith("train")), None)
     for node in placeable(plan):
-        if node.spec.role_use == "none" and first_trained and not node.spec.streams:
+        is_free = node.spec.role_use == "none" and node.name not in alone
+        if is_free and first_trained and not node.spec.streams:
             units[first_trained].append(node.name)
     found = list(units.values())
     return [*found[: MAX_UNITS - 1], [name for unit in found[MAX_UNITS - 1 :] for name in unit]][:MAX_UNITS]
 
 
-def candidates_of(plan: Plan, max_lag: int) -> Iterator[Candidate]:
+def candidates_of(plan: Plan, max_lag: int, alone: Collection[str] = ()) -> Iterator[Candidate]:
     """All candidates, the simplest first.
 
     Args:
         plan: Plan of the recipe with all nodes on all ranks.
         max_lag: Most iterations that generation may be ahead.
+        alone: Nodes without a model that may have ranks of their own.
     """
     yield Candidate({})
-    units = [unit for unit in units_of(plan) if unit]
+    units = [unit for unit in units_of(plan, alone) if unit]
     generating = {node.name for node in plan.nodes if node.spec.role_use == "generate"}
     for parts in _partitions(list(range(len(units)))):
         for sizes in _sizes(plan.world_size, len(parts)):
@@ -102,12 +107,12 @@ def candidates_of(plan: Plan, max_lag: int) -> Iterator[Candidate]:
             ahead = [part for part in parts if any(units[unit][0] in generating for unit in part)]
             if max_lag and len(ahead) == 1 and all(units[unit][0] in generating for unit in ahead[0]):
                 yield from (Candidate(pools, lag, units[ahead[0][0]][0]) for lag in sorted({1, max_lag}))
-    # What generates uses all ranks, and the others share them out.
-    shared = [unit for unit in units if unit[0] not in generating]
-    for parts in _partitions(list(range(len(shared)))) if len(shared) < len(units) else ():
-        for sizes in _sizes(plan.world_size, len(parts)):
-            everywhere = {name: (0, plan.world_size) for unit in units if unit[0] in generating for name in unit}
-            yield Candidate(everywhere | _place(shared, parts, sizes))
+    # What generates, or all that has a model, uses all ranks, and the others share them out.
+    for shared in ([unit for unit in units if unit[0] not in generating], [unit for unit in units if unit[0] in alone]):
+        everywhere = {name: (0, plan.world_size) for unit in units if unit not in shared for name in unit}
+        for parts in _partitions(list(range(len(shared)))) if everywhere else ():
+            for sizes in _sizes(plan.world_size, len(parts)):
+                yield Candidate(everywhere | _place(shared, parts, sizes))
 
 
 def _partitions(units: Sequence[int]) -> Iterator[list[list[int]]]:

@@ -1,0 +1,100 @@
+"""Layouts that a run may take on are found by the seconds that its own nodes have taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import pytest
+from tests.end_to_end.two_judges import layout, workflow
+from tests.unit.recipes import make_recipe, plan_of
+
+from leaderless.planner.plan import Plan
+from leaderless.planner.proposals import FEW_PROPOSED, NUM_PROPOSED, describe, propose
+from leaderless.planner.replan import NodeSeconds, step_seconds
+
+JUDGES = "tests.end_to_end.two_judges:workflow"
+
+
+def seconds_of(plan: Plan, **known: float) -> dict[str, NodeSeconds]:
+    """What the nodes of a plan have taken on their ranks."""
+    return {name: NodeSeconds({len(plan[name].layout.ranks): seconds}) for name, seconds in known.items()}
+
+
+def best_of(plans: Mapping[str, Plan], nodes: Mapping[str, NodeSeconds]) -> Plan:
+    return min(plans.values(), key=lambda plan: step_seconds(plan, nodes))
+
+
+def always(_: Plan) -> bool:
+    return True
+
+
+def test_a_slow_stage_gets_more_ranks() -> None:
+    settings = {"layout": layout("0", "1-2")}
+    like = plan_of(workflow(), 3, **settings)
+    nodes = seconds_of(like, rollout=3.0, first=8.0, second=2.0, policy=3.0)
+    found = propose(make_recipe(workflow=JUDGES, **settings), like, nodes, always)
+    assert 1 < len(found) <= NUM_PROPOSED
+    best = best_of(found, nodes)
+    assert step_seconds(like, nodes) == pytest.approx(3 + 8 + 3)
+    assert step_seconds(best, nodes) == pytest.approx(3 + 4 + 3), "12 s of judges are shared by all ranks"
+    places = [[plan[name].layout.ranks for name in ("first", "second", "policy")] for plan in found.values()]
+    assert [(0, 1), (2,), (0, 1, 2)] in places, "models stay where they are"
+
+
+def test_a_node_keeps_its_other_settings_and_its_company() -> None:
+    settings = {
+        "layout": {"rollout": {"ranks": "0-1", "groups": "whole"}, "reward": {"ranks": "2"}, "policy": {"ranks": "2"}}
+    }
+    like = plan_of("grpo", 3, **settings)
+    nodes = seconds_of(like, rollout=1.0, reward=0.0, policy=9.0)
+    found = propose(make_recipe(**settings), like, nodes, always)
+    apart = next(plan for plan in found.values() if plan["rollout"].layout.ranks == (0,))
+    assert apart["reward"].layout.ranks == apart["policy"].layout.ranks == (1, 2)
+    assert apart.layout["rollout"].groups == "whole"
+
+
+def test_generation_stays_ahead_by_the_same_lag() -> None:
+    settings = {
+        "layout": {"rollout": {"ranks": "0-2"}, "policy": {"ranks": "3"}},
+        "channels": {"rollout": {"capacity": 2}},
+    }
+    like = plan_of("grpo", 4, **settings)
+    nodes = seconds_of(like, rollout=2.0, policy=6.0)
+    found = propose(make_recipe(**settings), like, nodes, always)
+    assert found
+    assert all([loop.lag for loop in plan.loops] == [2, 0] for plan in found.values())
+    best = best_of(found, nodes)
+    assert [loop.ranks for loop in best.loops] == [(0, 1), (2, 3)]
+    assert best["advantage"].layout.ranks == (0, 1), "it goes ahead, as before"
+
+
+def test_what_does_not_fit_into_memory_is_never_proposed() -> None:
+    settings = {"layout": layout("0", "1-2")}
+    like = plan_of(workflow(), 3, **settings)
+    nodes = seconds_of(like, rollout=1.0, first=8.0, second=2.0, policy=1.0)
+    recipe, seen = make_recipe(workflow=JUDGES, **settings), list[str]()
+
+    def fits(plan: Plan) -> bool:
+        seen.append(describe(plan))
+        return len(plan["policy"].layout.ranks) == 3
+
+    found = propose(recipe, like, nodes, fits)
+    assert found.keys() < set(seen)
+    assert all(len(plan["policy"].layout.ranks) == 3 for plan in found.values())
+
+
+def test_a_thousand_ranks_are_searched_in_a_second() -> None:
+    settings = {
+        "layout": {"rollout": {"ranks": "0-511"}, "policy": {"ranks": "512-1023"}},
+        "batch": {"prompts_per_step": 1024},
+        "algorithm": {"kl": {"coefficient": 0.1}},
+    }
+    like, recipe = plan_of("grpo", 1024, **settings), make_recipe(**settings)
+    nodes = seconds_of(like, rollout=9.0, reward=0.1, reference=1.0, policy=3.0)
+    begin = time.process_time()
+    found = propose(recipe, like, nodes, always)
+    took = time.process_time() - begin
+    assert 1 <= len(found) <= FEW_PROPOSED
+    assert took < 1.0, f"{took:.2f} s"
+    assert step_seconds(best_of(found, nodes), nodes) < step_seconds(like, nodes)
