@@ -111,6 +111,9 @@ def test_only_layouts_with_the_same_channels_replace_one_with_rows_in_flight() -
     now = plan_of("grpo", 2, layout={"rollout": {"ranks": "1"}, **behind}, channels=continuous)
     with pytest.raises(RecipeError, match="generates continuously cannot be replaced"):
         check_adoptable(recipe, now, ahead)
+    assert list(alternatives(make_recipe(channels=continuous, layout=now.layout), now)) == ["layout"], (
+        "none is asked for"
+    )
 
 
 @pytest.mark.parametrize(

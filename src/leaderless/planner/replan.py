@@ -79,7 +79,8 @@ def alternatives(recipe: Recipe, like: Plan) -> dict[str, Plan]:
     for name, layout in {OWN: recipe.layout, **recipe.schedule.layouts}.items():
         try:
             plans[name] = like if layout == like.layout else with_layout(recipe, layout, like)
-            check_adoptable(recipe, like, plans[name])
+            if recipe.schedule.replan_every_steps:
+                check_adoptable(recipe, like, plans[name])
         except RecipeError as error:
             key = f"schedule.layouts.{name}"
             problems = [Problem(f"{key}{_below(problem.key)}", problem.message) for problem in error.problems]
