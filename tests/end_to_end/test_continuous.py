@@ -17,7 +17,6 @@ CHANNEL = {"capacity": 1, "mode": "continuous"}
 EPISODES: dict[str, object] = {
     "environment": {"type": f"{__name__}:Echo", "max_turns": 4, "max_episode_tokens": 30, "concurrency": 6},
     "reward": {},
-    "evaluation": {"every_steps": 0},
     "data.max_prompt_tokens": 8,
     "batch.micro_batch_tokens": 128,
 }
@@ -88,6 +87,12 @@ def test_episodes_are_played_across_updates_and_can_be_followed(runs: Runs) -> N
     )
     assert_same(again, played)
     assert lines(runs, "played-again") == lines(runs, "played")
+    one, other = (
+        [{k: v for k, v in row.items() if not k.endswith(("_s", "_busy"))} for row in numbers(runs.directory(name))]
+        for name in ("played", "played-again")
+    )
+    assert one == other
+    assert any(row.get("evaluation/mean@1", 0.0) % 1 for row in one), "the environment gave rewards by chance"
 
 
 @pytest.mark.parametrize(

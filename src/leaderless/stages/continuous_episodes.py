@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from leaderless.config import Recipe
+from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch
 from leaderless.data.encode import Tokenizer
 from leaderless.environments.deadlines import GRACE_S
@@ -115,9 +116,10 @@ class EpisodeField:
         recipe: Recipe,
         play: Play,
         tokenizer: Tokenizer,
-        role: str,
+        role: str | None,
         events: Events,
         clock: Clock,
+        data: DatasetConfig | None = None,
     ) -> None:
         """Have nothing under way.
 
@@ -126,17 +128,18 @@ class EpisodeField:
             recipe: The recipe, as seen by the role that samples.
             play: Episodes of each task.
             tokenizer: Tokenizer of the policy.
-            role: Role that samples.
+            role: Role that samples; None if it plays all agents.
             events: What happens between the steps of the engine, which are counted there.
             clock: Clock of the rank.
+            data: Dataset of all tasks; None for those of training.
         """
         config = recipe.environment
         assert config is not None, "episodes are played in an environment"
-        self._recipe, self._play, self._role = recipe, play, role
+        self._recipe, self._play, self._role, self._data = recipe, play, role, data
         self._events, self._clock = events, clock
         self._orders = Orders(engine, events, play.distributions)
         self._tokenizer = copy.deepcopy(tokenizer)  # the other threads use theirs
-        sets = list(recipe.data.train_sets().values())
+        sets = [*recipe.data.train_sets().values()] if data is None else [data]
         is_chat = any(writer_of(self._tokenizer, one).is_chat for one in sets)
         self._tools = own_tool_use(config, environment_class(config), self._tokenizer, is_chat=is_chat)
         self._pump = QueuePump()
@@ -157,7 +160,7 @@ class EpisodeField:
 
     def begin(self, prompts: Batch) -> None:
         """Begin the episodes of some tasks."""
-        places = places_of(self._play, prompts, self._recipe, self._tokenizer, self._tools, self._role)
+        places = places_of(self._play, prompts, self._recipe, self._tokenizer, self._tools, self._role, self._data)
         siblings = len(self._play.distributions)
         for row, number in enumerate(prompts.ids.tolist()):
             group = self._groups[number] = _Group([None] * siblings, [], siblings)

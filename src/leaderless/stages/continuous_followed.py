@@ -11,12 +11,13 @@ from typing import cast
 import numpy as np
 
 from leaderless.config import Json, Recipe, RecipeError
+from leaderless.config.data import DatasetConfig
 from leaderless.data.batch import Batch
 from leaderless.data.encode import Tokenizer
 from leaderless.environments.episode import Episode, Place
 from leaderless.environments.journal import episode_of
 from leaderless.environments.trace import TraceNode
-from leaderless.observability.episode_files import What, episode_files, read_episode_file
+from leaderless.observability.episode_files import Kind, What, episode_files, read_episode_file
 from leaderless.rollout.engine import Completion
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.continuous import Advance, Events, Tally
@@ -34,14 +35,16 @@ class Past:
     Args:
         folder: Folder `episodes` of the run.
         rank: The rank, which was the same there.
+        kind: Whether they are of training or of evaluations; then an iteration is that whose weights were evaluated.
+        first: Iteration from which the run is followed.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, rank: int, kind: Kind = "step", first: int = 1) -> None:
+        self._folder, self.first = folder, first
         self._files = {
             (file.step, file.what): file.path
             for file in episode_files(folder)
-            if file.kind == "step" and file.rank == rank
+            if file.kind == kind and file.rank == rank
         }
 
     def asked(self, iteration: int) -> Iterator[Asked]:
@@ -93,9 +96,10 @@ class FollowedField:
         recipe: Recipe,
         play: Play,
         tokenizer: Tokenizer,
-        role: str,
+        role: str | None,
         events: Events,
         past: Past,
+        data: DatasetConfig | None = None,
     ) -> None:
         """Have nothing under way.
 
@@ -104,18 +108,19 @@ class FollowedField:
             recipe: The recipe, as seen by the role that samples.
             play: Episodes of each task.
             tokenizer: Tokenizer of the policy.
-            role: Role that samples.
+            role: Role that samples; None if it plays all agents.
             events: What happens between the steps of the engine, and what has to happen.
             past: Episodes of the run that is followed.
+            data: Dataset of all tasks; None for those of training.
         """
         self._recipe, self._play, self._tokenizer, self._role = recipe, play, tokenizer, role
-        self._events, self._past = events, past
+        self._events, self._past, self._data = events, past, data
         self._orders = Orders(engine, events, play.distributions)
         self._groups: dict[int, _Group] = {}
         self._begun: list[int] = []
         self._said: Counter[int] = Counter()  # what the engine has said, and is in no share yet
-        self._iteration = 1
-        self._asked = past.asked(1)
+        self._iteration = past.first
+        self._asked = past.asked(past.first)
         self.tally = Tally()
 
     @property
@@ -125,7 +130,7 @@ class FollowedField:
 
     def begin(self, prompts: Batch) -> None:
         """Begin the episodes of some tasks."""
-        places = places_of(self._play, prompts, self._recipe, self._tokenizer, None, self._role)
+        places = places_of(self._play, prompts, self._recipe, self._tokenizer, None, self._role, self._data)
         siblings = len(self._play.distributions)
         for row, number in enumerate(prompts.ids.tolist()):
             self._groups[number] = _Group(places[row * siblings : (row + 1) * siblings], siblings)

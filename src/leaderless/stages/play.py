@@ -99,12 +99,22 @@ def _begun(play: Play, num_tasks: int) -> list[Earlier]:
 
 
 def places_of(
-    play: Play, tasks: Batch, recipe: Recipe, tokenizer: Tokenizer, tools: ToolUse | None, role: str | None
+    play: Play,
+    tasks: Batch,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    tools: ToolUse | None,
+    role: str | None,
+    data: DatasetConfig | None = None,
 ) -> list[Place]:
-    """All episodes of some tasks, those of a task next to each other, before anything has been said."""
-    data = [recipe.data.train_set_of(row) for row in tasks.objects("rows") if isinstance(row, Mapping)]
-    writers = {id(one): writer_of(tokenizer, one, tools) for one in data}
-    return _places(_begun(play, len(tasks)), play, tasks, [writers[id(one)] for one in data], recipe, role)
+    """All episodes of some tasks, those of a task next to each other, before anything has been said.
+
+    The tasks are rows of the recipe's datasets for training, or of another one.
+    """
+    rows = [row for row in tasks.objects("rows") if isinstance(row, Mapping)]
+    sets = [recipe.data.train_set_of(row) if data is None else data for row in rows]
+    writers = {id(one): writer_of(tokenizer, one, tools) for one in sets}
+    return _places(_begun(play, len(tasks)), play, tasks, [writers[id(one)] for one in sets], recipe, role)
 
 
 def _places(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -21,8 +22,10 @@ from leaderless.planner import Layout, Plan, answering
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Request, RolloutEngine, SamplingParams, generate
+from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import Grader, ModelRole
-from leaderless.stages.play import play_tasks
+from leaderless.stages.continuous_evaluation import HeldOut
+from leaderless.stages.play import play_tasks, played_before
 from leaderless.stages.played import Play
 from leaderless.stages.record import TokenRecorder, describe_sample
 from leaderless.stages.reward import grade_of, last_said, reward_inputs, transcripts, with_environment
@@ -51,7 +54,11 @@ class Evaluator:
     grade: Grader
 
     def run(
-        self, progress: Callable[[float], None], record: Record | None = None, journal: Journal | None = None
+        self,
+        progress: Callable[[float], None],
+        record: Record | None = None,
+        journal: Journal | None = None,
+        step: int = 0,
     ) -> dict[str, float]:
         """Evaluate. All ranks of the layout call it together.
 
@@ -59,6 +66,7 @@ class Evaluator:
             progress: Function that receives the finished fraction, between 0 and 1.
             record: Function that receives, on the first rank, the samples to keep for people.
             journal: Function that receives this rank's episodes in an environment.
+            step: Step of training whose weights the model has.
 
         Returns:
             `evaluation/mean@k`, and for several responses to a prompt `evaluation/pass@k` and `evaluation/maj@k`;
@@ -69,7 +77,7 @@ class Evaluator:
         shard = self.layout.shard_of(process_group.rank)
         mine = rows[len(rows) * shard // self.layout.dp : len(rows) * (shard + 1) // self.layout.dp]
         is_first = process_group.rank == self.layout.ranks[0]
-        graded = self._answer(mine, progress, record if is_first else None, journal)
+        graded = self._answer(mine, progress, record if is_first else None, journal, step)
         k = config.responses_per_prompt
         scores = Scores(self.recipe)
         for index in range(len(mine) if self.layout.represents(process_group.rank) else 0):
@@ -82,6 +90,7 @@ class Evaluator:
         progress: Callable[[float], None],
         record: Record | None,
         journal: Journal | None,
+        step: int,
     ) -> list[Graded]:
         """The graded responses to some rows, those to one row next to each other."""
         batch = make_batch(rows, self.dataset.read(rows), has_responses=False)
@@ -89,7 +98,7 @@ class Evaluator:
             if self.recipe.environment is None:
                 answers = self._sample(engine, batch, progress)
             else:
-                answers = self._play(engine, batch, progress, journal)
+                answers = self._play(engine, batch, progress, journal, step)
         k = self.recipe.evaluation.responses_per_prompt
         data = self.recipe.data.evaluation
         assert data is not None
@@ -151,14 +160,26 @@ class Evaluator:
         ]
 
     def _play(
-        self, engine: RolloutEngine, batch: Batch, progress: Callable[[float], None], journal: Journal | None
+        self,
+        engine: RolloutEngine,
+        batch: Batch,
+        progress: Callable[[float], None],
+        journal: Journal | None,
+        step: int,
     ) -> list[_Answer]:
         """The episodes; of several conversations, the last to end counts."""
         config, data = self.recipe.evaluation, self.recipe.data.evaluation
         assert data is not None
         k = config.responses_per_prompt
         play = Play([config] * k, 0, k, self._seed)
-        played = play_tasks(engine, play, batch, [data] * len(batch), self.recipe, self.tokenizer, progress)
+        sets = [data] * len(batch)
+        if isinstance(engine, SharedEngine):  # it works on what is generated continuously, too
+            held_out = HeldOut(self.recipe, data, self.tokenizer, play, batch)
+            asked = None if journal is None else partial(journal, "asked")
+            episodes, work = held_out.played(engine, step, self.process_group.rank, progress, asked)
+            played = played_before(play, batch, sets, self.recipe, self.tokenizer, episodes, work)
+        else:
+            played = play_tasks(engine, play, batch, sets, self.recipe, self.tokenizer, progress)
         if journal is not None:
             journal("played", played.journal)
         ids = make_sample_ids(batch.ids.repeat_interleave(k), torch.arange(k).repeat(len(batch))).tolist()

@@ -256,7 +256,7 @@ class Worker:
             with self.tracer.span("evaluate", step), self.parts.clock.doing("evaluate"):
                 record = partial(self.parts.directory.write_samples, step, self._rank, kind="evaluation")
                 journal = partial(self.parts.episodes.write, "evaluation", step)
-                numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"), record, journal)
+                numbers = self.parts.evaluator.run(partial(self.parts.progress, "evaluate"), record, journal, step)
             numbers["time/evaluate"] = self.tracer.take("evaluate")
         with self.parts.clock.doing("wait_ranks"):
             return to_first_rank(ranks, numbers, self._ranks)
