@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import time
 from dataclasses import replace
@@ -14,15 +15,17 @@ from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.auto.choose import choose_layout, predict_step
+from leaderless.planner.auto.laws import fit_seconds
+from leaderless.planner.auto.places import fullest_place
 from leaderless.planner.auto.profile import (
     MachineIdentity,
     Point,
     Profile,
     StageSeconds,
-    fit_seconds,
     read_profile,
     settings_of,
 )
+from leaderless.planner.auto.seconds import StepSeconds
 from leaderless.planner.auto.show import reason
 from leaderless.planner.auto.walk import _pace
 from leaderless.run.profile import Spans, check_machine, profile_of
@@ -62,6 +65,48 @@ def test_the_law_of_a_stage_is_found_from_what_it_took():
 def test_a_stage_that_was_measured_at_one_size_is_in_proportion_to_its_tokens():
     found = fit_seconds([Point(4, 40, 10, 0.2), Point(4, 40, 10, 0.2)])
     assert found.of(8, 80, 10) == pytest.approx(0.4)
+
+
+def turns(lengths: list[int], places: int, pause: float) -> float:
+    """Tokens of the fullest place, worked out response by response."""
+    busy = [0.0] * places
+    for length in lengths:
+        heapq.heapreplace(busy, busy[0] + length + pause)
+    return max(busy)
+
+
+def test_the_fullest_place_is_that_of_responses_that_take_turns():
+    lengths = np.random.default_rng(0).integers(1, 100, size=(3, 30)).astype(float)
+    expected = [turns(row.tolist(), 4, 0) for row in lengths]
+    assert fullest_place(lengths, 4).tolist() == expected
+    assert fullest_place(np.pad(lengths, ((0, 0), (0, 5))), 4).tolist() == expected
+    # Of very many rows only the last turns are followed.
+    many = np.random.default_rng(1).integers(1, 100, size=1000).astype(float)
+    assert fullest_place(many, 4) == pytest.approx(turns(many.tolist(), 4, 0), rel=0.01)
+
+
+def test_a_law_of_responses_that_take_turns_holds_for_more_rows_than_were_measured():
+    draw = np.random.default_rng(0)
+    points = []
+    for rows in (4, 8, 16) * 6:
+        lengths = np.minimum(96, draw.lognormal(2.8, 1.1, size=rows).round() + 1).astype(int).tolist()
+        seconds = 0.05 + 0.005 * turns(lengths, 4, 0)
+        points.append(Point(rows, sum(lengths), max(lengths), seconds, lengths))
+    law = fit_seconds(points)
+    assert (law.places, law.pause_tokens) == (4, 0)
+    assert law.error < 1e-6
+    recipe = auto_recipe()
+    lengths = [length for point in points for length in point.lengths]
+    profile = make_profile(recipe, law, StageSeconds(), lengths=lengths)
+    steps = StepSeconds(profile, recipe)
+    plan = make_plan(recipe.model_copy(update={"placement": None}), GRPO, Cluster(1))
+    drawn = steps._lengths.reshape(steps.num_draws, -1)
+    for num_shards in (1, 2):
+        found = steps.of(plan["rollout"], num_shards, is_balanced=False)
+        expected = [
+            max(0.05 + 0.005 * turns(shard.tolist(), 4, 0) for shard in np.split(row, num_shards)) for row in drawn
+        ]
+        assert found.tolist() == pytest.approx(expected, rel=1e-3 if num_shards == 2 else 0.02)
 
 
 def test_work_that_is_divided_by_all_ranks_is_left_on_all_ranks():
@@ -202,6 +247,27 @@ def test_the_pace_of_two_loops_is_that_of_the_slower_one_unless_they_wait_for_ea
     assert _pace([np.array([2.0, 2.0])], [0]) == pytest.approx(2.0)
 
 
+def test_generation_waits_until_its_rows_have_been_taken():
+    slow, fast = np.array([3.0, 3.0]), np.array([1.0, 1.0])
+    assert _pace([slow, fast], [1, 0], handed_s=0.5) == pytest.approx(3.5)
+    assert _pace([fast, slow], [1, 0], handed_s=0.5) == pytest.approx(3.0)
+
+
+def test_windows_hide_what_travels_and_what_the_next_pool_does():
+    layout = make_recipe(
+        layout={"rollout": {"ranks": "0"}, **{name: {"ranks": "1"} for name in ("reward", "advantage", "policy")}}
+    ).layout
+    seconds = {}
+    for number in (1, 4):
+        batch = {"prompts_per_step": 16, "responses_per_prompt": 8, "windows_per_step": number}
+        recipe = make_recipe(batch=batch)
+        profile = make_profile(recipe, StageSeconds(row_s=0.01), StageSeconds())
+        profile = profile.model_copy(update={"stages": dict(profile.stages) | {"reward": StageSeconds(row_s=0.01)}})
+        apart = recipe.model_copy(update={"layout": layout})
+        seconds[number] = predict_step(apart, make_plan(apart, GRPO, Cluster(2)), profile).seconds
+    assert seconds == pytest.approx({1: 2 * 1.28, 4: 1.28 * 5 / 4})
+
+
 def traced(folder, rank: int, seconds: dict[str, float], rows: int) -> None:
     """A trace of two steps, of which the first took far longer."""
     events = [
@@ -225,7 +291,7 @@ def test_a_profile_takes_from_traces_what_each_stage_took_without_waiting(tmp_pa
     spans = Spans()
     spans.add(RunDirectory(tmp_path), plan)
     assert spans.points == {
-        "rollout": [Point(4, 8, 2, 1.0), Point(8, 16, 2, 2.0)],
+        "rollout": [Point(4, 8, 2, 1.0, (2,) * 4), Point(8, 16, 2, 2.0, (2,) * 8)],
         "policy": [Point(8, 0, 0, 2.5)],
     }
     assert spans.lengths == [2] * 12

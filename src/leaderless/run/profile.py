@@ -17,7 +17,7 @@ from leaderless.config.source import Setting
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Plan
 from leaderless.planner.auto.candidates import placeable
-from leaderless.planner.auto.profile import MachineIdentity, Point, Profile, fit_seconds, settings_of
+from leaderless.planner.auto.profile import MachineIdentity, Point, Profile, settings_of
 from leaderless.planner.costs.cluster import GIB
 from leaderless.run.run import Run
 
@@ -67,11 +67,11 @@ class Spans:
                 is_alone = nodes[name].spec.streams or nodes[name].spec.role_use == "generate"
                 points = [span.point for span in found]
                 if not is_alone:
-                    rows, tokens, longest, _ = (max(sizes) for sizes in zip(*points, strict=True))
+                    rows, tokens, longest = (max(sizes) for sizes in zip(*(point[:3] for point in points), strict=True))
                     points = [Point(rows, tokens, longest, least)]
                 self.points[name] += points
                 spent[step] += max(point.seconds for point in points)
-                self.lengths += [length for span in found for length in span.lengths]
+                self.lengths += [length for point in points for length in point.lengths]
         if len({node.layout.ranks for node in plan.nodes}) == 1:
             ends = {line["step"]: line["time_s"] for line in directory.read_metrics()}
             whole = {step: ends[step] - ends[step - 1] for step in spent if {step, step - 1} <= ends.keys()}
@@ -84,7 +84,6 @@ class _Span(NamedTuple):
     name: str
     step: int
     point: Point
-    lengths: Sequence[int]
 
 
 def _spans_of(path: Path) -> Iterator[_Span]:
@@ -94,8 +93,8 @@ def _spans_of(path: Path) -> Iterator[_Span]:
             event = json.loads(line.rstrip(","))
             facts = event["args"]
             rows, tokens, longest = (facts.get(name, 0) for name in ("rows", "tokens", "longest"))
-            point = Point(rows, tokens, longest, event["dur"] / 1e6)
-            yield _Span(event["name"], facts["step"], point, facts.get("lengths", ()))
+            lengths = tuple(facts.get("lengths", ()))
+            yield _Span(event["name"], facts["step"], Point(rows, tokens, longest, event["dur"] / 1e6, lengths))
 
 
 def measure(recipe: Recipe, source: Path, overrides: Sequence[str], workers: int) -> Profile:
@@ -146,7 +145,8 @@ def _ways(recipe: Recipe, prompts: int, workers: int) -> list[tuple[str, dict[st
         # What follows generation stays there if it only looks at rows; the rest goes with training.
         others = [x.name for x in placeable(plan) if x.spec.role_use != "generate" and not x.spec.streams]
         layout = {name: {"ranks": first} for name in generating} | {name: {"ranks": second} for name in others}
-        ways.append(("pools", {"layout": layout}))
+        # Few ranks may generate all rows: such shards are measured, too.
+        ways.append(("pools", {"layout": layout, "batch.prompts_per_step": 2 * prompts}))
         if recipe.placement is not None and recipe.placement.max_lag:
             # What is ahead may need nodes that a step in lockstep does without, as log-probs before the update.
             ways.append(("ahead", {"layout": layout, "channels": {generating[0]: {"capacity": 1}}}))
@@ -159,6 +159,8 @@ def profile_of(spans: Spans, recipe: Recipe, workers: int) -> Profile:
     Raises:
         RecipeError: There is nothing to explain.
     """
+    from leaderless.planner.auto.laws import fit_seconds  # it imports numpy
+
     if not spans.points:
         raise RecipeError.at(
             "run.trace_steps",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from itertools import chain, combinations
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,19 +12,18 @@ from pydantic import Field, ValidationError
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.base import Section
 
-LEAST_S = 1e-3
-"""Seconds below which the error of a measurement counts as if it took as long."""
-ENOUGH, NOTHING = 1.02, 1e-6
-"""A law of more terms is taken if the error of the one of fewer is this many times its own, and larger by as much."""
-
 
 class Point(NamedTuple):
-    """What a shard worked on in one run of a node, and the seconds that it took."""
+    """What a shard worked on in one run of a node, and the seconds that it took.
+
+    `lengths` are the tokens of each response in order, if the node has sampled them.
+    """
 
     rows: float
     tokens: float
     longest: float
     seconds: float
+    lengths: Sequence[int] = ()
 
 
 class StageSeconds(Section):
@@ -39,12 +37,19 @@ class StageSeconds(Section):
     """Seconds per token."""
     longest_s: float = Field(default=0.0, ge=0)
     """Seconds per token of the longest row."""
+    place_s: float = Field(default=0.0, ge=0)
+    """Seconds per token of the place that has the most, if responses take turns at `places`."""
+    places: int = Field(default=0, ge=0)
+    """Responses that are sampled at a time; the next one begins as soon as one has ended."""
+    pause_tokens: float = Field(default=0.0, ge=0)
+    """Time for which a response keeps its place without sampling, as when an environment answers, in tokens."""
     error: float = Field(default=0.0, ge=0)
     """Mean relative error of the law over the measurements that it was made of."""
 
-    def of(self, rows: float, tokens: float, longest: float) -> float:
-        """Seconds of a shard with these rows and tokens."""
-        return self.fixed_s + self.row_s * rows + self.token_s * tokens + self.longest_s * longest
+    def of(self, rows: float, tokens: float, longest: float, fullest: float = 0.0) -> float:
+        """Seconds of a shard with these rows and tokens, and these tokens of the place that has the most."""
+        linear = self.fixed_s + self.row_s * rows + self.token_s * tokens + self.longest_s * longest
+        return linear + self.place_s * fullest
 
 
 class MachineIdentity(Section):
@@ -134,32 +139,3 @@ def check_profile(profile: Profile, recipe: Recipe) -> None:
             f"{path} was measured with {key}={then.get(key)}, but the recipe has {now.get(key)}: run `leaderless "
             "profile` with this recipe",
         )
-
-
-def fit_seconds(points: list[Point]) -> StageSeconds:
-    """The law with non-negative terms that has the least relative error over measured points.
-
-    Of laws that are about as good, the one with the fewest terms is taken: seconds of a stage that was measured at one
-    size only are then in proportion to it.
-    """
-    import numpy as np  # commands that only say something do without it
-
-    values = np.array(points, dtype=np.float64)
-    features = np.column_stack([np.ones(len(values)), values[:, :3]])
-    weights = 1 / np.maximum(values[:, 3], LEAST_S)
-    target = values[:, 3] * weights
-    best, least = np.zeros(4), float("inf")
-    # Terms in the order in which they are preferred where several explain the points.
-    for chosen in chain.from_iterable(combinations((2, 1, 0, 3), size) for size in (1, 2, 3, 4)):
-        columns = features[:, list(chosen)] * weights[:, None]
-        solution = np.linalg.lstsq(columns, target, rcond=None)[0]
-        if (solution < 0).any():
-            continue
-        error = float(np.square(columns @ solution - target).mean()) ** 0.5
-        if error * ENOUGH + NOTHING < least:
-            least, best = error, np.zeros(4)
-            best[list(chosen)] = solution
-    found = features @ best
-    error = float(np.abs((found - values[:, 3]) * weights).mean())
-    fixed_s, row_s, token_s, longest_s = best.tolist()
-    return StageSeconds(fixed_s=fixed_s, row_s=row_s, token_s=token_s, longest_s=longest_s, error=error)

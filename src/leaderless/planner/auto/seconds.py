@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaderless.config import Recipe
-from leaderless.planner.auto.profile import Profile
+from leaderless.planner.auto.places import fullest_place
+from leaderless.planner.auto.profile import Profile, StageSeconds
 from leaderless.planner.plan import Plan, PlannedNode
 
 NUM_DRAWS = 16
@@ -39,7 +40,7 @@ class StepSeconds:
             groups = np.resize(known, (1, siblings))
         chosen = np.random.default_rng(0).integers(len(groups), size=(self.num_draws, self._prompts))
         self._lengths: Lengths = groups[chosen]
-        self._known: dict[tuple[str, int, bool], Seconds] = {}
+        self._known: dict[tuple[str, int, int, bool], Seconds] = {}
 
     def of(self, node: PlannedNode, num_shards: int, *, is_balanced: bool) -> Seconds:
         """[draws] seconds of the slowest shard.
@@ -50,25 +51,47 @@ class StepSeconds:
             is_balanced: Whether rows come from other ranks, so that shards have about as many tokens; else each shard
                 has the rows that it sampled.
         """
-        key = (node.name, num_shards, is_balanced)
+        seconds: Seconds = self.of_windows(node, num_shards, 1, is_balanced=is_balanced)[0]
+        return seconds
+
+    def of_windows(self, node: PlannedNode, num_shards: int, num_windows: int, *, is_balanced: bool) -> Seconds:
+        """[windows, draws] seconds of the slowest shard in each window, which is a part of each shard's prompts."""
+        key = (node.name, num_shards, num_windows, is_balanced)
         if key not in self._known:
-            self._known[key] = self._slowest(node, num_shards, is_balanced=is_balanced)
+            law = self._profile.stages.get(node.name, StageSeconds())
+            slowest = self._balanced if is_balanced else self._own
+            self._known[key] = slowest(law, num_shards, num_windows)
         return self._known[key]
 
-    def _slowest(self, node: PlannedNode, num_shards: int, *, is_balanced: bool) -> Seconds:
-        law = self._profile.stages.get(node.name)
-        if law is None:
-            return np.zeros(self.num_draws)
+    def _balanced(self, law: StageSeconds, num_shards: int, num_windows: int) -> Seconds:
         rows, tokens, longest = self._totals
-        if is_balanced:
-            return law.fixed_s + (law.row_s * rows + law.token_s * tokens) / num_shards + law.longest_s * longest
-        begins = np.arange(num_shards) * self._prompts // num_shards
+        parts = num_shards * num_windows
+        places = max(1, law.places)
+        fullest = (tokens + law.pause_tokens * rows) / parts / places + (1 - 1 / places) * longest
+        seconds = law.fixed_s + (law.row_s * rows + law.token_s * tokens) / parts
+        seconds = seconds + law.longest_s * longest + law.place_s * fullest
+        return np.broadcast_to(seconds, (num_windows, self.num_draws))
+
+    def _own(self, law: StageSeconds, num_shards: int, num_windows: int) -> Seconds:
+        num_parts = num_shards * num_windows
+        begins = np.arange(num_parts) * self._prompts // num_parts
         sizes = np.diff(np.append(begins, self._prompts)) * self._lengths.shape[2]
+        begins = np.minimum(begins, self._prompts - 1)  # of parts without a prompt
         of_prompts, longest_of = self._lengths.sum(axis=2), self._lengths.max(axis=2)
-        shards = law.fixed_s + law.row_s * sizes + law.token_s * np.add.reduceat(of_prompts, begins, axis=1)
-        shards = shards + law.longest_s * np.maximum.reduceat(longest_of, begins, axis=1)
-        slowest: Seconds = shards.max(axis=1)
-        return slowest
+        parts = law.fixed_s + law.row_s * sizes + law.token_s * np.add.reduceat(of_prompts, begins, axis=1)
+        parts = parts + law.longest_s * np.maximum.reduceat(longest_of, begins, axis=1)
+        if law.place_s:
+            parts = parts + law.place_s * self._fullest(law, sizes)
+        windows: Seconds = parts.reshape(self.num_draws, num_shards, num_windows).max(axis=1).T
+        return windows
+
+    def _fullest(self, law: StageSeconds, sizes: Lengths) -> Seconds:
+        """[draws, parts] tokens of the fullest place, for parts of these numbers of rows one after the other."""
+        lengths = self._lengths.reshape(self.num_draws, -1) + law.pause_tokens
+        is_row = np.arange(sizes.max()) < sizes[:, None]
+        padded = np.zeros((self.num_draws, *is_row.shape))
+        padded[:, is_row] = lengths
+        return fullest_place(padded, law.places)
 
     @cached_property
     def _totals(self) -> tuple[int, Lengths, Lengths]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from leaderless.planner.auto.profile import Profile
 from leaderless.planner.auto.seconds import Seconds, StepSeconds, has_own_rows
-from leaderless.planner.entries import Action, Load, Pull, Push, Reshard, RunNode, SyncWeights, flat
+from leaderless.planner.entries import Action, Load, Pull, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.planner.plan import Loop, Plan
 
 
@@ -30,65 +30,116 @@ class Predicted:
 
 def predict(plan: Plan, profile: Profile, steps: StepSeconds) -> Predicted:
     """Walk through the plan's schedule with the clocks of its ranks; several loops go on next to each other."""
-    nodes = {node.name: steps.of(node, node.layout.dp, is_balanced=not has_own_rows(node, plan)) for node in plan.nodes}
-    took = {loop.name: _loop_seconds(plan, loop, profile, nodes, steps.num_draws) for loop in plan.loops}
-    means = {name: float(seconds.mean()) for name, seconds in nodes.items()}
+    took = [_LoopClocks(plan, loop, profile, steps).seconds() for loop in plan.loops]
+    means = {node.name: float(_of_node(plan, node.name, steps).sum(axis=0).mean()) for node in plan.nodes}
     laws = {name: profile.stages[name].error for name in means if name in profile.stages}
     total = sum(means[name] for name in laws) or 1.0
     error = sum(means[name] * laws[name] for name in laws) / total
-    seconds = _pace([took[loop.name] for loop in plan.loops], [loop.lag for loop in plan.loops])
+    handed_s = profile.reshard_s * sum(len(channel.reshards) for channel in plan.channels)
+    seconds = _pace(took, [loop.lag for loop in plan.loops], handed_s)
     return Predicted(seconds + profile.overhead_s, error, means)
 
 
-def _pace(took: Sequence[Seconds], lags: Sequence[int]) -> float:
-    """Seconds of an iteration in the long run, of one loop or of one that generates ahead of one that trains."""
+def _of_node(plan: Plan, name: str, steps: StepSeconds, num_windows: int = 1) -> Seconds:
+    """[windows, draws] seconds of a node's slowest rank."""
+    node = plan[name]
+    return steps.of_windows(node, node.layout.dp, num_windows, is_balanced=not has_own_rows(node, plan))
+
+
+def _pace(took: Sequence[Seconds], lags: Sequence[int], handed_s: float = 0.0) -> float:
+    """Seconds of an iteration in the long run, of one loop or of one that generates ahead of one that trains.
+
+    Args:
+        took: [draws] seconds of an iteration of each loop.
+        lags: Iterations that each loop is ahead.
+        handed_s: Seconds at the beginning of an iteration that trains, in which rows arrive. Until then they are in
+            flight, and as many iterations may be as generation is ahead.
+    """
     if len(took) == 1:
         return float(took[0].mean())
     generation, training, lag = took[0], took[-1], max(lags)
     num_iterations, trained, generated = 8 * len(generation), list[float](), 0.0
+    arrived: list[float] = []
     for iteration in range(num_iterations):
         draw = iteration % len(generation)
         # Weights of `lag + 1` iterations before; rows of this one.
         weights = trained[iteration - lag - 1] if iteration > lag else 0.0
-        generated = max(generated, weights) + float(generation[draw])
-        trained.append(max(generated, trained[-1] if trained else 0.0) + float(training[draw]))
+        free = arrived[iteration - lag] if iteration >= lag > 0 else 0.0
+        generated = max(generated, weights, free) + float(generation[draw])
+        begin = max(generated, trained[-1] if trained else 0.0)
+        arrived.append(begin + handed_s)
+        trained.append(begin + float(training[draw]))
     first = len(generation)
     return (trained[-1] - trained[first - 1]) / (num_iterations - first)
 
 
-def _loop_seconds(plan: Plan, loop: Loop, profile: Profile, nodes: dict[str, Seconds], num_draws: int) -> Seconds:
-    """[draws] seconds of an iteration of a loop, from its first entry to its last."""
-    actions = [action for action in flat(loop.schedule) if not isinstance(action, Load)]
-    places = _kinds_of_ranks(plan, loop, actions)
-    clocks = np.zeros((max((place for ranks in places for place in ranks), default=0) + 1, num_draws))
-    for action, chosen in zip(actions, places, strict=True):
-        if chosen:
-            clocks[chosen] = clocks[chosen].max(axis=0) + sum(_seconds_of(action, plan, profile, nodes))
-    slowest: Seconds = clocks.max(axis=0)
-    return slowest
+class _LoopClocks:
+    """The clocks of a loop's ranks in an iteration; ranks that take part in the same entries have one clock."""
+
+    def __init__(self, plan: Plan, loop: Loop, profile: Profile, steps: StepSeconds) -> None:
+        self._plan, self._profile, self._steps = plan, profile, steps
+        self._entries = [entry for entry in _entries(loop.schedule) if not isinstance(entry[0], Load)]
+        taking_part = [plan.ranks_of(action) for action, _, _ in self._entries]
+        layouts = [plan[name].layout.ranks for name in loop.nodes]
+        self._kinds = _kinds_of_ranks(loop, [*taking_part, *layouts])
+        self._clocks = np.zeros((max(self._kinds.values(), default=0) + 1, steps.num_draws))
+        self._arrived: dict[tuple[tuple[int, ...], int], Seconds] = {}
+
+    def seconds(self) -> Seconds:
+        """[draws] seconds from the first entry to the last."""
+        for action, window, num_windows in self._entries:
+            self._enter(action, window, num_windows)
+        slowest: Seconds = self._clocks.max(axis=0)
+        return slowest
+
+    def _enter(self, action: Action, window: int, num_windows: int) -> None:
+        chosen = self._of(self._plan.ranks_of(action))
+        if not chosen:
+            return
+        if isinstance(action, Reshard) and num_windows > 1:
+            # Rows of a window travel in the background.
+            sent = self._clocks[self._of(action.source_layout.ranks)].max(axis=0) + self._profile.reshard_s
+            key = action.target_layout.ranks, window
+            self._arrived[key] = np.maximum(sent, self._arrived.get(key, 0.0))
+            return
+        begin = self._clocks[chosen].max(axis=0)
+        if isinstance(action, RunNode):
+            arrived = self._arrived.get((self._plan[action.node].layout.ranks, window), 0.0)
+            took = _of_node(self._plan, action.node, self._steps, num_windows)[window]
+            self._clocks[chosen] = np.maximum(begin, arrived) + took
+        else:
+            self._clocks[chosen] = begin + _transfer_seconds(action, self._plan, self._profile)
+
+    def _of(self, ranks: Iterable[int]) -> list[int]:
+        """The clocks of ranks."""
+        return sorted({self._kinds[rank] for rank in ranks if rank in self._kinds})
 
 
-def _kinds_of_ranks(plan: Plan, loop: Loop, actions: Sequence[Action]) -> list[list[int]]:
-    """For each entry the kinds of ranks that take part; ranks of one kind take part in the same entries."""
-    sets = [frozenset(plan.ranks_of(action)) & frozenset(loop.ranks) for action in actions]
+def _entries(schedule: Sequence[Action]) -> Iterator[tuple[Action, int, int]]:
+    """Entries, the window that each works on, and the number of windows."""
+    for action in schedule:
+        if isinstance(action, Windowed):
+            yield from ((inner, window, action.num_windows) for inner, window in action.turns())
+        else:
+            yield from ((inner, 0, 1) for inner in flat([action]))
+
+
+def _kinds_of_ranks(loop: Loop, sets: Sequence[Iterable[int]]) -> dict[int, int]:
+    """The kind of each rank of a loop; ranks of one kind are in the same sets."""
+    distinct = list(dict.fromkeys(frozenset(ranks) for ranks in sets))
     kinds: dict[tuple[bool, ...], int] = {}
-    distinct = list(dict.fromkeys(sets))
-    for rank in loop.ranks:
-        kinds.setdefault(tuple(rank in ranks for ranks in distinct), len(kinds))
-    place = {ranks: [kind for key, kind in kinds.items() if key[index]] for index, ranks in enumerate(distinct)}
-    return [place[ranks] for ranks in sets]
+    return {rank: kinds.setdefault(tuple(rank in ranks for ranks in distinct), len(kinds)) for rank in loop.ranks}
 
 
-def _seconds_of(action: Action, plan: Plan, profile: Profile, nodes: dict[str, Seconds]) -> Iterator[Seconds | float]:
+def _transfer_seconds(action: Action, plan: Plan, profile: Profile) -> float:
+    """Seconds of an entry that is no node."""
     match action:
-        case RunNode(name):
-            yield nodes[name]
         case Reshard():
-            yield profile.reshard_s
+            return profile.reshard_s
         case SyncWeights():
-            yield profile.sync_s
+            return profile.sync_s
         case Pull(name):
             channel = plan.channel(name)
-            yield len(channel.reshards) * profile.reshard_s + (channel.sync is not None) * profile.sync_s
-        case Push() | _:
-            yield 0.0
+            return len(channel.reshards) * profile.reshard_s + (channel.sync is not None) * profile.sync_s
+        case _:
+            return 0.0
