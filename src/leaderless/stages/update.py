@@ -115,7 +115,9 @@ def _check_versions(batch: Batch, context: StageContext) -> None:
 def _report_ages(staleness: Tensor, lengths: Tensor, context: StageContext) -> None:
     """Report how old the oldest token of each sample is, in updates; `staleness` is [total], `lengths` [n]."""
     has_tokens = lengths > 0
-    oldest = torch.segment_reduce(staleness.double(), "max", lengths=lengths[has_tokens])
+    oldest = staleness.double()
+    if bool(has_tokens.any()):  # all episodes of a rank may have failed
+        oldest = torch.segment_reduce(oldest, "max", lengths=lengths[has_tokens])
     context.metrics.mean("staleness/oldest", oldest.sum(), len(oldest))
     for name, is_inside in ages_of(oldest):
         context.metrics.mean(f"staleness/share/{name}", is_inside.sum(), len(oldest))
