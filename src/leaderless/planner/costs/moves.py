@@ -207,7 +207,7 @@ def _streaming_seconds(parcels: Parcels, piece: int, network: Network) -> float:
 def _agreement(routes: Routes, ranks: Int, network: Network) -> tuple[Cost, int, int]:
     """Cost of saying who has rows and who gets them; rows that the busiest rank hears of, and that it divides."""
     if is_in_blocks(len(ranks)):
-        return _agreement_in_blocks(routes, ranks, network)
+        return agreement_in_blocks(routes, ranks, network)
     gathered = [FACT_BYTES * int(np.bincount(routes.holders).max())]
     if routes.spares:
         gathered.append(ID_BYTES * max(map(len, routes.spares.values())))
@@ -216,10 +216,11 @@ def _agreement(routes: Routes, ranks: Int, network: Network) -> tuple[Cost, int,
     return _gathers(gathered, ranks, network), len(routes.rows), len(routes.rows)
 
 
-def _agreement_in_blocks(routes: Routes, ranks: Int, network: Network) -> tuple[Cost, int, int]:
-    """Rows of groups are routed to a rank of each group and back, and blocks divide the rows of their shards.
+def agreement_in_blocks(routes: Routes, ranks: Int, network: Network) -> tuple[Cost, int, int]:
+    """Cost of agreeing in blocks; rows that the busiest rank hears of, and that it divides.
 
-    Everything goes through two ranks on its way, and counts with what the busiest rank has or gets.
+    Rows of groups are routed to a rank of each group and back, and blocks divide the rows of their shards. Everything
+    goes through two ranks on its way, and counts with what the busiest rank has or gets.
     """
     mesh = Mesh(len(ranks))
     first_ranks = np.array(routes.target.ranks)[:: routes.target.ranks_per_shard]
