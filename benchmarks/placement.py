@@ -2,11 +2,12 @@
 
     python benchmarks/placement.py            # all world sizes and workloads
     python benchmarks/placement.py --quick    # two world sizes, two workloads
+    python benchmarks/placement.py --predict  # choose and predict again for what has been measured; runs profiles alone
 
 Stages take their time by sleeping as a token model would (see `placement_parts`), so that eight processes on few cores
 are what they seem to be; all else is the real commands, `leaderless profile` and `leaderless train`. Each workload is
 profiled once. Then, for each number of workers, every layout of the search space is run, and the one that `layout:
-auto` chooses is compared with the fastest. Runs are saved as they end, and those that are saved are not run again.
+auto` chooses is compared with the fastest. Cases are saved as they end, and those that are saved are not run again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.made import prepare  # noqa: E402
-from benchmarks.placement_report import RESULTS, WORKLOADS, Case, Results, Workload, load, summary, table  # noqa: E402
+from benchmarks.placement_report import RESULTS, WORKLOADS, Case, Measured, Results, Workload, load, summary, table  # noqa: E402
 
 PROMPTS, RESPONSES, NUM_STEPS, FIRST = 16, 2, 5, 2
 """Batch of a step; steps of a run, of which the first ones are not counted."""
@@ -52,6 +53,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--profiles", type=Path, help="folder that keeps profiles: those in it are not measured again")
     options = parser.parse_args()
     workers, workloads = options.workers, options.workloads
     if options.quick:
@@ -59,29 +62,41 @@ def main() -> None:
     end = time.monotonic() + 60 * options.minutes
     results = load(options.results) or Results(cores=len(os.sched_getaffinity(0)), steps=NUM_STEPS, cases=[])
     done = {(case["workload"], case["workers"]) for case in results["cases"]}
+    if options.predict:
+        results["cases"] = [predict(case, options.profiles) for case in results["cases"]]
+        options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print(f"{summary(results)}\n\n{table(results)}")
+        return
     for num_workers in workers:
         for name in workloads:
             if (name, num_workers) in done or time.monotonic() > end:
                 continue
-            results["cases"].append(measure(name, num_workers))
+            results["cases"].append(measure(name, num_workers, options.profiles))
             options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             print(f"{name} on {num_workers}:\n{table({**results, 'cases': results['cases'][-1:]})}", file=sys.stderr)
     print(f"{summary(results)}\n\n{table(results)}")
 
 
-def measure(name: str, num_workers: int) -> Case:
+def measure(name: str, num_workers: int, profiles: Path | None) -> Case:
     """The seconds of a step under every layout of a workload."""
-    workload = WORKLOADS[name]
-    with made_folder(name, workload) as folder:
-        profile(folder, name)
-        chosen, predicted = choose(folder, num_workers)
+    with made_folder(name, WORKLOADS[name]) as folder:
+        profile(folder, name, profiles)
         runs = {}
-        for label, layout, lag in layouts(folder, num_workers):
-            runs[label] = {"seconds": seconds_of(folder, num_workers, layout, lag)}
-    for label, seconds in predicted.items():
-        if label in runs:
-            runs[label]["predicted"] = seconds
-    return Case(workload=name, workers=num_workers, chosen=chosen, runs=runs)
+        for label, layout, lag, predicted in layouts(folder, num_workers):
+            runs[label] = Measured(seconds=seconds_of(folder, num_workers, layout, lag), predicted=predicted)
+        return Case(workload=name, workers=num_workers, chosen=choose(folder, num_workers), runs=runs)
+
+
+def predict(case: Case, profiles: Path | None) -> Case:
+    """A case with its choice and predictions made again."""
+    name, num_workers = case["workload"], case["workers"]
+    with made_folder(name, WORKLOADS[name]) as folder:
+        profile(folder, name, profiles)
+        predicted = {label: seconds for label, _, _, seconds in layouts(folder, num_workers)}
+        runs = {
+            label: Measured(seconds=run["seconds"], predicted=predicted[label]) for label, run in case["runs"].items()
+        }
+        return Case(workload=name, workers=num_workers, chosen=choose(folder, num_workers), runs=runs)
 
 
 class made_folder:  # noqa: N801 - used as a function
@@ -113,11 +128,17 @@ PROFILES: dict[str, str] = {}
 """Profile of each workload, which is measured once."""
 
 
-def profile(folder: Path, name: str) -> None:
+def profile(folder: Path, name: str, profiles: Path | None) -> None:
     (folder / "max_lag").write_text(str(WORKLOADS[name]["max_lag"]), encoding="utf-8")
+    kept = profiles / f"{name}.json" if profiles else None
+    if name not in PROFILES and kept and kept.exists():
+        PROFILES[name] = kept.read_text(encoding="utf-8")
     if name not in PROFILES:
         leaderless(folder, "profile", "recipe.yaml", *options_of(folder), "--workers", str(PROFILE_WORKERS))
         PROFILES[name] = (folder / "profile.json").read_text(encoding="utf-8")
+        if kept:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(PROFILES[name], encoding="utf-8")
     (folder / "profile.json").write_text(PROFILES[name], encoding="utf-8")
 
 
@@ -125,34 +146,36 @@ def options_of(folder: Path) -> list[str]:
     return [f"placement={{max_lag: {(folder / 'max_lag').read_text(encoding='utf-8')}}}"]
 
 
-def choose(folder: Path, num_workers: int) -> tuple[str, dict[str, float]]:
-    """The layout that is chosen, and predicted seconds of some."""
+def choose(folder: Path, num_workers: int) -> str:
+    """The layout that is chosen."""
     command = ["plan", "recipe.yaml", "--json", "--world-size", str(num_workers), *options_of(folder)]
-    shown = json.loads(leaderless(folder, *command))["placement"]["options"]
-    return label_of(shown[0]["layout"], shown[0]["capacity"]), {
-        label_of(option["layout"], option["capacity"]): option["seconds"] for option in shown
-    }
+    chosen = json.loads(leaderless(folder, *command))["placement"]["options"][0]
+    return label_of(chosen["layout"], chosen["capacity"])
 
 
-def layouts(folder: Path, num_workers: int) -> Iterator[tuple[str, dict[str, str], int]]:
-    """Every layout of the search space that can run."""
+def layouts(folder: Path, num_workers: int) -> Iterator[tuple[str, dict[str, str], int, float]]:
+    """Every layout of the search space that can run: its name, ranks by node, lag, and predicted seconds of a step."""
     from leaderless import Run
     from leaderless.config import RecipeError
     from leaderless.planner.auto.candidates import candidates_of
+    from leaderless.planner.auto.choose import predict_step
+    from leaderless.planner.auto.profile import read_profile
 
     before = Path.cwd()
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     try:
         max_lag, found = int((folder / "max_lag").read_text(encoding="utf-8")), []
+        measured = read_profile(folder / "profile.json")
         for candidate in candidates_of(Run("recipe.yaml").plan(num_workers), max_lag):
             layout = {name: config.ranks for name, config in candidate.layout.items()}
-            settings = settings_of(layout, candidate.lag)
+            run = Run("recipe.yaml", *settings_of(layout, candidate.lag))
             try:
-                Run("recipe.yaml", *settings).plan(num_workers)
+                plan = run.plan(num_workers)
             except RecipeError:
                 continue
-            found.append((label_of(layout, candidate.lag), layout, candidate.lag))
+            predicted = predict_step(run.recipe, plan, measured).seconds
+            found.append((label_of(layout, candidate.lag), layout, candidate.lag, predicted))
     finally:
         os.chdir(before)
         sys.path.remove(str(folder))

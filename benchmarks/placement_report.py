@@ -6,7 +6,7 @@ import json
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs/performance/placement.json"
 
@@ -51,10 +51,10 @@ WORKLOADS = {
 
 
 class Measured(TypedDict):
-    """Seconds of a step, and what was predicted if it was shown."""
+    """Seconds of a step, and what was predicted."""
 
     seconds: float
-    predicted: NotRequired[float]
+    predicted: float
 
 
 class Case(TypedDict):
@@ -88,10 +88,9 @@ def regret(case: Case, name: str | None = None) -> float:
     return case["runs"][name or case["chosen"]]["seconds"] / best - 1
 
 
-def prediction_error(case: Case) -> float:
-    """How far the predicted step of the chosen layout is from the measured one, as a share."""
-    run = case["runs"][case["chosen"]]
-    return abs(run.get("predicted", 0.0) / run["seconds"] - 1)
+def prediction_error(run: Measured) -> float:
+    """How far the predicted step is from the measured one, as a share."""
+    return abs(run["predicted"] / run["seconds"] - 1)
 
 
 def half_and_half(case: Case) -> str | None:
@@ -119,12 +118,16 @@ def summary(results: Results) -> str:
     halves = [(case, name) for case in cases if (name := half_and_half(case))]
     colocated = exp(fmean(log((1 + regret(case, "colocated")) / (1 + regret(case))) for case in cases))
     half = exp(fmean(log((1 + regret(case, name)) / (1 + regret(case))) for case, name in halves)) if halves else 1.0
+    runs = [run for case in cases for run in case["runs"].values()]
+    chosen_error, error = (
+        median(map(prediction_error, some)) for some in ([case["runs"][case["chosen"]] for case in cases], runs)
+    )
     return (
-        f"{len(cases)} cases with {sum(len(case['runs']) for case in cases)} layouts, {results['cores']} cores, "
-        f"{results['steps']} steps each: the chosen layout is within 10 % of the fastest in {within:.0%} of the cases, "
-        f"at worst {max(regrets):.0%} slower. Its predicted step is off by {median(map(prediction_error, cases)):.0%} "
-        f"(median). Against it, all nodes on all ranks take {colocated:.2f} times as long, and two equal pools in "
-        f"lockstep {half:.2f} times (geometric means)."
+        f"{len(cases)} cases with {len(runs)} layouts, {results['cores']} cores, {results['steps']} steps each: the "
+        f"chosen layout is within 10 % of the fastest in {within:.0%} of the cases, and {max(regrets):.0%} slower at "
+        f"worst. Its predicted step is off by {chosen_error:.0%}, that of any layout by {error:.0%} (medians). Against "
+        f"it, all nodes on all ranks take {colocated:.2f} times as long, and two equal pools in lockstep {half:.2f} "
+        "times (geometric means)."
     )
 
 
@@ -139,7 +142,7 @@ def table(results: Results) -> str:
         fastest = min(runs, key=lambda name: runs[name]["seconds"])
         lines.append(
             f"| {case['workload']} | {case['workers']} | {len(runs)} | {case['chosen']} "
-            f"| {chosen.get('predicted', 0.0):.2f} | {chosen['seconds']:.2f} | {fastest} "
+            f"| {chosen['predicted']:.2f} | {chosen['seconds']:.2f} | {fastest} "
             f"| {runs[fastest]['seconds']:.2f} | {regret(case):.0%} |"
         )
     return "\n".join(lines)
