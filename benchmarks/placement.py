@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,9 +149,27 @@ def options_of(folder: Path) -> list[str]:
 
 def choose(folder: Path, num_workers: int) -> str:
     """The layout that is chosen."""
-    command = ["plan", "recipe.yaml", "--json", "--world-size", str(num_workers), *options_of(folder)]
-    chosen = json.loads(leaderless(folder, *command))["placement"]["options"][0]
-    return label_of(chosen["layout"], chosen["capacity"])
+    from leaderless import Run
+    from leaderless.run.planned import plan_training
+
+    with inside(folder):
+        choice = plan_training(Run("recipe.yaml", *options_of(folder)).loaded, num_workers).choice
+    assert choice is not None
+    layout = {name: config.ranks for name, config in choice.best.recipe.layout.items()}
+    return label_of(layout, choice.best.candidate.lag)
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Work in a folder, and import from it."""
+    before = Path.cwd()
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        sys.path.remove(str(folder))
 
 
 def layouts(folder: Path, num_workers: int) -> Iterator[tuple[str, dict[str, str], int, float]]:
@@ -161,10 +180,7 @@ def layouts(folder: Path, num_workers: int) -> Iterator[tuple[str, dict[str, str
     from leaderless.planner.auto.choose import predict_step
     from leaderless.planner.auto.profile import read_profile
 
-    before = Path.cwd()
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    try:
+    with inside(folder):
         max_lag, found = int((folder / "max_lag").read_text(encoding="utf-8")), []
         measured = read_profile(folder / "profile.json")
         for candidate in candidates_of(Run("recipe.yaml").plan(num_workers), max_lag):
@@ -176,9 +192,6 @@ def layouts(folder: Path, num_workers: int) -> Iterator[tuple[str, dict[str, str
                 continue
             predicted = predict_step(run.recipe, plan, measured).seconds
             found.append((label_of(layout, candidate.lag), layout, candidate.lag, predicted))
-    finally:
-        os.chdir(before)
-        sys.path.remove(str(folder))
     yield from found
 
 

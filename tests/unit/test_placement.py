@@ -14,6 +14,7 @@ from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model
 from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
+from leaderless.planner.auto.candidates import candidates_of
 from leaderless.planner.auto.choose import choose_layout, predict_step
 from leaderless.planner.auto.laws import fit_seconds
 from leaderless.planner.auto.places import fullest_place
@@ -141,6 +142,28 @@ def test_the_plan_says_how_much_slower_the_next_best_are():
     choice = choose_layout(recipe, GRPO, Cluster(4), profile)
     assert reason(choice.best, choice) == "'rollout' takes the most, 0.32 s"
     assert all("slower" in reason(option, choice) for option in choice.others)
+
+
+def test_pools_that_work_one_behind_the_other_are_compared_in_windows_if_that_is_allowed():
+    kl = {"algorithm": {"kl": {"coefficient": 0.1}}}
+    windows = {}
+    for allowed, own in ((1, 1), (3, 1), (3, 2)):
+        batch = {"prompts_per_step": 16, "responses_per_prompt": 8, "windows_per_step": own}
+        recipe = auto_recipe(batch=batch, placement={"max_windows": allowed}, **kl)
+        profile = make_profile(recipe, StageSeconds(row_s=0.02), StageSeconds(row_s=0.001))
+        stages = dict(profile.stages) | {"ref": StageSeconds(row_s=0.02)}
+        choice = choose_layout(recipe, GRPO, Cluster(2), profile.model_copy(update={"stages": stages}))
+        options = (choice.best, *choice.others)
+        windows[allowed, own] = [option.recipe.batch.windows_per_step for option in options]
+        assert not choice.best.candidate.pools, "all ranks can always do all the work, if it fits into their memory"
+    assert windows[1, 1] == [1, 1, 1, 1]
+    assert windows[3, 1] == [1, 1, 3, 2]
+    assert windows[3, 2] == [2, 2, 2, 2]
+
+
+def test_every_lag_up_to_the_largest_is_a_power_of_two_or_the_largest():
+    plan = make_plan(make_recipe(), GRPO, Cluster(2))
+    assert sorted({candidate.lag for candidate in candidates_of(plan, 6)}) == [0, 1, 2, 4, 6]
 
 
 def test_every_rank_chooses_the_same_and_the_profile_is_part_of_the_plan():

@@ -25,6 +25,9 @@ class PlacementConfig(Section):
     max_lag: int = Field(default=0, ge=0)
     """Most iterations that generation may be ahead of training, as `channels.*.capacity`; with 0 every response is
     sampled with the newest weights. A channel of the recipe's own is kept instead."""
+    max_windows: int = Field(default=1, ge=1)
+    """Most parts of a step that pass through pools one behind the other, as `batch.windows_per_step`: powers of two up
+    to it are compared. A number that the recipe sets above 1 is kept instead."""
 
 
 def expand_auto(settings: Mapping[str, object]) -> Mapping[str, object]:

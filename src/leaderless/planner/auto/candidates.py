@@ -28,11 +28,13 @@ class Candidate:
         pools: Ranks of each node; empty if all nodes run on all ranks.
         lag: Iterations that generation is ahead.
         leader: Node that generates, if that is ahead.
+        windows: Parts in which rows pass through the pools.
     """
 
     pools: Mapping[str, Pool]
     lag: int = 0
     leader: str = ""
+    windows: int = 1
 
     @property
     def layout(self) -> dict[str, LayoutConfig]:
@@ -55,7 +57,11 @@ class Candidate:
         for name, pool in self.pools.items():
             names.setdefault(pool, []).append(name)
         parts = [f"{', '.join(nodes)} on {a}{f'-{b - 1}' if b - a > 1 else ''}" for (a, b), nodes in names.items()]
-        return "; ".join(parts) + (f"; lag {self.lag}" if self.lag else "")
+        return "; ".join(parts) + (f"; lag {self.lag}" if self.lag else "") + self._parts
+
+    @property
+    def _parts(self) -> str:
+        return f"; {self.windows} windows" if self.windows > 1 else ""
 
 
 def placeable(plan: Plan) -> list[PlannedNode]:
@@ -89,30 +95,39 @@ def units_of(plan: Plan, alone: Collection[str] = ()) -> list[list[str]]:
     return [*found[: MAX_UNITS - 1], [name for unit in found[MAX_UNITS - 1 :] for name in unit]][:MAX_UNITS]
 
 
-def candidates_of(plan: Plan, max_lag: int, alone: Collection[str] = ()) -> Iterator[Candidate]:
+def candidates_of(plan: Plan, max_lag: int, alone: Collection[str] = (), max_windows: int = 1) -> Iterator[Candidate]:
     """All candidates, the simplest first.
 
     Args:
         plan: Plan of the recipe with all nodes on all ranks.
         max_lag: Most iterations that generation may be ahead.
         alone: Nodes without a model that may have ranks of their own.
+        max_windows: Most parts in which rows pass through pools in lockstep.
     """
     yield Candidate({})
     units = [unit for unit in units_of(plan, alone) if unit]
     generating = {node.name for node in plan.nodes if node.spec.role_use == "generate"}
+    streaming = {node.name for node in plan.nodes if node.spec.streams}
     for parts in _partitions(list(range(len(units)))):
         for sizes in _sizes(plan.world_size, len(parts)):
             pools = _place(units, parts, sizes)
-            yield Candidate(pools)
+            num_streaming = sum(any(name in streaming for unit in part for name in units[unit]) for part in parts)
+            windows = _doublings(max_windows) if num_streaming > 1 else [1]
+            yield from (Candidate(pools, windows=number) for number in windows)
             ahead = [part for part in parts if any(units[unit][0] in generating for unit in part)]
             if max_lag and len(ahead) == 1 and all(units[unit][0] in generating for unit in ahead[0]):
-                yield from (Candidate(pools, lag, units[ahead[0][0]][0]) for lag in sorted({1, max_lag}))
+                yield from (Candidate(pools, lag, units[ahead[0][0]][0]) for lag in _doublings(max_lag))
     # What generates, or all that has a model, uses all ranks, and the others share them out.
     for shared in ([unit for unit in units if unit[0] not in generating], [unit for unit in units if unit[0] in alone]):
         everywhere = {name: (0, plan.world_size) for unit in units if unit not in shared for name in unit}
         for parts in _partitions(list(range(len(shared)))) if everywhere else ():
             for sizes in _sizes(plan.world_size, len(parts)):
                 yield Candidate(everywhere | _place(shared, parts, sizes))
+
+
+def _doublings(most: int) -> list[int]:
+    """Powers of two below a number, and the number."""
+    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
 
 
 def _partitions(units: Sequence[int]) -> Iterator[list[list[int]]]:

@@ -26,7 +26,7 @@ NUM_PLANNED = 16
 MANY_RANKS, FEW_PLANS = 128, 6
 """From this number of ranks on, plans are made for this number of candidates."""
 EQUAL = 1.02
-"""A simpler layout, or a smaller lag, is taken where it needs at most this many times the seconds."""
+"""A simpler layout, a smaller lag or fewer windows, is taken where it needs at most this many times the seconds."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Choice:
 def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile: Profile) -> Choice:
     """Choose the ranks of each node, and how far generation is ahead: a pure function, equal on every rank.
 
-    `Choice.best.recipe` is the recipe with `layout` and `channels` written out and without `placement`; `best.plan` is
-    its plan. To plan again with newly measured seconds, give a profile that holds them.
+    `Choice.best.recipe` is the recipe with `layout`, `channels` and windows written out and without `placement`;
+    `best.plan` is its plan. To plan again with newly measured seconds, give a profile that holds them.
 
     Args:
         recipe: Settings of the user; a layout in them is not looked at, a channel is kept.
@@ -75,11 +75,12 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
     """
     check_profile(profile, recipe)
     max_lag = recipe.placement.max_lag if recipe.placement and not recipe.open_channels else 0
+    max_windows = recipe.placement.max_windows if recipe.placement and recipe.batch.windows_per_step == 1 else 1
     plain = recipe.model_copy(update={"layout": {}, "placement": None})
     base = make_plan(plain.model_copy(update={"channels": {}}), workflow, cluster)
     _check_known(base, profile)
     steps = StepSeconds(profile, recipe)
-    candidates = list(candidates_of(base, max_lag))
+    candidates = list(candidates_of(base, max_lag, max_windows=max_windows))
     ranked = _ranked(candidates, base, _plan_ahead(candidates, plain, workflow, cluster), profile, steps)
     options: list[Option] = []
     refused: list[tuple[Candidate, str]] = []
@@ -92,7 +93,8 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
         except RecipeError as error:
             refused.append((candidate, str(error)))
             continue
-        options.append(option)
+        if candidate.windows == 1 or option.plan.windowed is not None:
+            options.append(option)
     if not options:
         raise RecipeError.at("placement", f"no layout fits {cluster.world_size} ranks: {refused[0][1]}")
     options.sort(key=lambda option: option.predicted.seconds)
@@ -154,10 +156,15 @@ def _with_plain(ranked: list[Candidate]) -> Iterator[Candidate]:
 
 
 def _simplest(options: list[Option]) -> Option:
-    """Of the options that are about as fast as the first, the one of the smallest lag and the fewest pools."""
+    """Of the options that are about as fast as the first, the one of the smallest lag, fewest pools and windows."""
     enough = EQUAL * options[0].predicted.seconds
     near = [option for option in options if option.predicted.seconds <= enough]
-    return min(near, key=lambda x: (x.candidate.lag, len(set(x.candidate.pools.values())), x.predicted.seconds))
+
+    def complexity(option: Option) -> tuple[float, ...]:
+        candidate = option.candidate
+        return (candidate.lag, len(set(candidate.pools.values())), candidate.windows, option.predicted.seconds)
+
+    return min(near, key=complexity)
 
 
 def _plan(
@@ -166,6 +173,9 @@ def _plan(
     """A candidate with its plan; a RecipeError if it cannot run, or does not fit into memory."""
     channels = candidate.channels or plain.channels
     recipe = plain.model_copy(update={"layout": candidate.layout, "channels": channels})
+    if candidate.windows > 1:
+        batch = plain.batch.model_copy(update={"windows_per_step": candidate.windows})
+        recipe = recipe.model_copy(update={"batch": batch})
     plan = replace(make_plan(recipe, workflow, cluster), profile_hash=profile.digest())
     _check_known(plan, profile)
     is_cpu = profile.machine.accelerator is None

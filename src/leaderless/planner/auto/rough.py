@@ -31,6 +31,7 @@ class Rough:
         """Seconds of a step, about."""
         pools, finished = self._pools(candidate), dict[str, float]()
         clocks: dict[Pool, float] = dict.fromkeys(pools.values(), 0.0)
+        busy: dict[Pool, float] = dict.fromkeys(clocks, 0.0)
         generated = 0.0
         for node in self._plan.nodes:
             name, pool = node.name, pools[node.name]
@@ -44,6 +45,7 @@ class Rough:
                 num_shards = max(1, (pool[1] - pool[0]) // node.layout.ranks_per_shard)
                 self._means[key] = float(self._steps.of(node, num_shards, is_balanced=is_balanced).mean())
             finished[name] = begin + self._means[key]
+            busy[pool] += self._means[key]
             for other, value in clocks.items():
                 if _meet(pool, other):
                     clocks[other] = max(value, finished[name])
@@ -52,7 +54,11 @@ class Rough:
         total = max(finished.values())
         syncs = sum(pools[x] != pools[self._trains[self._plan[x].node.role or ""]] for x in self._synced)
         total += syncs * self._profile.sync_s
-        return max(generated, total - generated) if candidate.lag else total
+        if candidate.lag:
+            return max(generated, total - generated)
+        # Windows hide at best all but their own part of what the busiest pool does not do itself.
+        busiest = max(busy.values())
+        return busiest + (total - busiest) / candidate.windows
 
     def _pools(self, candidate: Candidate) -> dict[str, Pool]:
         """The ranks of all nodes; those without an entry run where the first node that they come after does."""

@@ -44,7 +44,7 @@ def reason(option: Option, choice: Choice) -> str:
         name = max(mine.nodes, key=mine.nodes.__getitem__)
         return f"'{name}' takes the most, {mine.nodes[name]:.3g} s"
     if mine.seconds <= best.seconds:
-        return "about as fast, but further ahead or in more pools"
+        return "about as fast, but further ahead, or in more pools or windows"
     slower = {name: seconds - best.nodes.get(name, 0.0) for name, seconds in mine.nodes.items()}
     name = max(slower, key=slower.__getitem__)
     change = f"{mine.seconds / best.seconds - 1:.0%} slower"
@@ -59,6 +59,7 @@ def choice_to_json(choice: Choice) -> dict[str, object]:
         {
             "layout": {name: config.ranks for name, config in option.recipe.layout.items()},
             "capacity": option.candidate.lag,
+            "windows": option.recipe.batch.windows_per_step,
             "seconds": option.predicted.seconds,
             "error": option.predicted.error,
             "nodes": option.predicted.nodes,
