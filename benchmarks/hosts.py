@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import psutil
 
@@ -127,6 +127,11 @@ class Hosts:
         ports = [links[f"port{host}"] for host in range(self.num_hosts)]
         return [Traffic(sent=port["rx"]["bytes"], received=port["tx"]["bytes"]) for port in ports]
 
+    def limit(self, host: int, mbit_per_s: float) -> None:
+        """Change what a host sends, and what it receives, at most."""
+        for namespace, interface in ((self.namespace(host), INTERFACE), (self._switch, f"port{host}")):
+            self._limit(namespace, interface, mbit_per_s, "change")
+
     def close(self) -> None:
         """Kill what runs on the hosts and remove the network. May be called again."""
         with _uninterrupted():
@@ -148,13 +153,13 @@ class Hosts:
             _ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", INTERFACE, "up")
-            self._limit(name, INTERFACE)
-            self._limit(self._switch, port)
+            self._limit(name, INTERFACE, self.mbit_per_s, "add")
+            self._limit(self._switch, port, self.mbit_per_s, "add")
 
-    def _limit(self, namespace: str, interface: str) -> None:
+    def _limit(self, namespace: str, interface: str, mbit_per_s: float, verb: Literal["add", "change"]) -> None:
         """Limit what an interface sends: that of the host, or the port that sends to the host."""
-        limits = ["rate", f"{self.mbit_per_s}mbit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms"]
-        _call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
+        limits = ["rate", f"{mbit_per_s}mbit", "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms"]
+        _call("tc", "-n", namespace, "qdisc", verb, "dev", interface, "root", "tbf", *limits)
 
 
 def obstacle() -> str:

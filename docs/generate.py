@@ -18,7 +18,14 @@ from generate_generation import with_generation
 from generate_gpu import with_gpu
 from generate_hosts import with_hosts
 from generate_markup import cell, sections_of, table_of
-from generate_performance import with_episodes, with_fixed_lag, with_placement, with_real_size, with_training_step
+from generate_performance import (
+    with_episodes,
+    with_fixed_lag,
+    with_placement,
+    with_real_size,
+    with_slow_host,
+    with_training_step,
+)
 from generate_search import with_search
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -115,10 +122,9 @@ def render() -> dict[Path, str]:
     placement = DOCS / "guides/placement.md"
     files[placement] = with_placement(placement.read_text(encoding="utf-8"))
     performance = DOCS / "performance.md"
+    page = with_slow_host(performance.read_text(encoding="utf-8"))
     files[performance] = with_gpu(
-        with_episodes(
-            with_real_size(with_fixed_lag(with_generation(with_training_step(performance.read_text(encoding="utf-8")))))
-        )
+        with_episodes(with_real_size(with_fixed_lag(with_generation(with_training_step(page)))))
     )
     return files | {DOCS / "images" / f"{name}.svg": draw(picture) for name, picture in PICTURES.items()}
 

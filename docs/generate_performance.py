@@ -12,6 +12,7 @@ MEMORY_MARKS = "<!-- real size: begin -->", "<!-- real size: end -->"
 MEMORY = Path(__file__).parent / "performance/real_size.json"
 LAG_MARKS = "<!-- fixed lag: begin -->", "<!-- fixed lag: end -->"
 PLACEMENT_MARKS = "<!-- placement: begin -->", "<!-- placement: end -->"
+SLOW_MARKS = "<!-- slow host: begin -->", "<!-- slow host: end -->"
 EPISODE_MARKS = "<!-- episodes: begin -->", "<!-- episodes: end -->"
 
 
@@ -56,6 +57,17 @@ def with_placement(page: str) -> str:
     if results is not None:
         content = f"{summary(results)}\n\n{table(results)}"
     return f"{before}{PLACEMENT_MARKS[0]}\n\n{content}\n\n{PLACEMENT_MARKS[1]}{rest.partition(PLACEMENT_MARKS[1])[2]}"
+
+
+def with_slow_host(page: str) -> str:
+    """A page with the newest results of `benchmarks/slow_host.py` between its two marks."""
+    from benchmarks.slow_host import load, summary, table
+
+    before, _, rest = page.partition(SLOW_MARKS[0])
+    results, content = load(), "There are no results yet: the script has not been run."
+    if results is not None:
+        content = f"{summary(results)}\n\n{table(results)}"
+    return f"{before}{SLOW_MARKS[0]}\n\n{content}\n\n{SLOW_MARKS[1]}{rest.partition(SLOW_MARKS[1])[2]}"
 
 
 def with_episodes(page: str) -> str:

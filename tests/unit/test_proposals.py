@@ -9,6 +9,7 @@ import pytest
 from tests.end_to_end.two_judges import layout, workflow
 from tests.unit.recipes import make_recipe, plan_of
 
+from leaderless.planner.links import Links, find_slow, pairs_in_rounds
 from leaderless.planner.plan import Plan
 from leaderless.planner.proposals import FEW_PROPOSED, NUM_PROPOSED, describe, propose
 from leaderless.planner.replan import NodeSeconds, step_seconds
@@ -21,8 +22,8 @@ def seconds_of(plan: Plan, **known: float) -> dict[str, NodeSeconds]:
     return {name: NodeSeconds({len(plan[name].layout.ranks): seconds}) for name, seconds in known.items()}
 
 
-def best_of(plans: Mapping[str, Plan], nodes: Mapping[str, NodeSeconds]) -> Plan:
-    return min(plans.values(), key=lambda plan: step_seconds(plan, nodes))
+def best_of(plans: Mapping[str, Plan], nodes: Mapping[str, NodeSeconds], links: Links | None = None) -> Plan:
+    return min(plans.values(), key=lambda plan: step_seconds(plan, nodes, links=links))
 
 
 def always(_: Plan) -> bool:
@@ -98,3 +99,57 @@ def test_a_thousand_ranks_are_searched_in_a_second() -> None:
     assert 1 <= len(found) <= FEW_PROPOSED
     assert took < 1.0, f"{took:.2f} s"
     assert step_seconds(best_of(found, nodes), nodes) < step_seconds(like, nodes)
+
+
+def test_a_node_leaves_a_host_whose_network_is_slow() -> None:
+    apart = {"rollout": {"ranks": "1-2"}, "reference": {"ranks": "0"}, "policy": {"ranks": "1-2"}}
+    settings = {"layout": apart, "algorithm": {"kl": {"coefficient": 0.1}}}
+    like, hosts = plan_of("grpo", 3, **settings), {0: 0, 1: 1, 2: 2}
+    nodes = seconds_of(like, rollout=1.0, reference=2.0, policy=4.0)
+    nodes["policy"].measure(2, 4.0)
+    links = find_slow(hosts, [0.002, 0.5, 0.5], 1_000_000)
+    assert links.byte_s == {2: 5e-7}
+    nodes["policy"].measure(2, 9.0, links.of((1, 2)))
+    assert step_seconds(like, nodes, links=links) == pytest.approx(1 + 2 + 9)
+    best = best_of(propose(make_recipe(**settings), like, nodes, always, links), nodes, links)
+    assert best["policy"].layout.ranks == (0, 1), "gradients do not go to host 2"
+    assert best["reference"].layout.ranks == (2,)
+    assert step_seconds(best, nodes, links=links) <= 1 + 2 + 4
+    nodes["policy"].measure(2, 4.2, links.of((0, 1)))
+    assert nodes["policy"].on(2) == pytest.approx(4.2)
+    assert nodes["policy"].num_bytes == pytest.approx(4.8 / 5e-7), "seen from both sides"
+
+
+@pytest.mark.parametrize(
+    ("pair_s", "slow"),
+    [
+        ([0.002, 0.002, 0.003, 0.002], []),
+        ([0.002, 0.4, 0.5, 0.002], [2]),
+        ([0.002, 0.009, 0.009, 0.002], []),  # too quick for a verdict
+        ([0.5], []),  # of two hosts both are as slow
+        ([], []),
+    ],
+)
+def test_a_host_is_slow_if_both_its_neighbors_find_so(pair_s: list[float], slow: list[int]) -> None:
+    links = find_slow({0: 0, 1: 0, 2: 1, 3: 2, 4: 3}, pair_s, 1000)
+    assert list(links.byte_s) == slow
+    assert links.of((0, 1)) == 0.0, "one host"
+    assert (links.of((1, 3)) > 0) == bool(slow)
+
+
+def test_each_pair_of_hosts_is_tested_once_and_no_host_twice_at_a_time() -> None:
+    for num_hosts in range(3, 9):
+        rounds = pairs_in_rounds(num_hosts)
+        assert sorted(pair for pairs in rounds for pair in pairs) == list(range(num_hosts))
+        for pairs in rounds:
+            busy = [host % num_hosts for pair in pairs for host in (pair, pair + 1)]
+            assert len(busy) == len(set(busy)), pairs
+    assert (pairs_in_rounds(1), pairs_in_rounds(2)) == ([], [[0]])
+
+
+def test_weights_pass_a_slow_link_once_for_each_rank_behind_it() -> None:
+    links = Links({0: 0, 1: 0, 2: 1, 3: 2}, {1: 2.0})
+    assert links.sending((2,), (0, 1)) == 4.0, "both copies leave host 1"
+    assert links.sending((0, 1), (2,)) == 2.0
+    assert links.sending((1, 2), (0, 2)) == 2.0, "half of each weight, out and in"
+    assert links.sending((0,), (1, 3)) == 0.0

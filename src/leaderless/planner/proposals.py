@@ -6,6 +6,8 @@ Everything here is a pure function of facts that all ranks have agreed on, so al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import accumulate
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.layout import LayoutConfig
@@ -14,6 +16,7 @@ from leaderless.planner.auto.profile import MachineIdentity, Profile, StageSecon
 from leaderless.planner.auto.rough import Rough
 from leaderless.planner.auto.seconds import StepSeconds
 from leaderless.planner.layout import format_ranks
+from leaderless.planner.links import Links
 from leaderless.planner.plan import Plan
 from leaderless.planner.replan import NodeSeconds, check_adoptable, with_layout
 
@@ -28,7 +31,11 @@ NOTABLE = 0.1
 
 
 def propose(
-    recipe: Recipe, like: Plan, nodes: Mapping[str, NodeSeconds], fits: Callable[[Plan], bool]
+    recipe: Recipe,
+    like: Plan,
+    nodes: Mapping[str, NodeSeconds],
+    fits: Callable[[Plan], bool],
+    links: Links | None = None,
 ) -> dict[str, Plan]:
     """The plans that are worth a comparison, by a description of their layouts.
 
@@ -37,8 +44,9 @@ def propose(
         like: Plan in force, which they can replace while the run goes on.
         nodes: Measured seconds of each node.
         fits: Function that says whether a plan fits into the memory of each rank.
+        links: Hosts whose network is slow.
     """
-    candidates, tried = _ranked(recipe, like, nodes), 0
+    candidates, tried = _ranked(recipe, like, nodes, links or Links()), 0
     most = NUM_PROPOSED if like.world_size < MANY_RANKS else FEW_PROPOSED
     plans: dict[str, Plan] = {}
     for candidate in candidates:
@@ -66,7 +74,7 @@ def describe(plan: Plan) -> str:
     return "; ".join(f"{', '.join(names)} on {format_ranks(ranks)}" for ranks, names in pools.items())
 
 
-def _ranked(recipe: Recipe, like: Plan, nodes: Mapping[str, NodeSeconds]) -> list[Candidate]:
+def _ranked(recipe: Recipe, like: Plan, nodes: Mapping[str, NodeSeconds], links: Links) -> list[Candidate]:
     """All candidates, in order of a first estimate of their seconds."""
     base = with_layout(recipe.model_copy(update={"channels": {}}), {}, like)
     mean = {node.name: nodes[node.name].on(len(node.layout.ranks)) for node in like.nodes if node.name in nodes}
@@ -76,7 +84,30 @@ def _ranked(recipe: Recipe, like: Plan, nodes: Mapping[str, NodeSeconds]) -> lis
     found = list(_candidates(base, notable, is_ahead=is_ahead))
     profile = _profile_of(recipe, base, nodes)
     rough = Rough(base, profile, StepSeconds(profile, recipe))
-    return sorted(found, key=rough.seconds)
+    if not links.byte_s:
+        return sorted(found, key=rough.seconds)
+    every = tuple(range(like.world_size))
+
+    def seconds(candidate: Candidate) -> float:
+        sent = sum(
+            node.num_bytes * links.of(range(*candidate.pools[name]) if name in candidate.pools else every)
+            for name, node in nodes.items()
+            if node.num_bytes
+        )
+        return rough.seconds(candidate) + sent
+
+    return sorted((turned for one in found for turned in _turned(one, like.world_size)), key=seconds)
+
+
+def _turned(candidate: Candidate, world_size: int) -> Iterator[Candidate]:
+    """A candidate, and others with its pools in another order: it matters which of them is on a slow host."""
+    pools = sorted({pool for pool in candidate.pools.values() if pool != (0, world_size)})
+    for turn in range(max(1, len(pools))):
+        for order in (pools[turn:] + pools[:turn], (pools[turn:] + pools[:turn])[::-1])[: max(1, len(pools) - 1)]:
+            ends = list(accumulate(end - begin for begin, end in order))
+            places = {pool: (end - pool[1] + pool[0], end) for pool, end in zip(order, ends, strict=True)}
+            moved = {name: places.get(pool, pool) for name, pool in candidate.pools.items()}
+            yield replace(candidate, pools=moved)
 
 
 def _candidates(base: Plan, notable: set[str], *, is_ahead: bool) -> Iterator[Candidate]:

@@ -13,6 +13,7 @@ from leaderless.config.layout import LayoutConfig
 from leaderless.config.schedule import ScheduleConfig
 from leaderless.planner.entries import Action, Reshard, RunNode, SyncWeights, Windowed, flat
 from leaderless.planner.layout import Cluster
+from leaderless.planner.links import Links
 from leaderless.planner.make_plan import make_plan
 from leaderless.planner.plan import Loop, Plan
 from leaderless.workflow import resolve_workflow
@@ -98,23 +99,39 @@ class NodeSeconds:
     """Measured seconds of a node in a step, by the number of ranks that shared its work.
 
     A node that takes longer than before does so on any number of ranks: what is known for other numbers is changed by
-    the same factor.
+    the same factor. But if the network of one of its hosts has become slow at the same time, that is the cause, and the
+    node takes longer only on ranks of this host.
 
     Attributes:
-        known: Seconds by number of ranks.
+        known: Seconds by number of ranks, on hosts that are not slow.
+        num_bytes: Bytes that would take the seconds which a slow network has added.
     """
 
     known: dict[int, float] = field(default_factory=dict)
+    num_bytes: float = 0.0
+    _last: tuple[int, float, float] | None = None
 
-    def measure(self, num_ranks: int, seconds: float) -> None:
-        """Take in the newest seconds."""
+    def measure(self, num_ranks: int, seconds: float, byte_s: float = 0.0) -> None:
+        """Take in the newest seconds; a byte among the node's ranks took `byte_s`, or 0 where no host was slow."""
         before = self.known.get(num_ranks)
+        if before is not None and self._last is not None and self._last[0] == num_ranks:
+            _, last_s, last_byte_s = self._last
+            if abs(byte_s - last_byte_s) > max(byte_s, last_byte_s) / 2:
+                self.num_bytes = max(0.0, (seconds - last_s) / (byte_s - last_byte_s))
+        self._last = num_ranks, seconds, byte_s
+        seconds = max(0.0, seconds - self.num_bytes * byte_s)
         if before:
             self.known = {size: known * seconds / before for size, known in self.known.items()}
         self.known[num_ranks] = seconds
 
-    def on(self, num_ranks: int) -> float:
-        """Seconds on a number of ranks: a part that they share, and, known from two numbers on, one that each has."""
+    def on(self, num_ranks: int, byte_s: float = 0.0) -> float:
+        """Seconds on a number of ranks: a part that they share, and, known from two numbers on, one that each has.
+
+        Where a byte among them takes `byte_s` seconds, what they send is added.
+        """
+        return self._work_on(num_ranks) + self.num_bytes * byte_s
+
+    def _work_on(self, num_ranks: int) -> float:
         if num_ranks in self.known or not self.known:
             return self.known.get(num_ranks, 0.0)
         sizes = sorted(self.known, key=lambda size: abs(size - num_ranks))[:2]
@@ -132,24 +149,27 @@ class NodeSeconds:
         return each_s, max(0.0, (self.on(size) - each_s) * size)
 
 
-def step_seconds(plan: Plan, nodes: Mapping[str, NodeSeconds], besides: Mapping[str, float] | None = None) -> float:
+def step_seconds(
+    plan: Plan, nodes: Mapping[str, NodeSeconds], besides: Mapping[str, float] | None = None, links: Links | None = None
+) -> float:
     """Seconds of a step, from those of its nodes: those of the slowest loop, which the others wait for.
 
     Args:
         plan: Plan of the step.
         nodes: Seconds of nodes.
         besides: Seconds of an iteration of each loop outside of its nodes, by the loop's name.
+        links: Hosts whose network is slow.
     """
-    return max(loop_seconds(plan, loop, nodes) + (besides or {}).get(loop.name, 0.0) for loop in plan.loops)
+    return max(loop_seconds(plan, loop, nodes, links) + (besides or {}).get(loop.name, 0.0) for loop in plan.loops)
 
 
-def loop_seconds(plan: Plan, loop: Loop, nodes: Mapping[str, NodeSeconds]) -> float:
+def loop_seconds(plan: Plan, loop: Loop, nodes: Mapping[str, NodeSeconds], links: Links | None = None) -> float:
     """Seconds of an iteration of a loop: the clocks of all ranks on their way through its schedule.
 
-    What is sent takes no time here, but the ranks that send and receive wait for each other. In windows, rows travel
-    in the background, as they do through channels.
+    What is sent takes no time here, but weights do from and to slow hosts, and the ranks that send and receive wait for
+    each other. In windows, rows travel in the background, as they do through channels.
     """
-    walk = _Walk(plan, nodes)
+    walk = _Walk(plan, nodes, links or Links())
     for action in _top(loop.schedule):
         if isinstance(action, Windowed):
             for inner, window in action.turns():
@@ -168,8 +188,8 @@ def _top(actions: Sequence[Action]) -> Iterator[Action]:
 class _Walk:
     """The clocks of all ranks."""
 
-    def __init__(self, plan: Plan, nodes: Mapping[str, NodeSeconds]) -> None:
-        self._plan, self._nodes = plan, nodes
+    def __init__(self, plan: Plan, nodes: Mapping[str, NodeSeconds], links: Links) -> None:
+        self._plan, self._nodes, self._links = plan, nodes, links
         self.clocks = [0.0] * plan.world_size
         self._arrived: dict[tuple[tuple[int, ...], int], float] = {}
 
@@ -182,23 +202,32 @@ class _Walk:
                 left = max(self.clocks[rank] for rank in action.source_layout.ranks)
                 key = action.target_layout.ranks, window
                 self._arrived[key] = max(left, self._arrived.get(key, 0.0))
-            case Reshard() | SyncWeights():
+            case Reshard():
                 self._meet(action.ranks)
+            case SyncWeights(role, source, target):
+                byte_s = self._links.sending(source.ranks, target.ranks)
+                self._meet(action.ranks, byte_s * _weight_bytes(self._plan, role))
 
     def _run(self, name: str, window: int, num_windows: int) -> None:
         node = self._plan[name]
         ranks = node.layout.ranks
         if node.spec.roles:
             self._meet(ranks)  # weights are gathered
-        took = self._nodes[name].on(len(ranks)) / num_windows if name in self._nodes else 0.0
+        took = self._nodes[name].on(len(ranks), self._links.of(ranks)) / num_windows if name in self._nodes else 0.0
         arrived = self._arrived.get((ranks, window), 0.0) if num_windows > 1 else 0.0
         for rank in ranks:
             self.clocks[rank] = max(self.clocks[rank], arrived) + took
 
-    def _meet(self, ranks: Sequence[int]) -> None:
+    def _meet(self, ranks: Sequence[int], seconds: float = 0.0) -> None:
         latest = max(self.clocks[rank] for rank in ranks)
         for rank in ranks:
-            self.clocks[rank] = latest
+            self.clocks[rank] = latest + seconds
+
+
+def _weight_bytes(plan: Plan, role: str) -> int:
+    """Bytes of a role's weights, with four for each, which is the most that ranks are sent; 0 of an unknown model."""
+    size = plan.sizes.get(role)
+    return 4 * size.num_parameters if size is not None else 0
 
 
 @dataclass(frozen=True)

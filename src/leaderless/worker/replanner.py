@@ -11,13 +11,19 @@ import torch
 from rich.markup import escape
 
 from leaderless.planner import Loop, Plan
+from leaderless.planner.links import Links
 from leaderless.planner.proposals import describe, propose
 from leaderless.planner.replan import OWN, Choice, NodeSeconds, alternatives, choose, loop_seconds, step_seconds
 from leaderless.worker.channels import between_loops, wait_for
+from leaderless.worker.network import find_slow_links
 from leaderless.worker.parts import Parts
 
 NUM_LOOKED_AT = 3
 """Steps of which the medians count: one that is slow by chance changes nothing."""
+CHANGE = 0.2
+"""Relative change of a loop's seconds after which the network is tested."""
+LOOKS_AT_SLOW = 20
+"""Looks after which the network is tested again while a host is slow, as one that is avoided changes no seconds."""
 
 
 class Replanner:
@@ -43,6 +49,8 @@ class Replanner:
         self._steps: deque[Mapping[str, float]] = deque(maxlen=NUM_LOOKED_AT)
         self._is_warm = False
         self._num_switches = 0
+        self._links, self._num_looks_at_slow = Links(), 0
+        self._took: list[float] = []
         self.choice: Choice | None = None
 
     def _name_of(self, plan: Plan) -> str:
@@ -55,7 +63,7 @@ class Replanner:
         """Let the planner find layouts, in place of those that it has found before."""
         known = {name: self.plans[name] for name in (OWN, self._current)}
         taken = {describe(plan) for plan in known.values()}
-        found = propose(self._recipe, known[self._current], self._nodes, self._fits)
+        found = propose(self._recipe, known[self._current], self._nodes, self._fits, self._links)
         self.plans = known | {name: plan for name, plan in found.items() if name not in taken}
 
     def measure(self, spent: Mapping[str, float], seconds: float) -> None:
@@ -87,7 +95,7 @@ class Replanner:
         if not self._recipe.schedule.layouts:
             self._search()
         expected = {
-            name: step_seconds(plan, self._nodes, self._besides.get(name, self._besides[self._current]))
+            name: step_seconds(plan, self._nodes, self._besides.get(name, self._besides[self._current]), self._links)
             for name, plan in self.plans.items()
         }
         num_left = self._recipe.steps - step
@@ -104,11 +112,24 @@ class Replanner:
         is_short, self._switch_s, *agreed = self._world.max(values, "the seconds of nodes").tolist()
         if is_short:
             return False
+        took = agreed[len(self._nodes) :]
+        self._test_links(took)
         for name, seconds in zip(self._nodes, agreed, strict=False):
-            self._nodes[name].measure(len(plan[name].layout.ranks), seconds)
-        took = zip(plan.loops, agreed[len(self._nodes) :], strict=True)
-        self._besides[self._current] = {loop.name: s - loop_seconds(plan, loop, self._nodes) for loop, s in took}
+            ranks = plan[name].layout.ranks
+            self._nodes[name].measure(len(ranks), seconds, self._links.of(ranks))
+        self._besides[self._current] = {
+            loop.name: seconds - loop_seconds(plan, loop, self._nodes, self._links)
+            for loop, seconds in zip(plan.loops, took, strict=True)
+        }
         return True
+
+    def _test_links(self, took: list[float]) -> None:
+        """Test the network where loops take another time than at the last look, and sometimes while a host is slow."""
+        changed = any(abs(new - old) > CHANGE * old for new, old in zip(took, self._took, strict=False))
+        self._took = took
+        self._num_looks_at_slow += bool(self._links.byte_s)
+        if changed or self._num_looks_at_slow > LOOKS_AT_SLOW:
+            self._links, self._num_looks_at_slow = find_slow_links(self._world), 0
 
     def switched(self, step: int, seconds: float) -> None:
         """Note that the chosen plan is in force now, and show it; `seconds` is what the switch has taken."""
@@ -135,6 +156,7 @@ class Replanner:
     def forget_steps(self) -> None:
         """Measure anew."""
         self._steps.clear()
+        self._took = []
         self._is_warm = False
 
     def numbers(self) -> dict[str, float]:
