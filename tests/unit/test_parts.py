@@ -32,7 +32,7 @@ def test_group_number_i_is_in_part_i_times_parts_by_groups(chosen: set[int], num
 
 @given(st.data())
 def test_each_rank_of_a_few_or_many_finds_the_groups_at_the_same_places(data: st.DataObject) -> None:
-    num_ranks = data.draw(st.integers(1, 40))
+    num_ranks = data.draw(st.integers(1, 20))
     ids = st.sets(st.one_of(st.integers(0, 20), st.integers(0, 2**45)), max_size=8)
     mine = [np.array(sorted(data.draw(ids)), dtype=np.int64) for _ in range(num_ranks)]
     count = data.draw(st.integers(2, 5))
@@ -50,11 +50,11 @@ def test_what_a_rank_hears_of_groups_grows_with_the_root_of_the_ranks() -> None:
         play([select_in_blocks(Place(mesh, number), one, places) for number, one in enumerate(mine)], note)
         return note
 
-    small, large = heard(64), heard(1024)
+    small, large = heard(16), heard(256)
     assert small.legs == large.legs == SELECTION_LEGS
-    assert large.messages <= 4.5 * small.messages
-    assert large.numbers <= 4.5 * small.numbers
-    assert ROUNDS_PER_LEG * large.messages <= num_messages(1024, SELECTION_LEGS)
+    assert large.messages <= 5.1 * small.messages  # 15 of 16, and 3 of 4
+    assert large.numbers <= 5.1 * small.numbers
+    assert ROUNDS_PER_LEG * large.messages <= num_messages(256, SELECTION_LEGS)
     assert not is_in_blocks(8, SELECTION_LEGS)
     assert is_in_blocks(64, SELECTION_LEGS)
 
