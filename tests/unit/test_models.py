@@ -69,6 +69,20 @@ TAKEN = {
         **SIZES,
     ),
     "gpt2": transformers.GPT2Config(**SMALL),
+    "values that are narrower than queries": transformers.DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "leaderless"
@@ -77,7 +77,12 @@ def _attention_function(
     layer = module.layer_idx
     assert isinstance(layer, int)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    return attention.attend(layer, query, key, value, scaling).unsqueeze(0), None
+    width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if missing < 0:
+        raise RuntimeError("attention with values that are wider than queries is not supported")
+    if missing:  # as in DeepSeek's compressed attention; kernels and stores want equal widths
+        value = pad(value, (0, missing))
+    return attention.attend(layer, query, key, value, scaling)[..., :width].unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_function)

@@ -24,7 +24,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.hub import unreachable_hub
 from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
 from leaderless.models.recomputing import recompute_layers, recomputed_layers
-from leaderless.models.support import check_supported
+from leaderless.models.support import check_settings, check_supported
 
 ALIGNMENT_BYTES = 64
 """Addresses of tensors that torch allocates on the CPU are multiples of it."""
@@ -118,6 +118,7 @@ def load_decoder(
     unreachable = unreachable_hub(config.path)
     try:
         with _loading():
+            check_settings(_described(config), key)
             model, info = auto_class.from_pretrained(
                 config.path,
                 revision=config.revision,
@@ -128,6 +129,8 @@ def load_decoder(
                 ignore_mismatched_sizes=True,
                 **({"num_labels": 1} if has_scalar_head else {}),
             )
+    except RecipeError:
+        raise
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
         is_fixed = isinstance(error, KeyError) and error.args == (ATTENTION_NAME,)
@@ -157,12 +160,16 @@ def load_model_config(config: ModelConfig, role: str) -> PreTrainedConfig:
     """
     unreachable = unreachable_hub(config.path)
     try:
-        described: PreTrainedConfig = AutoConfig.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        return _described(config)
     except Exception as error:
         # `transformers` raises errors of every kind for damaged folders.
         raise RecipeError.at(f"models.{role}", f"'{config.path}' cannot be read: {error}{unreachable}") from error
+
+
+def _described(config: ModelConfig) -> PreTrainedConfig:
+    described: PreTrainedConfig = AutoConfig.from_pretrained(
+        config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
     return described
 
 

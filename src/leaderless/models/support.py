@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from leaderless.config import RecipeError
 from leaderless.models.attention import ATTENTION_NAME, Attention, PackedAttention
@@ -20,11 +20,10 @@ _TOLERANCE = 1e-2
 def check_supported(model: PreTrainedModel, key: str) -> None:
     """Refuse a model that needs something this package does not support.
 
-    It is in float32 and has this package's attention; the key of its setting is for errors. Known obstacles are looked
-    up in its settings. Then the model is tried on two short sequences: packed into one pass, with this package's
-    attention, it has to give the logits of each sequence alone with its own attention.
+    It is in float32 and has this package's attention; the key of its setting is for errors. The model is tried on two
+    short sequences: packed into one pass, with this package's attention, it has to give the logits of each sequence
+    alone with its own attention.
     """
-    _check_settings(model, key)
     was_training = model.training
     model.eval()
     try:
@@ -38,20 +37,22 @@ def check_supported(model: PreTrainedModel, key: str) -> None:
         raise RecipeError.at(key, f"models of type {model.config.model_type} are not supported: {problem}")
 
 
-def _check_settings(model: PreTrainedModel, key: str) -> None:
-    config = model.config.get_text_config()
+def check_settings(described: PreTrainedConfig, key: str) -> None:
+    """Refuse a model whose description names something that is not supported; see `check_supported`."""
+    config = described.get_text_config()
+    family = f"(type {described.model_type})"
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in {None, 1}:
-            raise RecipeError.at(key, f"models with {name} are not supported")
+            raise RecipeError.at(key, f"models with {name} are not supported {family}")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
-        raise RecipeError.at(key, f"layers of type {sorted(kinds)[0]} are not supported, only full_attention")
+        raise RecipeError.at(key, f"layers of type {sorted(kinds)[0]} are not supported, only full_attention {family}")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in {"dynamic", "longrope"}:
         raise RecipeError.at(
             key,
             f"rotary embeddings of type {rope['rope_type']} are not supported: they depend on the longest sequence of "
-            "a pass, so that how samples are packed would change the numbers",
+            f"a pass, so that how samples are packed would change the numbers {family}",
         )
 
 

@@ -1,0 +1,300 @@
+"""Tiny models of every family of language models of `transformers`, and what this package makes of them.
+
+    python -m tests.tiny_families
+
+writes the table of families, from which a page of the documentation is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple, cast
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from tests.tiny import add_gradients, random_samples
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, __version__
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from leaderless.config import RecipeError
+from leaderless.config.models import ModelConfig, OptimizerConfig
+from leaderless.data.activity import Activity
+from leaderless.data.batch import Batch
+from leaderless.data.transport import ProcessGroup
+from leaderless.models.causal_lm import load_causal_lm
+from leaderless.training.fsdp import FsdpEngine
+
+FILE = Path(__file__).parents[1] / "docs/reference/families.json"
+"""What becomes of each family, with the newest `transformers` that was tried."""
+TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+"""Largest error of a log-probability, and of a gradient in units of the largest one."""
+WIDE, NARROW = 64, 6
+"""Windows in tokens: wider than all sequences, and narrower than all."""
+NOISE = 0.1
+"""Rate of dropout, size of the noise on routers, and rate at which layers are skipped."""
+
+_SIZES: Mapping[int | float, str] = {
+    64: "vocab_size n_vocab pronunciation_vocab_size shape_vocab_size "
+    "intermediate_size ffn_dim n_inner d_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size d_ff dim_ff "
+    "expert_ffn_hidden_size intermediate_size_mlp dff encoder_hash_byte_group_vocab",
+    32: "hidden_size n_embd d_model dim emb_dim embedding_size embedding_dim hidden_dim dim_model width "
+    "decoder_hidden_size moe_intermediate_size shared_expert_intermediate_size expert_hidden_size "
+    "shared_intermediate_size pronunciation_embed_dim shape_embed_dim",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
+    "num_decoder_layers depth num_blocks num_key_value_heads num_kv_heads n_kv_heads kv_n_heads eos_token_id "
+    "num_experts_per_tok moe_top_k top_k moe_topk moe_k top_k_experts",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "num_experts num_local_experts n_routed_experts moe_num_experts rotary_dim",
+    8: "head_dim attention_head_size v_head_dim qk_nope_head_dim kv_lora_rank global_head_dim dim_head "
+    "qk_rope_head_dim q_lora_rank mamba_n_heads mamba_d_head",
+    1: "n_group topk_group n_shared_experts num_shared_experts first_k_dense_replace bos_token_id",
+    128: "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
+    "max_source_positions max_sequence_length",
+    0: "pad_token_id",
+    3: "image_token_id audio_token_id video_token_id image_token_index",
+    0.7: "embedding_multiplier residual_multiplier attention_multiplier",
+    WIDE: "sliding_window window_size attention_window_size attention_chunk_size",
+}
+"""Values of settings, by name; those of a kind that a family does not have are left out."""
+_WINDOWS = _SIZES[WIDE].split()
+_SETTINGS = {name: value for value, names in _SIZES.items() for name in names.split()}
+_MAY_BE_NONE = ("token_id", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+_ALWAYS: Mapping[str, object] = {
+    "is_decoder": True,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+}
+"""Settings of every family that has them: causal, and without parts that are none in two layers."""
+_OWN: Mapping[str, Mapping[str, object]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0, "attn_pdrop": NOISE}},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "diffllama": {"attention_dropout": 0.0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 8},
+    "mpt": {"attn_config": {}},
+    "nemotron": {"num_key_value_heads": 2},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a family needs besides, or does not take."""
+_NEUTRAL: Mapping[str, object] = {
+    "layer_types": ["full_attention"] * 2,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+}
+"""Settings that are accepted, for what families are refused with their usual ones."""
+
+
+_NO_LAYER_INPUTS = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_USUAL: Mapping[str, Mapping[str, object]] = {"gemma4_assistant": {"text_config": _NO_LAYER_INPUTS}}
+"""Settings without which a family's own are refused by `transformers`."""
+
+
+class Verdict(NamedTuple):
+    """What becomes of a family.
+
+    Attributes:
+        is_right: Whether it is computed right; else it is refused.
+        reason: Why it is refused.
+    """
+
+    is_right: bool
+    reason: str = ""
+
+
+class Alone:
+    """A group of one rank."""
+
+    rank, size, ranks, handle, activity = 0, 1, (0,), None, Activity()
+
+    def max(self, values: Tensor, what: str) -> Tensor:  # noqa: ARG002
+        """The maximum over one rank."""
+        return values
+
+
+def tiny_config(family: str, **settings: object) -> PretrainedConfig:
+    """Settings of a model of two layers, with dropout and noise wherever a family has them."""
+    return _shrunk(CONFIG_MAPPING[family], {**_OWN.get(family, {}), **settings})
+
+
+def _usual(kind: type[PretrainedConfig]) -> PretrainedConfig:
+    return kind(**_USUAL.get(kind.model_type, {}))
+
+
+def _shrunk(kind: type[PretrainedConfig], settings: Mapping[str, object]) -> PretrainedConfig:
+    usual = _usual(kind)
+    chosen: dict[str, object] = {}
+    for name, value in usual.to_dict().items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in _SETTINGS and (is_number or (value is None and name.endswith(_MAY_BE_NONE))):
+            chosen[name] = _SETTINGS[name]
+        elif is_number and any(kind_of_noise in name for kind_of_noise in ("drop", "jitter_noise")):
+            chosen[name] = NOISE
+        elif name in _ALWAYS:
+            chosen[name] = _ALWAYS[name]
+    if "kv_lora_rank" in chosen and "num_key_value_heads" in chosen:  # all heads share what is compressed
+        chosen["num_key_value_heads"] = _SETTINGS["num_attention_heads"]
+    for name in kind.sub_configs or ():
+        part = getattr(usual, name, None)
+        if isinstance(part, PretrainedConfig) and name not in settings:
+            chosen[name] = _shrunk(type(part), {})
+    return kind(**{**chosen, **settings})
+
+
+def judge_family(family: str, folder: Path) -> tuple[Verdict, Verdict | None]:
+    """Judge a family with its usual settings and, if it is refused with these, with accepted ones.
+
+    Windows that are narrower than the sequences must not be overlooked either.
+
+    Raises:
+        AssertionError: A model is accepted, and computed wrongly.
+    """
+    try:
+        usual = judge(tiny_config(family), folder / "usual")
+    except (StrictDataclassError, ValueError):  # some are valid with all of their own numbers only
+        usual = judge(_usual(CONFIG_MAPPING[family]), folder / "usual", is_tiny=False)
+    names = _usual(CONFIG_MAPPING[family]).to_dict()
+    chosen = {name: value for name, value in _NEUTRAL.items() if name in names}
+    neutral = None
+    if not usual.is_right and chosen:
+        with suppress(StrictDataclassError, ValueError):  # some have to have other layers
+            neutral = judge(tiny_config(family, **chosen), folder / "neutral")
+    windows = {name: NARROW for name in _WINDOWS if name in names}
+    if windows and (usual.is_right or (neutral and neutral.is_right)):
+        judge(tiny_config(family, **({} if usual.is_right else chosen), **windows), folder / "narrow")
+    return usual, neutral
+
+
+def judge(config: PretrainedConfig, folder: Path, *, is_tiny: bool = True) -> Verdict:
+    """Make a model, and compare what this package computes with what the model computes itself.
+
+    One that is not tiny has its settings read only.
+
+    Raises:
+        AssertionError: The model is accepted, and computed wrongly.
+    """
+    settings = ModelConfig(path=str(folder))
+    try:
+        if not is_tiny:
+            raise ValueError(config.model_type)
+        _write(config, folder)
+    except Exception as error:  # noqa: BLE001
+        # Of every kind; its settings alone may be a reason to refuse it.
+        config.save_pretrained(folder)
+        with pytest.raises(RecipeError) as caught:
+            load_causal_lm(settings, "policy")
+        if "cannot be loaded" in str(caught.value):
+            return Verdict(is_right=False, reason=f"`transformers` cannot make it: {type(error).__name__}")
+        return Verdict(is_right=False, reason=_shorter(str(caught.value)))
+    try:
+        model = load_causal_lm(settings, "policy")
+        group = cast("ProcessGroup", Alone())
+        engine = FsdpEngine(
+            model, settings, group, torch.device("cpu"), 256, optimizer=OptimizerConfig(), num_updates=1
+        )
+        _compare(engine, AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval())
+    except RecipeError as error:
+        return Verdict(is_right=False, reason=_shorter(str(error)))
+    except RuntimeError as error:
+        if "sliding window" not in str(error):
+            raise
+        return Verdict(is_right=False, reason="the sliding window")
+    return Verdict(is_right=True)
+
+
+def _write(config: PretrainedConfig, folder: Path) -> None:
+    """Write a model whose vectors are not all zeros or ones, with which mistakes could hide."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+            elif parameter.ndim == 2 and parameter.std() < 0.05:
+                parameter.data.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    config.save_pretrained(folder)  # that of all its parts, from which only the text part was made
+
+
+def _compare(engine: FsdpEngine, reference: PreTrainedModel) -> None:
+    batch = random_samples([(5, 4), (5, 6), (4, 3), (6, 7)], siblings=2)
+    found, again = engine.log_probs(batch).values, engine.log_probs(batch).values
+    expected = torch.cat(list(_log_probs(reference, batch)))
+    assert torch.equal(found, again), "two passes differ"
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    add_gradients(engine, batch, lambda outputs, _: -outputs.log_probs.sum())
+    (-expected.sum()).backward()
+    gradients = {name: parameter.grad for name, parameter in engine.model.model.named_parameters()}
+    largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
+    for name, parameter in reference.named_parameters():
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = gradients[name]
+        taken = torch.zeros_like(parameter) if gradient is None else gradient
+        torch.testing.assert_close(
+            taken, wanted, atol=GRADIENT_TOLERANCE * largest, rtol=0, msg=lambda text, n=name: n + text
+        )
+
+
+def _log_probs(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
+    """Log-probabilities of sampled tokens by a model's own forward pass, sample by sample."""
+    columns = (batch.jagged(name).to_lists() for name in ("prompt_tokens", "tokens"))
+    for prompt, response in zip(*columns, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0].float()
+        log_probs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        yield log_probs.gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+_SAID = {
+    "has no attribute 'to'": "a bias of attention scores",
+    "last_hidden_state": "no hidden states apart from logits",
+    "attention runs": "attention that cannot be replaced, or another number of calls than layers",
+    "attention is fixed": "attention that cannot be replaced",
+    "give other logits": "packed sequences would give other logits: positions or a direction of its own",
+}
+
+
+def _shorter(message: str) -> str:
+    """Shorten the message of a refusal to the reason."""
+    for words, reason in _SAID.items():
+        if words in message:
+            return reason
+    reason = message.removeprefix("models.policy: ").split(" are not supported: ")[-1]
+    return reason.removeprefix("a forward pass fails: ").split(" are not supported")[0].split(" is not supported")[0]
+
+
+def write_table() -> None:
+    """Judge every family, and write down what becomes of it."""
+    families: dict[str, dict[str, str]] = {}
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        with TemporaryDirectory() as folder:
+            usual, neutral = judge_family(family, Path(folder))
+        families[family] = {} if usual.is_right else {"refused": usual.reason}
+        if neutral and neutral.is_right:
+            families[family]["otherwise"] = "right"
+    table = {"transformers": __version__, "families": families}
+    FILE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_table()
