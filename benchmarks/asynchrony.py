@@ -6,6 +6,9 @@ An engine that takes the time of its tokens, and a training back end that takes 
 `asynchrony_parts`), stand for a larger model; all else is the real command, `leaderless train`, and every worker is a
 process. The settings take turns, and each run is saved as soon as it is done. The first iterations, in which nothing is
 in flight yet, are left out: rates are samples per second between two later steps.
+
+Where ranks help, two more workers generate on the devices of those that train. For this, training is light, and tokens
+cost more by the sequence than by the step, so that there is time to help in, and work that more ranks do faster.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import TypedDict
+from unittest.mock import patch
 
 from made import ROOT, prepare, train
 
@@ -35,6 +39,7 @@ COMMON = (
 )
 WORKLOADS: Mapping[str, Sequence[str]] = {
     "heavy-tailed lengths": (),
+    "light training": (),
     "episodes with tools": (
         "environment={type: 'asynchrony_parts:Tools', max_turns: 3, max_episode_tokens: 400, concurrency: 256}",
         "rollout.max_response_tokens=64",
@@ -42,8 +47,16 @@ WORKLOADS: Mapping[str, Sequence[str]] = {
         "data.max_prompt_tokens=64",
     ),
 }
+LIGHT_TRAINING = "light training"
+COSTS: Mapping[str, Mapping[str, str]] = {
+    LIGHT_TRAINING: {"STEP_S": "0.001", "SEQUENCE_S": "0.0002", "SCORE_S": "0.00003", "UPDATE_S": "0.00007"}
+}
+"""Other costs of a workload than those of `asynchrony_parts`."""
 GENERATING, TRAINING = ("rollout", "reward"), ("advantage", "policy")
 POOLS = {node: {"ranks": "0-1"} for node in GENERATING} | {node: {"ranks": "2-3"} for node in TRAINING}
+
+
+HELPED = {node: {"ranks": "0-1,4-5"} for node in GENERATING} | {node: POOLS[node] for node in TRAINING}
 
 
 def channel(capacity: int, stragglers: str = "", slack: int = 0) -> tuple[str, ...]:
@@ -51,6 +64,15 @@ def channel(capacity: int, stragglers: str = "", slack: int = 0) -> tuple[str, .
     mode = f", mode: continuous, stragglers: {stragglers}" if stragglers else ""
     bound = f", max_staleness: {capacity + slack}" if slack else ""
     return f"layout={json.dumps(POOLS)}", f"channels={{rollout: {{capacity: {capacity}{bound}{mode}}}}}"
+
+
+def helped(capacity: int, portions: Sequence[int]) -> tuple[str, ...]:
+    """Settings of two pools and two ranks that help the first of them on the devices of the second."""
+    shared = f"portions: {list(portions)}, helpers: {{4: 2, 5: 3}}"
+    return (
+        f"layout={json.dumps(HELPED)}",
+        f"channels={{rollout: {{capacity: {capacity}, mode: continuous, {shared}}}}}",
+    )
 
 
 WAYS: Mapping[str, Sequence[str]] = {
@@ -62,6 +84,7 @@ WAYS: Mapping[str, Sequence[str]] = {
     "continuous, bound 2, cancel": channel(2, "cancel"),
     "continuous, bound 4": channel(4, "wait"),
     "continuous, depth 2, bound 4, defer": channel(2, "defer", 2),
+    "continuous, bound 2, two more ranks help": helped(2, [3, 3, 1, 1]),
 }
 
 
@@ -81,12 +104,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     runs: list[Run] = []
     for _ in range(options.repeats):
         for workload in options.workloads:
-            for way in WAYS:
+            for way in options.ways:
                 runs.append(measure(workload, way))
                 print(runs[-1], file=sys.stderr)
                 text = json.dumps({"cores": len(os.sched_getaffinity(0)), "runs": runs}, indent=1)
@@ -101,7 +125,9 @@ def measure(workload: str, way: str) -> Run:
         prepare(folder, hidden_size=16, num_layers=1, prompt_tokens=8)
         shutil.copy(Path(__file__).with_name("asynchrony_parts.py"), folder)
         settings = [*COMMON, f"steps={ITERATIONS}", *WORKLOADS[workload], *WAYS[way]]
-        rows = [row for row in train(folder, "run", settings, num_workers=4) if "policy/loss" in row]
+        num_workers = 6 if way.endswith("help") else 4
+        with patch.dict(os.environ, COSTS.get(workload, {})):
+            rows = [row for row in train(folder, "run", settings, num_workers=num_workers) if "policy/loss" in row]
         ahead = {row["step"]: row for row in rows}
         file = folder / "runs/run/metrics-rollout.jsonl"
         if file.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from leaderless.training.fsdp import FsdpEngine
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.weights.stream import WeightStream
 
-STEP_S, SEQUENCE_S = 0.005, 0.00002
+STEP_S, SEQUENCE_S = float(os.environ.get("STEP_S", "0.005")), float(os.environ.get("SEQUENCE_S", "0.00002"))
 """Seconds of a token of all sequences, and more for each of them."""
-SCORE_S, UPDATE_S = 0.00009, 0.00028
+SCORE_S, UPDATE_S = float(os.environ.get("SCORE_S", "0.00009")), float(os.environ.get("UPDATE_S", "0.00028"))
 """Seconds in which a rank scores a token, and trains on one."""
 MEDIAN_TOKENS, SIGMA = 60, 1.1
 """Median length of a response, and the spread of its logarithm."""

@@ -119,9 +119,12 @@ def test_a_run_that_a_signal_has_stopped_loses_no_prompt_and_repeats_none(
     assert [row["step"] for row in numbers(runs.directory(name))] == list(range(NUM_STEPS + 1))
 
 
-def test_a_run_that_was_stopped_can_be_followed(runs: Runs) -> None:
-    channel = {"capacity": 2, "mode": "continuous", "cache": "recompute"}
+def test_a_run_in_which_a_rank_helps_can_be_stopped_and_followed(runs: Runs) -> None:
+    shared = {"portions": [3, 1], "helpers": {1: 2}}
+    channel = {"capacity": 2, "mode": "continuous", "cache": "recompute", **shared}
     before = runs(2, 1, channel, "interrupted", ("reward", 3))
     after = runs(2, 1, channel, "interrupted")
     again = runs(2, 1, channel, "not-interrupted", **{"run.follow": "interrupted"})
     assert_same(again, Seen(before.trained | after.trained, after.weights))
+    groups = [len(line["groups"]) for line in lines(runs, "not-interrupted")]  # type: ignore[arg-type]
+    assert groups == [3] * NUM_STEPS + [1] * NUM_STEPS

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -31,16 +32,23 @@ class ChannelConfig(Section):
     cache: Literal["keep", "recompute"] = "keep"
     """What happens, in continuous mode, to the keys and values of responses in progress when new weights come."""
 
+    portions: Sequence[Annotated[int, Field(ge=1)]] = ()
+    """In continuous mode, how the ranks that generate divide the prompts of an iteration, in proportion. With
+    `[2, 2, 1]` the third rank has half as many as the others; by default all have the same."""
+    helpers: Mapping[int, int] = {}
+    """In continuous mode, ranks that generate on the device of a rank that trains, while that one does not use it: with
+    `{4: 2}`, rank 4 uses the device of rank 2."""
+
     @model_validator(mode="after")
     def _check_mode(self) -> ChannelConfig:
         if self.mode == "continuous":
             if not self.capacity:
                 raise ValueError("mode=continuous needs room: set capacity to at least 1, or leave the mode out")
             return self
-        for key in ("stragglers", "cache"):
+        for key in ("stragglers", "cache", "portions", "helpers"):
             if key in self.model_fields_set:
                 raise ValueError(
-                    f"{key}={getattr(self, key)} says what a rank does with groups of several iterations, but with "
+                    f"{key}={getattr(self, key)} is for ranks that work on several iterations at once, but with "
                     "mode=fixed_lag there are none: set mode: continuous, or leave it out"
                 )
         return self

@@ -18,6 +18,7 @@ from leaderless.data.parquet import unpack
 from leaderless.data.requests import RequestSet
 from leaderless.data.sources import open_source, open_stream
 from leaderless.data.stream import StreamedDataset
+from leaderless.planner.layout import places_of_shard
 
 LoadedStep = tuple[Batch, Mapping[str, float]]
 """A shard's prompts of a step, and the number of epochs then, by key of the dataset."""
@@ -31,10 +32,16 @@ class Dataloader:
     number: `position` counts what was given.
     """
 
-    def __init__(self, sets: Sequence[TrainingSet], recipe: Recipe, shard: int, num_shards: int) -> None:
-        """Take a shard of the training data; the datasets are in the order of `recipe.data.train_sets()`."""
+    def __init__(
+        self, sets: Sequence[TrainingSet], recipe: Recipe, shard: int, num_shards: int, portions: Sequence[int] = ()
+    ) -> None:
+        """Take a shard of the training data; the datasets are in the order of `recipe.data.train_sets()`.
+
+        Shards have equal parts of a step, or parts in the proportion of some portions.
+        """
         self.sets, self.recipe = sets, recipe
-        self.shard, self.num_shards = shard, num_shards
+        self.shard, self.portions = shard, [*portions] or [1] * num_shards
+        self._mine = places_of_shard(shard, self.portions, recipe.batch.prompts_per_step)
         self._begin(0)
 
     def _begin(self, position: int) -> None:
@@ -57,8 +64,7 @@ class Dataloader:
     @property
     def num_mine(self) -> int:
         """Number of prompts of a step that this shard is given."""
-        size = self.recipe.batch.prompts_per_step
-        return size * (self.shard + 1) // self.num_shards - size * self.shard // self.num_shards
+        return len(self._mine)
 
     def next(self) -> Batch:
         """This shard's prompts of the next step."""
@@ -77,8 +83,8 @@ class Dataloader:
             yield self._step(begin, turns, feeds)
 
     def _step(self, begin: int, turns: Interleaving, feeds: Sequence[Feed]) -> LoadedStep:
-        size, shard, num_shards = self.recipe.batch.prompts_per_step, self.shard, self.num_shards
-        mine = range(begin + size * shard // num_shards, begin + size * (shard + 1) // num_shards)
+        size = self.recipe.batch.prompts_per_step
+        mine = range(begin + self._mine.start, begin + self._mine.stop)
         places = {position: turns.at(position) for position in mine}
         prompts: dict[int, Prompt] = {}
         for number, feed in enumerate(feeds):

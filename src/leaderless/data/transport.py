@@ -360,7 +360,12 @@ class Transport:
     """The process groups of a run. Every rank makes them in the same order, before the first step or for a new plan."""
 
     def __init__(
-        self, payload_device: torch.device, timeout_s: float, host: str | None = None, activity: Activity | None = None
+        self,
+        payload_device: torch.device,
+        timeout_s: float,
+        host: str | None = None,
+        activity: Activity | None = None,
+        sharing: Mapping[int, int] | None = None,
     ) -> None:
         """Take the whole world as the first process group. All ranks call it together.
 
@@ -369,13 +374,18 @@ class Transport:
             timeout_s: Longest wait in any process group that is made here.
             host: Name of this machine, the same for all its ranks; by default the one that the system gives it.
             activity: Record of the main thread's waits; a new one when None.
+            sharing: Ranks that use the device of another one, with the latter. Libraries of accelerators connect
+                devices and not processes: process groups of both move payload through host memory.
         """
+        self._sharing = sharing or {}
         self.rank = dist.get_rank()
         self.payload_device = payload_device
         self.timeout = timedelta(seconds=timeout_s)
         self.activity = activity or Activity()
         ranks = tuple(range(dist.get_world_size()))
-        self.world = ProcessGroup(ranks, self.rank, None, payload_device, activity=self.activity, timeout_s=timeout_s)
+        self.world = ProcessGroup(
+            ranks, self.rank, None, self._payload_of(ranks), activity=self.activity, timeout_s=timeout_s
+        )
         self.world.warm_up()
         name = host or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
         digests = torch.cat(self.world.gather(torch.tensor([digest(name.encode())]), "the names of all hosts"))
@@ -423,9 +433,14 @@ class Transport:
         self, groups: dict[tuple[int, ...], ProcessGroup], ranks: tuple[int, ...], handle: dist.ProcessGroup
     ) -> None:
         if ranks not in groups:
-            groups[ranks] = replace(self.world, ranks=ranks, handle=handle)
+            groups[ranks] = replace(self.world, ranks=ranks, handle=handle, payload_device=self._payload_of(ranks))
             if self.rank in ranks:
                 groups[ranks].warm_up()
+
+    def _payload_of(self, ranks: Sequence[int]) -> torch.device:
+        """Where payload comes from among some ranks."""
+        is_shared = any(rank in ranks and owner in ranks for rank, owner in self._sharing.items())
+        return torch.device("cpu") if is_shared else self.payload_device
 
     def add_lane(self, name: str, ranks: tuple[int, ...], patience: int = 1) -> None:
         """Make a process group of some ranks, ascending, for a background thread. All ranks of the world call it.

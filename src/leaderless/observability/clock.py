@@ -21,6 +21,7 @@ State = Literal[
     "wait_credit",
     "wait_weights",
     "wait_ranks",
+    "wait_device",
     "evaluate",
     "checkpoint",
     "log",

@@ -9,7 +9,7 @@ from itertools import pairwise
 from leaderless.config import Recipe, RecipeError, nearest
 from leaderless.config.channels import ChannelConfig, Stragglers
 from leaderless.planner.engines import engine_of
-from leaderless.planner.layout import format_ranks
+from leaderless.planner.layout import format_ranks, places_of_shard
 from leaderless.planner.plan import PlannedNode, RoleInstance
 from leaderless.planner.row_sets import DATA
 from leaderless.planner.schedule import makers
@@ -29,6 +29,8 @@ class Cut:
         max_staleness: Most optimizer steps between the weights that sampled a row and those trained with it.
         is_continuous: Whether the first part works on several iterations at once.
         stragglers: What happens then to groups that are not finished when training needs rows.
+        portions: How the ranks of the first part divide prompts, in proportion; empty where all have the same.
+        helpers: Ranks of the first part on the device of another one, and the latter.
     """
 
     generating: frozenset[str]
@@ -37,6 +39,8 @@ class Cut:
     max_staleness: int
     is_continuous: bool = False
     stragglers: Stragglers = "wait"
+    portions: tuple[int, ...] = ()
+    helpers: tuple[tuple[int, int], ...] = ()
 
 
 def find_cut(
@@ -109,8 +113,18 @@ class _Cutter:
         config = self.recipe.channels[name]
         if config.mode == "continuous":
             self._check_continuous(name, generating)
-        is_continuous = config.mode == "continuous"
-        return Cut(generating, training, config.capacity, self._staleness(name), is_continuous, config.stragglers)
+            self._check_portions(name, self.nodes[cut[0][0]].layout.ranks)
+            self._check_helpers(name, generating, training)
+        return Cut(
+            generating,
+            training,
+            config.capacity,
+            self._staleness(name),
+            config.mode == "continuous",
+            config.stragglers,
+            tuple(config.portions),
+            tuple(sorted(config.helpers.items())),
+        )
 
     def _named_pools(self) -> dict[Pool, str]:
         """The first node that a channel names on each pool."""
@@ -266,6 +280,41 @@ class _Cutter:
                 + (f"only {' or '.join(sorted(possible))}" if possible else "take weights only between two iterations")
                 + (f": set it to {min(possible)}" if possible else ": leave channels.*.mode at fixed_lag"),
             )
+
+    def _check_portions(self, name: str, ranks: Sequence[int]) -> None:
+        """Each rank that generates has a portion, and something to do."""
+        key, portions = f"channels.{name}.portions", self.recipe.channels[name].portions
+        if not portions:
+            return
+        if len(portions) != len(ranks):
+            raise RecipeError.at(
+                key,
+                f"has {len(portions)} numbers for the {len(ranks)} ranks that generate, {_format(ranks)}: one for each",
+            )
+        prompts = self.recipe.batch.prompts_per_step
+        idle = [rank for place, rank in enumerate(ranks) if not places_of_shard(place, portions, prompts)]
+        if idle:
+            raise RecipeError.at(
+                key,
+                f"leaves nothing of the {prompts} prompts of a step for rank {idle[0]}: raise its portion, or "
+                "batch.prompts_per_step",
+            )
+
+    def _check_helpers(self, name: str, generating: frozenset[str], training: frozenset[str]) -> None:
+        """A rank that helps generates, and the one whose device it uses trains; each has one other at most."""
+        key, helpers = f"channels.{name}.helpers", self.recipe.channels[name].helpers
+        ranks = [{rank for node in part for rank in self.nodes[node].layout.ranks} for part in (generating, training)]
+        for helper, owner in helpers.items():
+            for rank, pool, does in ((helper, ranks[0], "generate"), (owner, ranks[1], "train")):
+                if rank not in pool:
+                    raise RecipeError.at(
+                        key,
+                        f"says that rank {helper} generates on the device of rank {owner}, but rank {rank} does not "
+                        f"{does}: name one of ranks {_format(pool)}",
+                    )
+        shared = [owner for owner in helpers.values() if list(helpers.values()).count(owner) > 1]
+        if shared:
+            raise RecipeError.at(key, f"puts several ranks on the device of rank {shared[0]}: one can help")
 
     def _staleness(self, name: str) -> int:
         config, updates = self.recipe.channels[name], self.recipe.batch.updates_per_step

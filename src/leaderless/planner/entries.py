@@ -13,11 +13,18 @@ class Load:
     """Chain entry: take this rank's prompts from the dataloader.
 
     Where a loop generates continuously, they are the prompts whose responses are finished.
+
+    Attributes:
+        layout: Ranks that load.
+        columns: Columns of the prompts.
+        is_continuous: Whether the loop generates continuously.
+        portions: How the ranks divide the prompts of a step, in proportion; empty where all have the same.
     """
 
     layout: Layout
     columns: tuple[str, ...]
     is_continuous: bool = False
+    portions: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return "generate" if self.is_continuous else "load"

@@ -146,6 +146,12 @@ class Layout:
         return " ".join([f"ranks {format_ranks(self.ranks)}", f"dp={self.dp}", *sizes])
 
 
+def places_of_shard(shard: int, portions: Sequence[int], prompts_per_step: int) -> range:
+    """The places of a shard among the prompts of a step, which shards divide in the proportion of their portions."""
+    total, before = sum(portions), sum(portions[:shard])
+    return range(prompts_per_step * before // total, prompts_per_step * (before + portions[shard]) // total)
+
+
 def check_model_axes(decorator: str, axes: Sequence[str]) -> None:
     """Refuse axes that a decorator is given and that no layout has besides `dp`.
 

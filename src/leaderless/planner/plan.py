@@ -109,6 +109,7 @@ class Loop:
         lag: Iterations that it is ahead of the loop that trains the role it generates with; 0 if it is the same loop.
         is_continuous: Whether its ranks work on several iterations at once, each on its own.
         stragglers: What happens then to groups that are not finished when training needs rows.
+        helpers: Its ranks that use the device of a rank that trains, each with the latter.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Loop:
     lag: int = 0
     is_continuous: bool = False
     stragglers: Stragglers = "wait"
+    helpers: tuple[tuple[int, int], ...] = ()
 
     @property
     def pace(self) -> str:
@@ -309,6 +311,11 @@ class Plan:
         return next(loop for loop in self.loops if rank in loop.ranks)
 
     @property
+    def helpers(self) -> Mapping[int, int]:
+        """Ranks that use the device of another one, with the latter."""
+        return {rank: owner for loop in self.loops for rank, owner in loop.helpers}
+
+    @property
     def leading(self) -> Loop:
         """The loop whose iterations are the steps of the run: the one that trains what others generate with."""
         return next(loop for loop in self.loops if not loop.lag)
@@ -432,7 +439,7 @@ class Plan:
         facts: list[object] = [str(action), format_ranks(self.ranks_of(action))]
         match action:
             case Load(layout, columns):
-                facts += [str(layout), columns]
+                facts += [str(layout), columns, action.portions]
             case Reshard():
                 facts += [str(action.source_layout), str(action.target_layout), action.row_set, action.columns]
                 facts += [action.keep_groups, action.is_late, str(action.spare_layout), action.num_updates]
@@ -460,6 +467,7 @@ class Plan:
                     loop.lag,
                     loop.is_continuous,
                     loop.stragglers,
+                    loop.helpers,
                     [self._facts_of(action) for action in flat(loop.schedule)],
                 ]
                 for loop in self.loops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from leaderless.rollout.engine import Delta, Request, RolloutEngine, SamplingParams
 from leaderless.weights.stream import WeightStream
@@ -11,16 +12,16 @@ from leaderless.weights.stream import WeightStream
 class SharedEngine:
     """See `RolloutEngine`. What one view has asked for goes on while another one takes steps."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        """Share an engine that nobody uses yet; the shared engine is a view itself."""
-        self._engine = engine
+    def __init__(self, engine: RolloutEngine, turn: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Share an engine that nobody uses yet; the shared engine is a view itself. Each step takes a turn."""
+        self._engine, self._turn = engine, turn
         # Of each request, where its owner finds deltas, and how many of its responses have not ended.
         self._owners: dict[int, tuple[list[Delta], int]] = {}
         self._deltas: list[Delta] = []
 
     def view(self) -> SharedEngine:
         """Another view of the same engine."""
-        other = SharedEngine(self._engine)
+        other = SharedEngine(self._engine, self._turn)
         other._owners = self._owners
         return other
 
@@ -53,7 +54,9 @@ class SharedEngine:
     def step(self) -> list[Delta]:
         """See `RolloutEngine`. What other views have got by it waits for their next step."""
         if not self._deltas:
-            for delta in self._engine.step():
+            with self._turn():
+                deltas = self._engine.step()
+            for delta in deltas:
                 if delta.request not in self._owners:
                     continue  # aborted
                 found, num_left = self._owners.pop(delta.request)

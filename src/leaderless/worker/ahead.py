@@ -14,6 +14,7 @@ from torch import Tensor
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.observability.run_directory import read_lines
+from leaderless.planner.layout import places_of_shard
 
 AHEAD_FILE = "ahead-{}-{}.json"
 """Name of the file of a checkpoint about a rank that generates, by its loop and its shard."""
@@ -49,7 +50,7 @@ class Ahead:
         iteration: Shares that it has handed over.
         loaded: Iterations whose prompts it has loaded.
         shard: Its place among the ranks that generate.
-        num_shards: Number of these.
+        portions: How they divide the prompts of an iteration, in proportion.
         open: Groups that are in no share yet.
         shares: Groups of the shares that have not been trained, by iteration.
         given_up: Groups that were given up before these shares, by iteration.
@@ -58,7 +59,7 @@ class Ahead:
     iteration: int
     loaded: int
     shard: int
-    num_shards: int
+    portions: Sequence[int]
     open: Sequence[int]
     shares: Mapping[str, Sequence[int]]
     given_up: Mapping[str, Sequence[int]]
@@ -77,7 +78,7 @@ class Ahead:
         """
         known = *self.shares.items(), *self.given_up.items()
         lost = [group for iteration, groups in known if int(iteration) > made for group in groups]
-        places = size_of_shard(self.shard, self.num_shards, prompts_per_step)
+        places = places_of_shard(self.shard, self.portions, prompts_per_step)
         unread = [load * prompts_per_step + place for load in range(self.loaded, loaded) for place in places]
         return [*self.open, *lost, *unread]
 
@@ -114,19 +115,21 @@ class Owed:
         return [group for group in self.groups if group >= begin]
 
 
-def size_of_shard(shard: int, num_shards: int, prompts_per_step: int) -> range:
-    """The places of a shard among the prompts of an iteration."""
-    return range(prompts_per_step * shard // num_shards, prompts_per_step * (shard + 1) // num_shards)
-
-
-def nothing_done(shard: int, num_shards: int, prompts_per_step: int, steps: int, start: int) -> Owed:
-    """What a rank owes at the beginning of a run."""
-    size = len(size_of_shard(shard, num_shards, prompts_per_step))
+def nothing_done(size: int, prompts_per_step: int, steps: int, start: int) -> Owed:
+    """What a rank owes at the beginning of a run that gives it `size` prompts of each iteration."""
     return Owed(1, 0, frozenset(), size * steps, start, prompts_per_step)
 
 
 def read_ahead(
-    checkpoint: Path, loop: str, ranks: ProcessGroup, *, prompts_per_step: int, steps: int, start: int, logged: int
+    checkpoint: Path,
+    loop: str,
+    ranks: ProcessGroup,
+    *,
+    portions: Sequence[int],
+    prompts_per_step: int,
+    steps: int,
+    start: int,
+    logged: int,
 ) -> tuple[int, Owed]:
     """Find what a rank owes after a checkpoint. All ranks of the loop call it together.
 
@@ -136,6 +139,7 @@ def read_ahead(
         checkpoint: Folder of the checkpoint.
         loop: Name of the loop.
         ranks: Its ranks.
+        portions: How they divide the prompts of an iteration, in proportion.
         prompts_per_step: Prompts of an iteration, over all ranks.
         steps: Iterations of the whole run.
         start: How often the run had been started before.
@@ -149,23 +153,23 @@ def read_ahead(
     """
     shard, num_shards = ranks.ranks.index(ranks.rank), ranks.size
     first = _read(checkpoint, loop, 0)
-    read = [_read(checkpoint, loop, place) for place in range(shard, first.num_shards, num_shards)]
+    read = [_read(checkpoint, loop, place) for place in range(shard, len(first.portions), num_shards)]
     what = f"what the ranks of loop '{loop}' have begun"
     numbers = torch.tensor([[-one.iteration, one.loaded] for one in read] + [[-logged, 0]]).amax(0)
     made, loaded = (int(number) for number in ranks.max(numbers, what))
     made = -made
     own = torch.tensor([group for one in read for group in one.owed(made, loaded, prompts_per_step)])
     owed = torch.cat(ranks.gather(own.to(torch.int64), what))
-    places = size_of_shard(shard, num_shards, prompts_per_step)
+    places = places_of_shard(shard, portions, prompts_per_step)
     mine = [group for group in owed.tolist() if group % prompts_per_step in places]
     # Groups that were given up have left places for others, which are loaded beyond the last iteration.
     needed, there = len(places) * (steps - made), len(mine) + len(places) * max(0, steps - loaded)
     differs = int(ranks.max(torch.tensor([abs(needed - there)]), what))
-    if differs and num_shards not in {1, first.num_shards}:
+    if differs and num_shards > 1 and [*portions] != [*first.portions]:
         raise RecipeError.at(
             f"channels.{loop}",
-            f"{checkpoint} was written by {first.num_shards} ranks that generate, with groups in another order than "
-            f"that of the prompts, which {num_shards} ranks cannot divide evenly: go on with {first.num_shards}",
+            f"{checkpoint} was written by {len(first.portions)} ranks that generate, with groups in another order than "
+            f"that of the prompts, which {num_shards} cannot divide as they should: go on with the same, and portions",
         )
     oldest = min(owed.tolist(), default=loaded * prompts_per_step) // prompts_per_step
     return made, Owed(oldest + 1, loaded, frozenset(mine), needed, start, prompts_per_step)

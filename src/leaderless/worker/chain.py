@@ -68,7 +68,9 @@ class Chain:
         self.buffer = Databuffer(parts.plan, parts.transport)
         self.channels = Channels(parts, progress, self.buffer, tracer)
         self.loaders = {
-            action: Dataloader(parts.sets, parts.recipe, action.layout.shard_of(self._rank), action.layout.dp)
+            action: Dataloader(
+                parts.sets, parts.recipe, action.layout.shard_of(self._rank), action.layout.dp, action.portions
+            )
             for action in flat(self._entries)
             if isinstance(action, Load)
         }
@@ -134,7 +136,8 @@ class Chain:
                 self.buffer.load(action, source.next())
             case RunNode(name):
                 given = self.buffer.get(name)
-                made = self.stages[name](given, self._context(name))
+                with self._parts.turns.of(self._parts.plan[name]):
+                    made = self.stages[name](given, self._context(name))
                 self.buffer.put(name, made)
                 facts.update(sizes_of(made, given, are_lengths_shown=self._parts.plan[name].spec.samples))
             case Reshard():

@@ -192,7 +192,7 @@ class ContinuousLoop:
         assert isinstance(engine, SharedEngine), "ranks that generate continuously share it with evaluations"
         channel = next(one for one in plan.channels if one.kind == "rows" and one.source == loop.name)
         shard, num_shards, size = node.layout.shard_of(rank), node.layout.dp, recipe.batch.prompts_per_step
-        owed = self._keeper.owed or nothing_done(shard, num_shards, size, recipe.steps, 0)
+        owed = self._keeper.owed or nothing_done(chain.loaders[load].num_mine, size, recipe.steps, 0)
         self._journal = LineFile(
             journal_file(parts.directory.journal, loop.name, shard), "iteration", parts.directory.may_fail
         )

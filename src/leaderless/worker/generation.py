@@ -162,7 +162,7 @@ class Generation:
             iteration=self._shares.num_made,
             loaded=self._num_loaded,
             shard=self._loader.shard,
-            num_shards=self._loader.num_shards,
+            portions=self._loader.portions,
             open=sorted({*self._shares.open, *waiting, *self._owed.left_from(self._num_loaded + 1)}),
             shares={str(made): groups for made, groups in self._handed.items() if made > trained},
             given_up={str(made): groups for made, groups in self._given_up.items() if made > trained}

@@ -20,6 +20,7 @@ from leaderless.planner import Plan, Reshard, flat, format_ranks
 from leaderless.worker import channels
 from leaderless.worker.agreement import metric_pools
 from leaderless.worker.place import Place
+from leaderless.worker.turns import place_of_device
 
 SHARED_FOLDER_S = 5.0
 """Longest time for a new file to appear on other machines."""
@@ -34,9 +35,9 @@ def join_workers(
     Waits for other workers last at most `timeout_s`, here and later. Yields the connection and this worker's device.
 
     Raises:
-        RuntimeError: Workers have made different plans.
+        RuntimeError: Workers have made different plans, or this one shares the device of one of another machine.
     """
-    setup = setup_device(place.local_rank, place.local_world_size)
+    setup = setup_device(*place_of_device(plan, place.rank, place.local_rank, place.local_world_size))
     timeout = timedelta(seconds=timeout_s)
     if place.world_size == 1:
         join_nobody(setup, timeout)
@@ -51,7 +52,7 @@ def join_workers(
             # No device_id: with one, torch splits NCCL's communicator of the world for each process group, so that the
             # cost on a rank grows with groups that it is not in, and a group of host memory (gloo) waits for all ranks.
         )
-    transport = Transport(setup.device, timeout_s, activity=activity)
+    transport = Transport(setup.device, timeout_s, activity=activity, sharing=plan.helpers)
     _compare_plans(plan, transport)
     add_process_groups(plan, transport)
     try:

@@ -140,6 +140,7 @@ class Keeper:
             checkpoint,
             loop.name,
             ranks,
+            portions=next(iter(self._chain.loaders.values())).portions,
             prompts_per_step=sizes,
             steps=parts.recipe.steps,
             start=start,

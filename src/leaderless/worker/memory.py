@@ -47,10 +47,10 @@ def check_memory(
     Raises:
         RecipeError: Not even passes of one sample would fit, and `run.memory_check` does not allow to try.
     """
-    mine = [
-        available_memory(device, place.local_world_size),
-        available_memory(torch.device("cpu"), place.local_world_size),
-    ]
+    on_device = place.local_world_size
+    if device.type != "cpu":
+        on_device = 1 + (place.rank in {*plan.helpers, *plan.helpers.values()})
+    mine = [available_memory(device, on_device), available_memory(torch.device("cpu"), place.local_world_size)]
     least = (-world.max(-torch.tensor(mine, dtype=torch.float64), "the memory of each rank")).long().tolist()
     fit, is_strict = fit_plan(recipe, plan, least[0], is_cpu=device.type == "cpu"), recipe.run.memory_check == "refuse"
     if fit.is_hopeless and is_strict:
@@ -67,11 +67,11 @@ def check_memory(
 def available_memory(device: torch.device, num_ranks: int, root: Path = Path("/")) -> int:
     """Bytes that one rank may still use: free memory of its accelerator, or its share of the machine's.
 
-    `num_ranks` share the machine; `root` is the folder of `proc` and `sys`.
+    `num_ranks` share the device; `root` is the folder of `proc` and `sys`.
     """
     if device.type != "cpu":
         free, _ = torch.get_device_module(device).mem_get_info(device)
-        return int(free)
+        return int(free) // num_ranks
     limits = [left for path in _control_groups(root) if (left := _left_in(path)) is not None]
     return min([psutil.virtual_memory().available, *limits]) // num_ranks
 

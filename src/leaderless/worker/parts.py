@@ -22,6 +22,7 @@ from leaderless.supervision.failure import note_place
 from leaderless.worker.evaluation import Evaluator
 from leaderless.worker.memory import MemoryBounds
 from leaderless.worker.roles import Roles
+from leaderless.worker.turns import Turns
 
 if TYPE_CHECKING:
     from leaderless.serve.desk import Desk
@@ -44,8 +45,13 @@ class Parts:
     episodes: EpisodeJournal
     display: Display
     memory: MemoryBounds
+    turns: Turns
     desk: Desk | None = None
-    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of this rank."""
+        return self.turns.clock
 
     @cached_property
     def _places(self) -> dict[Action, int]:

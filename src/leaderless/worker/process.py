@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.markup import escape
 
 from leaderless.checkpoint.reader import find_damage, load_checkpoint
@@ -42,6 +41,7 @@ from leaderless.worker.memory import check_memory
 from leaderless.worker.parts import Parts
 from leaderless.worker.place import Place
 from leaderless.worker.roles import Roles
+from leaderless.worker.turns import Turns, open_turns
 from leaderless.worker.worker import Worker
 
 
@@ -56,15 +56,15 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
     """Join the others and build this worker's part of a run; yields the worker, ready for its first step."""
     directory, door = RunDirectory.of(recipe), take_door(recipe, plan, place.rank)
     with ExitStack() as stack:
-        grade, transport, device = _join(recipe, plan, place, stack)
+        grade, transport, turns = _join(recipe, plan, place, stack)
         check_shared(directory.path, transport.world)
         newest = next(reversed(list_checkpoints(directory.checkpoints)), None)
         plan = plan_in_force(newest, recipe, plan, transport.world)
         add_process_groups(plan, transport)
         if place.rank == 0:
             write_description(directory, recipe, plan, display.say)
-        memory = check_memory(recipe, plan, place, device, transport.world, display.say)
-        builder = _Builder(recipe, plan, transport, device, display, directory.logs)
+        memory = check_memory(recipe, plan, place, turns.device, transport.world, display.say)
+        builder = _Builder(recipe, plan, transport, turns, display, directory.logs)
         stack.callback(builder.roles.close)
         if plan.batch.adapts_to_memory:
             builder.roles.adapt_to_memory(directory, memory.pass_tokens)
@@ -91,6 +91,7 @@ def open_worker(recipe: Recipe, plan: Plan, place: Place, display: Display) -> I
             episodes=episodes,
             display=display,
             memory=memory,
+            turns=turns,
             desk=desk,
         )
         worker = Worker(parts)
@@ -107,9 +108,9 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
         The scores, on every rank.
     """
     with ExitStack() as stack:
-        grade, transport, device = _join(recipe, plan, place, stack)
+        grade, transport, turns = _join(recipe, plan, place, stack)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaderless-eval-")))
-        builder = _Builder(recipe, plan, transport, device, display, logs, checkpoint)
+        builder = _Builder(recipe, plan, transport, turns, display, logs, checkpoint)
         stack.callback(builder.roles.close)
         if checkpoint is not None:
             damage = find_damage(checkpoint, transport.world)
@@ -126,12 +127,13 @@ def evaluate(recipe: Recipe, plan: Plan, place: Place, display: Display, checkpo
             display.stop()
 
 
-def _join(recipe: Recipe, plan: Plan, place: Place, stack: ExitStack) -> tuple[Grader, Transport, torch.device]:
+def _join(recipe: Recipe, plan: Plan, place: Place, stack: ExitStack) -> tuple[Grader, Transport, Turns]:
     """Start the processes that compute rewards for this worker, then meet the other workers."""
     activity = Activity()
     rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat))
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
-    return rewards.grade, transport, device
+    directory = RunDirectory.of(recipe).path
+    return rewards.grade, transport, stack.enter_context(open_turns(plan, place.rank, directory, device, activity))
 
 
 class _Builder:
@@ -142,7 +144,7 @@ class _Builder:
         recipe: Recipe,
         plan: Plan,
         transport: Transport,
-        device: torch.device,
+        turns: Turns,
         display: Display,
         logs: Path,
         checkpoint: Path | None = None,
@@ -157,7 +159,7 @@ class _Builder:
         self.tokenizer: Tokenizer = load_tokenizer(config, first)
         if display.is_shown and (warning := warning_of_drift(recipe, config, self.tokenizer)):
             display.say(f"[yellow]{escape(warning)}[/]")
-        self.roles = Roles(recipe, plan, transport, device, self.tokenizer, logs, partial(_print_own, display))
+        self.roles = Roles(recipe, plan, transport, turns, self.tokenizer, logs, partial(_print_own, display))
 
     def training_sets(self, folder: Path) -> list[TrainingSet]:
         """The datasets to train on; `folder` keeps what is found out about them. All ranks call it together."""

@@ -32,6 +32,7 @@ from leaderless.training.registry import make_train_engine, make_value_engine
 from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, even_rows, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import Probe, fill_weights, send_weights
+from leaderless.worker.turns import Turns
 
 InstanceKey = tuple[str, tuple[int, ...]]
 """Role and ranks."""
@@ -50,13 +51,13 @@ class Roles:
         recipe: Recipe,
         plan: Plan,
         transport: Transport,
-        device: torch.device,
+        turns: Turns,
         tokenizer: Tokenizer,
         logs: Path,
         report: Callable[[str], None],
     ) -> None:
-        """Load and shard the models; engines print into `logs`."""
-        self._device, self._logs, self._report = device, logs, report
+        """Load and shard the models on this rank's device; engines print into `logs`."""
+        self._device, self._turns, self._logs, self._report = turns.device, turns, logs, report
         self._recipe, self._plan, self._transport, self._tokenizer = recipe, plan, transport, tokenizer
         self.engines: dict[InstanceKey, Trainable] = {}
         self._models: dict[InstanceKey, ModelRole | ValueEngine] = {}
@@ -165,7 +166,7 @@ class Roles:
         engine, group = make_engine(instance.engine, setup), self._transport.process_group(layout.ranks)
         keep_cache = True
         if self._plan.loop_of(self._transport.rank).is_continuous:
-            engine = SharedEngine(engine)  # it goes on while held-out prompts are answered
+            engine = SharedEngine(engine, self._turns.for_step)  # it goes on while held-out prompts are answered
             keep_cache = next(iter(recipe.open_channels.values())).cache == "keep"
         may_restart = engine_of(instance.engine).restarts_on(layout)
         return Fed(engine, route, group, shard=setup.shard, may_restart=may_restart, keep_cache=keep_cache)

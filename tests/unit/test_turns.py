@@ -1,0 +1,118 @@
+"""Two ranks on one device: the one that trains goes first, and a rank that dies holds nobody up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from tests.unit.recipes import plan_of
+
+from leaderless.config import RecipeError
+from leaderless.data.activity import Activity
+from leaderless.planner import Plan
+from leaderless.worker.turns import FOLDER, Turns, open_turns, place_of_device
+
+LAYOUT = {
+    "rollout": {"ranks": "0,3"},
+    "reward": {"ranks": "0,3"},
+    "advantage": {"ranks": "1-2"},
+    "policy": {"ranks": "1-2"},
+}
+
+
+def plan(**channel: object) -> Plan:
+    channels = {"rollout": {"capacity": 1, "mode": "continuous", **channel}}
+    return plan_of("grpo", 4, layout=LAYOUT, channels=channels, batch={"prompts_per_step": 6})
+
+
+@pytest.fixture
+def turns(tmp_path: Path) -> Iterator[tuple[Turns, Turns]]:
+    """Those of rank 1, which trains, and of rank 3, which helps on its device."""
+    with ExitStack() as stack:
+        cpu, shared = torch.device("cpu"), plan(helpers={3: 1})
+        yield tuple(  # type: ignore[misc]
+            stack.enter_context(open_turns(shared, rank, tmp_path, cpu, Activity())) for rank in (1, 3)
+        )
+
+
+def test_training_goes_before_the_next_step_of_the_engine(turns: tuple[Turns, Turns]) -> None:
+    training, helping = turns
+    order, node = list[str](), plan(helpers={3: 1})["policy"]
+    is_stepping, is_training = threading.Event(), threading.Event()
+
+    def generate() -> None:
+        for step in range(4):
+            with helping.for_step():
+                order.append("step")
+                is_stepping.set()
+                if step == 1:
+                    is_training.wait()
+                    time.sleep(0.1)  # until training waits
+
+    def train() -> None:
+        is_stepping.wait()
+        is_training.set()
+        with training.of(node):
+            order.append("train")
+            time.sleep(0.1)
+            order.append("trained")
+
+    threads = [threading.Thread(target=one) for one in (generate, train)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    begin = order.index("train")
+    assert order[begin + 1] == "trained", "they take turns"
+    assert begin <= 2, "it has waited for one step at most"
+    assert len(order) == 6
+
+
+def test_other_nodes_and_other_ranks_take_no_turn(turns: tuple[Turns, Turns], tmp_path: Path) -> None:
+    training, helping = turns
+    shared = plan(helpers={3: 1})
+    with training.of(shared["policy"]), training.of(shared["advantage"]), helping.of(shared["rollout"]):
+        pass
+    own = open_turns(shared, 2, tmp_path, torch.device("cpu"), Activity())
+    with own as alone, training.of(shared["policy"]), alone.of(shared["policy"]), alone.for_step():
+        pass
+
+
+def test_the_files_of_a_device_are_removed(tmp_path: Path) -> None:
+    before = {*FOLDER.glob("leaderless-*")}
+    with open_turns(plan(helpers={3: 1}), 1, tmp_path, torch.device("cpu"), Activity()):
+        assert len({*FOLDER.glob("leaderless-*")} - before) == 2
+    assert not {*FOLDER.glob("leaderless-*")} - before
+
+
+def test_a_helper_has_the_device_of_the_rank_that_it_helps() -> None:
+    shared = plan(helpers={3: 1})
+    assert [place_of_device(shared, rank, rank, 4) for rank in range(4)] == [(0, 3), (1, 3), (2, 3), (1, 3)]
+    assert place_of_device(plan(), 3, 1, 2) == (1, 2)
+    with pytest.raises(RuntimeError, match=r"rank 3 .* of rank 1, which is on another machine: .* ranks 2 to 3"):
+        place_of_device(shared, 3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("channel", "message"),
+    [
+        ({"helpers": {2: 1}}, r"rank 2 generates .* but rank 2 does not generate: name one of ranks 0,3"),
+        ({"helpers": {3: 0}}, r"rank 0 does not train: name one of ranks 1-2"),
+        ({"helpers": {0: 1, 3: 1}}, r"several ranks on the device of rank 1"),
+        ({"portions": [1]}, r"has 1 numbers for the 2 ranks that generate, 0,3: one for each"),
+        ({"portions": [1, 9]}, r"leaves nothing of the 6 prompts of a step for rank 0"),
+        ({"portions": [1, 1], "mode": "fixed_lag"}, r"portions=.* with mode=fixed_lag there are none"),
+    ],
+)
+def test_what_cannot_be_is_refused(channel: dict[str, object], message: str) -> None:
+    with pytest.raises((RecipeError, ValueError), match=message):
+        plan(**channel)
+
+
+def test_ranks_divide_prompts_by_their_portions() -> None:
+    assert plan(portions=[2, 1]).hash() != plan().hash() != plan(helpers={3: 1}).hash()
