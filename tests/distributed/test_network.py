@@ -22,7 +22,7 @@ def slow_hosts() -> list[dict[int, float]]:
 
     def slowly(self: ProcessGroup, messages: dict[int, torch.Tensor], *rest: object) -> object:
         is_slow = SLOW_RANKS & {self.rank, *messages} and len(next(iter(messages.values()))) > 1
-        time.sleep(1.0 if is_slow else 0.0)
+        time.sleep(0.4 if is_slow else 0.0)
         return exchange(self, messages, *rest)  # type: ignore[arg-type]
 
     found = network.find_slow_links(world)
@@ -34,4 +34,4 @@ def test_ranks_agree_on_the_host_whose_network_is_slow(ranks: RankPool) -> None:
     first, *others = ranks.run(4, slow_hosts)
     assert all(other == first for other in others)
     assert list(first[1]) == [2]
-    assert first[1][2] >= 1.0 / network.NUM_BYTES
+    assert first[1][2] > 0.3 / network.NUM_BYTES
