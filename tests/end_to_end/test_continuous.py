@@ -119,6 +119,23 @@ def test_a_run_that_a_signal_has_stopped_loses_no_prompt_and_repeats_none(
     assert [row["step"] for row in numbers(runs.directory(name))] == list(range(NUM_STEPS + 1))
 
 
+def test_a_run_that_was_stopped_can_be_followed_and_grades_meanwhile(runs: Runs) -> None:
+    channel = {"capacity": 2, "mode": "continuous", "cache": "recompute"}
+    layout = {
+        "rollout": {"ranks": "0-1"},
+        "reward": {"ranks": "0-1"},
+        "advantage": {"ranks": "2"},
+        "policy": {"ranks": "2"},
+    }
+    graded = {"layout": layout, "reward": {"tests.unit.reward_functions:slowly": 1.0}, "run.reward_processes": 1}
+    before = runs(2, 1, channel, "graded", ("policy", 3), **graded)
+    after = runs(2, 1, channel, "graded", **graded)
+    events = [event for line in lines(runs, "graded") for event in line["events"]]  # type: ignore[attr-defined]
+    assert len([event for event in events if event[1] == "graded"]) >= NUM_STEPS * PROMPTS
+    again = runs(2, 1, channel, "graded-again", **graded, **{"run.follow": "graded"})
+    assert_same(again, Seen(before.trained | after.trained, after.weights))
+
+
 def test_a_run_in_which_a_rank_helps_can_be_stopped_and_followed(runs: Runs) -> None:
     shared = {"portions": [3, 1], "helpers": {1: 2}}
     channel = {"capacity": 2, "mode": "continuous", "cache": "recompute", **shared}

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 from leaderless.rewards.protocol import RewardInput, RewardResult
 
@@ -161,3 +162,9 @@ ACTIONS = {
     "quiet exit": lambda: os._exit(0),
     "segfault": _segfault,
 }
+
+
+def slowly(sample: RewardInput) -> float:
+    """Take a time that nobody can foretell."""
+    time.sleep(0.05 * Random().random())
+    return float(len(sample.response) > 2)

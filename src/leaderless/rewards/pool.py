@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -35,7 +36,7 @@ class Graded:
 class RewardPool:
     """Computes the rewards of a recipe in processes; a reward that hangs or crashes fails its own response alone.
 
-    Not for several threads at a time. Results do not depend on the number of processes.
+    Calls of several threads wait for each other. Results do not depend on the number of processes.
 
     Args:
         config: The recipe's `reward` section; without any reward, no process is started.
@@ -56,6 +57,7 @@ class RewardPool:
         self._rewards: Mapping[str, Reward] = {}
         """Rewards that are computed in this process."""
         self._is_closed = False
+        self._lock = threading.Lock()
 
     def start(self) -> None:
         """Start the processes now, so that the first responses need not wait for them; return at once.
@@ -91,7 +93,8 @@ class RewardPool:
             for source in set(sources)
         }
         work = {name: [i for i, source in enumerate(sources) if name in applying[source]] for name in self._options}
-        outcomes = self._dispatcher.run(samples, work) if self._dispatcher else self._grade_here(samples, work)
+        with self._lock:
+            outcomes = self._dispatcher.run(samples, work) if self._dispatcher else self._grade_here(samples, work)
         return [
             self._sum({name: outcomes[name, index] for name in applying[source]})
             if applying[source]

@@ -30,9 +30,9 @@ class Advance(NamedTuple):
     is_finished: bool
 
 
-EventKind = Literal["weights", "cancel", "ask", "drop", "forget", "end"]
-"""Weights of an iteration are taken, or a group is given up; of episodes, a response is asked for, or not wanted any
-more, a conversation is forgotten, or an episode has ended."""
+EventKind = Literal["weights", "cancel", "graded", "ask", "drop", "forget", "end"]
+"""Weights of an iteration are taken, a group is given up, or an ended one has been graded; of episodes, a response
+is asked for, or not wanted any more, a conversation is forgotten, or an episode has ended."""
 
 
 @dataclass
@@ -181,6 +181,10 @@ class ResponseField:
         self.tally.responses += group.num_left
         self.tally.tokens += sum(len(one.tokens) for one in group.responses if one.finish_reason is None)
         self.tally.voided += sum(len(one.tokens) for one in group.responses)
+
+    def responses_of(self, group: int) -> Sequence[Completion]:
+        """The responses of a group that is finished, and not handed over."""
+        return self._groups[group].responses
 
     def take(self, groups: Sequence[int]) -> list[Completion]:
         """Hand over the responses of groups that are finished, group by group."""

@@ -18,6 +18,7 @@ from leaderless.data.encode import Tokenizer
 from leaderless.environments.journal import text_of
 from leaderless.rewards.pool import Graded
 from leaderless.rewards.protocol import Passage, RewardInput
+from leaderless.rollout.engine import Completion
 from leaderless.stages.context import StageContext
 from leaderless.stages.episodes import Episodes
 from leaderless.workflow.stages import ENVIRONMENT
@@ -96,6 +97,18 @@ def inputs_of(batch: Batch, context: StageContext) -> list[RewardInput]:
     configs = [context.recipe.data.train_set_of(row) for row in rows]
     inputs = reward_inputs(configs, rows, texts, batch.dense("truncated").tolist())
     return [last_said(one) for one in inputs] if context.recipe.has_episodes else inputs
+
+
+def inputs_of_group(
+    prompt: Batch, responses: Sequence[Completion], recipe: Recipe, tokenizer: Tokenizer
+) -> list[tuple[RewardInput, str | None]]:
+    """The inputs for the responses to a prompt, a batch of one row, each with its source."""
+    (row,) = prompt.objects("rows")
+    assert isinstance(row, Mapping)
+    texts = transcripts(tokenizer, [one.tokens for one in responses], recipe)
+    sets, cut = [recipe.data.train_set_of(row)] * len(texts), [one.is_truncated for one in responses]
+    source = recipe.data.source_of(row)
+    return [(one, source) for one in reward_inputs(sets, [row] * len(texts), texts, cut)]
 
 
 def last_said(sample: RewardInput) -> RewardInput:

@@ -238,8 +238,9 @@ class Chain:
         )
 
     def _grade(self, inputs: Sequence[RewardInput], sources: Sequence[str | None]) -> list[Graded]:
+        ahead = None if self.generation is None else self.generation.grading
         with self._parts.clock.doing("grade"):
-            return self._parts.grade(inputs, sources)
+            return (ahead.grade if ahead is not None else self._parts.grade)(inputs, sources)
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[dict[str, object]]:

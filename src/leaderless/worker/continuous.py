@@ -30,12 +30,14 @@ from leaderless.stages.continuous import Events, ResponseField
 from leaderless.stages.continuous_episodes import EpisodeField
 from leaderless.stages.continuous_followed import FollowedField, Past
 from leaderless.stages.played import Play
+from leaderless.stages.reward import inputs_of_group
 from leaderless.stages.rollout import distributions_of
 from leaderless.supervision.guards import Guards
 from leaderless.worker.agreement import LOG, Judge, ProcessGroups, StepEnd, agree
 from leaderless.worker.ahead import journal_file, nothing_done, read_script
 from leaderless.worker.chain import Chain
 from leaderless.worker.generation import Field, Generation
+from leaderless.worker.graded_ahead import GradedAhead
 from leaderless.worker.keeper import Keeper
 from leaderless.worker.parts import Parts, Progress
 
@@ -224,7 +226,24 @@ class ContinuousLoop:
         if recipe.run.follow is not None:
             followed = RunDirectory(parts.directory.path.parent / recipe.run.follow)
             script = read_script(followed.journal, loop.name, shard, num_shards)
-        return Generation(chain.loaders[load], field, shares, self, owed, events, beat, script)
+        generation = Generation(chain.loaders[load], field, shares, self, owed, events, beat, script)
+        generation.grading = self._grading(stack)
+        return generation
+
+    def _grading(self, stack: ExitStack) -> GradedAhead | None:
+        """What grades responses in a thread; None where this rank grades none, or in its own process."""
+        parts, recipe = self._parts, self._parts.recipe
+        here = (parts.plan[name] for name in self._loop.nodes if parts.transport.rank in parts.plan[name].layout)
+        node = next((node for node in here if node.node.run == "reward"), None)
+        if node is None or recipe.environment is not None or not recipe.run.reward_processes:
+            return None
+        own = node.settings_of(recipe)
+        if not own.reward.options():
+            return None
+        asked_of = partial(inputs_of_group, recipe=own, tokenizer=parts.tokenizer)
+        grading = GradedAhead(parts.grade, asked_of, parts.clock)
+        stack.callback(grading.close)
+        return grading
 
     def _field(
         self,

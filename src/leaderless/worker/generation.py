@@ -24,6 +24,7 @@ from leaderless.stages.continuous_episodes import EpisodeField
 from leaderless.stages.continuous_followed import FollowedField
 from leaderless.stages.continuous_orders import EngineWork
 from leaderless.worker.ahead import Ahead, Line, Owed
+from leaderless.worker.graded_ahead import GradedAhead
 
 
 class Field(Protocol):
@@ -75,6 +76,7 @@ class Generation:
         line: What the journal says about the last share.
         facts: What else has to be known of some of its events.
         seconds: Time between the last two shares.
+        grading: What grades groups when they are finished; None to leave that to the nodes that come after.
     """
 
     line: Line
@@ -105,6 +107,7 @@ class Generation:
         """
         self._loader, self._field, self._shares, self._arrivals = loader, field, shares, arrivals
         self._owed, self._events, self._beat, self._script = owed, events, beat, script
+        self.grading: GradedAhead | None = None
         self._pending: list[Batch] = []  # prompts that are loaded and not begun, one each
         self._prompts: dict[int, Batch] = {}  # of groups that are open
         self._handed: dict[int, list[int]] = {}  # groups of shares that are not trained
@@ -122,6 +125,7 @@ class Generation:
         self._open_line()
         while True:
             self._take_weights()
+            self._take_grades()
             share = self._shares.take(self._arrivals.trained)
             if share is not None:
                 return self._hand_over(share)
@@ -130,7 +134,7 @@ class Generation:
             if self._field.is_busy:
                 self._step()
             else:
-                self._take_next_weights()
+                self._rest()
             self._beat()
 
     def responses(self, groups: Sequence[int]) -> list[Completion]:
@@ -176,7 +180,10 @@ class Generation:
         for advance in advances:
             if advance.has_begun:
                 self._shares.sampled(advance.group, self._arrivals.trained)
-            if advance.is_finished:
+            if advance.is_finished and self.grading is not None:
+                assert isinstance(self._field, ResponseField), "episodes are graded with their share"
+                self.grading.begin(self._prompts[advance.group], self._field.responses_of(advance.group))
+            elif advance.is_finished:
                 self._shares.finish(advance.group)
 
     def _begin(self) -> None:
@@ -208,9 +215,38 @@ class Generation:
         for group in self._shares.overdue(self._arrivals.trained):
             self._events.note("cancel", group)
             self._field.give_up(group)
+            if self.grading is not None:
+                self.grading.forget(group)
             del self._prompts[group]
             self._canceled.append(group)
             self._num_left += 1
+
+    def _take_grades(self) -> None:
+        """Finish the groups that have been graded; of a journal, those that had been at this step of the engine."""
+        if self.grading is None:
+            return
+        if self._expected is None:
+            for group in self.grading.finished():
+                self._finish(group)
+            return
+        while (due := self._events.due()) is not None and due[0] == "graded":
+            if not self.grading.await_group(due[1], self._beat):
+                raise self._unlike(f"has not finished group {due[1]}")
+            self._finish(due[1])
+
+    def _finish(self, group: int) -> None:
+        self._events.note("graded", group)
+        self._shares.finish(group)
+
+    def _rest(self) -> None:
+        """Wait for what comes next, as there is nothing to generate."""
+        if self._expected is not None:
+            if not self._events.is_due("graded"):
+                self._take_next_weights()
+        elif self.grading is not None and self.grading.is_busy:
+            self.grading.wait()
+        else:
+            self._take_next_weights()
 
     def _take_weights(self) -> None:
         """Take all weights that have come; of a journal, those that had come at this step of the engine."""
@@ -244,6 +280,8 @@ class Generation:
         )
         if self._expected is not None and self._expected != self.line:
             raise self._unlike(f"has handed over groups {_some(share)}")
+        if self.grading is not None:
+            self.grading.hand_over(share)
         self._handed[iteration], self._given_up[iteration] = share, self._canceled
         self.facts, self._events.facts = self._events.facts, []
         self._events.happened, self._canceled = [], []
@@ -267,6 +305,8 @@ class Generation:
         """Do what the run that is followed did when it was started again: everything that was under way is lost."""
         self._start = line["start"]
         self._field.reset()
+        if self.grading is not None:
+            self.grading.reset()
         self._events.steps = 0
         lost = self._shares.forget()
         self._num_left += len(lost)
