@@ -28,7 +28,7 @@ def check_supported(model: PreTrainedModel, key: str) -> None:
     model.eval()
     try:
         problem = _try_packed(model)
-    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         problem = f"a forward pass fails: {error}"
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
