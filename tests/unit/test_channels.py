@@ -535,3 +535,8 @@ def test_an_engine_says_what_it_does_with_its_cache():
     problem = only_problem(caught.value)
     assert problem.key == "channels.rollout.cache"
     assert "is keep, but the engine 'vllm' can" in problem.message
+
+
+def test_only_continuous_generation_can_be_followed() -> None:
+    with pytest.raises(ValueError, match=r"run.follow=other does continuous generation again, but no channel"):
+        make_recipe(run={"follow": "other"})

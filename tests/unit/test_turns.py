@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.recipes import plan_of
+from torch import Tensor
 
 from leaderless.config import RecipeError
-from leaderless.data.activity import Activity
+from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Plan
+from leaderless.planner.layout import places_of_shard
 from leaderless.worker.turns import FOLDER, Turns, open_turns, place_of_device
 
 LAYOUT = {
@@ -25,9 +29,21 @@ LAYOUT = {
 }
 
 
-def plan(**channel: object) -> Plan:
+def plan(rollout: object = None, **channel: object) -> Plan:
     channels = {"rollout": {"capacity": 1, "mode": "continuous", **channel}}
-    return plan_of("grpo", 4, layout=LAYOUT, channels=channels, batch={"prompts_per_step": 6})
+    batch = {"prompts_per_step": 6}
+    return plan_of("grpo", 4, layout=LAYOUT, channels=channels, rollout=rollout or {}, batch=batch)
+
+
+class World(ProcessGroup):
+    """Ranks that all say what this one says."""
+
+    def gather(self, rows: Tensor, what: str) -> list[Tensor]:  # noqa: ARG002
+        return [rows] * self.size
+
+
+def world(rank: int) -> ProcessGroup:
+    return World((0, 1, 2, 3), rank)
 
 
 @pytest.fixture
@@ -36,7 +52,7 @@ def turns(tmp_path: Path) -> Iterator[tuple[Turns, Turns]]:
     with ExitStack() as stack:
         cpu, shared = torch.device("cpu"), plan(helpers={3: 1})
         yield tuple(  # type: ignore[misc]
-            stack.enter_context(open_turns(shared, rank, tmp_path, cpu, Activity())) for rank in (1, 3)
+            stack.enter_context(open_turns(shared, tmp_path, cpu, world(rank))) for rank in (1, 3)
         )
 
 
@@ -78,16 +94,23 @@ def test_other_nodes_and_other_ranks_take_no_turn(turns: tuple[Turns, Turns], tm
     shared = plan(helpers={3: 1})
     with training.of(shared["policy"]), training.of(shared["advantage"]), helping.of(shared["rollout"]):
         pass
-    own = open_turns(shared, 2, tmp_path, torch.device("cpu"), Activity())
+    own = open_turns(shared, tmp_path, torch.device("cpu"), world(2))
     with own as alone, training.of(shared["policy"]), alone.of(shared["policy"]), alone.for_step():
         pass
 
 
 def test_the_files_of_a_device_are_removed(tmp_path: Path) -> None:
     before = {*FOLDER.glob("leaderless-*")}
-    with open_turns(plan(helpers={3: 1}), 1, tmp_path, torch.device("cpu"), Activity()):
+    with open_turns(plan(helpers={3: 1}), tmp_path, torch.device("cpu"), world(1)):
         assert len({*FOLDER.glob("leaderless-*")} - before) == 2
     assert not {*FOLDER.glob("leaderless-*")} - before
+
+
+def test_ranks_that_see_other_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "gather", lambda _, rows, __: [rows, rows, rows, rows + 1])
+    files = open_turns(plan(helpers={3: 1}), tmp_path, torch.device("cpu"), world(1))
+    with pytest.raises(RuntimeError, match="ranks 1 and 3 share a device, but not the folder"), files:
+        pass
 
 
 def test_a_helper_has_the_device_of_the_rank_that_it_helps() -> None:
@@ -106,6 +129,14 @@ def test_a_helper_has_the_device_of_the_rank_that_it_helps() -> None:
         ({"helpers": {0: 1, 3: 1}}, r"several ranks on the device of rank 1"),
         ({"portions": [1]}, r"has 1 numbers for the 2 ranks that generate, 0,3: one for each"),
         ({"portions": [1, 9]}, r"leaves nothing of the 6 prompts of a step for rank 0"),
+        (
+            {
+                "helpers": {3: 1},
+                "cache": "recompute",
+                "rollout": {"engine": "sglang", "external": {"python": "python"}},
+            },
+            r"the engine 'sglang' share a device, but it also works between its steps",
+        ),
         ({"portions": [1, 1], "mode": "fixed_lag"}, r"portions=.* with mode=fixed_lag there are none"),
     ],
 )
@@ -114,5 +145,15 @@ def test_what_cannot_be_is_refused(channel: dict[str, object], message: str) -> 
         plan(**channel)
 
 
-def test_ranks_divide_prompts_by_their_portions() -> None:
-    assert plan(portions=[2, 1]).hash() != plan().hash() != plan(helpers={3: 1}).hash()
+def test_a_plan_knows_the_largest_portion() -> None:
+    assert plan().batch.max_prompts_per_rank == 3
+    assert plan(portions=[2, 1]).batch.max_prompts_per_rank == 4
+    assert len({plan(portions=[2, 1]).hash(), plan().hash(), plan(helpers={3: 1}).hash()}) == 3
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 200))
+def test_shards_divide_all_prompts_in_proportion(portions: list[int], size: int) -> None:
+    parts = [places_of_shard(shard, portions, size) for shard in range(len(portions))]
+    assert [place for part in parts for place in part] == list(range(size))
+    for part, portion in zip(parts, portions, strict=True):
+        assert abs(len(part) - size * portion / sum(portions)) < 1

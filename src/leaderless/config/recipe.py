@@ -172,9 +172,22 @@ class Recipe(Section):
                 )
         return self
 
+    @property
+    def _is_continuous(self) -> bool:
+        return any(channel.mode == "continuous" for channel in self.open_channels.values())
+
+    @model_validator(mode="after")
+    def _can_follow(self) -> Recipe:
+        if self.run.follow is not None and not self._is_continuous:
+            raise ValueError(
+                f"run.follow={self.run.follow} does continuous generation again, but no channel has mode: continuous; "
+                "any other run has the same numbers whenever it is repeated: leave it out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _layouts_can_be_replaced(self) -> Recipe:
-        is_continuous = any(channel.mode == "continuous" for channel in self.open_channels.values())
+        is_continuous = self._is_continuous
         refused = {"channels.*.mode: continuous": is_continuous, "online": self.online is not None}
         for what in (name for name, is_set in refused.items() if is_set and self.schedule.replan_every_steps):
             raise ValueError(

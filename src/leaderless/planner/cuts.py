@@ -312,6 +312,14 @@ class _Cutter:
                         f"says that rank {helper} generates on the device of rank {owner}, but rank {rank} does not "
                         f"{does}: name one of ranks {_format(pool)}",
                     )
+        engines = {one.engine for one in self.instances if one.generates and ranks[0].issuperset(one.layout.ranks)}
+        running = next((engine for engine in engines if helpers and not engine_of(engine).works_in_steps), None)
+        if running is not None:
+            raise RecipeError.at(
+                key,
+                f"lets the engine '{running}' share a device, but it also works between its steps, so that it would "
+                "not wait for training: set rollout.engine=native, or leave helpers out",
+            )
         shared = [owner for owner in helpers.values() if list(helpers.values()).count(owner) > 1]
         if shared:
             raise RecipeError.at(key, f"puts several ranks on the device of rank {shared[0]}: one can help")

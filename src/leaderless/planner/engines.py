@@ -31,6 +31,7 @@ class RolloutEngineSpec:
         is_probed: Whether it is given a text with the trainer's log-probabilities, to compare with its own.
         updates: What can become of keys and values when it is given new weights while requests are in progress: `keep`,
             `recompute`; empty if it can take weights only between requests.
+        works_in_steps: Whether it works only while it takes a step, so that other ranks may use its device in between.
     """
 
     implementation: str
@@ -39,6 +40,7 @@ class RolloutEngineSpec:
     may_restart: bool = False
     is_probed: bool = False
     updates: tuple[str, ...] = ()
+    works_in_steps: bool = True
 
     def restarts_on(self, layout: Layout) -> bool:
         """Whether it starts again by itself: ranks that make one engine together can only all start again."""
@@ -49,10 +51,19 @@ ENGINES = Declarations("engine", RolloutEngineSpec, "@leaderless.rollout_engine(
 BUILTIN_ENGINES = {
     "native": RolloutEngineSpec("leaderless.rollout.make:make_native", keeps_weights=False, updates=UPDATES),
     "vllm": RolloutEngineSpec(
-        "leaderless.rollout.make:make_vllm", ("tp",), may_restart=True, is_probed=True, updates=("recompute",)
+        "leaderless.rollout.make:make_vllm",
+        ("tp",),
+        may_restart=True,
+        is_probed=True,
+        updates=("recompute",),
+        works_in_steps=False,
     ),
     "sglang": RolloutEngineSpec(
-        "leaderless.rollout.make:make_sglang", may_restart=True, is_probed=True, updates=("recompute",)
+        "leaderless.rollout.make:make_sglang",
+        may_restart=True,
+        is_probed=True,
+        updates=("recompute",),
+        works_in_steps=False,
     ),
 }
 

@@ -152,6 +152,12 @@ def places_of_shard(shard: int, portions: Sequence[int], prompts_per_step: int) 
     return range(prompts_per_step * before // total, prompts_per_step * (before + portions[shard]) // total)
 
 
+def most_prompts_of_rank(recipe: Recipe, num_shards: int) -> int:
+    """The most prompts of a step that one of the ranks that generate has; `num_shards` divide them, if evenly."""
+    portions = next((one.portions for one in recipe.open_channels.values() if one.portions), (1,) * num_shards)
+    return -(-recipe.batch.prompts_per_step * max(portions) // sum(portions))
+
+
 def check_model_axes(decorator: str, axes: Sequence[str]) -> None:
     """Refuse axes that a decorator is given and that no layout has besides `dp`.
 

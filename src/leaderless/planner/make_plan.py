@@ -13,7 +13,7 @@ from leaderless.planner.backends import check_axes, check_backends, check_heads
 from leaderless.planner.edges import edges_of
 from leaderless.planner.engines import check_engines
 from leaderless.planner.flow import Flow
-from leaderless.planner.layout import Cluster, Layout, make_layouts
+from leaderless.planner.layout import Cluster, Layout, make_layouts, most_prompts_of_rank
 from leaderless.planner.loops import make_loops, with_staleness
 from leaderless.planner.memory import estimate_memory
 from leaderless.planner.model_size import ModelSize, read_model_size
@@ -383,13 +383,13 @@ def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], longest_tokens: i
     num_samplers = sum(node.spec.samples for node in nodes)
     per_prompt = batch.responses_per_prompt * num_samplers if num_samplers else 1
     per_update = -(-batch.prompts_per_step // batch.updates_per_step)
-    shards = min(node.layout.dp for node in nodes if node.row_set == DATA)
+    num_shards = min(node.layout.dp for node in nodes if node.row_set == DATA)
     return BatchSizes(
         prompts_per_step=batch.prompts_per_step,
         samples_per_step=batch.prompts_per_step * per_prompt,
         prompts_per_update=per_update,
         samples_per_update=per_update * per_prompt,
-        max_prompts_per_rank=-(-batch.prompts_per_step // shards),
+        max_prompts_per_rank=most_prompts_of_rank(recipe, num_shards),
         optimizer_steps=recipe.steps * batch.updates_per_step,
         micro_batch_tokens=batch.first_micro_batch_tokens(longest_tokens),
         adapts_to_memory=batch.micro_batch_tokens == "auto",

@@ -11,7 +11,7 @@ from leaderless.config.rollout import RolloutConfig
 from leaderless.environments.registry import environment_class
 from leaderless.planner.backends import backend_of
 from leaderless.planner.engines import RolloutEngineSpec, engine_of
-from leaderless.planner.layout import all_ranks
+from leaderless.planner.layout import all_ranks, most_prompts_of_rank
 from leaderless.planner.model_size import ModelSize
 from leaderless.planner.plan import Channel, RoleInstance, answering
 
@@ -337,7 +337,7 @@ class _Rank:
         """Sequences that an engine decodes or keeps at the same time; each agent of an episode has one."""
         if self.recipe.evaluation.every_steps:
             return self._bound(model)  # held-out prompts are not counted before they are read
-        prompts = self._iterations() * -(-self.recipe.batch.prompts_per_step // model.instance.serving_layout.dp)
+        prompts = self._iterations() * most_prompts_of_rank(self.recipe, model.instance.serving_layout.dp)
         environment = self.recipe.environment
         played = None if environment is None else environment_class(environment)
         samples = prompts * self.recipe.batch.responses_per_prompt * (1 if played is None else len(played.agents))

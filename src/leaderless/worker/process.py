@@ -133,7 +133,7 @@ def _join(recipe: Recipe, plan: Plan, place: Place, stack: ExitStack) -> tuple[G
     rewards = stack.enter_context(RewardPool(recipe.reward, recipe.run.reward_processes, activity.beat))
     transport, device = stack.enter_context(join_workers(place, plan, recipe.run.timeout_s, activity))
     directory = RunDirectory.of(recipe).path
-    return rewards.grade, transport, stack.enter_context(open_turns(plan, place.rank, directory, device, activity))
+    return rewards.grade, transport, stack.enter_context(open_turns(plan, directory, device, transport.world))
 
 
 class _Builder:

@@ -11,13 +11,14 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from leaderless.data.activity import Activity
+from leaderless.data.transport import ProcessGroup
 from leaderless.observability.clock import Clock
 from leaderless.planner import Plan, PlannedNode
 
@@ -106,23 +107,52 @@ class Turns:
 
 
 @contextmanager
-def open_turns(plan: Plan, rank: int, run: Path, device: torch.device, activity: Activity) -> Iterator[Turns]:
-    """The turns of a rank in a run, whose directory is given; the files are removed at the end."""
-    clock = Clock()
-    owner = plan.helpers.get(rank, rank)
-    if owner not in plan.helpers.values():
-        yield Turns(None, device, activity, clock, trains=False)
-        return
-    folder = FOLDER if FOLDER.is_dir() else Path(tempfile.gettempdir())
-    name = hashlib.sha256(f"{os.getuid()} {run.resolve()} {owner}".encode()).hexdigest()[:16]
-    paths = [folder / f"leaderless-{name}-{what}" for what in ("wanted", "device")]
-    files = Files(*(os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths))
+def open_turns(plan: Plan, run: Path, device: torch.device, world: ProcessGroup) -> Iterator[Turns]:
+    """The turns of a rank; all ranks call it together, and the files are removed at the end.
+
+    Args:
+        plan: Plan of the run.
+        run: Directory of the run.
+        device: Device of this rank.
+        world: All ranks.
+
+    Raises:
+        RuntimeError: Two ranks that share a device do not see the same files.
+    """
+    files, clock, owner = None, Clock(), plan.helpers.get(world.rank, world.rank)
+    with ExitStack() as stack:
+        if owner in plan.helpers.values():
+            folder = FOLDER if FOLDER.is_dir() else Path(tempfile.gettempdir())
+            name = hashlib.sha256(f"{os.getuid()} {run.resolve()} {owner}".encode()).hexdigest()[:16]
+            wanted, held = (
+                stack.enter_context(_opened(folder / f"leaderless-{name}-{x}")) for x in ("wanted", "device")
+            )
+            files = Files(wanted, held)
+        if plan.helpers:
+            _check_files(plan, files, world)
+        yield Turns(files, device, world.activity, clock, trains=world.rank == owner)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        yield Turns(files, device, activity, clock, trains=rank == owner)
+        yield file
     finally:
-        for file, path in zip((files.wanted, files.device), paths, strict=True):
-            os.close(file)
-            path.unlink(missing_ok=True)
+        os.close(file)
+        path.unlink(missing_ok=True)
+
+
+def _check_files(plan: Plan, files: Files | None, world: ProcessGroup) -> None:
+    """Refuse ranks that would not take turns, as in containers that each have a memory of their own for files."""
+    number = 0 if files is None else os.fstat(files.device).st_ino
+    numbers = torch.cat(world.gather(torch.tensor([number]), "the files of devices that ranks share")).tolist()
+    for helper, owner in plan.helpers.items():
+        if numbers[helper] != numbers[owner]:
+            raise RuntimeError(
+                f"ranks {owner} and {helper} share a device, but not the folder {FOLDER}, where they take turns: start "
+                "them in one container, or leave `helpers` of the channel out"
+            )
 
 
 def place_of_device(plan: Plan, rank: int, local_rank: int, local_world_size: int) -> tuple[int, int]:
