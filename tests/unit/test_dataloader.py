@@ -476,6 +476,19 @@ def test_steps_do_not_depend_on_the_number_of_shards(tmp_path: Path, shuffle: bo
             assert together.jagged("prompt_tokens").to_lists() == whole.jagged("prompt_tokens").to_lists()
 
 
+def test_shards_that_take_turns_share_the_same_steps(tmp_path: Path) -> None:
+    recipe = recipe_of(numbered(tmp_path, 10), batch={"prompts_per_step": 7})
+    dataset = open_recipe(recipe)
+    whole = Dataloader([dataset], recipe, 0, 1)
+    shards = [Dataloader([dataset], recipe, shard, 3, in_turns=True) for shard in range(3)]
+    assert [shard.num_mine for shard in shards] == [3, 2, 2]
+    for step in range(3):
+        parts, every = [shard.next() for shard in shards], whole.next()
+        assert [part.ids.tolist() for part in parts] == [list(range(7 * step + i, 7 * step + 7, 3)) for i in range(3)]
+        found = {i: prompt for part in parts for i, prompt in zip(part.ids.tolist(), prompts_of(part), strict=True)}
+        assert [found[i] for i in every.ids.tolist()] == prompts_of(every)
+
+
 def test_epochs_go_on_in_the_middle_of_a_step(tmp_path: Path) -> None:
     recipe = recipe_of(numbered(tmp_path, 5), batch={"prompts_per_step": 3})
     loader = Dataloader([open_recipe(recipe)], recipe, 0, 1)

@@ -20,7 +20,8 @@ from leaderless.data.crossing import Place
 from leaderless.data.parts import NO_GROUP, at_places, first_places, parts_of
 from leaderless.data.selection import Span, select_in_blocks, span_of
 from leaderless.data.transport import ProcessGroup
-from leaderless.planner import Layout, Reshard, flat
+from leaderless.planner import Layout, Load, Reshard, flat
+from leaderless.planner.costs.rows import Placement, Rows, Workload
 
 
 @given(st.sets(st.integers(0, 1000), max_size=30), st.integers(1, 9))
@@ -101,3 +102,17 @@ def test_rows_are_divided_by_update_where_they_are_trained(num_updates: int, set
     }
     assert found.pop((3,)) == num_updates
     assert set(found.values()) <= {1}
+
+
+@pytest.mark.parametrize(("num_updates", "layout"), [(1, {}), (4, {}), (4, {"policy": {"ranks": "2-3"}})])
+def test_ranks_take_prompts_in_turns_where_they_train_them_in_several_updates(
+    num_updates: int, layout: dict[str, object]
+) -> None:
+    layouts = {"rollout": {"ranks": "0-1"}, **layout} if layout else {}
+    plan = plan_of("grpo", 4, batch={"prompts_per_step": 32, "updates_per_step": num_updates}, layout=layouts)
+    (load,) = (entry for entry in plan.schedule if isinstance(entry, Load))
+    assert load.in_turns == (num_updates > 1 and not layout)
+    rows = Rows(np.arange(32), np.ones(32, dtype=np.int64), np.zeros(32, dtype=np.int64), are_samples=False)
+    shards = Placement(plan, Workload(rows, rows)).load(load)
+    counts = [np.bincount(shards[part * 8 : part * 8 + 8], minlength=load.layout.dp).tolist() for part in range(4)]
+    assert counts == [[2] * 4] * 4 if load.in_turns else counts[0][-1] == 0

@@ -28,20 +28,28 @@ class Dataloader:
     """Gives one shard its prompts, step by step.
 
     The stream of prompts and the borders of steps depend on neither the number of shards nor the layout; a shard takes
-    a contiguous part of every step. The whole state is `position`. Steps are read ahead in a thread, which changes no
-    number: `position` counts what was given.
+    a contiguous part of every step, or the shards take prompts in turns. The whole state is `position`. Steps are read
+    ahead in a thread, which changes no number: `position` counts what was given.
     """
 
     def __init__(
-        self, sets: Sequence[TrainingSet], recipe: Recipe, shard: int, num_shards: int, portions: Sequence[int] = ()
+        self,
+        sets: Sequence[TrainingSet],
+        recipe: Recipe,
+        shard: int,
+        num_shards: int,
+        portions: Sequence[int] = (),
+        *,
+        in_turns: bool = False,
     ) -> None:
         """Take a shard of the training data; the datasets are in the order of `recipe.data.train_sets()`.
 
-        Shards have equal parts of a step, or parts in the proportion of some portions.
+        Shards have equal parts of a step, or parts in the proportion of some portions, or take prompts in turns.
         """
         self.sets, self.recipe = sets, recipe
         self.shard, self.portions = shard, [*portions] or [1] * num_shards
-        self._mine = places_of_shard(shard, self.portions, recipe.batch.prompts_per_step)
+        size = recipe.batch.prompts_per_step
+        self._mine = range(shard, size, num_shards) if in_turns else places_of_shard(shard, self.portions, size)
         self._begin(0)
 
     def _begin(self, position: int) -> None:
@@ -83,8 +91,7 @@ class Dataloader:
             yield self._step(begin, turns, feeds)
 
     def _step(self, begin: int, turns: Interleaving, feeds: Sequence[Feed]) -> LoadedStep:
-        size = self.recipe.batch.prompts_per_step
-        mine = range(begin + self._mine.start, begin + self._mine.stop)
+        size, mine = self.recipe.batch.prompts_per_step, [begin + place for place in self._mine]
         places = {position: turns.at(position) for position in mine}
         prompts: dict[int, Prompt] = {}
         for number, feed in enumerate(feeds):

@@ -12,19 +12,22 @@ from leaderless.planner.layout import Layout, all_ranks, format_ranks
 class Load:
     """Chain entry: take this rank's prompts from the dataloader.
 
-    Where a loop generates continuously, they are the prompts whose responses are finished.
+    Where a loop generates continuously, they are the prompts whose responses are finished. Where rows are trained in
+    several updates on the ranks that load them, ranks take prompts in turns: each has some of every update.
 
     Attributes:
         layout: Ranks that load.
         columns: Columns of the prompts.
         is_continuous: Whether the loop generates continuously.
         portions: How the ranks divide the prompts of a step, in proportion; empty where all have the same.
+        in_turns: Whether the ranks take prompts in turns, instead of a part of the step each.
     """
 
     layout: Layout
     columns: tuple[str, ...]
     is_continuous: bool = False
     portions: tuple[int, ...] = ()
+    in_turns: bool = False
 
     def __str__(self) -> str:
         return "generate" if self.is_continuous else "load"

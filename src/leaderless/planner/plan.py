@@ -439,7 +439,7 @@ class Plan:
         facts: list[object] = [str(action), format_ranks(self.ranks_of(action))]
         match action:
             case Load(layout, columns):
-                facts += [str(layout), columns, action.portions]
+                facts += [str(layout), columns, action.portions, action.in_turns]
             case Reshard():
                 facts += [str(action.source_layout), str(action.target_layout), action.row_set, action.columns]
                 facts += [action.keep_groups, action.is_late, str(action.spare_layout), action.num_updates]

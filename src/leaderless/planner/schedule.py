@@ -30,7 +30,7 @@ def make_schedule(
 
 def entries_of(recipe: Recipe, nodes: Sequence[PlannedNode]) -> list[Action]:
     """The loads, nodes and reshards of an iteration, each node followed by what is sent of its columns."""
-    entries: list[Action] = list(_loads(nodes))
+    entries: list[Action] = list(_loads(recipe, nodes))
     for node in nodes:
         entries += [RunNode(node.name), *_reshards(recipe, nodes, node)]
     return entries
@@ -102,10 +102,14 @@ def _repeat(recipe: Recipe, nodes: Sequence[PlannedNode], body: Sequence[Action]
     )
 
 
-def _loads(nodes: Sequence[PlannedNode]) -> list[Load]:
+def _loads(recipe: Recipe, nodes: Sequence[PlannedNode]) -> list[Load]:
     """One load for every layout that works on the data's own rows."""
     groups = peers_of(node for node in nodes if node.row_set == DATA)
-    return [Load(peers[0].layout, _columns_from(DATA, peers)) for peers in groups]
+    are_divided = recipe.batch.updates_per_step > 1
+    return [
+        Load(layout, _columns_from(DATA, peers), in_turns=are_divided and _are_trained(nodes, DATA, layout))
+        for layout, peers in ((peers[0].layout, peers) for peers in groups)
+    ]
 
 
 def peers_of(nodes: Iterable[PlannedNode]) -> list[list[PlannedNode]]:

@@ -69,7 +69,12 @@ class Chain:
         self.channels = Channels(parts, progress, self.buffer, tracer)
         self.loaders = {
             action: Dataloader(
-                parts.sets, parts.recipe, action.layout.shard_of(self._rank), action.layout.dp, action.portions
+                parts.sets,
+                parts.recipe,
+                action.layout.shard_of(self._rank),
+                action.layout.dp,
+                action.portions,
+                in_turns=action.in_turns,
             )
             for action in flat(self._entries)
             if isinstance(action, Load)

@@ -141,8 +141,8 @@ def test_rows_of_two_policies_are_joined_and_selected(tmp_path, layout):
     assert np.array_equal(seen["a"].rows.response_tokens, workload.samples.response_tokens)
     assert np.array_equal(seen["b"].rows.response_tokens, workload.further[0].response_tokens)
     if not layout:  # each response is where its prompt was loaded
-        assert np.array_equal(seen["reward"].holders, np.repeat(np.arange(4), 2 * 64))
-        assert np.array_equal(seen["b"].holders, np.repeat(np.arange(4), 64))
+        assert np.array_equal(seen["reward"].holders, np.tile(np.repeat(np.arange(4), 2 * 4), 16))
+        assert np.array_equal(seen["b"].holders, np.tile(np.repeat(np.arange(4), 4), 16))
     assert {*seen["b"].holders} == ({2, 3} if "b" in layout else {0, 1, 2, 3})
     estimate = estimate_step(plan, recipe, workload, constants)
     tokens = workload.samples.tokens.sum() + workload.further[0].tokens.sum()

@@ -195,10 +195,11 @@ class Placement:
         return self._shards[row_set, layout.row_key]
 
     def load(self, action: Load) -> Int:
-        """Divide the prompts, [n] shard of each: each shard takes a contiguous part of the step."""
+        """Divide the prompts, [n] shard of each: shards take contiguous parts of the step, or turns."""
         num_rows, dp = len(self.workload.prompts), action.layout.dp
         firsts = num_rows * np.arange(dp) // dp
-        shards = np.searchsorted(firsts, np.arange(num_rows), side="right") - 1
+        in_parts = np.searchsorted(firsts, np.arange(num_rows), side="right") - 1
+        shards = np.arange(num_rows) % dp if action.in_turns else in_parts
         self._shards["data", action.layout.row_key] = shards
         return shards
 
