@@ -12,7 +12,7 @@ from tests.distributed.test_critic import write_critic
 from tests.distributed.test_mesh import setup_of
 from tests.distributed.test_training import LENGTHS, Numbers, largest_difference
 from tests.tiny import add_gradients, at_temperature, random_samples, tiny_model
-from tests.unit.recipes import plan_of, write_model
+from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor
 
 from leaderless.config import RecipeError
@@ -20,6 +20,7 @@ from leaderless.config.models import ModelConfig
 from leaderless.data.transport import Transport
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.planner import Layout, Plan
+from leaderless.planner.fit import Fit, fit_plan
 from leaderless.training.fsdp import FsdpValueEngine, make_engine
 from leaderless.training.micro_batches import MicroBatch
 
@@ -100,3 +101,32 @@ def test_peers_divide_weights_and_take_longer_samples_together(tmp_path: Path) -
     assert copied.memory is not None
     assert divided.memory.cpu.resident["policy weights"] == copied.memory.cpu.resident["policy weights"]
     assert divided.memory.cpu.totals["policy trains"] < copied.memory.cpu.totals["policy trains"]
+
+
+def test_memory_and_bounds_count_the_part_of_a_rank(tmp_path: Path) -> None:
+    settings: dict[str, object] = {
+        "models": {
+            "policy": write_model(
+                tmp_path / "model", hidden_size=1024, intermediate_size=4096, max_position_embeddings=1 << 17
+            )
+        },
+        "rollout": {"max_response_tokens": 60_000, "max_sequences": 8},
+    }
+
+    def fit(cp: int, bound: object) -> tuple[Fit, Plan]:
+        own = {**settings, "layout": {"policy": {"cp": cp}}, "batch": {"micro_batch_tokens": bound}}
+        plan = plan_of("grpo", 4, **own)
+        return fit_plan(make_recipe(**own), plan, 12 << 30, is_cpu=False), plan
+
+    for bound in (16_000, "auto"):
+        found, plan = fit(4, bound)
+        assert not found.is_hopeless
+        assert plan.batch.micro_batch_tokens < 17_000
+    assert fit(1, "auto")[0].is_hopeless
+    uneven = {
+        "layout": {"policy": {"ranks": "0-1", "cp": 2}, "reference": {"ranks": "2"}},
+        "algorithm": {"kl": {"coefficient": 0.1}},
+        "batch": {"micro_batch_tokens": 40_000},
+    }
+    with pytest.raises(RecipeError, match=r"a rank may have 60512 tokens of one sample: raise it, or give all nodes"):
+        plan_of("grpo", 3, **settings, **uneven)

@@ -12,13 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.recipes import plan_of
+from tests.unit.recipes import make_recipe, plan_of, write_model
 from torch import Tensor
 
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Plan
 from leaderless.planner.layout import places_of_shard
+from leaderless.worker.memory import bytes_of_helper
 from leaderless.worker.turns import FOLDER, Turns, open_turns, place_of_device
 
 LAYOUT = {
@@ -149,6 +150,17 @@ def test_a_plan_knows_the_largest_portion() -> None:
     assert plan().batch.max_prompts_per_rank == 3
     assert plan(portions=[2, 1]).batch.max_prompts_per_rank == 4
     assert len({plan(portions=[2, 1]).hash(), plan().hash(), plan(helpers={3: 1}).hash()}) == 3
+
+
+def test_a_helper_needs_memory_of_the_device_that_it_helps_on(tmp_path: Path) -> None:
+    channels = {"rollout": {"capacity": 1, "mode": "continuous", "helpers": {3: 1}}}
+    settings: dict[str, object] = {"layout": LAYOUT, "channels": channels, "batch": {"prompts_per_step": 6}}
+    settings["models"] = {"policy": write_model(tmp_path / "model", hidden_size=256)}
+    shared = plan_of("grpo", 4, **settings)
+    assert shared.memory is not None
+    needed = [bytes_of_helper(make_recipe(**settings), shared, rank) for rank in range(4)]
+    assert needed[0] == needed[2] == needed[3] == 0
+    assert 0 < needed[1] < shared.memory.accelerator.peak
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 200))

@@ -135,7 +135,9 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
             )
 
 
-def check_heads(recipe: Recipe, instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None]) -> None:
+def check_heads(
+    nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None]
+) -> None:
     """Refuse context parallelism that does not divide the heads of a model whose size is known.
 
     Raises:
@@ -144,8 +146,8 @@ def check_heads(recipe: Recipe, instances: Sequence[RoleInstance], sizes: Mappin
     for instance in instances:
         size, cp = sizes.get(instance.role), instance.layout.cp
         if size is not None and size.num_heads % cp and not instance.is_engine_only:
-            nodes = (node for node, layout in recipe.layout.items() if layout.cp == cp)
-            raise heads_do_not_divide(f"layout.{next(nodes)}.cp", instance.role, size.num_heads, cp)
+            node = next(one.name for one in nodes if one.layout == instance.layout and instance.role in dict(one.uses))
+            raise heads_do_not_divide(f"layout.{node}.cp", instance.role, size.num_heads, cp)
 
 
 def heads_do_not_divide(key: str, role: str, num_heads: int, cp: int) -> RecipeError:

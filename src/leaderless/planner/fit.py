@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from leaderless.config import Recipe
-from leaderless.planner.make_plan import longest_sequence
+from leaderless.planner.make_plan import longest_part
 from leaderless.planner.memory import COMMANDS, Memory, estimate_memory, format_bytes
 from leaderless.planner.plan import Plan
 
@@ -35,7 +35,7 @@ def fit_plan(recipe: Recipe, plan: Plan, available: int, *, is_cpu: bool) -> Fit
     unknown size is taken to fit. `available` are the bytes that each rank may use.
     """
     tokens = plan.batch.micro_batch_tokens
-    longest = longest_sequence(recipe, plan.instances)
+    longest = longest_part(recipe, plan.instances)
 
     def memory(pass_tokens: int, sequences: int | None = None) -> Memory:
         estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, pass_tokens, sequences)

@@ -68,9 +68,9 @@ def make_plan(recipe: Recipe, workflow: Workflow, cluster: Cluster) -> Plan:
     check_engines(recipe, instances, nodes)
     _check_vllm(recipe, instances, cluster)
     sizes = _model_sizes(recipe, instances)
-    check_heads(recipe, instances, sizes)
+    check_heads(nodes, instances, sizes)
     check_vocabularies(recipe, nodes)
-    batch = _batch_sizes(recipe, nodes, longest_sequence(recipe, instances))
+    batch = _batch_sizes(recipe, nodes, instances)
     loops, channels = make_loops(recipe, nodes, instances, workflow.repeated)
     nodes = with_staleness(recipe, nodes, loops, channels, workflow.repeated)
     return Plan(
@@ -378,8 +378,21 @@ def longest_sequence(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
     return recipe.data.max_prompt_tokens + response
 
 
-def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], longest_tokens: int) -> BatchSizes:
-    batch = recipe.batch
+def longest_part(recipe: Recipe, instances: Sequence[RoleInstance]) -> int:
+    """Tokens of the longest sample that are in one rank's part of a pass, for the model with the largest parts."""
+    longest = longest_sequence(recipe, instances)
+    return max((-(-longest // one.layout.cp) for one in instances if not one.is_engine_only), default=longest)
+
+
+def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance]) -> BatchSizes:
+    batch, longest_tokens = recipe.batch, longest_part(recipe, instances)
+    bound = batch.first_micro_batch_tokens(longest_tokens)
+    if bound < longest_tokens and any(one.scores or one.is_trained for one in instances):
+        raise RecipeError.at(
+            "batch.micro_batch_tokens",
+            f"is {bound}, but a rank may have {longest_tokens} tokens of one sample: raise it, or give all nodes that "
+            "score or train the same cp under `layout`",
+        )
     num_samplers = sum(node.spec.samples for node in nodes)
     per_prompt = batch.responses_per_prompt * num_samplers if num_samplers else 1
     per_update = -(-batch.prompts_per_step // batch.updates_per_step)
@@ -391,6 +404,6 @@ def _batch_sizes(recipe: Recipe, nodes: Sequence[PlannedNode], longest_tokens: i
         samples_per_update=per_update * per_prompt,
         max_prompts_per_rank=most_prompts_of_rank(recipe, num_shards),
         optimizer_steps=recipe.steps * batch.updates_per_step,
-        micro_batch_tokens=batch.first_micro_batch_tokens(longest_tokens),
+        micro_batch_tokens=bound,
         adapts_to_memory=batch.micro_batch_tokens == "auto",
     )

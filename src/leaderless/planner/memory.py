@@ -107,8 +107,11 @@ def estimate_memory(
     sizes: Mapping[str, ModelSize | None],
     pass_tokens: int,
     max_sequences: int | None = None,
+    among: Sequence[int] | None = None,
 ) -> MemoryEstimate | None:
-    """Estimate the bytes on the rank that holds most; None when the size of a model that is used is not known.
+    """Estimate the bytes on the rank that holds most, of all or `among` some.
+
+    It is None when the size of a model that is used is not known.
 
     Weights, gradients and Adam's two moments are float32, and divided over the data-parallel ranks of a role if the
     training back end does that. A rank that generates holds a full copy of the weights for that phase, and its KV
@@ -131,7 +134,7 @@ def estimate_memory(
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
-    ranks = all_ranks(*(instance.layout for instance in instances))
+    ranks = among or all_ranks(*(instance.layout for instance in instances))
     sources = [frozenset(channel.source_ranks) for channel in channels]
     held = dict.fromkeys(
         (
@@ -389,7 +392,7 @@ class _Rank:
         siblings = self.recipe.batch.responses_per_prompt if agents else 1
         own_prompts, own_samples = -(-prompts // shards), -(-prompts * siblings // shards)
         # The last token of a response is predicted, and predicts nothing.
-        held = own_prompts * data.max_prompt_tokens + own_samples * (response - 1)
+        held = -(-(own_prompts * data.max_prompt_tokens + own_samples * (response - 1)) // model.instance.layout.cp)
         bound = self.pass_tokens
         if self.is_cpu and model.shards == 1 and model.width == FLOAT32_BYTES:
             family = data.max_prompt_tokens + siblings * (response - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import gcd
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -165,7 +166,7 @@ def read_ahead(
     # Groups that were given up have left places for others, which are loaded beyond the last iteration.
     needed, there = len(places) * (steps - made), len(mine) + len(places) * max(0, steps - loaded)
     differs = int(ranks.max(torch.tensor([abs(needed - there)]), what))
-    if differs and num_shards > 1 and [*portions] != [*first.portions]:
+    if differs and num_shards > 1 and _reduced(portions) != _reduced(first.portions):
         raise RecipeError.at(
             f"channels.{loop}",
             f"{checkpoint} was written by {len(first.portions)} ranks that generate, with groups in another order than "
@@ -173,6 +174,11 @@ def read_ahead(
         )
     oldest = min(owed.tolist(), default=loaded * prompts_per_step) // prompts_per_step
     return made, Owed(oldest + 1, loaded, frozenset(mine), needed, start, prompts_per_step)
+
+
+def _reduced(portions: Sequence[int]) -> list[int]:
+    """The smallest portions in the same proportion."""
+    return [portion // gcd(*portions) for portion in portions]
 
 
 def _read(checkpoint: Path, loop: str, shard: int) -> Ahead:

@@ -14,6 +14,7 @@ from leaderless.config import Recipe, RecipeError
 from leaderless.data.transport import ProcessGroup
 from leaderless.planner import Plan, format_bytes
 from leaderless.planner.fit import fit_plan
+from leaderless.planner.memory import estimate_memory
 from leaderless.worker.place import Place
 
 
@@ -47,31 +48,42 @@ def check_memory(
     Raises:
         RecipeError: Not even passes of one sample would fit, and `run.memory_check` does not allow to try.
     """
-    on_device = place.local_world_size
-    if device.type != "cpu":
-        on_device = 1 + (place.rank in {*plan.helpers, *plan.helpers.values()})
-    mine = [available_memory(device, on_device), available_memory(torch.device("cpu"), place.local_world_size)]
+    host = available_memory(torch.device("cpu"), place.local_world_size)
+    mine = [
+        host if device.type == "cpu" else available_memory(device, 1) - bytes_of_helper(recipe, plan, place.rank),
+        host,
+    ]
     least = (-world.max(-torch.tensor(mine, dtype=torch.float64), "the memory of each rank")).long().tolist()
     fit, is_strict = fit_plan(recipe, plan, least[0], is_cpu=device.type == "cpu"), recipe.run.memory_check == "refuse"
     if fit.is_hopeless and is_strict:
         raise RecipeError.at("run.memory_check", f"{fit.problem}; or set run.memory_check=warn to try all the same")
     if fit.problem:
         say(f"[bold red]memory may run out[/]: {escape(fit.problem)}")
-    host = sum(plan.memory.accelerator.host.values()) if plan.memory and device.type != "cpu" else 0
-    if host > least[1]:
-        needed, there = format_bytes(host), format_bytes(least[1])
+    on_host = sum(plan.memory.accelerator.host.values()) if plan.memory and device.type != "cpu" else 0
+    if on_host > least[1]:
+        needed, there = format_bytes(on_host), format_bytes(least[1])
         say(f"[bold red]memory of the host may run out[/]: a rank needs {needed} of it, and there are {there}")
     return MemoryBounds(least[0], device.type == "cpu", fit.pass_tokens)
+
+
+def bytes_of_helper(recipe: Recipe, plan: Plan, rank: int) -> int:
+    """Bytes of an accelerator that another rank, which generates on the device of this one, needs of it."""
+    helper = next((one for one, owner in plan.helpers.items() if owner == rank), None)
+    if helper is None:
+        return 0
+    tokens = plan.batch.micro_batch_tokens
+    estimate = estimate_memory(recipe, plan.instances, plan.channels, plan.sizes, tokens, among=(helper,))
+    return 0 if estimate is None else estimate.accelerator.peak
 
 
 def available_memory(device: torch.device, num_ranks: int, root: Path = Path("/")) -> int:
     """Bytes that one rank may still use: free memory of its accelerator, or its share of the machine's.
 
-    `num_ranks` share the device; `root` is the folder of `proc` and `sys`.
+    `num_ranks` share the machine; `root` is the folder of `proc` and `sys`.
     """
     if device.type != "cpu":
         free, _ = torch.get_device_module(device).mem_get_info(device)
-        return int(free) // num_ranks
+        return int(free)
     limits = [left for path in _control_groups(root) if (left := _left_in(path)) is not None]
     return min([psutil.virtual_memory().available, *limits]) // num_ranks
 

@@ -49,17 +49,20 @@ class ModelCost:
         return 2.0 * self.size.num_parameters * (tokens - shared) + attention
 
     def scoring_seconds(self, rows: Rows, shards: Int) -> float:
-        """One forward pass over all rows, until the slowest shard is done, while weights are gathered."""
+        """One forward pass over all rows, until the slowest shard is done, while weights are gathered.
+
+        The ranks of a shard divide the work, and are not charged for what they send to each other.
+        """
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
-        work = self._per_shard(shards, self.forward_flops(rows, shards)).max() / rate
+        work = self._per_shard(shards, self.forward_flops(rows, shards)).max() / (rate * self.layout.ranks_per_shard)
         return max(float(work), self._num_passes(rows, shards) * self.gather_seconds())
 
     def training_seconds(self, rows: Rows, shards: Int) -> float:
         """All updates of a step. Shards wait for each other at each of them, while weights and gradients are sent."""
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
-        rate = device.peak_tflops * TERA * device.training_utilization / passes
+        rate = device.peak_tflops * TERA * device.training_utilization / passes * self.layout.ranks_per_shard
         gradients = self.size.num_parameters * GRADIENT_BYTES
         pass_s = 2 * self.gather_seconds() + self.network.gather_seconds(gradients, np.array(self.layout.ranks))
         num_updates = self.recipe.batch.updates_per_step
@@ -96,7 +99,8 @@ class ModelCost:
         """Micro-batches of the fullest shard, which all shards run."""
         tokens = self._per_shard(shards, rows.tokens - rows.shared_tokens(shards))
         longest = self.recipe.data.max_prompt_tokens + self.recipe.longest_response()
-        return int(np.ceil(tokens.max() / self.recipe.batch.first_micro_batch_tokens(longest)))
+        bound = self.recipe.batch.first_micro_batch_tokens(-(-longest // self.layout.cp))
+        return int(np.ceil(tokens.max() / (bound * self.layout.cp)))
 
     def _per_shard(self, shards: Int, values: Int | Float) -> Float:
         return np.bincount(shards, weights=values, minlength=self.layout.dp).astype(np.float64)
