@@ -8,19 +8,20 @@ from pathlib import Path
 
 MARKS = "<!-- training step: begin -->", "<!-- training step: end -->"
 ALT = "Seconds of generation, log-probs and update of a step, ours next to TRL's, for four workloads"
-MEMORY_MARKS = "<!-- real size: begin -->", "<!-- real size: end -->"
 MEMORY = Path(__file__).parent / "performance/real_size.json"
-LAG_MARKS = "<!-- fixed lag: begin -->", "<!-- fixed lag: end -->"
-PLACEMENT_MARKS = "<!-- placement: begin -->", "<!-- placement: end -->"
-SLOW_MARKS = "<!-- slow host: begin -->", "<!-- slow host: end -->"
-EPISODE_MARKS = "<!-- episodes: begin -->", "<!-- episodes: end -->"
+
+
+def _between(page: str, name: str, results: str | None) -> str:
+    """A page with the newest results between two marks of a name."""
+    begin, end = (f"<!-- {name}: {place} -->" for place in ("begin", "end"))
+    before, _, rest = page.partition(begin)
+    content = "There are no results yet: the script has not been run." if results is None else results
+    return f"{before}{begin}\n\n{content}\n\n{end}{rest.partition(end)[2]}"
 
 
 def with_real_size(page: str) -> str:
     """A page with the newest results of `benchmarks/real_size.py` between its two marks."""
-    before, _, rest = page.partition(MEMORY_MARKS[0])
-    table = _memory_table() if MEMORY.exists() else "There are no results yet: the script has not been run."
-    return f"{before}{MEMORY_MARKS[0]}\n\n{table}\n\n{MEMORY_MARKS[1]}{rest.partition(MEMORY_MARKS[1])[2]}"
+    return _between(page, "real size", _memory_table() if MEMORY.exists() else None)
 
 
 def _memory_table() -> str:
@@ -40,45 +41,41 @@ def with_fixed_lag(page: str) -> str:
     """A page with the newest results of `benchmarks/fixed_lag.py` between its two marks."""
     from benchmarks.fixed_lag_report import MEAN_S, load, table
 
-    before, _, rest = page.partition(LAG_MARKS[0])
-    results, content = load(), "There are no results yet: the script has not been run."
+    results, content = load(), None
     if results is not None:
         on = f"{results['cores']} cores, {results['iterations']} iterations, {MEAN_S:g} s of each kind on average."
         content = f"{on}\n\n{table(results)}"
-    return f"{before}{LAG_MARKS[0]}\n\n{content}\n\n{LAG_MARKS[1]}{rest.partition(LAG_MARKS[1])[2]}"
+    return _between(page, "fixed lag", content)
 
 
 def with_placement(page: str) -> str:
     """A page with the newest results of `benchmarks/placement.py` between its two marks."""
     from benchmarks.placement_report import load, summary, table
 
-    before, _, rest = page.partition(PLACEMENT_MARKS[0])
-    results, content = load(), "There are no results yet: the script has not been run."
+    results, content = load(), None
     if results is not None:
         content = f"{summary(results)}\n\n{table(results)}"
-    return f"{before}{PLACEMENT_MARKS[0]}\n\n{content}\n\n{PLACEMENT_MARKS[1]}{rest.partition(PLACEMENT_MARKS[1])[2]}"
+    return _between(page, "placement", content)
 
 
 def with_slow_host(page: str) -> str:
     """A page with the newest results of `benchmarks/slow_host.py` between its two marks."""
     from benchmarks.slow_host import load, summary, table
 
-    before, _, rest = page.partition(SLOW_MARKS[0])
-    results, content = load(), "There are no results yet: the script has not been run."
+    results, content = load(), None
     if results is not None:
         content = f"{summary(results)}\n\n{table(results)}"
-    return f"{before}{SLOW_MARKS[0]}\n\n{content}\n\n{SLOW_MARKS[1]}{rest.partition(SLOW_MARKS[1])[2]}"
+    return _between(page, "slow host", content)
 
 
 def with_episodes(page: str) -> str:
     """A page with the newest results of `benchmarks/episodes.py` between its two marks."""
     from benchmarks.episodes import load, summary, table
 
-    before, _, rest = page.partition(EPISODE_MARKS[0])
-    results, content = load(), "There are no results yet: the script has not been run."
+    results, content = load(), None
     if results is not None:
         content = f"{summary(results)}\n\n{table(results)}"
-    return f"{before}{EPISODE_MARKS[0]}\n\n{content}\n\n{EPISODE_MARKS[1]}{rest.partition(EPISODE_MARKS[1])[2]}"
+    return _between(page, "episodes", content)
 
 
 def with_training_step(page: str) -> str:

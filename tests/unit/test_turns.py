@@ -70,6 +70,7 @@ def test_training_goes_before_the_next_step_of_the_engine(turns: tuple[Turns, Tu
                 if step == 1:
                     is_training.wait()
                     time.sleep(0.1)  # until training waits
+                order.append("stepped")
 
     def train() -> None:
         is_stepping.wait()
@@ -84,10 +85,9 @@ def test_training_goes_before_the_next_step_of_the_engine(turns: tuple[Turns, Tu
         thread.start()
     for thread in threads:
         thread.join(10)
-    begin = order.index("train")
-    assert order[begin + 1] == "trained", "they take turns"
-    assert begin <= 2, "it has waited for one step at most"
-    assert len(order) == 6
+    turns_taken = [*zip(order[::2], order[1::2], strict=True)]
+    assert sorted(turns_taken) == [("step", "stepped")] * 4 + [("train", "trained")], "one after the other"
+    assert turns_taken.index(("train", "trained")) <= 2, "training has waited for the step under way only"
 
 
 def test_other_nodes_and_other_ranks_take_no_turn(turns: tuple[Turns, Turns], tmp_path: Path) -> None:
