@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from leaderless.config import RecipeError
 from leaderless.config.rollout import SamplingConfig
+from leaderless.environments.episode import Episode
 from leaderless.observability.episode_files import EpisodeJournal
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.rollout.shared import SharedEngine
-from leaderless.stages.continuous import Events
+from leaderless.stages.continuous import Advance, Events, Tally
+from leaderless.stages.continuous_episodes import Ended, EpisodeField, Group
 from leaderless.stages.continuous_followed import Past
 from leaderless.stages.continuous_orders import Orders, Wish
 
@@ -25,6 +28,7 @@ class Engine:
     def __init__(self) -> None:
         self.requests: list[tuple[Request, SamplingParams]] = []
         self.num_answered = 0
+        self.aborted: list[int] = []
 
     def submit(self, request: Request, params: SamplingParams) -> int:
         self.requests.append((request, params))
@@ -39,6 +43,10 @@ class Engine:
 
     def forget(self, conversation: int) -> None:
         """Keep nothing."""
+
+    def abort(self, request: int) -> None:
+        """Note it."""
+        self.aborted.append(request)
 
 
 def test_what_was_asked_is_asked_again_from_what_each_conversation_had_anew() -> None:
@@ -59,6 +67,38 @@ def test_what_was_asked_is_asked_again_from_what_each_conversation_had_anew() ->
     assert [fact["tokens"] for fact in first_events.facts] == [[5, 6], [9], [8], [5, 8]]
     assert engines[0].requests == engines[1].requests
     assert again._events == first_events
+
+
+def test_what_an_episode_drops_late_is_not_that_of_the_one_that_was_begun_again() -> None:
+    answers: list[str] = []
+    engine, events = Engine(), Events()
+    orders = Orders(cast("SharedEngine", engine), events, [greedy := SamplingConfig(temperature=0.0)])
+    first, again, third = (
+        Wish(Request([5], [7]), SamplingParams(greedy, 9, (), seed=4), 0, lambda _, name=name: answers.append(name))  # type: ignore[misc]
+        for name in ("first", "again", "third")
+    )
+    orders.ask(first)
+    orders.step()
+    orders.ask(again)
+    assert orders.drop(first) == 0
+    assert not engine.aborted
+    orders.ask(third)
+    assert orders.oldest(7) is again
+    orders.drop(again)
+    orders.step()
+    assert (answers, engine.aborted) == (["first", "third"], [1])
+    assert [kind for _, kind, _ in events.happened] == ["ask", "ask", "ask", "drop"]
+
+
+def test_an_episode_that_ends_late_is_not_that_of_the_group_that_was_begun_again() -> None:
+    before, now = (Group(3, [None], [], 1) for _ in range(2))
+    field = SimpleNamespace(_groups={3: now}, _events=Events(), tally=Tally())
+    episode = Episode()
+    end = EpisodeField._end
+    assert not end(cast("EpisodeField", field), 7, Ended(before, 0, RuntimeError("it was given up")))
+    assert not field._events.happened
+    assert end(cast("EpisodeField", field), 7, Ended(now, 0, episode)) == [Advance(3, False, True)]
+    assert (before.episodes, now.episodes) == ([None], [episode])
 
 
 @pytest.mark.parametrize("read", [lambda past: next(past.asked(2)), lambda past: past.episodes(2)])

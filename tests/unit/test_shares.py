@@ -20,7 +20,7 @@ class Simulated:
     Attributes:
         shares: Groups of each iteration.
         ages: Largest age of a group in iterations, when it was trained.
-        canceled: Groups that were given up.
+        canceled: Groups that were given up, and begun again; some perhaps more than once.
         ticks: Ticks that the run took.
     """
 
@@ -33,11 +33,11 @@ class Simulated:
 def simulate(
     lengths: list[int], size: int, depth: int, bound: int, stragglers: Stragglers, train_ticks: int, slots: int
 ) -> Simulated:
-    """Hand over all shares of a run; lengths are ticks that each group takes, again from the first if they end."""
+    """Hand over all shares of a run; lengths are the ticks that each group takes."""
     last = len(lengths) // size
     shares, seen = Shares(size, last, depth=depth, bound=bound, stragglers=stragglers), Simulated()
-    left, oldest, begun, trained, free_at = dict[int, int](), dict[int, int](), 0, 0, 0
-    num_groups, waiting = size * last, list[tuple[int, list[int]]]()
+    left, oldest, trained, free_at = dict[int, int](), dict[int, int](), 0, 0
+    unbegun, waiting = [*range(size * last)], list[tuple[int, list[int]]]()
     while len(seen.shares) < last:
         assert seen.ticks < 10_000, "nothing happens any more"
         while (share := shares.take(trained)) is not None:
@@ -49,14 +49,13 @@ def simulate(
                 return seen
         for group in shares.overdue(trained):
             seen.canceled.append(group)
-            left.pop(group, None)
-            num_groups += 1
-        room = int(min(shares.room(trained), num_groups - begun))
-        shares.begin(range(begun, begun + room))
-        left |= {group: lengths[group % len(lengths)] for group in range(begun, begun + room)}
-        begun += room
-        if begun == num_groups:
-            shares.end_of_data()
+            del left[group], oldest[group]
+            unbegun.append(group)
+        room = shares.room(trained)
+        begun, unbegun = unbegun[:room], unbegun[room:]
+        assert len(begun) == room, "there are as many as may be begun"
+        shares.begin(begun)
+        left |= {group: lengths[group] for group in begun}
         for group in sorted(left)[:slots]:
             if group not in oldest:
                 oldest[group] = trained
@@ -87,11 +86,9 @@ def test_no_group_is_too_old_or_lost(
     last = len(lengths) // size
     seen = simulate(lengths, size, depth, depth + slack, stragglers, train_ticks, slots)
     handed = [group for share in seen.shares for group in share]
-    assert len(handed) == len({*handed}) == size * last
+    assert sorted(handed) == list(range(size * last))
     assert {len(share) for share in seen.shares} == {size}
     assert max(seen.ages) <= depth + slack
-    assert {*handed}.isdisjoint(seen.canceled)
-    assert sorted([*handed, *seen.canceled]) == list(range(size * last + len(seen.canceled)))
     if stragglers == "wait":
         assert handed == list(range(size * last))
     if stragglers != "cancel":
@@ -107,7 +104,8 @@ def test_waiting_keeps_the_order_and_deferring_does_not_wait(depth: int) -> None
     )
     assert deferring.ticks <= plain.ticks
     assert deferring.shares != plain.shares
-    assert canceling.ticks <= 1.02 * deferring.ticks
+    again = max(lengths[group] for group in canceling.canceled)
+    assert canceling.ticks <= 1.02 * deferring.ticks + again, "what is given up is done again, at the end"
 
 
 def test_groups_wait_for_their_share_while_training_has_enough() -> None:

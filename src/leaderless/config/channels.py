@@ -28,7 +28,8 @@ class ChannelConfig(Section):
     stragglers: Stragglers = "wait"
     """What happens, in continuous mode, to groups that are not finished when training needs rows. `wait`: training
     waits for them. `defer`: groups of later iterations that are finished take their places, and they are trained in a
-    later step, within `max_staleness`. `cancel`: the same, and those that would become too old are given up."""
+    later step, within `max_staleness`. `cancel`: the same, and those that would become too old are given up, and begun
+    again after all others."""
     cache: Literal["keep", "recompute"] = "keep"
     """What happens, in continuous mode, to the keys and values of responses in progress when new weights come."""
 

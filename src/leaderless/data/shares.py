@@ -7,7 +7,7 @@ here asks another rank: the same events in the same order give the same shares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from leaderless.config.channels import Stragglers
@@ -35,7 +35,7 @@ class Shares:
 
         Args:
             size: Number of groups of a share.
-            last: Last iteration of the run, whose share takes all that is left.
+            last: Last iteration of the run; there are `size` groups for each.
             depth: Iterations that the rank may be ahead.
             bound: Largest age of a group when it is trained, in iterations; at least `depth`.
             stragglers: What happens to groups that are not finished when training needs rows.
@@ -45,19 +45,16 @@ class Shares:
         self._size, self._last, self._depth, self._bound, self._stragglers = size, last, depth, bound, stragglers
         self.num_made = num_made
         self._groups: dict[int, _Group] = {}
-        self._has_more = True
 
     @property
     def open(self) -> list[int]:
         """The groups that have been begun, and neither handed over nor given up."""
         return sorted(self._groups)
 
-    def room(self, trained: int) -> float:
+    def room(self, trained: int) -> int:
         """Number of further groups that may be begun when the weights of an iteration have come."""
-        ahead = trained + self._depth + 1
-        if ahead >= self._last:
-            return float("inf")  # whatever is left is trained within the bound
-        return max(0, self._size * ahead - self._size * self.num_made - len(self._groups))
+        ahead = min(trained + self._depth + 1, self._last)
+        return max(0, self._size * (ahead - self.num_made) - len(self._groups))
 
     def begin(self, groups: Iterable[int]) -> None:
         """Note that groups have been begun."""
@@ -67,12 +64,7 @@ class Shares:
         """Forget all groups that are in no share; returns them, ascending."""
         forgotten = self.open
         self._groups.clear()
-        self._has_more = True
         return forgotten
-
-    def end_of_data(self) -> None:
-        """Note that there are no more groups to begin."""
-        self._has_more = False
 
     def sampled(self, group: int, trained: int) -> None:
         """Note that tokens of a group have been sampled with the weights of an iteration."""
@@ -84,40 +76,62 @@ class Shares:
         self._groups[group].is_finished = True
 
     def overdue(self, trained: int) -> list[int]:
-        """Give up groups that would become too old, if training waits and others can take their places."""
-        if self._stragglers != "cancel" or trained < self.num_made or self.num_made + 1 >= self._last:
+        """Give up groups that would become too old, if training waits and others can take their places.
+
+        They are to be begun again, when all others have been.
+        """
+        if self._stragglers != "cancel" or trained < self.num_made:
             return []
-        finished = sum(one.is_finished for one in self._groups.values())
-        late = [group for group in self._due() if not self._groups[group].is_finished]
-        if finished < self._size:
-            return []
+        chosen = self._finished(trained)
+        late = self._too_many(chosen, trained) if len(chosen) == self._size else []
         for group in late:
             del self._groups[group]
         return late
 
     def take(self, trained: int) -> list[int] | None:
         """The groups of the next share, ascending; None if it is not complete."""
-        due, is_last = self._due(), self.num_made + 1 == self._last
-        order = [*due, *(group for group in self.open if group not in due)]
-        wanted = len(order) if is_last else max(self._size, len(due))
-        if self._has_more and (is_last or len(order) < wanted):
+        chosen = self._in_order(trained)[: self._size]
+        if len(chosen) < self._size:
             return None
-        chosen = order[:wanted]
         if not all(self._groups[group].is_finished for group in chosen):
             # Finished groups take the places of others only when training is about to wait.
-            if self._stragglers == "wait" or is_last or trained < self.num_made - 1:
+            if self._stragglers == "wait" or trained < self.num_made - 1:
                 return None
-            if not all(self._groups[group].is_finished for group in due):
-                return None
-            chosen = [group for group in order if self._groups[group].is_finished][:wanted]
-            if len(chosen) < wanted:
+            chosen = self._finished(trained)
+            if len(chosen) < self._size or self._too_many(chosen, trained):
                 return None
         self.num_made += 1
         for group in chosen:
             del self._groups[group]
         return sorted(chosen)
 
-    def _due(self) -> list[int]:
-        """The groups that would be too old in the iteration after the next share, ascending."""
-        oldest = self.num_made + 1 - self._bound
-        return [group for group in self.open if (age := self._groups[group].oldest) is not None and age < oldest]
+    def _in_order(self, trained: int) -> list[int]:
+        """The groups in the order in which they are trained if all are finished.
+
+        In the order of their beginning none becomes too old. If some have overtaken others, the oldest come first.
+        """
+        if self._stragglers == "wait":
+            return self.open
+        return sorted(self.open, key=lambda group: (self._deadline(group, trained), group))
+
+    def _finished(self, trained: int) -> list[int]:
+        """The groups of a share without those that are not finished, if there are enough."""
+        return [group for group in self._in_order(trained) if self._groups[group].is_finished][: self._size]
+
+    def _deadline(self, group: int, trained: int) -> int:
+        """The last iteration in which a group is not too old, or one that comes no later."""
+        oldest = self._groups[group].oldest
+        return (trained if oldest is None else oldest) + 1 + self._bound
+
+    def _too_many(self, chosen: Sequence[int], trained: int) -> list[int]:
+        """The groups for which no place is left within the bound if others make up the next share.
+
+        There are places for all groups, since a rank begins no more than that; so these have been overtaken.
+        """
+        too_many, num_kept = list[int](), 0
+        for group in (group for group in self._in_order(trained) if group not in chosen):
+            if num_kept < self._size * (self._deadline(group, trained) - self.num_made - 1):
+                num_kept += 1
+            else:
+                too_many.append(group)
+        return too_many

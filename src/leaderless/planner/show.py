@@ -227,7 +227,7 @@ def _costs(plan: Plan) -> Iterator[str]:
             yield f"Finished groups overtake others; training waits for one whose tokens would be over {bound} old."
         else:
             yield f"Finished groups overtake others; one whose tokens would be over {bound} old is given up."
-            yield "So long responses are trained less often: compare rollout/ and generation/response_tokens."
+            yield "Such prompts are begun again after all others, so that long responses are trained late."
 
 
 def _channels(plan: Plan) -> Table:

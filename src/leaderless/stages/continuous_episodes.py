@@ -58,11 +58,12 @@ class QueuePump:
         """Sample one response."""
         request = Request(prompt, [sample_id], conversation=conversation)
         order = Order(prompt, sample_id, params, asyncio.get_running_loop().create_future(), Completion())
-        self.tell("ask", sample_id, Wish(request, params, known_tokens, partial(settle, order)))
+        wish = Wish(request, params, known_tokens, partial(settle, order))
+        self.tell("ask", sample_id, wish)
         try:
             return await order.answer
         except asyncio.CancelledError:
-            self.tell("drop", sample_id)
+            self.tell("drop", sample_id, wish)
             raise
 
     def forget(self, conversation: int) -> None:
@@ -85,22 +86,23 @@ class QueuePump:
         self._is_there.wait(BEAT_S)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """An episode that has ended: its group, its place there, and what was played or why that cannot be said."""
-
-    group: int
-    index: int
-    outcome: Episode | Exception
-
-
-@dataclass
-class _Group:
+@dataclass(eq=False)
+class Group:
     """The episodes of a task, in the order of their places."""
 
+    number: int
     episodes: list[Episode | None]
     playing: list[Future[None]]
     num_left: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An episode that has ended: its place in its group, and what was played or why that cannot be said."""
+
+    group: Group
+    index: int
+    outcome: Episode | Exception
 
 
 class EpisodeField:
@@ -149,7 +151,7 @@ class EpisodeField:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
         self._begun: list[int] = []
         self.tally = Tally()
 
@@ -163,13 +165,13 @@ class EpisodeField:
         places = places_of(self._play, prompts, self._recipe, self._tokenizer, self._tools, self._role, self._data)
         siblings = len(self._play.distributions)
         for row, number in enumerate(prompts.ids.tolist()):
-            group = self._groups[number] = _Group([None] * siblings, [], siblings)
+            group = self._groups[number] = Group(number, [None] * siblings, [], siblings)
             for index, place in enumerate(places[row * siblings : (row + 1) * siblings]):
-                playing = self._one(number, index, place)
+                playing = self._one(group, index, place)
                 group.playing.append(asyncio.run_coroutine_threadsafe(playing, self._loop))
             self._begun.append(number)
 
-    async def _one(self, group: int, index: int, place: Place) -> None:
+    async def _one(self, group: Group, index: int, place: Place) -> None:
         """Play an episode; the thread does it."""
         outcome: Episode | Exception
         async with self._free:
@@ -198,29 +200,29 @@ class EpisodeField:
         kind, about = news
         if isinstance(what, Ended):
             return self._end(about, what)
-        if isinstance(what, Wish):
-            self._orders.ask(what)
-        elif kind == "forget":
+        if not isinstance(what, Wish):
             self._orders.forget(about)
+        elif kind == "ask":
+            self._orders.ask(what)
         else:
-            self.tally.voided += self._orders.drop(about)
+            self.tally.voided += self._orders.drop(what)
         return ()
 
     def _end(self, number: int, ended: Ended) -> Sequence[Advance]:
+        group = ended.group
+        if self._groups.get(group.number) is not group:
+            return ()  # given up, and perhaps begun again
         said = [] if isinstance(ended.outcome, Exception) else sampled_in(ended.outcome)
         num_tokens = sum(len(node.tokens) for node in said)
-        facts = {"group": ended.group, "responses": len(said), "tokens": num_tokens}
+        facts = {"group": group.number, "responses": len(said), "tokens": num_tokens}
         self._events.note("end", number, facts)
-        group = self._groups.get(ended.group)
-        if group is None:
-            return ()  # given up
         if isinstance(ended.outcome, Exception):
             raise ended.outcome
         group.episodes[ended.index] = ended.outcome
         group.num_left -= 1
         self.tally.responses += len(said)
         self.tally.tokens += num_tokens
-        return [Advance(ended.group, has_begun=False, is_finished=True)] if not group.num_left else ()
+        return [Advance(group.number, has_begun=False, is_finished=True)] if not group.num_left else ()
 
     def collect(self) -> list[Advance]:
         """Take what an evaluation's steps have brought; groups count from their beginning."""

@@ -159,7 +159,7 @@ class FollowedField:
     def _do(self, kind: str, about: int) -> Sequence[Advance]:
         """Do what an episode wanted."""
         if kind == "drop":
-            self.tally.voided += self._orders.drop(about)
+            self.tally.voided += self._orders.drop(self._orders.oldest(about))
         elif kind == "forget":
             self._orders.forget(about)
         else:
@@ -185,9 +185,7 @@ class FollowedField:
     def _end(self, number: int, facts: Asked) -> Sequence[Advance]:
         about = cast("Mapping[str, int]", {name: facts[name] for name in ("group", "responses", "tokens")})
         self._events.note("end", number, about)
-        group = self._groups.get(about["group"])
-        if group is None:
-            return ()  # given up
+        group = self._groups[about["group"]]
         group.num_left -= 1
         group.num_tokens += about["tokens"]
         self.tally.responses += about["responses"]

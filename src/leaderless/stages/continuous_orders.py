@@ -23,9 +23,9 @@ class EngineWork:
     cached_tokens: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Wish:
-    """A response that an episode asks for.
+    """A response that an episode asks for; one that is given up may ask for the same when it is begun again.
 
     Attributes:
         request: Request with one response.
@@ -96,14 +96,19 @@ class Orders:
         params = SamplingParams(distribution, noted["max_tokens"], stop, seed)
         return Wish(Request(prompt, [sample_id], conversation=conversation), params, noted["known"], give)
 
-    def drop(self, sample_id: int) -> int:
+    def drop(self, wish: Wish) -> int:
         """Abort a response that nobody wants any more; returns the number of tokens that are lost."""
-        self._events.note("drop", sample_id)
-        lost = 0
-        for number in [number for number, one in self._wishes.items() if one.request.sample_ids[0] == sample_id]:
-            lost += len(self._wishes.pop(number).completion.tokens)
-            self._engine.abort(number)
-        return lost
+        number = next((number for number, one in self._wishes.items() if one is wish), None)
+        if number is None:
+            return 0  # it has ended
+        self._events.note("drop", wish.request.sample_ids[0])
+        del self._wishes[number]
+        self._engine.abort(number)
+        return len(wish.completion.tokens)
+
+    def oldest(self, sample_id: int) -> Wish:
+        """What was asked for first of a response that is under way."""
+        return next(wish for wish in self._wishes.values() if wish.request.sample_ids[0] == sample_id)
 
     def forget(self, conversation: int) -> None:
         """Let the engine release what it keeps of a conversation."""

@@ -31,7 +31,7 @@ class Line(TypedDict):
         steps: Steps that the engine had taken since the start when the share was complete.
         events: What happened meanwhile: the steps of the engine before, a kind, and what it is about; see `Events`.
         groups: Groups of the share, ascending.
-        canceled: Groups that were given up.
+        canceled: Groups that were given up, and begun again later.
     """
 
     iteration: int
@@ -54,7 +54,6 @@ class Ahead:
         portions: How they divide the prompts of an iteration, in proportion.
         open: Groups that are in no share yet.
         shares: Groups of the shares that have not been trained, by iteration.
-        given_up: Groups that were given up before these shares, by iteration.
     """
 
     iteration: int
@@ -63,7 +62,6 @@ class Ahead:
     portions: Sequence[int]
     open: Sequence[int]
     shares: Mapping[str, Sequence[int]]
-    given_up: Mapping[str, Sequence[int]]
 
     def to_json(self) -> str:
         """The state as JSON."""
@@ -77,8 +75,7 @@ class Ahead:
             loaded: Iterations whose prompts some rank has loaded.
             prompts_per_step: Prompts of an iteration, over all ranks.
         """
-        known = *self.shares.items(), *self.given_up.items()
-        lost = [group for iteration, groups in known if int(iteration) > made for group in groups]
+        lost = [group for iteration, groups in self.shares.items() if int(iteration) > made for group in groups]
         places = places_of_shard(self.shard, self.portions, prompts_per_step)
         unread = [load * prompts_per_step + place for load in range(self.loaded, loaded) for place in places]
         return [*self.open, *lost, *unread]
@@ -163,7 +160,6 @@ def read_ahead(
     owed = torch.cat(ranks.gather(own.to(torch.int64), what))
     places = places_of_shard(shard, portions, prompts_per_step)
     mine = [group for group in owed.tolist() if group % prompts_per_step in places]
-    # Groups that were given up have left places for others, which are loaded beyond the last iteration.
     needed, there = len(places) * (steps - made), len(mine) + len(places) * max(0, steps - loaded)
     differs = int(ranks.max(torch.tensor([abs(needed - there)]), what))
     if differs and num_shards > 1 and _reduced(portions) != _reduced(first.portions):

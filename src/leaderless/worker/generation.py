@@ -109,9 +109,9 @@ class Generation:
         self._owed, self._events, self._beat, self._script = owed, events, beat, script
         self.grading: GradedAhead | None = None
         self._pending: list[Batch] = []  # prompts that are loaded and not begun, one each
+        self._again: list[Batch] = []  # those of groups that were given up; they come after all others
         self._prompts: dict[int, Batch] = {}  # of groups that are open
         self._handed: dict[int, list[int]] = {}  # groups of shares that are not trained
-        self._given_up: dict[int, list[int]] = {}  # before them
         self._canceled: list[int] = []
         self._num_loaded = owed.first - 1
         loader.position = self._num_loaded * loader.recipe.batch.prompts_per_step
@@ -161,7 +161,7 @@ class Generation:
     def snapshot(self) -> Ahead:
         """What is to be done again if the run continues from now."""
         trained = self._arrivals.trained
-        waiting = [int(prompt.ids) for prompt in self._pending]
+        waiting = [int(prompt.ids) for prompt in (*self._pending, *self._again)]
         return Ahead(
             iteration=self._shares.num_made,
             loaded=self._num_loaded,
@@ -169,8 +169,6 @@ class Generation:
             portions=self._loader.portions,
             open=sorted({*self._shares.open, *waiting, *self._owed.left_from(self._num_loaded + 1)}),
             shares={str(made): groups for made, groups in self._handed.items() if made > trained},
-            given_up={str(made): groups for made, groups in self._given_up.items() if made > trained}
-            | {str(self._shares.num_made + 1): self._canceled},
         )
 
     def _step(self) -> None:
@@ -188,18 +186,19 @@ class Generation:
 
     def _begin(self) -> None:
         """Begin as many groups as may be."""
-        room = int(min(self._shares.room(self._arrivals.trained), self._num_left))
-        while len(self._pending) < room:
+        room = min(self._shares.room(self._arrivals.trained), self._num_left)
+        while len(self._pending) < min(room, self._num_left - len(self._again)):
             self._load()
         chosen, self._pending = self._pending[:room], self._pending[room:]
+        if len(chosen) < room:
+            first = room - len(chosen)
+            chosen, self._again = [*chosen, *self._again[:first]], self._again[first:]
         if chosen:
             self._field.begin(Batch.concat(chosen))
             groups = [int(prompt.ids) for prompt in chosen]
             self._prompts |= zip(groups, chosen, strict=True)
             self._shares.begin(groups)
             self._num_left -= len(chosen)
-        if not self._num_left:
-            self._shares.end_of_data()
 
     def _load(self) -> None:
         """Load the prompts of one more iteration, but for those that are trained already."""
@@ -217,7 +216,7 @@ class Generation:
             self._field.give_up(group)
             if self.grading is not None:
                 self.grading.forget(group)
-            del self._prompts[group]
+            self._again.append(self._prompts.pop(group))
             self._canceled.append(group)
             self._num_left += 1
 
@@ -261,10 +260,7 @@ class Generation:
         # An evaluation may have sampled tokens of groups with these weights: that must be noted before others come.
         self._note(self._field.collect())
         trained = self._arrivals.trained
-        self._handed, self._given_up = (
-            {made: groups for made, groups in known.items() if made > trained}
-            for known in (self._handed, self._given_up)
-        )
+        self._handed = {made: groups for made, groups in self._handed.items() if made > trained}
 
     def _hand_over(self, share: list[int]) -> Batch:
         iteration, now = self._shares.num_made, time.perf_counter()
@@ -282,7 +278,7 @@ class Generation:
             raise self._unlike(f"has handed over groups {_some(share)}")
         if self.grading is not None:
             self.grading.hand_over(share)
-        self._handed[iteration], self._given_up[iteration] = share, self._canceled
+        self._handed[iteration] = share
         self.facts, self._events.facts = self._events.facts, []
         self._events.happened, self._canceled = [], []
         return Batch.concat([self._prompts.pop(group) for group in share])
@@ -310,7 +306,8 @@ class Generation:
         self._events.steps = 0
         lost = self._shares.forget()
         self._num_left += len(lost)
-        self._pending = [*(self._prompts.pop(group) for group in lost), *self._pending]
+        waiting = [*(self._prompts.pop(group) for group in lost), *self._pending, *self._again]
+        self._pending, self._again = sorted(waiting, key=lambda prompt: int(prompt.ids)), []
         while self._arrivals.trained < line["trained"]:
             self._arrivals.take()
 

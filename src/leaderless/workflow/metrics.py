@@ -134,7 +134,10 @@ METRICS: dict[str, Metric] = {
         _CONTINUOUS,
     ),
     "generation/voided_tokens": Metric("tokens of groups that were given up", _CONTINUOUS),
-    "generation/canceled": Metric("groups that were given up because they would have been too old", _CONTINUOUS),
+    "generation/canceled": Metric(
+        "groups that were given up because they would have been too old, and are begun again after all others",
+        _CONTINUOUS,
+    ),
     "generation/deferred": Metric("groups of the step that later groups have overtaken", _CONTINUOUS),
     "generation/open": Metric("groups that are under way when a share is complete, over all ranks", _CONTINUOUS),
     "group/no_signal": Metric("share of groups without an advantage, which change no weight"),
