@@ -1,11 +1,12 @@
-"""Generation and training at once against lockstep, on four ranks: heavy-tailed lengths, and episodes with slow tools.
+"""Generation and training at once against lockstep, on four ranks.
 
     python benchmarks/asynchrony.py  # the table goes into docs/performance.md
 
 An engine that takes the time of its tokens, and a training back end that takes the time of its own (see
 `asynchrony_parts`), stand for a larger model; all else is the real command, `leaderless train`, and every worker is a
-process. The settings take turns, and each run is saved as soon as it is done. The first iterations, in which nothing is
-in flight yet, are left out: rates are samples per second between two later steps.
+process. Lengths of responses have a heavy tail; tools and rewards may be slow. The settings take turns, and each run is
+saved as soon as it is done. The first iterations, in which nothing is in flight yet, are left out: rates are samples
+per second between two later steps.
 
 Where ranks help, two more workers generate on the devices of those that train. For this, training is light, and tokens
 cost more by the sequence than by the step, so that there is time to help in, and work that more ranks do faster.
@@ -40,6 +41,7 @@ COMMON = (
 WORKLOADS: Mapping[str, Sequence[str]] = {
     "heavy-tailed lengths": (),
     "light training": (),
+    "slow rewards": ("reward={'asynchrony_parts:slow_reward': 1.0}", "run.reward_processes=1"),
     "episodes with tools": (
         "environment={type: 'asynchrony_parts:Tools', max_turns: 3, max_episode_tokens: 400, concurrency: 256}",
         "rollout.max_response_tokens=64",
@@ -54,16 +56,18 @@ COSTS: Mapping[str, Mapping[str, str]] = {
 """Other costs of a workload than those of `asynchrony_parts`."""
 GENERATING, TRAINING = ("rollout", "reward"), ("advantage", "policy")
 POOLS = {node: {"ranks": "0-1"} for node in GENERATING} | {node: {"ranks": "2-3"} for node in TRAINING}
-
-
+GRADED_LATE = POOLS | {"reward": POOLS["policy"]}
+"""Rewards are computed by the ranks that train."""
 HELPED = {node: {"ranks": "0-1,4-5"} for node in GENERATING} | {node: POOLS[node] for node in TRAINING}
 
 
-def channel(capacity: int, stragglers: str = "", slack: int = 0) -> tuple[str, ...]:
+def channel(
+    capacity: int, stragglers: str = "", slack: int = 0, pools: Mapping[str, Mapping[str, str]] = POOLS
+) -> tuple[str, ...]:
     """Settings of two pools with a channel between them."""
     mode = f", mode: continuous, stragglers: {stragglers}" if stragglers else ""
     bound = f", max_staleness: {capacity + slack}" if slack else ""
-    return f"layout={json.dumps(POOLS)}", f"channels={{rollout: {{capacity: {capacity}{bound}{mode}}}}}"
+    return f"layout={json.dumps(pools)}", f"channels={{rollout: {{capacity: {capacity}{bound}{mode}}}}}"
 
 
 def helped(capacity: int, portions: Sequence[int]) -> tuple[str, ...]:
@@ -82,6 +86,7 @@ WAYS: Mapping[str, Sequence[str]] = {
     "continuous, bound 2": channel(2, "wait"),
     "continuous, depth 1, bound 2, defer": channel(1, "defer", 1),
     "continuous, bound 2, cancel": channel(2, "cancel"),
+    "continuous, bound 2, rewards where training is": channel(2, "wait", pools=GRADED_LATE),
     "continuous, bound 4": channel(4, "wait"),
     "continuous, depth 2, bound 4, defer": channel(2, "defer", 2),
     "continuous, bound 2, two more ranks help": helped(2, [3, 3, 1, 1]),
@@ -105,9 +110,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--keep", action="store_true", help="add to the results that are there")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    runs: list[Run] = []
+    runs: list[Run] = json.loads(options.results.read_text(encoding="utf-8"))["runs"] if options.keep else []
     for _ in range(options.repeats):
         for workload in options.workloads:
             for way in options.ways:

@@ -13,6 +13,7 @@ from random import Random
 from leaderless import EngineSetup, Environment, RolloutSetup, Turn, rollout_engine, train_backend
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.causal_lm import load_causal_lm
+from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.training.engine import Result, UpdateInfo
 from leaderless.training.fsdp import FsdpEngine
@@ -27,6 +28,8 @@ MEDIAN_TOKENS, SIGMA = 60, 1.1
 """Median length of a response, and the spread of its logarithm."""
 DELAY_S = 0.5
 """Median time of an answer of the environment."""
+REWARD_S = 0.05
+"""Time in which a slow reward judges a response."""
 
 
 @dataclass
@@ -139,6 +142,12 @@ def _sleep_until(due: float) -> None:
 @train_backend(shards_weights=True)
 def make_trainer(setup: EngineSetup) -> TokenTrainer:
     return TokenTrainer(setup)
+
+
+def slow_reward(sample: RewardInput) -> float:
+    """Judge a response, slowly."""
+    time.sleep(REWARD_S)
+    return float(len(sample.response) % 2)
 
 
 class Tools(Environment):
