@@ -176,14 +176,14 @@ def layouts(folder: Path, num_workers: int) -> Iterator[tuple[str, dict[str, str
     """Every layout of the search space that can run: its name, ranks by node, lag, and predicted seconds of a step."""
     from leaderless import Run
     from leaderless.config import RecipeError
-    from leaderless.planner.auto.candidates import candidates_of
+    from leaderless.planner.auto.candidates import Allowed, candidates_of
     from leaderless.planner.auto.choose import predict_step
     from leaderless.planner.auto.profile import read_profile
 
     with inside(folder):
         max_lag, found = int((folder / "max_lag").read_text(encoding="utf-8")), []
         measured = read_profile(folder / "profile.json")
-        for candidate in candidates_of(Run("recipe.yaml").plan(num_workers), max_lag):
+        for candidate in candidates_of(Run("recipe.yaml").plan(num_workers), Allowed(max_lag)):
             layout = {name: config.ranks for name, config in candidate.layout.items()}
             run = Run("recipe.yaml", *settings_of(layout, candidate.lag))
             try:

@@ -14,7 +14,7 @@ from tests.unit.recipes import make_recipe, only_problem, plan_of, write_model
 from leaderless.config import RecipeError
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.planner import Cluster, make_plan
-from leaderless.planner.auto.candidates import candidates_of
+from leaderless.planner.auto.candidates import Allowed, candidates_of
 from leaderless.planner.auto.choose import choose_layout, predict_step
 from leaderless.planner.auto.laws import fit_seconds
 from leaderless.planner.auto.places import fullest_place
@@ -163,7 +163,7 @@ def test_pools_that_work_one_behind_the_other_are_compared_in_windows_if_that_is
 
 def test_every_lag_up_to_the_largest_is_a_power_of_two_or_the_largest():
     plan = make_plan(make_recipe(), GRPO, Cluster(2))
-    assert sorted({candidate.lag for candidate in candidates_of(plan, 6)}) == [0, 1, 2, 4, 6]
+    assert sorted({candidate.lag for candidate in candidates_of(plan, Allowed(max_lag=6))}) == [0, 1, 2, 4, 6]
 
 
 def test_every_rank_chooses_the_same_and_the_profile_is_part_of_the_plan():

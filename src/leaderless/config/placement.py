@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from leaderless.config.base import Section
 
@@ -28,6 +28,36 @@ class PlacementConfig(Section):
     max_windows: int = Field(default=1, ge=1)
     """Most parts of a step that pass through pools one behind the other, as `batch.windows_per_step`: powers of two up
     to it are compared. A number that the recipe sets above 1 is kept instead."""
+    continuous: bool = False
+    """Let ranks that generate also work on several iterations at once, as with `channels.*.mode: continuous`. Which
+    weights sample which token depends on time then."""
+    max_staleness: int | None = Field(default=None, ge=1)
+    """With `continuous`, most optimizer steps between the weights that sampled a token and those that are trained with
+    it; capacities of powers of two up to what it allows are compared. By default what `max_lag` allows."""
+
+    @model_validator(mode="after")
+    def _check_continuous(self) -> PlacementConfig:
+        if self.continuous and not (self.max_lag or self.max_staleness):
+            raise ValueError(
+                "continuous=true needs room to be ahead: set max_staleness to at least batch.updates_per_step, or "
+                "max_lag to at least 1"
+            )
+        if self.max_staleness is not None and not self.continuous:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} bounds continuous generation, which is not allowed here: set "
+                "continuous: true, or leave it out"
+            )
+        return self
+
+    def max_ahead(self, updates_per_step: int) -> int:
+        """Most iterations that continuous generation may be ahead; 0 if there must be none.
+
+        Args:
+            updates_per_step: Optimizer steps of an iteration.
+        """
+        if not self.continuous or self.max_staleness is None:
+            return self.max_lag if self.continuous else 0
+        return self.max_staleness // updates_per_step
 
 
 def expand_auto(settings: Mapping[str, object]) -> Mapping[str, object]:

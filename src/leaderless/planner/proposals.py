@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from leaderless.config import Recipe, RecipeError
 from leaderless.config.layout import LayoutConfig
-from leaderless.planner.auto.candidates import Candidate, candidates_of, placeable
+from leaderless.planner.auto.candidates import Allowed, Candidate, candidates_of, placeable
 from leaderless.planner.auto.profile import MachineIdentity, Profile, StageSeconds
 from leaderless.planner.auto.rough import Rough
 from leaderless.planner.auto.seconds import StepSeconds
@@ -112,7 +112,7 @@ def _turned(candidate: Candidate, world_size: int) -> Iterator[Candidate]:
 
 def _candidates(base: Plan, notable: set[str], *, is_ahead: bool) -> Iterator[Candidate]:
     """Candidates that keep the lag of generation: it is what it is, as other numbers would follow from another one."""
-    for candidate in candidates_of(base, int(is_ahead), notable):
+    for candidate in candidates_of(base, Allowed(max_lag=int(is_ahead), alone=notable)):
         if bool(candidate.lag) == is_ahead:
             yield candidate
 

@@ -147,7 +147,8 @@ def _ways(recipe: Recipe, prompts: int, workers: int) -> list[tuple[str, dict[st
         layout = {name: {"ranks": first} for name in generating} | {name: {"ranks": second} for name in others}
         # Few ranks may generate all rows: such shards are measured, too.
         ways.append(("pools", {"layout": layout, "batch.prompts_per_step": 2 * prompts}))
-        if recipe.placement is not None and recipe.placement.max_lag:
+        placement = recipe.placement
+        if placement is not None and (placement.max_lag or placement.continuous):
             # What is ahead may need nodes that a step in lockstep does without, as log-probs before the update.
             ways.append(("ahead", {"layout": layout, "channels": {generating[0]: {"capacity": 1}}}))
     return ways

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from leaderless.config.channels import ChannelConfig
 from leaderless.config.layout import LayoutConfig
@@ -29,12 +30,15 @@ class Candidate:
         lag: Iterations that generation is ahead.
         leader: Node that generates, if that is ahead.
         windows: Parts in which rows pass through the pools.
+        cache: What becomes of responses in progress when new weights come, if `leader` generates continuously; empty if
+            it does not.
     """
 
     pools: Mapping[str, Pool]
     lag: int = 0
     leader: str = ""
     windows: int = 1
+    cache: Literal["keep", "recompute", ""] = ""
 
     @property
     def layout(self) -> dict[str, LayoutConfig]:
@@ -47,7 +51,9 @@ class Candidate:
     @property
     def channels(self) -> dict[str, ChannelConfig]:
         """The section `channels` of a recipe."""
-        return {self.leader: ChannelConfig(capacity=self.lag)} if self.lag else {}
+        if not self.cache:
+            return {self.leader: ChannelConfig(capacity=self.lag)} if self.lag else {}
+        return {self.leader: ChannelConfig(capacity=self.lag, mode="continuous", cache=self.cache)}
 
     def __str__(self) -> str:
         """As in `rollout, reward 0-5; policy 6-7; lag 1`."""
@@ -57,11 +63,32 @@ class Candidate:
         for name, pool in self.pools.items():
             names.setdefault(pool, []).append(name)
         parts = [f"{', '.join(nodes)} on {a}{f'-{b - 1}' if b - a > 1 else ''}" for (a, b), nodes in names.items()]
-        return "; ".join(parts) + (f"; lag {self.lag}" if self.lag else "") + self._parts
+        return "; ".join(parts) + self._ahead + (f"; {self.windows} windows" if self.windows > 1 else "")
 
     @property
-    def _parts(self) -> str:
-        return f"; {self.windows} windows" if self.windows > 1 else ""
+    def _ahead(self) -> str:
+        if self.cache:
+            return f"; continuous, at most {self.lag} ahead"
+        return f"; lag {self.lag}" if self.lag else ""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the user allows to be chosen.
+
+    Attributes:
+        max_lag: Most iterations that generation may be ahead.
+        max_windows: Most parts in which rows pass through pools in lockstep.
+        alone: Nodes without a model that may have ranks of their own.
+        max_ahead: Most iterations that continuous generation may be ahead; 0 if there must be none.
+        cache: What the engine makes of responses in progress when new weights come.
+    """
+
+    max_lag: int = 0
+    max_windows: int = 1
+    alone: Collection[str] = ()
+    max_ahead: int = 0
+    cache: Literal["keep", "recompute"] = "keep"
 
 
 def placeable(plan: Plan) -> list[PlannedNode]:
@@ -95,16 +122,10 @@ def units_of(plan: Plan, alone: Collection[str] = ()) -> list[list[str]]:
     return [*found[: MAX_UNITS - 1], [name for unit in found[MAX_UNITS - 1 :] for name in unit]][:MAX_UNITS]
 
 
-def candidates_of(plan: Plan, max_lag: int, alone: Collection[str] = (), max_windows: int = 1) -> Iterator[Candidate]:
-    """All candidates, the simplest first.
-
-    Args:
-        plan: Plan of the recipe with all nodes on all ranks.
-        max_lag: Most iterations that generation may be ahead.
-        alone: Nodes without a model that may have ranks of their own.
-        max_windows: Most parts in which rows pass through pools in lockstep.
-    """
+def candidates_of(plan: Plan, allowed: Allowed) -> Iterator[Candidate]:
+    """All candidates, the simplest first, for the plan of a recipe with all nodes on all ranks."""
     yield Candidate({})
+    alone = allowed.alone
     units = [unit for unit in units_of(plan, alone) if unit]
     generating = {node.name for node in plan.nodes if node.spec.role_use == "generate"}
     streaming = {node.name for node in plan.nodes if node.spec.streams}
@@ -112,17 +133,23 @@ def candidates_of(plan: Plan, max_lag: int, alone: Collection[str] = (), max_win
         for sizes in _sizes(plan.world_size, len(parts)):
             pools = _place(units, parts, sizes)
             num_streaming = sum(any(name in streaming for unit in part for name in units[unit]) for part in parts)
-            windows = _doublings(max_windows) if num_streaming > 1 else [1]
+            windows = _doublings(allowed.max_windows) if num_streaming > 1 else [1]
             yield from (Candidate(pools, windows=number) for number in windows)
             ahead = [part for part in parts if any(units[unit][0] in generating for unit in part)]
-            if max_lag and len(ahead) == 1 and all(units[unit][0] in generating for unit in ahead[0]):
-                yield from (Candidate(pools, lag, units[ahead[0][0]][0]) for lag in _doublings(max_lag))
+            if len(ahead) == 1 and all(units[unit][0] in generating for unit in ahead[0]):
+                yield from _ahead(pools, units[ahead[0][0]][0], allowed)
     # What generates, or all that has a model, uses all ranks, and the others share them out.
     for shared in ([unit for unit in units if unit[0] not in generating], [unit for unit in units if unit[0] in alone]):
         everywhere = {name: (0, plan.world_size) for unit in units if unit not in shared for name in unit}
         for parts in _partitions(list(range(len(shared)))) if everywhere else ():
             for sizes in _sizes(plan.world_size, len(parts)):
                 yield Candidate(everywhere | _place(shared, parts, sizes))
+
+
+def _ahead(pools: Mapping[str, Pool], leader: str, allowed: Allowed) -> Iterator[Candidate]:
+    """Candidates whose generation is ahead of training."""
+    yield from (Candidate(pools, lag, leader) for lag in _doublings(allowed.max_lag) if lag)
+    yield from (Candidate(pools, lag, leader, cache=allowed.cache) for lag in _doublings(allowed.max_ahead) if lag)
 
 
 def _doublings(most: int) -> list[int]:

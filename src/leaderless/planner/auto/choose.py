@@ -7,12 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from leaderless.config import Recipe, RecipeError
-from leaderless.planner.auto.candidates import Candidate, candidates_of
+from leaderless.planner.auto.candidates import Allowed, Candidate, candidates_of
 from leaderless.planner.auto.profile import Profile, check_profile
 from leaderless.planner.auto.rough import Rough
 from leaderless.planner.auto.seconds import StepSeconds
 from leaderless.planner.auto.walk import Predicted, predict
 from leaderless.planner.costs.cluster import GIB
+from leaderless.planner.engines import engine_of
 from leaderless.planner.fit import fit_plan
 from leaderless.planner.layout import Cluster
 from leaderless.planner.make_plan import make_plan
@@ -74,16 +75,14 @@ def choose_layout(recipe: Recipe, workflow: Workflow, cluster: Cluster, profile:
         RecipeError: The profile is one of other settings, or nothing fits into memory.
     """
     check_profile(profile, recipe)
-    max_lag = recipe.placement.max_lag if recipe.placement and not recipe.open_channels else 0
-    max_windows = recipe.placement.max_windows if recipe.placement and recipe.batch.windows_per_step == 1 else 1
     plain = recipe.model_copy(update={"layout": {}, "placement": None})
     base = make_plan(plain.model_copy(update={"channels": {}}), workflow, cluster)
     _check_known(base, profile)
     steps = StepSeconds(profile, recipe)
-    candidates = list(candidates_of(base, max_lag, max_windows=max_windows))
+    candidates = list(candidates_of(base, _allowed(recipe, base)))
+    candidates, refused = _without_impossible(candidates, plain, workflow, cluster)
     ranked = _ranked(candidates, base, _plan_ahead(candidates, plain, workflow, cluster), profile, steps)
     options: list[Option] = []
-    refused: list[tuple[Candidate, str]] = []
     num_planned = NUM_PLANNED if cluster.world_size < MANY_RANKS else FEW_PLANS
     for candidate in _with_plain(ranked):
         if len(options) >= num_planned:
@@ -131,6 +130,46 @@ def _check_known(plan: Plan, profile: Profile) -> None:
         )
 
 
+def _allowed(recipe: Recipe, base: Plan) -> Allowed:
+    """What a recipe lets the planner choose: it keeps the channels and windows that it sets itself.
+
+    Raises:
+        RecipeError: Continuous generation is allowed, but not to be an iteration ahead.
+    """
+    placement = recipe.placement
+    if placement is None:
+        return Allowed()
+    max_windows = placement.max_windows if recipe.batch.windows_per_step == 1 else 1
+    if recipe.open_channels:
+        return Allowed(max_windows=max_windows)
+    max_ahead = placement.max_ahead(recipe.batch.updates_per_step)
+    if placement.continuous and not max_ahead:
+        raise RecipeError.at(
+            "placement.max_staleness",
+            f"is {placement.max_staleness}, but with batch.updates_per_step={recipe.batch.updates_per_step} rows of an "
+            f"iteration ahead are older: set at least {recipe.batch.updates_per_step}, or leave continuous out",
+        )
+    engines = [instance.engine for instance in base.instances if instance.generates]
+    keeps = all("keep" in engine_of(engine).updates for engine in engines)
+    return Allowed(placement.max_lag, max_windows, max_ahead=max_ahead, cache="keep" if keeps else "recompute")
+
+
+def _without_impossible(
+    candidates: list[Candidate], plain: Recipe, workflow: Workflow, cluster: Cluster
+) -> tuple[list[Candidate], list[tuple[Candidate, str]]]:
+    """The candidates without those that generate continuously, and why, if this recipe cannot do so."""
+    first = next((one for one in candidates if one.cache), None)
+    if first is None:
+        return candidates, []
+    try:
+        make_plan(plain.model_copy(update={"layout": first.layout, "channels": first.channels}), workflow, cluster)
+    except RecipeError as error:
+        problem = error.problems[0]
+        if problem.key.startswith("channels."):
+            return [one for one in candidates if not one.cache], [(first, str(error))]
+    return candidates, []
+
+
 def _plan_ahead(candidates: list[Candidate], plain: Recipe, workflow: Workflow, cluster: Cluster) -> Plan | None:
     """A plan in which generation is ahead: it may have other nodes. None if no candidate allows one."""
     for candidate in (one for one in candidates if one.lag):
@@ -156,13 +195,17 @@ def _with_plain(ranked: list[Candidate]) -> Iterator[Candidate]:
 
 
 def _simplest(options: list[Option]) -> Option:
-    """Of the options that are about as fast as the first, the one of the smallest lag, fewest pools and windows."""
+    """Of the options that are about as fast as the first, the one of the smallest lag, fewest pools and windows.
+
+    Generation that is not continuous is simpler: its numbers do not depend on time.
+    """
     enough = EQUAL * options[0].predicted.seconds
     near = [option for option in options if option.predicted.seconds <= enough]
 
     def complexity(option: Option) -> tuple[float, ...]:
         candidate = option.candidate
-        return (candidate.lag, len(set(candidate.pools.values())), candidate.windows, option.predicted.seconds)
+        num_pools = len(set(candidate.pools.values()))
+        return (bool(candidate.cache), candidate.lag, num_pools, candidate.windows, option.predicted.seconds)
 
     return min(near, key=complexity)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,22 @@ MAX_DRAWN = 1 << 16
 
 Lengths = NDArray[np.int64]
 Seconds = NDArray[np.float64]
+
+
+class Rates(NamedTuple):
+    """What the share of each rank takes in an engine that begins the next response as soon as one has ended.
+
+    Attributes:
+        work: [draws, shards] seconds for which the share takes up the engine: what a step costs is shared by the
+            responses that are under way.
+        alone: [draws, shards] seconds until its last response has ended, if the engine has nothing else to do.
+        longest: [draws, shards] the part of `alone` in which the longest response is waited for, at the pace of an
+            engine that has nothing else to do; zeros if other responses do not slow it down.
+    """
+
+    work: Seconds
+    alone: Seconds
+    longest: Seconds
 
 
 class StepSeconds:
@@ -73,17 +91,28 @@ class StepSeconds:
         return np.broadcast_to(seconds, (num_windows, self.num_draws))
 
     def _own(self, law: StageSeconds, num_shards: int, num_windows: int) -> Seconds:
-        num_parts = num_shards * num_windows
-        begins = np.arange(num_parts) * self._prompts // num_parts
-        sizes = np.diff(np.append(begins, self._prompts)) * self._lengths.shape[2]
-        begins = np.minimum(begins, self._prompts - 1)  # of parts without a prompt
-        of_prompts, longest_of = self._lengths.sum(axis=2), self._lengths.max(axis=2)
-        parts = law.fixed_s + law.row_s * sizes + law.token_s * np.add.reduceat(of_prompts, begins, axis=1)
-        parts = parts + law.longest_s * np.maximum.reduceat(longest_of, begins, axis=1)
-        if law.place_s:
-            parts = parts + law.place_s * self._fullest(law, sizes)
+        parts = self._of_parts(law, [1] * (num_shards * num_windows)).alone
         windows: Seconds = parts.reshape(self.num_draws, num_shards, num_windows).max(axis=1).T
         return windows
+
+    def rates(self, node: PlannedNode, portions: Sequence[int]) -> Rates:
+        """What a node takes for shards that divide prompts in the proportion of some portions, and never pause."""
+        return self._of_parts(self._profile.stages.get(node.name, StageSeconds()), portions)
+
+    def _of_parts(self, law: StageSeconds, portions: Sequence[int]) -> Rates:
+        """[draws, parts] of rows that their parts keep; parts have prompts in the proportion of some portions."""
+        ends = np.cumsum(portions) * self._prompts // sum(portions)
+        begins = np.append(0, ends[:-1])
+        sizes = (ends - begins) * self._lengths.shape[2]
+        begins = np.minimum(begins, self._prompts - 1)  # of parts without a prompt
+        tokens = np.add.reduceat(self._lengths.sum(axis=2), begins, axis=1)
+        longest = law.longest_s * np.maximum.reduceat(self._lengths.max(axis=2), begins, axis=1)
+        linear = law.fixed_s + law.row_s * sizes + law.token_s * tokens
+        alone, work = linear + longest, linear + law.longest_s * tokens / self._recipe.rollout.max_sequences
+        if law.place_s:
+            alone = alone + law.place_s * self._fullest(law, sizes)
+            work = work + law.place_s * (tokens + law.pause_tokens * sizes) / law.places
+        return Rates(np.minimum(work, alone), alone, longest)
 
     def _fullest(self, law: StageSeconds, sizes: Lengths) -> Seconds:
         """[draws, parts] tokens of the fullest place, for parts of these numbers of rows one after the other."""

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from leaderless.planner.auto.choose import Choice, Option
     from leaderless.planner.auto.walk import Predicted
 
+NOTABLE = 1.005
+"""From this number of times the seconds of the choice on, an option is shown as slower: 1 % and more."""
+
 
 def print_choice(choice: Choice, console: Console) -> None:
     """Print the chosen layout and the next best, with predicted seconds."""
@@ -43,11 +46,13 @@ def reason(option: Option, choice: Choice) -> str:
     if option is choice.best:
         name = max(mine.nodes, key=mine.nodes.__getitem__)
         return f"'{name}' takes the most, {mine.nodes[name]:.3g} s"
-    if mine.seconds <= best.seconds:
-        return "about as fast, but further ahead, or in more pools or windows"
+    if mine.seconds < NOTABLE * best.seconds:
+        return "about as fast, but further ahead, continuous, or in more pools or windows"
     slower = {name: seconds - best.nodes.get(name, 0.0) for name, seconds in mine.nodes.items()}
     name = max(slower, key=slower.__getitem__)
     change = f"{mine.seconds / best.seconds - 1:.0%} slower"
+    if slower[name] <= 0 and option.candidate.cache:
+        return f"{change}: responses that take over {option.candidate.lag + 1} steps hold training up"
     if slower[name] <= 0:
         return f"{change}: pools wait for each other"
     return f"{change}: '{name}' takes {mine.nodes[name]:.3g} s, not {best.nodes.get(name, 0.0):.3g}"
@@ -59,6 +64,7 @@ def choice_to_json(choice: Choice) -> dict[str, object]:
         {
             "layout": {name: config.ranks for name, config in option.recipe.layout.items()},
             "capacity": option.candidate.lag,
+            "continuous": bool(option.candidate.cache),
             "windows": option.recipe.batch.windows_per_step,
             "seconds": option.predicted.seconds,
             "error": option.predicted.error,

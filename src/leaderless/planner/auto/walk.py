@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from leaderless.planner.auto.continuous import Pools, step_seconds
 from leaderless.planner.auto.profile import Profile
 from leaderless.planner.auto.seconds import Seconds, StepSeconds, has_own_rows
 from leaderless.planner.entries import Action, Load, Pull, Reshard, RunNode, SyncWeights, Windowed, flat
@@ -30,14 +31,31 @@ class Predicted:
 
 def predict(plan: Plan, profile: Profile, steps: StepSeconds) -> Predicted:
     """Walk through the plan's schedule with the clocks of its ranks; several loops go on next to each other."""
-    took = [_LoopClocks(plan, loop, profile, steps).seconds() for loop in plan.loops]
     means = {node.name: float(_of_node(plan, node.name, steps).sum(axis=0).mean()) for node in plan.nodes}
     laws = {name: profile.stages[name].error for name in means if name in profile.stages}
     total = sum(means[name] for name in laws) or 1.0
     error = sum(means[name] * laws[name] for name in laws) / total
+    return Predicted(_seconds(plan, profile, steps) + profile.overhead_s, error, means)
+
+
+def _seconds(plan: Plan, profile: Profile, steps: StepSeconds) -> float:
+    """Seconds of an iteration in the long run."""
+    training = _LoopClocks(plan, plan.loops[-1], profile, steps).seconds()
+    if plan.loops[0].is_continuous:
+        return step_seconds(_pools(plan, plan.loops[0], training, profile, steps))
+    took = [*(_LoopClocks(plan, loop, profile, steps).seconds() for loop in plan.loops[:-1]), training]
     handed_s = profile.reshard_s * sum(len(channel.reshards) for channel in plan.channels)
-    seconds = _pace(took, [loop.lag for loop in plan.loops], handed_s)
-    return Predicted(seconds + profile.overhead_s, error, means)
+    return _pace(took, [loop.lag for loop in plan.loops], handed_s)
+
+
+def _pools(plan: Plan, loop: Loop, training: Seconds, profile: Profile, steps: StepSeconds) -> Pools:
+    """The pools of a plan whose first loop generates continuously."""
+    sampler = next(plan[name] for name in loop.nodes if plan[name].spec.samples)
+    load = next(entry for entry in loop.schedule if isinstance(entry, Load))
+    rates = steps.rates(sampler, load.portions or (1,) * sampler.layout.dp)
+    others = [_of_node(plan, name, steps).sum(axis=0) for name in loop.nodes if name != sampler.name]
+    syncs_s = profile.sync_s * sum(isinstance(entry, Pull) for entry in loop.schedule)
+    return Pools(rates, sum(others, np.full(steps.num_draws, syncs_s)), training, loop.lag)
 
 
 def _of_node(plan: Plan, name: str, steps: StepSeconds, num_windows: int = 1) -> Seconds:

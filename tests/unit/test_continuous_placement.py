@@ -1,0 +1,198 @@
+"""The planner predicts continuous generation, and chooses it where it is allowed and faster."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from tests.unit.recipes import make_recipe
+from tests.unit.test_placement import GRPO, auto_recipe, make_profile
+
+from leaderless.config import RecipeError
+from leaderless.planner import Cluster, make_plan
+from leaderless.planner.auto.choose import choose_layout, predict_step
+from leaderless.planner.auto.continuous import Pools, step_seconds
+from leaderless.planner.auto.profile import StageSeconds
+from leaderless.planner.auto.seconds import Rates
+from leaderless.planner.auto.show import reason
+from leaderless.planner.engines import rollout_engine
+
+STEP_S = 0.005
+TAIL_S, UPDATE = StageSeconds(longest_s=STEP_S, token_s=2e-5), StageSeconds(token_s=3e-4)
+PROMPTS, SIBLINGS = 16, 4
+
+
+@rollout_engine()
+def takes_weights_between_requests(setup: object) -> None:
+    """An engine that the planner alone knows."""
+
+
+def tail_lengths(sigma: float, number: int = 256 * SIBLINGS) -> list[int]:
+    drawn = np.random.default_rng(0).lognormal(4.0, sigma, size=number)
+    return np.clip(drawn, 1, 512).astype(int).tolist()
+
+
+def step_by_step(
+    lengths: np.ndarray, token_s: float, slots: int, capacity: int, training_s: float, first: int = 8
+) -> float:
+    """Seconds of an iteration, worked out for each step of each rank's engine.
+
+    Args:
+        lengths: [iterations, ranks, rows] tokens.
+        token_s: Seconds of a step for each response under way.
+        slots: Most responses under way.
+        capacity: Iterations that a rank may be ahead.
+        training_s: Seconds of training.
+        first: Iterations that are left out.
+    """
+    num_iterations, num_ranks, num_rows = lengths.shape
+    clocks, shares = np.zeros(num_ranks), [0] * num_ranks
+    open_rows: list[list[list[int]]] = [[] for _ in range(num_ranks)]  # share and tokens left
+    left = np.full((num_iterations, num_ranks), num_rows)
+    done, trained = np.zeros((num_iterations, num_ranks)), list[float]()
+    while len(trained) < num_iterations:
+        rank = int(clocks.argmin())
+        rows = open_rows[rank]
+        while shares[rank] < num_iterations:
+            weights = shares[rank] - 1 - capacity
+            if weights >= 0 and (weights >= len(trained) or trained[weights] > clocks[rank]):
+                break
+            rows += [[shares[rank], int(tokens)] for tokens in lengths[shares[rank], rank]]
+            shares[rank] += 1
+        if not rows:
+            later = clocks[clocks > clocks[rank]]
+            clocks[rank] = later.min() if len(later) else clocks[rank] + STEP_S
+            continue
+        clocks[rank] += STEP_S + token_s * min(slots, len(rows))
+        for row in rows[:slots]:
+            row[1] -= 1
+            if not row[1]:
+                left[row[0], rank] -= 1
+                done[row[0], rank] = clocks[rank]
+        rows[:] = [row for row in rows if row[1]]
+        while len(trained) < num_iterations and not left[len(trained)].any():
+            complete = done[: len(trained) + 1].max()
+            trained.append(max(trained[-1] if trained else 0.0, complete) + training_s)
+    return (trained[-1] - trained[first - 1]) / (num_iterations - first)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "token_s", "capacity", "training_s"),
+    [
+        *product((0.2, 1.1), (2e-5,), (1, 2, 4), (0.4,)),  # the longest response holds training up
+        (1.1, 2e-4, 2, 0.2),  # responses slow each other down
+        (1.1, 1e-3, 4, 0.2),  # the engine is full of tokens
+        (0.2, 2e-5, 4, 1.5),  # training takes the most
+    ],
+)
+def test_the_law_is_that_of_engines_followed_step_by_step(
+    sigma: float, token_s: float, capacity: int, training_s: float
+) -> None:
+    num_ranks, num_rows, slots = 2, 32, 256
+    lengths = np.array(tail_lengths(sigma, 32 * num_ranks * num_rows)).reshape(-1, num_ranks, num_rows)
+    expected = step_by_step(lengths, token_s, slots, capacity, training_s)
+    tokens, longest = token_s * lengths.sum(axis=2), STEP_S * lengths.max(axis=2)
+    rates = Rates(tokens + STEP_S * lengths.sum(axis=2) / slots, tokens + longest, longest)
+    nothing = np.zeros(len(lengths))
+    found = step_seconds(Pools(rates, nothing, nothing + training_s, capacity))
+    assert found == pytest.approx(expected, rel=0.06)
+
+
+def test_an_engine_without_room_generates_at_its_mean_pace() -> None:
+    lengths = np.array(tail_lengths(1.1, 32 * 2 * 32)).reshape(-1, 2, 32)
+    slots, nothing = 4, np.zeros(32)
+    expected = step_by_step(lengths, 0.0, slots, 4, training_s=0.1)
+    work = STEP_S * lengths.sum(axis=2) / slots
+    rates = Rates(work, work + 0.75 * STEP_S * lengths.max(axis=2), np.zeros_like(work))
+    found = step_seconds(Pools(rates, nothing, nothing + 0.1, 4))
+    assert found == pytest.approx(expected, rel=0.08)
+    assert found == pytest.approx(work.mean(axis=0).max(), rel=0.02), "a rank with more work makes up for it later"
+
+
+def continuous_recipe(**changes: object):
+    placement = {"continuous": True, "max_staleness": 4, "max_lag": 2, **changes}
+    return auto_recipe(batch={"prompts_per_step": PROMPTS, "responses_per_prompt": SIBLINGS}, placement=placement)
+
+
+def test_a_heavy_tail_is_generated_continuously_where_that_is_allowed() -> None:
+    seconds = {}
+    for is_allowed in (False, True):
+        changes = {} if is_allowed else {"continuous": False, "max_staleness": None}
+        recipe = continuous_recipe(**changes)
+        profile = make_profile(recipe, TAIL_S, UPDATE, lengths=tail_lengths(1.1))
+        choice = choose_layout(recipe, GRPO, Cluster(4), profile)
+        seconds[is_allowed] = choice.best.predicted.seconds
+        assert choice.best.plan.loops[0].is_continuous == is_allowed
+    assert choice.best.recipe.channels["rollout"].model_dump(exclude_defaults=True) == {
+        "capacity": 4,
+        "mode": "continuous",
+    }
+    assert str(choice.best.candidate).endswith("continuous, at most 4 ahead")
+    assert seconds[False] > 1.5 * seconds[True]
+    assert any(
+        reason(option, choice).endswith("responses that take over 3 steps hold training up") for option in choice.others
+    )
+
+
+def test_generation_that_depends_on_time_is_not_chosen_where_it_gains_nothing() -> None:
+    recipe = continuous_recipe()
+    profile = make_profile(recipe, StageSeconds(row_s=0.03), StageSeconds(fixed_s=0.3, row_s=0.001))
+    choice = choose_layout(recipe, GRPO, Cluster(8), profile)
+    assert choice.best.candidate.lag
+    assert not choice.best.candidate.cache
+    assert any(option.candidate.cache for option in choice.others)
+
+
+def test_a_bound_allows_as_many_iterations_as_their_updates_are_old() -> None:
+    recipe = continuous_recipe()
+    batch = recipe.batch.model_copy(update={"updates_per_step": 2})
+    recipe = recipe.model_copy(update={"batch": batch})
+    profile = make_profile(recipe, TAIL_S, UPDATE, lengths=tail_lengths(1.1))
+    choice = choose_layout(recipe, GRPO, Cluster(4), profile)
+    assert choice.best.candidate.lag == 2
+    assert max(channel.max_staleness for channel in choice.best.plan.channels) == 4
+    tight = recipe.model_copy(update={"placement": continuous_recipe(max_staleness=1).placement})
+    with pytest.raises(RecipeError, match=r"placement.max_staleness: is 1, but with batch.updates_per_step=2"):
+        choose_layout(tight, GRPO, Cluster(4), profile)
+
+
+def test_what_cannot_generate_continuously_is_no_candidate_and_the_reason_is_shown() -> None:
+    recipe = continuous_recipe()
+    engine = recipe.rollout.model_copy(update={"engine": f"{__name__}:takes_weights_between_requests"})
+    recipe = recipe.model_copy(update={"rollout": engine})
+    profile = make_profile(recipe, TAIL_S, UPDATE, lengths=tail_lengths(1.1))
+    choice = choose_layout(recipe, GRPO, Cluster(4), profile)
+    assert not any(option.candidate.cache for option in (choice.best, *choice.others))
+    assert "can take weights only between two iterations" in choice.refused[0][1]
+    # An engine that cannot keep what other weights have computed computes it anew.
+    rollout = make_recipe(rollout={"engine": "vllm", "external": {"python": "/somewhere/bin/python"}}).rollout
+    vllm = recipe.model_copy(update={"rollout": rollout})
+    profile = make_profile(vllm, TAIL_S, UPDATE, lengths=tail_lengths(1.1))
+    assert choose_layout(vllm, GRPO, Cluster(4), profile).best.recipe.channels["rollout"].cache == "recompute"
+
+
+def test_a_channel_of_the_recipe_is_predicted_with_its_portions() -> None:
+    layout = {name: {"ranks": "0-1"} for name in ("rollout", "reward")}
+    layout |= {name: {"ranks": "2"} for name in ("advantage", "policy")}
+    seconds = []
+    for portions in ([1, 1], [3, 1]):
+        channels = {"rollout": {"capacity": 4, "mode": "continuous", "portions": portions}}
+        batch = {"prompts_per_step": PROMPTS, "responses_per_prompt": SIBLINGS}
+        recipe = make_recipe(layout=layout, channels=channels, batch=batch)
+        plain = make_recipe(batch=batch)
+        profile = make_profile(plain, StageSeconds(row_s=0.01), StageSeconds(), lengths=tail_lengths(1.1))
+        seconds.append(predict_step(recipe, make_plan(recipe, GRPO, Cluster(3)), profile).seconds)
+    assert seconds == pytest.approx([0.01 * 32, 0.01 * 48])
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ({"continuous": True}, "continuous=true needs room to be ahead: set max_staleness"),
+        ({"max_staleness": 2}, "max_staleness=2 bounds continuous generation, which is not allowed here"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(placement: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_recipe(layout="auto", placement=placement)
