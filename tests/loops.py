@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -19,11 +23,16 @@ from torch import Tensor
 from leaderless.data.batch import Batch
 from leaderless.observability.console import Display
 from leaderless.observability.run_directory import RunDirectory
-from leaderless.planner import Cluster, make_plan
+from leaderless.planner import Cluster, Plan, make_plan
+from leaderless.planner.replan import Choice
 from leaderless.stages.context import StageContext
 from leaderless.stages.continuous import Advance, ResponseField
+from leaderless.worker.chain import Chain
+from leaderless.worker.parts import Parts
 from leaderless.worker.place import Place
 from leaderless.worker.process import open_worker
+from leaderless.worker.replanner import Replanner
+from leaderless.worker.worker import Worker
 from leaderless.workflow import load_recipe, resolve_workflow
 
 NUM_STEPS, UPDATES, PROMPTS, RESPONSES = 6, 2, 4, 4
@@ -41,6 +50,9 @@ SLOW = "skewed"
 Stop = tuple[Literal["rollout", "policy"], int]
 """Loop, and the iteration at whose beginning the loop's last rank gets a signal."""
 
+Kill = tuple[Literal["before", "during", "after"], int]
+"""Phase of a switch in which a rank is killed, and the rank."""
+
 
 @dataclass
 class Seen:
@@ -57,52 +69,91 @@ class Seen:
     done: tuple[int, int] = (0, 0)
 
 
-def train(recipe_file: str, overrides: Sequence[str], stop: Stop | None) -> Seen:
-    """Be one worker of a run, or of the rest of it; one rank may get a signal."""
+def train(
+    recipe_file: str, overrides: Sequence[str], stop: Stop | None, switches: Mapping[int, str], kill: Kill | None
+) -> Seen:
+    """Be one worker of a run, or of the rest of it; one rank may get a signal, or be killed while the plan changes."""
     recipe = load_recipe(recipe_file, overrides).recipe
     place, seen = Place.from_environment(), Seen()
     plan = make_plan(recipe, resolve_workflow(recipe.workflow), Cluster(place.world_size))
-    loop = plan.loop_of(place.rank)
-    with open_worker(recipe, plan, place, Display(Console(), is_shown=False)) as worker:
-        stages, walk = worker.chain.stages, worker.chain.walk
-
-        def update(batch: Batch, context: StageContext) -> Batch:
-            versions = [max(row, default=0) for row in batch.jagged("policy_versions").to_lists()]
-            samples = zip(batch.jagged("tokens").to_lists(), versions, strict=True)
-            seen.trained[context.step] = dict(zip(batch.ids.tolist(), samples, strict=True))
-            return stages["policy"](batch, context)
-
-        def reward(batch: Batch, context: StageContext) -> Batch:
-            rewards = torch.tensor([float(sum(tokens) % 2) for tokens in batch.jagged("tokens").to_lists()])
-            is_valid = torch.ones(len(batch), dtype=torch.bool)
-            return batch.with_columns(rewards=rewards, reward_valid=is_valid, reward_details=tuple({} for _ in rewards))
-
-        def watched_walk() -> None:
-            if stop == (loop.name, worker.progress.step) and place.rank == loop.ranks[-1]:
-                signal.raise_signal(signal.SIGTERM)
-            walk()
-
+    with ExitStack() as stack:
+        worker = stack.enter_context(open_worker(recipe, plan, place, Display(Console(), is_shown=False)))
+        phase = kill[0] if kill is not None and kill[1] == place.rank else ""
+        stack.enter_context(patch.object(Replanner, "look", switching(worker, switches, phase)))
         if SLOW in recipe.name and place.rank == 1:
-            step = ResponseField.step
-
-            def slow_step(self: ResponseField) -> list[Advance]:
-                time.sleep(0.15)
-                return step(self)
-
-            ResponseField.step = slow_step  # type: ignore[method-assign]
-        watched = {"policy": update, "reward": reward}
-        worker.chain.stages = {**stages, **{name: stage for name, stage in watched.items() if name in stages}}
-        worker.chain.walk = watched_walk  # type: ignore[method-assign]
-        try:
-            worker.run()
-        finally:
-            if SLOW in recipe.name and place.rank == 1:
-                ResponseField.step = step  # type: ignore[method-assign]
+            stack.enter_context(patch.object(ResponseField, "step", slow_step))
+        watch(worker, seen, stop)
+        worker.run()
         seen.done = worker.progress.step, worker.progress.trained
         trained = worker.parts.roles.trained().get("policy")
         if trained is not None:
             seen.weights = {name: weight.clone() for name, weight in trained.full_weights()}
     return seen
+
+
+def watch(worker: Worker, seen: Seen, stop: Stop | None) -> None:
+    """Note what the update receives under this plan and later ones, and send a signal to this rank."""
+    stages, walk, follow = worker.chain.stages, worker.chain.walk, partial(Worker._follow, worker)
+    loop = worker.parts.plan.loop_of(worker.parts.transport.rank)
+
+    def update(batch: Batch, context: StageContext) -> Batch:
+        versions = [max(row, default=0) for row in batch.jagged("policy_versions").to_lists()]
+        samples = zip(batch.jagged("tokens").to_lists(), versions, strict=True)
+        seen.trained[context.step] = dict(zip(batch.ids.tolist(), samples, strict=True))
+        return stages["policy"](batch, context)
+
+    def watched_walk() -> None:
+        if stop == (loop.name, worker.progress.step) and worker.parts.transport.rank == loop.ranks[-1]:
+            signal.raise_signal(signal.SIGTERM)
+        walk()
+
+    def watched_follow(parts: Parts, chain: Chain) -> None:
+        follow(parts, chain)
+        watch(worker, seen, stop)
+
+    watched = {"policy": update, "reward": parity}
+    worker.chain.stages = {**stages, **{name: stage for name, stage in watched.items() if name in stages}}
+    worker.chain.walk = watched_walk  # type: ignore[method-assign]
+    worker._follow = watched_follow  # type: ignore[method-assign]
+
+
+def switching(worker: Worker, switches: Mapping[int, str], phase: str) -> Callable[[Replanner, int], Plan | None]:
+    """Stands in for `Replanner.look`: takes on the layout of a step, and lets this rank die in a phase of that."""
+
+    def look(self: Replanner, step: int) -> Plan | None:
+        name = switches.get(step, self._current)
+        if name == self._current:
+            return None
+        if phase == "before":
+            die()
+        elif phase == "during":
+            worker.parts.roles.sync_all = die  # type: ignore[method-assign]
+        elif phase == "after":
+            worker._note_layout = die  # type: ignore[method-assign]
+        self.choice = Choice(name, 2.0, 1.0, is_worth_it=True)
+        return self.plans[name]
+
+    return look
+
+
+def slow_step(field: ResponseField) -> list[Advance]:
+    time.sleep(0.15)
+    return STEP(field)
+
+
+STEP = ResponseField.step
+
+
+def parity(batch: Batch, context: StageContext) -> Batch:
+    """Stands in for a reward."""
+    rewards = torch.tensor([float(sum(tokens) % 2) for tokens in batch.jagged("tokens").to_lists()])
+    is_valid = torch.ones(len(batch), dtype=torch.bool)
+    return batch.with_columns(rewards=rewards, reward_valid=is_valid, reward_details=tuple({} for _ in rewards))
+
+
+def die(*_: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("nobody survives that")
 
 
 @dataclass(frozen=True)
@@ -120,12 +171,11 @@ class Runs:
         name: str,
         stop: Stop | None = None,
         steps: int = NUM_STEPS,
+        switches: Mapping[int, str] | None = None,
+        kill: Kill | None = None,
         **more: object,
     ) -> Seen:
-        layout = {
-            node: {"ranks": f"0-{generating - 1}" if node == "rollout" else f"{generating}-{generating + training - 1}"}
-            for node in ("rollout", "reward", "policy")
-        }
+        layout = beside(generating, training)
         data = {"path": str(self.folder / "train.jsonl"), "prompt": "question", "answer": "answer", "template": "plain"}
         channels = {"rollout": {"capacity": channel} if isinstance(channel, int) else dict(channel)}
         changes = {"layout": layout, "channels": channels, "data.evaluation": data, **more}
@@ -137,6 +187,8 @@ class Runs:
             str(recipe),
             [f"name={name}", f"steps={steps}"],
             stop,
+            switches or {},
+            kill,
             init_group=False,
             timeout_s=120.0,
         )
@@ -149,6 +201,14 @@ class Runs:
 
     def directory(self, name: str) -> RunDirectory:
         return RunDirectory(self.folder / "runs" / name)
+
+
+def beside(generating: int, training: int) -> dict[str, dict[str, str]]:
+    """The section `layout` with ranks that generate before those that train."""
+    return {
+        node: {"ranks": f"0-{generating - 1}" if node == "rollout" else f"{generating}-{generating + training - 1}"}
+        for node in ("rollout", "reward", "policy")
+    }
 
 
 def numbers(directory: RunDirectory) -> list[dict[str, float]]:

@@ -129,3 +129,13 @@ def no_workflow() -> str:
 
 def needs_argument(name: str) -> Workflow:
     return Workflow(name)
+
+
+def continuous(
+    generating: str, training: str, stragglers: str = "wait", mode: str = "continuous", world_size: int = 4
+) -> Plan:
+    """A plan whose ranks generate ahead of those that train."""
+    behind = {name: {"ranks": training} for name in ("reward", "advantage", "policy")}
+    channel = {"capacity": 1, "mode": mode, **({"stragglers": stragglers} if mode == "continuous" else {})}
+    layout = {"rollout": {"ranks": generating}, **behind}
+    return plan_of("grpo", world_size, layout=layout, channels={"rollout": channel})

@@ -16,7 +16,7 @@ from leaderless.config.channels import Stragglers
 from leaderless.data.batch import Batch
 from leaderless.data.shares import Shares
 from leaderless.stages.continuous import Advance, Events, Tally
-from leaderless.worker.ahead import AHEAD_FILE, Line, Owed, nothing_done, read_ahead
+from leaderless.worker.ahead import AHEAD_FILE, Division, Line, Owed, nothing_done, read_ahead
 from leaderless.worker.generation import Generation
 
 PROMPTS = 3
@@ -168,9 +168,7 @@ def test_a_rank_that_is_killed_loses_no_group_and_its_journal_can_be_followed(
             tmp_path,
             "rollout",
             cast("Any", ONE_RANK),
-            portions=[1],
-            prompts_per_step=PROMPTS,
-            steps=case.last,
+            Division([1], PROMPTS, case.last),
             start=start + 1,
             logged=training.trained,
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 from tests.end_to_end.two_judges import layout, workflow
-from tests.unit.recipes import make_recipe, only_problem, plan_of
+from tests.unit.recipes import continuous, make_recipe, only_problem, plan_of
 
 from leaderless.config import RecipeError
 from leaderless.config.schedule import ScheduleConfig
@@ -106,14 +106,18 @@ def test_only_layouts_with_the_same_channels_replace_one_with_rows_in_flight() -
     assert [loop.ranks for loop in alternatives(recipe, ahead)["moved"].loops] == [(1,), (0,)]
     with pytest.raises(RecipeError, match="sends other columns through channels"):
         check_adoptable(recipe, ahead, plan_of("grpo", 2, layout={"policy": {"ranks": "0-1"}}))
-    continuous = {"rollout": {"capacity": 1, "mode": "continuous"}}
-    behind = {name: {"ranks": "0"} for name in ("reward", "advantage", "policy")}
-    now = plan_of("grpo", 2, layout={"rollout": {"ranks": "1"}, **behind}, channels=continuous)
-    with pytest.raises(RecipeError, match="generates continuously cannot be replaced"):
-        check_adoptable(recipe, now, ahead)
-    assert list(alternatives(make_recipe(channels=continuous, layout=now.layout), now)) == ["layout"], (
-        "none is asked for"
-    )
+
+
+def test_continuous_generation_is_divided_otherwise_only_where_every_rank_keeps_its_number_of_groups() -> None:
+    recipe, now = make_recipe(), continuous("0-1", "2-3", "defer")
+    check_adoptable(recipe, now, continuous("2-3", "0-1", "defer"))
+    check_adoptable(recipe, now, continuous("0", "1-3", "defer"))
+    check_adoptable(recipe, continuous("0-1", "2-3"), continuous("0-2", "3"))
+    with pytest.raises(RecipeError, match=r"has 3 ranks that generate, where 2 did.* or set stragglers to wait"):
+        check_adoptable(recipe, now, continuous("0-2", "3", "defer"))
+    for other in (continuous("0-1", "2-3"), continuous("0-1", "2-3", mode="fixed_lag")):
+        with pytest.raises(RecipeError, match="sends other columns through channels"):
+            check_adoptable(recipe, now, other)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +125,6 @@ def test_only_layouts_with_the_same_channels_replace_one_with_rows_in_flight() -
     [
         ({"schedule": {"layouts": {"a": {}}}}, "replan_every_steps must be at least 1"),
         ({"schedule": {"replan_every_steps": 1, "layouts": {"layout": {}}}}, "must have another name"),
-        (
-            {"schedule": SCHEDULE, "channels": {"rollout": {"capacity": 1, "mode": "continuous"}}},
-            "must be 0 with `channels.*.mode: continuous`",
-        ),
         ({"schedule": SCHEDULE, "online": {}, "data": {}}, "must be 0 with `online`"),
     ],
 )

@@ -187,11 +187,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _layouts_can_be_replaced(self) -> Recipe:
-        is_continuous = self._is_continuous
-        refused = {"channels.*.mode: continuous": is_continuous, "online": self.online is not None}
-        for what in (name for name, is_set in refused.items() if is_set and self.schedule.replan_every_steps):
+        if self.online is not None and self.schedule.replan_every_steps:
             raise ValueError(
-                f"schedule.replan_every_steps must be 0 with `{what}`: such a run is stopped, and continued with "
+                "schedule.replan_every_steps must be 0 with `online`: such a run is stopped, and continued with "
                 "another layout"
             )
         return self

@@ -152,6 +152,11 @@ def places_of_shard(shard: int, portions: Sequence[int], prompts_per_step: int) 
     return range(prompts_per_step * before // total, prompts_per_step * (before + portions[shard]) // total)
 
 
+def in_proportion(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether ranks with these portions divide prompts as those with others."""
+    return len(one) == len(other) and all(a * sum(other) == b * sum(one) for a, b in zip(one, other, strict=True))
+
+
 def most_prompts_of_rank(recipe: Recipe, num_shards: int) -> int:
     """The most prompts of a step that one of the ranks that generate has; `num_shards` divide them, if evenly."""
     portions = next((one.portions for one in recipe.open_channels.values() if one.portions), (1,) * num_shards)

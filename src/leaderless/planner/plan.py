@@ -122,6 +122,12 @@ class Loop:
     helpers: tuple[tuple[int, int], ...] = ()
 
     @property
+    def portions(self) -> tuple[int, ...]:
+        """How its ranks divide the prompts of an iteration, in proportion; empty where it loads none."""
+        loads = (entry for entry in flat(self.schedule) if isinstance(entry, Load))
+        return next((load.portions or (1,) * load.layout.dp for load in loads), ())
+
+    @property
     def pace(self) -> str:
         """How its iterations follow those that train, for people."""
         if not self.lag:
@@ -314,6 +320,11 @@ class Plan:
     def helpers(self) -> Mapping[int, int]:
         """Ranks that use the device of another one, with the latter."""
         return {rank: owner for loop in self.loops for rank, owner in loop.helpers}
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether a loop generates continuously."""
+        return any(loop.is_continuous for loop in self.loops)
 
     @property
     def leading(self) -> Loop:

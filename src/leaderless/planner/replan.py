@@ -12,7 +12,7 @@ from leaderless.config import Problem, Recipe, RecipeError
 from leaderless.config.layout import LayoutConfig
 from leaderless.config.schedule import ScheduleConfig
 from leaderless.planner.entries import Action, Reshard, RunNode, SyncWeights, Windowed, flat
-from leaderless.planner.layout import Cluster
+from leaderless.planner.layout import Cluster, in_proportion
 from leaderless.planner.links import Links
 from leaderless.planner.make_plan import make_plan
 from leaderless.planner.plan import Loop, Plan
@@ -38,19 +38,16 @@ def check_adoptable(recipe: Recipe, old: Plan, new: Plan) -> None:
     """Refuse what cannot be changed while the run goes on.
 
     Raises:
-        RecipeError: A loop generates continuously, as what its engines are at belongs to its ranks; the channels would
-            be others; clients of an online run know the doors of its ranks; or there is another number of ranks.
+        RecipeError: The channels would be others; groups that wait for their turn cannot be divided otherwise; clients
+            of an online run know the doors of its ranks; or there is another number of ranks.
     """
     remedy = "stop the run, and continue it with the new layout"
-    if any(loop.is_continuous for loop in (*old.loops, *new.loops)):
-        raise RecipeError.at(
-            "channels", f"the plan of a run that generates continuously cannot be replaced while it goes on: {remedy}"
-        )
     if _what_flows(old) != _what_flows(new):
         raise RecipeError.at(
             "layout",
             f"sends other columns through channels than the layout in force, which has rows in flight: {remedy}",
         )
+    _check_order(old, new)
     if recipe.online is not None:
         raise RecipeError.at("online", f"the plan of an online run cannot be replaced while it goes on: {remedy}")
     if new.world_size != old.world_size:
@@ -62,12 +59,27 @@ def check_adoptable(recipe: Recipe, old: Plan, new: Plan) -> None:
 
 
 def _what_flows(plan: Plan) -> list[tuple[object, ...]]:
-    """The channels between loops, and the columns that go through them."""
-    return [
+    """The channels between loops, the columns that go through them, and how their loops work."""
+    channels = [
         (one.name, one.kind, one.capacity, *((way.source, way.row_set, way.columns) for way in one.reshards))
         for one in plan.channels
         if one.transfers
     ]
+    return [*channels, *((loop.is_continuous, loop.stragglers, loop.helpers) for loop in plan.loops)]
+
+
+def _check_order(old: Plan, new: Plan) -> None:
+    """Refuse to divide prompts otherwise where groups are not trained in their order: some rank would have too few."""
+    for was, loop in zip(old.loops, new.loops, strict=True):
+        before, after = was.portions, loop.portions
+        if not loop.is_continuous or loop.stragglers == "wait" or len(after) == 1 or in_proportion(before, after):
+            continue
+        raise RecipeError.at(
+            "layout",
+            f"has {len(after)} ranks that generate, where {len(before)} did, but with channels.*.stragglers="
+            f"{loop.stragglers} groups are not trained in the order of their prompts, which {len(after)} ranks could "
+            "divide: give as many ranks to the node that generates, or one, or set stragglers to wait",
+        )
 
 
 def alternatives(recipe: Recipe, like: Plan) -> dict[str, Plan]:

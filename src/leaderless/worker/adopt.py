@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,8 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.device import trim_host_memory
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Plan
-from leaderless.planner.replan import check_adoptable
+from leaderless.planner.replan import MANY, check_adoptable
+from leaderless.worker.ahead import Division, Owed, cut_journals, owed_after
 from leaderless.worker.chain import Chain
 from leaderless.worker.channels import Flight, between_loops
 from leaderless.worker.evaluation import make_evaluator
@@ -44,9 +46,10 @@ def adopt(plan: Plan, parts: Parts, progress: Progress, chain: Chain, tracer: Tr
     old, world = parts.plan, parts.transport.world
     check_adoptable(parts.recipe, old, plan)
     places = _places(old, progress, world)
-    in_flight = range(progress.trained + 1, max(step for step, _ in places) + 1)
-    chain.channels.drain(in_flight)
+    chain.channels.drain(range(progress.trained + 1, max(place.most for place in places) + 1))
     add_process_groups(plan, parts.transport)
+    in_flight = range(progress.trained + 1, max(place.made for place in places) + 1)
+    progress.owed = _give_up(plan, parts, progress, chain)
     states = _node_states(old, progress, world)
     surplus = _move_surplus(old, plan, chain.buffer.surplus, world)
     flight = _move_flight(old, plan, chain.channels.flight(), in_flight, world)
@@ -65,7 +68,8 @@ def adopt(plan: Plan, parts: Parts, progress: Progress, chain: Chain, tracer: Tr
     chain = Chain(parts, progress, tracer)
     chain.num_roll_backs, chain.channels.is_asked_to_stop = num_roll_backs, is_asked_to_stop
     progress.nodes = {name: states[name] for name in progress.nodes}
-    progress.step, progress.data_position = places[plan.loops.index(plan.loop_of(world.rank))]
+    place = places[plan.loops.index(plan.loop_of(world.rank))]
+    progress.step, progress.data_position = place.made, place.data_position
     for loader in chain.loaders.values():
         loader.position = progress.data_position
     chain.buffer.surplus = Surplus(surplus)
@@ -86,11 +90,41 @@ def _node_states(plan: Plan, progress: Progress, world: ProcessGroup) -> dict[st
     return states
 
 
-def _places(plan: Plan, progress: Progress, world: ProcessGroup) -> list[tuple[int, int]]:
-    """The iteration and the position in the data of each loop, on all ranks."""
-    mine = [(progress.step, progress.data_position) if world.rank in loop.ranks else (0, 0) for loop in plan.loops]
+class _Place(NamedTuple):
+    """The place of a loop: iterations that all its ranks have made, and the most of them, and its place in the data."""
+
+    made: int
+    most: int
+    data_position: int
+
+
+def _places(plan: Plan, progress: Progress, world: ProcessGroup) -> list[_Place]:
+    """The places of all loops, on all ranks."""
+    here = [-progress.step, progress.step, progress.data_position]
+    mine = [here if world.rank in loop.ranks else [-MANY, 0, 0] for loop in plan.loops]
     known = world.max(torch.tensor(mine), "the places of loops").tolist()
-    return [(step, position) for step, position in known]
+    return [_Place(-made, most, position) for made, most, position in known]
+
+
+def _give_up(plan: Plan, parts: Parts, progress: Progress, chain: Chain) -> Owed | None:
+    """Give up what ranks that generate continuously are in the middle of; returns what this rank begins again.
+
+    All ranks call it together. The groups are those that a checkpoint would give to each rank.
+    """
+    world, recipe = parts.transport.world, parts.recipe
+    if not plan.is_continuous or not progress.trained:
+        return None
+    generation, before = chain.generation, parts.plan.loop_of(world.rank)
+    loop = next(loop for loop in plan.loops if loop.is_continuous)
+    known = [] if generation is None else [generation.snapshot()]
+    starts = torch.tensor([0 if generation is None else generation.start + 1])
+    start = int(world.max(starts, "the starts of ranks that generate"))
+    division = Division(loop.portions, recipe.batch.prompts_per_step, recipe.steps)
+    shard = loop.ranks.index(world.rank) if world.rank in loop.ranks else None
+    made, owed, _ = owed_after(known, world, shard, division, start=start, logged=recipe.steps)
+    if generation is not None:
+        cut_journals(parts.directory, before.name, before.ranks.index(world.rank), len(before.ranks), made)
+    return owed
 
 
 def _move_surplus(old: Plan, new: Plan, surplus: Surplus, world: ProcessGroup) -> Batch | None:

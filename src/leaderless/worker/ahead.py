@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import gcd
+from itertools import count
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from leaderless.config import RecipeError
 from leaderless.data.transport import ProcessGroup
-from leaderless.observability.run_directory import read_lines
-from leaderless.planner.layout import places_of_shard
+from leaderless.observability.line_file import LineFile
+from leaderless.observability.run_directory import RunDirectory, read_lines
+from leaderless.planner.layout import in_proportion, places_of_shard
 
 AHEAD_FILE = "ahead-{}-{}.json"
 """Name of the file of a checkpoint about a rank that generates, by its loop and its shard."""
@@ -118,16 +119,27 @@ def nothing_done(size: int, prompts_per_step: int, steps: int, start: int) -> Ow
     return Owed(1, 0, frozenset(), size * steps, start, prompts_per_step)
 
 
+@dataclass(frozen=True)
+class Division:
+    """How the ranks of a loop divide the prompts of the iterations of a run.
+
+    Attributes:
+        portions: Their parts, in proportion.
+        prompts_per_step: Prompts of an iteration.
+        steps: Iterations of the whole run.
+    """
+
+    portions: Sequence[int]
+    prompts_per_step: int
+    steps: int
+
+    def places(self, shard: int | None) -> range:
+        """The places of a shard among the prompts of an iteration; none without a shard."""
+        return range(0) if shard is None else places_of_shard(shard, self.portions, self.prompts_per_step)
+
+
 def read_ahead(
-    checkpoint: Path,
-    loop: str,
-    ranks: ProcessGroup,
-    *,
-    portions: Sequence[int],
-    prompts_per_step: int,
-    steps: int,
-    start: int,
-    logged: int,
+    checkpoint: Path, loop: str, ranks: ProcessGroup, division: Division, *, start: int, logged: int
 ) -> tuple[int, Owed]:
     """Find what a rank owes after a checkpoint. All ranks of the loop call it together.
 
@@ -137,9 +149,7 @@ def read_ahead(
         checkpoint: Folder of the checkpoint.
         loop: Name of the loop.
         ranks: Its ranks.
-        portions: How they divide the prompts of an iteration, in proportion.
-        prompts_per_step: Prompts of an iteration, over all ranks.
-        steps: Iterations of the whole run.
+        division: How they divide the prompts.
         start: How often the run had been started before.
         logged: Last iteration that this rank has logged, if it does; what is behind it is made again.
 
@@ -147,34 +157,50 @@ def read_ahead(
         Number of iterations that all ranks had handed over, and what this rank owes.
 
     Raises:
-        RecipeError: The checkpoint does not say so.
+        RecipeError: The checkpoint does not say so, or the ranks cannot divide what is owed.
     """
     shard, num_shards = ranks.ranks.index(ranks.rank), ranks.size
-    first = _read(checkpoint, loop, 0)
-    read = [_read(checkpoint, loop, place) for place in range(shard, len(first.portions), num_shards)]
-    what = f"what the ranks of loop '{loop}' have begun"
-    numbers = torch.tensor([[-one.iteration, one.loaded] for one in read] + [[-logged, 0]]).amax(0)
-    made, loaded = (int(number) for number in ranks.max(numbers, what))
-    made = -made
-    own = torch.tensor([group for one in read for group in one.owed(made, loaded, prompts_per_step)])
-    owed = torch.cat(ranks.gather(own.to(torch.int64), what))
-    places = places_of_shard(shard, portions, prompts_per_step)
-    mine = [group for group in owed.tolist() if group % prompts_per_step in places]
-    needed, there = len(places) * (steps - made), len(mine) + len(places) * max(0, steps - loaded)
-    differs = int(ranks.max(torch.tensor([abs(needed - there)]), what))
-    if differs and num_shards > 1 and _reduced(portions) != _reduced(first.portions):
+    before = _read(checkpoint, loop, 0).portions
+    read = [_read(checkpoint, loop, place) for place in range(shard, len(before), num_shards)]
+    made, owed, differs = owed_after(read, ranks, shard, division, start=start, logged=logged)
+    if differs and num_shards > 1 and not in_proportion(division.portions, before):
         raise RecipeError.at(
             f"channels.{loop}",
-            f"{checkpoint} was written by {len(first.portions)} ranks that generate, with groups in another order than "
+            f"{checkpoint} was written by {len(before)} ranks that generate, with groups in another order than "
             f"that of the prompts, which {num_shards} cannot divide as they should: go on with the same, and portions",
         )
-    oldest = min(owed.tolist(), default=loaded * prompts_per_step) // prompts_per_step
-    return made, Owed(oldest + 1, loaded, frozenset(mine), needed, start, prompts_per_step)
+    return made, owed
 
 
-def _reduced(portions: Sequence[int]) -> list[int]:
-    """The smallest portions in the same proportion."""
-    return [portion // gcd(*portions) for portion in portions]
+def owed_after(
+    known: Sequence[Ahead], ranks: ProcessGroup, shard: int | None, division: Division, *, start: int, logged: int
+) -> tuple[int, Owed, bool]:
+    """Share out what is to be begun again. All of some ranks call it together.
+
+    Args:
+        known: What ranks had done before, each known to one of these ranks.
+        ranks: These ranks, with all that generate from now on.
+        shard: Place of this rank among the latter; None if it is none of them.
+        division: How the latter divide the prompts.
+        start: How often the run had been started before.
+        logged: Last iteration that this rank has logged, if it does; what is behind it is made again.
+
+    Returns:
+        Number of iterations that all ranks had handed over, what this rank owes, and whether that is more or less than
+        what some rank hands over until the end.
+    """
+    what, prompts, steps = "what ranks that generate have begun", division.prompts_per_step, division.steps
+    numbers = torch.tensor([[-one.iteration, one.loaded] for one in known] + [[-logged, 0]]).amax(0)
+    made, loaded = (int(number) for number in ranks.max(numbers, what))
+    made = -made
+    own = torch.tensor([group for one in known for group in one.owed(made, loaded, prompts)])
+    owed = torch.cat(ranks.gather(own.to(torch.int64), what)).tolist()
+    places = division.places(shard)
+    mine = [group for group in owed if group % prompts in places]
+    needed, there = len(places) * (steps - made), len(mine) + len(places) * max(0, steps - loaded)
+    differs = bool(ranks.max(torch.tensor([abs(needed - there)]), what))
+    oldest = min(owed, default=loaded * prompts) // prompts
+    return made, Owed(oldest + 1, loaded, frozenset(mine), needed, start, prompts), differs
 
 
 def _read(checkpoint: Path, loop: str, shard: int) -> Ahead:
@@ -194,15 +220,36 @@ def journal_file(folder: Path, loop: str, shard: int) -> Path:
     return folder / f"{loop}-shard-{shard:05d}.jsonl"
 
 
-def read_script(folder: Path, loop: str, shard: int, num_shards: int) -> Iterator[Line]:
-    """The lines of the journal of a rank, from a run that is followed.
+def cut_journals(directory: RunDirectory, loop: str, shard: int, num_shards: int, made: int) -> None:
+    """Drop what is made again from the journals of a shard, and of those that there are no more, which ranks share."""
+    for place in count(shard, num_shards):
+        file = journal_file(directory.journal, loop, place)
+        if not file.exists() and place > shard:
+            return
+        LineFile(file, "iteration", directory.may_fail).cut_after(made)
+
+
+def read_script(folder: Path, loop: str, shard: int, num_shards: int, first: int) -> Iterator[Line]:
+    """The lines of the journal of a rank from an iteration on, from a run that is followed.
 
     Raises:
         RecipeError: There are none, or they are of another number of ranks.
     """
-    known = len(list(folder.glob(f"{loop}-shard-*.jsonl")))
-    if known != num_shards:
+    if not _has_line(journal_file(folder, loop, shard), first) or _has_line(
+        journal_file(folder, loop, num_shards), first
+    ):
+        known = sum(_has_line(file, first) for file in folder.glob(f"{loop}-shard-*.jsonl"))
         found = f"{known} ranks have generated '{loop}' continuously" if known else "there is no journal of such ranks"
-        raise RecipeError.at("run.follow", f"in {folder} {found}, but here {num_shards} do: follow it on as many ranks")
+        raise RecipeError.at(
+            "run.follow",
+            f"in {folder} {found} from iteration {first} on, but here {num_shards} do: follow it on as many ranks",
+        )
     for line in read_lines(journal_file(folder, loop, shard), "iteration"):
-        yield cast("Line", line)
+        if int(str(line["iteration"])) >= first:
+            yield cast("Line", line)
+
+
+def _has_line(journal: Path, iteration: int) -> bool:
+    """Whether a rank has handed over the share of an iteration."""
+    lines = read_lines(journal, "iteration") if journal.exists() else ()
+    return any(line["iteration"] == iteration for line in lines)

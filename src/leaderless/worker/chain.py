@@ -13,6 +13,7 @@ from leaderless.data.batch import Batch
 from leaderless.data.channel import Note
 from leaderless.data.databuffer import Databuffer
 from leaderless.data.dataloader import Dataloader
+from leaderless.observability.clock import State
 from leaderless.observability.console import FAILED
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.trace import Tracer
@@ -85,6 +86,11 @@ class Chain:
         self.spent: Mapping[str, float] = {}
         self._seconds = SecondsReport(parts.plan, self._rank, parts.clock)
         self.generation: Generation | None = None
+
+    @property
+    def states(self) -> Mapping[State, float]:
+        """Seconds of this rank in each state, in the last iteration."""
+        return self._seconds.taken
 
     def walk(self) -> None:
         """Go through the chain once, but for the weights that it begins with."""

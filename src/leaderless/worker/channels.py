@@ -171,12 +171,17 @@ class Channels:
     def drain(self, iterations: range) -> None:
         """End the lanes' waiting to send rows of these iterations, which stay where they were made.
 
-        All ranks call it together, with the loops at the place of a checkpoint.
+        All ranks call it together, with the loops at the place of a checkpoint. Some may not have made the last ones.
         """
         for channel in self._to_here:
             if channel.kind == "rows":
                 for iteration in iterations:
                     self._abandon(channel, iteration)
+        for channel in self._from_here:
+            if channel.kind == "rows":
+                for iteration in iterations:
+                    if iteration > self._progress.step:
+                        self._outboxes[channel.name].post(iteration, partial(self._abandon, channel, iteration))
         for outbox in self._outboxes.values():
             outbox.finish()
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 import torch
 
-from leaderless.config import Json, Recipe, RecipeError
+from leaderless.config import Json, Recipe
 from leaderless.config.rollout import SamplingConfig
 from leaderless.data.channel import Note, Outbox
 from leaderless.data.shares import Shares
 from leaderless.environments.journal import text_of
+from leaderless.observability.clock import State
 from leaderless.observability.events import GuardEvent
 from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.trace import Tracer
-from leaderless.planner import Load, PlannedNode
+from leaderless.planner import Load, Plan, PlannedNode
 from leaderless.rollout.shared import SharedEngine
 from leaderless.stages.context import ModelRole
 from leaderless.stages.continuous import Events, ResponseField
@@ -41,14 +43,46 @@ from leaderless.worker.graded_ahead import GradedAhead
 from leaderless.worker.keeper import Keeper
 from leaderless.worker.parts import Parts, Progress
 
-Write = Callable[[int, dict[str, float]], None]
-"""Logs the numbers of an iteration."""
-Evaluate = Callable[[], dict[str, float]]
-"""Answers held-out prompts where that is due; all ranks of the loop call it together."""
+
+@dataclass(frozen=True)
+class Duties:
+    """What a worker does besides generating; some of it all ranks of the loop, or all ranks, do together.
+
+    Attributes:
+        last: Last iteration to hand over with this plan.
+        evaluate: Function that answers held-out prompts where that is due.
+        write: Function that logs the numbers of an iteration, on the loop's first rank.
+        measure: Function that takes in the seconds of each entry in an iteration, and those of the whole.
+        may_switch: Function that says whether another plan may be in force from now on.
+        find_better: Function that finds the plan to continue with, if it is another one.
+    """
+
+    last: int
+    evaluate: Callable[[], dict[str, float]]
+    write: Callable[[int, dict[str, float]], None]
+    measure: Callable[[Mapping[str, float], float], None]
+    may_switch: Callable[[], bool]
+    find_better: Callable[[], Plan | None]
 
 
-class StoppedError(Exception):
-    """Training has stopped, and nothing more is to be generated."""
+WAITS: tuple[State, ...] = ("wait_weights", "wait_credit", "wait_ranks", "evaluate", "checkpoint")
+"""States that are no part of the seconds of an iteration."""
+
+
+class LeftError(Exception):
+    """The iteration that is under way is left as it is, and nothing more is generated here."""
+
+
+class StoppedError(LeftError):
+    """Training has stopped."""
+
+
+class ReplacedError(LeftError):
+    """Another plan is in force from now on."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
 
 
 class ContinuousLoop:
@@ -65,17 +99,18 @@ class ContinuousLoop:
         chain: Chain,
         keeper: Keeper,
         guards: Guards,
-        evaluate: Evaluate,
-        write: Write,
+        duties: Duties,
         tracer: Tracer,
     ) -> None:
-        """Begin nothing; `write` logs the numbers of an iteration, on the loop's first rank."""
+        """Begin nothing."""
         self._parts, self._progress, self._chain, self._keeper = parts, progress, chain, keeper
-        self._guards, self._evaluate, self._write, self._tracer = guards, evaluate, write, tracer
+        self._guards, self._duties, self._tracer = guards, duties, tracer
         self._loop = parts.plan.loop_of(parts.transport.rank)
         timeout_s = parts.recipe.run.timeout_s
         self.reports = Outbox(f"the log of {self._loop.name}", parts.recipe.steps, timeout_s, parts.transport.activity)
         self._journal: LineFile | None = None
+        follow = parts.recipe.run.follow
+        self._followed = None if follow is None else RunDirectory(parts.directory.path.parent / follow)
 
     @property
     def trained(self) -> int:
@@ -96,21 +131,28 @@ class ContinuousLoop:
                 load()
         progress.trained += 1
         channels.forget_trained()
-        if progress.trained < self._parts.recipe.steps and not note.is_stopping:
+        goes_on = progress.trained < self._parts.recipe.steps and not note.is_stopping
+        may_switch = goes_on and self._duties.may_switch()
+        if goes_on and not may_switch:
             channels.weights.begin(progress.trained + 1)
         self._settle(note)
+        if may_switch:
+            plan = self._duties.find_better()
+            if plan is not None:
+                raise ReplacedError(plan)
+            channels.weights.begin(progress.trained + 1)
 
     def _settle(self, note: Note) -> None:
         """Evaluate, save and stop, where training says so or where it is due."""
-        numbers = self._evaluate()
+        numbers = self._duties.evaluate()
         numbers = numbers if self._parts.transport.rank == self._loop.ranks[0] else {}
         self._keeper.save(numbers, StepEnd(note.is_stopping, note.is_checkpoint_due, self._progress.data_position))
         if note.is_stopping:
             raise StoppedError
 
-    def run(self) -> None:
-        """Generate until the run has ended, or stops."""
-        progress, steps = self._progress, self._parts.recipe.steps
+    def run(self) -> Plan | None:
+        """Generate until the run has ended, or stops, or another plan is in force, which is returned."""
+        progress, steps, plan = self._progress, self._parts.recipe.steps, None
         if progress.trained < steps:
             self._chain.channels.weights.begin(progress.trained + 1)
         with ExitStack() as stack:
@@ -118,13 +160,17 @@ class ContinuousLoop:
             self._chain.generation = self._begin(stack)
             try:
                 while progress.trained < steps:
-                    if progress.step < steps:
+                    if progress.step < self._duties.last:
                         self._iterate()
                     else:
                         self.take()
-            except StoppedError:
+            except LeftError as left:
                 self._abandon_reports()
+                if isinstance(left, ReplacedError):
+                    self._chain.generation.leave()
+                    plan = left.plan
             self.reports.finish()
+        return plan
 
     def _iterate(self) -> None:
         progress, chain = self._progress, self._chain
@@ -132,12 +178,13 @@ class ContinuousLoop:
         begin = time.perf_counter()
         try:
             chain.walk()
-        except StoppedError:
+        except LeftError:
             progress.step -= 1
             raise
         seconds = time.perf_counter() - begin
         with self._parts.clock.doing("log"):
             chain.report()
+        self._duties.measure(*self._measured())
         assert chain.generation is not None
         assert self._journal is not None
         if self._parts.recipe.environment is not None:
@@ -165,8 +212,18 @@ class ContinuousLoop:
         numbers = reduce(judge, lane)
         numbers.pop("data/position", None)
         end = agree(StepEnd(False, False, 0, tuple(found)), lane(self._loop.ranks))
-        self._write(step, numbers | {"time/step": seconds})
+        self._duties.write(step, numbers | {"time/step": seconds})
         self._guards.must_roll_back(step, end, self._keeper.newest)
+
+    def _measured(self) -> tuple[Mapping[str, float], float]:
+        """Seconds of entries in an iteration, and of all that was no wait for other ranks.
+
+        What was generated meanwhile for whatever iteration are those of the node that samples.
+        """
+        states = self._chain.states
+        waited = sum(states.get(state, 0.0) for state in WAITS)
+        node = next(name for name in self._loop.nodes if self._parts.plan[name].spec.samples)
+        return {**self._chain.spent, node: states.get("generate", 0.0)}, sum(states.values()) - waited
 
     def _is_abandoned(self, *, made: bool) -> bool:
         """Whether some rank has not made an iteration, since the run stops; all of them call it together."""
@@ -194,7 +251,7 @@ class ContinuousLoop:
         assert isinstance(engine, SharedEngine), "ranks that generate continuously share it with evaluations"
         channel = next(one for one in plan.channels if one.kind == "rows" and one.source == loop.name)
         shard, num_shards, size = node.layout.shard_of(rank), node.layout.dp, recipe.batch.prompts_per_step
-        owed = self._keeper.owed or nothing_done(chain.loaders[load].num_mine, size, recipe.steps, 0)
+        owed = self._progress.owed or nothing_done(chain.loaders[load].num_mine, size, recipe.steps, 0)
         self._journal = LineFile(
             journal_file(parts.directory.journal, loop.name, shard), "iteration", parts.directory.may_fail
         )
@@ -209,12 +266,6 @@ class ContinuousLoop:
         )
         own = node.settings_of(recipe)
         events, distributions = Events(), distributions_of(own, has_greedy="is_greedy" in node.writes)
-        if self._keeper.owed is not None and recipe.run.follow is not None:
-            raise RecipeError.at(
-                "run.follow",
-                f"is {recipe.run.follow}, but a run that follows another one cannot be continued, as what its engines "
-                "were at is gone: pass --fresh to follow it from the beginning",
-            )
 
         def beat() -> None:
             parts.progress(str(load))
@@ -223,9 +274,8 @@ class ContinuousLoop:
 
         field, script = self._field(node, engine.view(), own, distributions, events), None
         stack.callback(field.close)
-        if recipe.run.follow is not None:
-            followed = RunDirectory(parts.directory.path.parent / recipe.run.follow)
-            script = read_script(followed.journal, loop.name, shard, num_shards)
+        if self._followed is not None and self._progress.step < self._duties.last:
+            script = read_script(self._followed.journal, loop.name, shard, num_shards, self._progress.step + 1)
         generation = Generation(chain.loaders[load], field, shares, self, owed, events, beat, script)
         generation.grading = self._grading(stack)
         return generation
@@ -259,8 +309,7 @@ class ContinuousLoop:
             return ResponseField(engine, own, distributions, events)
         siblings = parts.recipe.batch.responses_per_prompt + 1
         play = Play(distributions, node.node.sampler * siblings, node.node.num_samplers * siblings, own.seed)
-        if parts.recipe.run.follow is None:
+        if self._followed is None or self._progress.step >= self._duties.last:
             return EpisodeField(engine, own, play, parts.tokenizer, role, events, parts.clock)
-        followed = RunDirectory(parts.directory.path.parent / parts.recipe.run.follow)
-        past = Past(followed.episodes, parts.transport.rank)
+        past = Past(self._followed.episodes, parts.transport.rank, first=self._progress.step + 1)
         return FollowedField(engine, own, play, parts.tokenizer, role, events, past)

@@ -171,6 +171,15 @@ class Generation:
             shares={str(made): groups for made, groups in self._handed.items() if made > trained},
         )
 
+    @property
+    def start(self) -> int:
+        """How often the run had been started, or its plan replaced, before."""
+        return self._start
+
+    def leave(self) -> None:
+        """Let the engine forget all that is under way, as it is used otherwise from now on."""
+        self._field.reset()
+
     def _step(self) -> None:
         self._note(self._field.step())
 

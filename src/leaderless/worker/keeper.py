@@ -23,13 +23,12 @@ from leaderless.checkpoint.rows import load_rows, save_rows
 from leaderless.checkpoint.writer import CheckpointError, CheckpointWriter, Content
 from leaderless.config import RecipeError, dump_recipe
 from leaderless.data.surplus import Surplus
-from leaderless.observability.line_file import LineFile
 from leaderless.observability.run_directory import read_lines, step_of
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Loop
 from leaderless.supervision.guards import RollBack
 from leaderless.worker.agreement import StepEnd
-from leaderless.worker.ahead import AHEAD_FILE, Owed, journal_file, read_ahead
+from leaderless.worker.ahead import AHEAD_FILE, Division, Owed, cut_journals, journal_file, read_ahead
 from leaderless.worker.chain import Chain
 from leaderless.worker.in_force import LAYOUT_FILE, replacement_of
 from leaderless.worker.parts import Parts, Progress
@@ -39,17 +38,12 @@ SURPLUS = "surplus"
 
 
 class Keeper:
-    """Writes a run's checkpoints, and reads the newest one.
-
-    Attributes:
-        owed: Groups that a rank that generates continuously is to begin again, after a checkpoint.
-    """
+    """Writes a run's checkpoints, and reads the newest one."""
 
     def __init__(self, parts: Parts, progress: Progress, chain: Chain, tracer: Tracer) -> None:
         """Nothing is read or written yet; the surplus of the chain is saved too."""
         self._parts, self._progress, self._chain, self._tracer = parts, progress, chain, tracer
         recipe, directory = parts.recipe, parts.directory
-        self.owed: Owed | None = None
         self._lag = max(0 if loop.is_continuous else loop.lag for loop in parts.plan.loops)
         self._writer = CheckpointWriter(
             directory.checkpoints,
@@ -114,7 +108,7 @@ class Keeper:
         progress.seconds_before = state.time_s
         loop = parts.plan.loop_of(rank)
         if loop.is_continuous:
-            progress.step, self.owed = self._read_ahead(checkpoint, loop)
+            progress.step, progress.owed = self._read_ahead(checkpoint, loop)
         elif loop.lag:
             ahead = read_loop_state(checkpoint, loop.name)
             progress.step, progress.data_position = ahead.iteration, ahead.data_position
@@ -135,18 +129,11 @@ class Keeper:
         journal = journal_file(parts.directory.journal, loop.name, loop.ranks.index(ranks.rank))
         lines = list(read_lines(journal, "iteration")) if journal.exists() else []
         start = max((int(str(line["start"])) for line in lines), default=-1) + 1
-        sizes = parts.recipe.batch.prompts_per_step
-        made, owed = read_ahead(
-            checkpoint,
-            loop.name,
-            ranks,
-            portions=next(iter(self._chain.loaders.values())).portions,
-            prompts_per_step=sizes,
-            steps=parts.recipe.steps,
-            start=start,
-            logged=self._last_logged(loop) if ranks.rank == loop.ranks[0] else parts.recipe.steps,
-        )
-        LineFile(journal, "iteration", parts.directory.may_fail).cut_after(made)
+        portions = next(iter(self._chain.loaders.values())).portions
+        division = Division(portions, parts.recipe.batch.prompts_per_step, parts.recipe.steps)
+        logged = self._last_logged(loop) if ranks.rank == loop.ranks[0] else parts.recipe.steps
+        made, owed = read_ahead(checkpoint, loop.name, ranks, division, start=start, logged=logged)
+        cut_journals(parts.directory, loop.name, loop.ranks.index(ranks.rank), ranks.size, made)
         return made, owed
 
     def _last_logged(self, loop: Loop) -> int:

@@ -48,15 +48,20 @@ def pools_of(plan: Plan, ranks: Sequence[int]) -> dict[tuple[int, ...], str]:
 
 
 class SecondsReport:
-    """What the pools of a loop report: for each state, the mean of the seconds of their ranks."""
+    """What the pools of a loop report: for each state, the mean of the seconds of their ranks.
+
+    Attributes:
+        taken: Seconds of this rank in each state of the last iteration.
+    """
 
     def __init__(self, plan: Plan, rank: int, clock: Clock) -> None:
         """Report what a rank's clock says."""
+        self.taken: Mapping[State, float] = {}
         self._pools, self._rank, self._clock = pools_of(plan, plan.loop_of(rank).ranks), rank, clock
 
     def add_to(self, metrics: Metrics) -> None:
         """Add the seconds since the last call to the metrics of the loop."""
-        taken = self._clock.take()
+        self.taken = taken = self._clock.take()
         for ranks, pool in self._pools.items():
             is_here = self._rank in ranks
             for state, seconds in taken.items():

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from rich.markup import escape
 
+from leaderless.config import RecipeError
 from leaderless.observability.console import FAILED
+from leaderless.observability.run_directory import RunDirectory
 from leaderless.observability.trace import Tracer
 from leaderless.planner import Plan, PlannedNode, RoleInstance, answering
 from leaderless.supervision.guards import Guards
@@ -21,10 +23,11 @@ from leaderless.supervision.stop import StopRequest
 from leaderless.worker.adopt import adopt
 from leaderless.worker.agreement import StepEnd, agree, to_first_rank
 from leaderless.worker.chain import Chain
-from leaderless.worker.continuous import ContinuousLoop
+from leaderless.worker.continuous import ContinuousLoop, Duties
 from leaderless.worker.description import write_description
 from leaderless.worker.in_force import plan_in_force
 from leaderless.worker.keeper import Keeper
+from leaderless.worker.layouts import PastLayouts, note_layout
 from leaderless.worker.loop_log import LoopLog
 from leaderless.worker.parts import Parts, Progress
 from leaderless.worker.replanner import Replanner
@@ -47,7 +50,11 @@ class Worker:
         trace = directory.traces / f"rank-{self._rank}.json" if recipe.run.trace_steps else None
         self.tracer = Tracer(trace, self._rank, directory.may_fail)
         self._follow(parts, Chain(parts, self.progress, self.tracer))
-        self._replanner = Replanner(parts) if recipe.schedule.replan_every_steps else None
+        self._past: PastLayouts | None = None
+        if recipe.run.follow is not None:
+            self._past = PastLayouts(RunDirectory(directory.path.parent / recipe.run.follow).journal, recipe)
+        may_choose = recipe.schedule.replan_every_steps and self._past is None
+        self._replanner = Replanner(parts) if may_choose else None
         self._guards = Guards(recipe.guards, directory, parts.display, is_first=self._rank == self._loop.ranks[0])
         self._log, self._is_log_open = self._make_log(), False
 
@@ -115,8 +122,7 @@ class Worker:
     def _run_loop(self) -> bool:
         """Go through iterations while this rank is in the same loop; returns whether the run stops."""
         if self._loop.is_continuous:
-            self._generate()
-            return True
+            return self._generate()
         return self._run_ahead() if self._loop.lag else self._train()
 
     def _train(self) -> bool:
@@ -141,39 +147,75 @@ class Worker:
         return is_stopping
 
     def _end_step(self, numbers: dict[str, float], end: StepEnd) -> None:
-        """Change the plan, and save, where that is due after a step of training. All ranks call it together."""
-        numbers = numbers if self._log is not None else {}
-        if not end.is_stopping:
+        """Change the plan, and save, where that is due after a step of training. All ranks call it together.
+
+        What ranks that generate continuously are in the middle of is saved before, as it is given up then.
+        """
+        numbers, is_continuous = numbers if self._log is not None else {}, self.parts.plan.is_continuous
+        if is_continuous:
+            self._keeper.save(numbers, end)
+        if not end.is_stopping and self._may_switch():
             plan = self.find_better()
             if plan is not None:
                 self._switch(plan)
-        self._keeper.save(numbers, end)
+        if not is_continuous:
+            self._keeper.save(numbers, end)
+
+    def _may_switch(self) -> bool:
+        """Whether another plan may be in force after this step of training, the same on all ranks."""
+        if self._past is not None:
+            return self._past.is_due(self.progress.trained)
+        return self._replanner is not None and self._replanner.is_due(self.progress.trained)
 
     def find_better(self) -> Plan | None:
-        """A plan that takes fewer seconds, where one is looked for after this step. All ranks call it together."""
-        if self._replanner is None or not self._replanner.is_due(self.progress.trained):
-            return None
+        """A plan that takes fewer seconds, or that of a run that is followed. All ranks call it together."""
         self.chain.channels.await_weights_taken()  # then the other loop is here as well
-        return self._replanner.look(self.progress.trained)
+        if self._past is not None:
+            return self._past.plan_after(self.progress.trained, self.parts.plan)
+        return None if self._replanner is None else self._replanner.look(self.progress.trained)
 
     def _switch(self, plan: Plan) -> None:
         seconds = self.adopt(plan)
+        made = self._note_layout()
+        if self.parts.plan.is_continuous:
+            self._forget_episodes(made)
         if self._replanner is not None:
             self._replanner.switched(self.progress.trained, seconds)
 
-    def _generate(self) -> None:
-        """Generate continuously."""
+    def _note_layout(self) -> int:
+        """Write down which layout is in force, where that matters; returns the iterations that are made."""
+        plan, made = self.parts.plan, self.progress.step
+        if not plan.is_continuous:
+            return made
+        made = int(self.parts.transport.world.max(torch.tensor([made]), "the iterations that are made"))
+        if self._rank == 0:
+            note_layout(self.parts.directory, plan, self.progress.trained, made)
+        return made
+
+    def _generate(self) -> bool:
+        """Generate continuously; returns whether the run stops or has ended, else another plan is in force."""
 
         def evaluate() -> dict[str, float]:
             numbers = self._evaluate()
             self._write_evaluation(numbers)
             return numbers
 
+        def measure(spent: Mapping[str, float], seconds: float) -> None:
+            if self._replanner is not None:
+                self._replanner.measure(spent, seconds)
+
         if self.progress.step == 0:
             evaluate()
-        ContinuousLoop(
-            self.parts, self.progress, self.chain, self._keeper, self._guards, evaluate, self._write, self.tracer
+        last = self.parts.recipe.steps
+        if self._past is not None:
+            last = self._past.made_before_next(self.progress.trained)
+        duties = Duties(last, evaluate, self._write, measure, self._may_switch, self.find_better)
+        plan = ContinuousLoop(
+            self.parts, self.progress, self.chain, self._keeper, self._guards, duties, self.tracer
         ).run()
+        if plan is not None:
+            self._switch(plan)
+        return plan is None
 
     def _run_ahead(self) -> bool:
         """Take the iterations of a loop that is ahead of training, each with the weights of `lag + 1` steps before.
@@ -280,7 +322,15 @@ class Worker:
     def _resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
         checkpoint = self._keeper.newest()
+        if checkpoint is not None and self._past is not None:
+            raise RecipeError.at(
+                "run.follow",
+                f"is {self.parts.recipe.run.follow}, but a run that follows another one cannot be continued, as what "
+                "its engines were at is gone: pass --fresh to follow it from the beginning",
+            )
         plan = plan_in_force(checkpoint, self.parts.recipe, self.parts.plan, self.parts.transport.world)
+        if self._past is not None:
+            plan = self._past.plan_after(0, plan) or plan
         if plan is not self.parts.plan:
             self.adopt(plan)
             if self._replanner is not None:
@@ -290,13 +340,15 @@ class Worker:
         else:
             self.chain.channels.open_journals()
         self.chain.num_roll_backs = self._guards.num_roll_backs
-        world_size, progress = self.parts.plan.world_size, self.progress
-        self.parts.episodes.forget(
-            progress.step or -1, progress.trained or -1, lambda rank: rank % world_size == self._rank
-        )
+        self._forget_episodes(self._note_layout())
         if self._log is not None:
             self._log.open(self.progress, self._guards.num_roll_backs)
         self._is_log_open = True
+
+    def _forget_episodes(self, made: int) -> None:
+        """Forget episodes that are played again, those after some iterations."""
+        trained, world_size = self.progress.trained, self.parts.plan.world_size
+        self.parts.episodes.forget(made or -1, trained or -1, lambda rank: rank % world_size == self._rank)
 
     def _roll_back(self) -> None:
         """Continue from the newest checkpoint, but with the next data and the clock of the run."""
