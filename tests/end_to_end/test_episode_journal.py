@@ -82,6 +82,14 @@ def test_each_rank_writes_its_episodes_of_each_step(folder: Path) -> None:
     assert 0 < sum(line["cause"] == "environment" for line in lines) < len(lines) / 2
 
 
+def test_the_trace_says_how_long_episodes_have_waited(folder: Path) -> None:
+    for rank in (0, 1):
+        events = json.loads((folder / f"runs/tiny/trace/rank-{rank}.json").read_text(encoding="utf-8"))
+        facts = [event["args"] for event in events if event["name"] == "rollout" and event["args"]["step"] == 2]
+        assert [len(one["waits"]) for one in facts] == [len(one["lengths"]) for one in facts] == [facts[0]["rows"]]
+        assert sum(facts[0]["waits"]) > 0
+
+
 def test_the_report_has_the_conversations_of_recorded_samples(folder: Path) -> None:
     run_files = read_run(folder / "runs/tiny")
     for samples in (run_files.samples, run_files.held_out):

@@ -13,8 +13,9 @@ from leaderless.config import RecipeError
 from leaderless.planner import Cluster, make_plan
 from leaderless.planner.auto.choose import choose_layout, predict_step
 from leaderless.planner.auto.continuous import Pools, step_seconds
-from leaderless.planner.auto.profile import StageSeconds
-from leaderless.planner.auto.seconds import Rates
+from leaderless.planner.auto.laws import fit_seconds
+from leaderless.planner.auto.profile import Point, StageSeconds
+from leaderless.planner.auto.seconds import Rates, StepSeconds
 from leaderless.planner.auto.show import reason
 from leaderless.planner.engines import rollout_engine
 
@@ -196,3 +197,31 @@ def test_a_channel_of_the_recipe_is_predicted_with_its_portions() -> None:
 def test_settings_that_would_do_nothing_are_refused(placement: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_recipe(layout="auto", placement=placement)
+
+
+def test_episodes_that_wait_leave_their_engine_to_others() -> None:
+    draw = np.random.default_rng(0)
+    points, lengths, waits = [], list[int](), list[float]()
+    for rows in (8, 16, 32) * 8:
+        own = draw.integers(10, 60, size=rows).tolist()
+        waited = draw.lognormal(0.0, 0.8, size=rows).tolist()
+        longest_s = max(wait + 0.01 * tokens for wait, tokens in zip(waited, own, strict=True))
+        points.append(Point(rows, sum(own), max(own), 0.1 + longest_s + 2e-4 * sum(own), own, waited))
+        lengths, waits = lengths + own, waits + waited
+    law = fit_seconds(points)
+    assert law.waits
+    assert law.error < 0.02
+    assert (law.longest_s, law.fixed_s) == pytest.approx((0.01, 0.1), rel=0.5)
+    recipe, rates = continuous_recipe(), []
+    profile = make_profile(recipe, law, UPDATE, lengths=lengths, waits=waits)
+    plan = make_plan(recipe.model_copy(update={"placement": None}), GRPO, Cluster(1))
+    for concurrency in (8, 256):
+        environment = make_recipe(environment={"type": "some.module:Waiting", "concurrency": concurrency}).environment
+        steps = StepSeconds(profile, recipe.model_copy(update={"environment": environment}))
+        rates.append(steps.rates(plan["rollout"], [1, 1]))
+    few, many = rates
+    num_rows = PROMPTS * SIBLINGS // 2
+    played_s = num_rows * (np.mean(waits) + law.longest_s * np.mean(lengths))
+    assert few.work.mean() == pytest.approx(played_s / 8, rel=0.2), "eight are played at a time"
+    assert many.work.mean() == pytest.approx(law.fixed_s + law.token_s * num_rows * np.mean(lengths), rel=0.2)
+    assert many.alone.mean() > 5 * many.work.mean()

@@ -300,7 +300,7 @@ def traced(folder, rank: int, seconds: dict[str, float], rows: int) -> None:
     ]
     for event in events:
         if event["name"] == "rollout":
-            event["args"] |= {"tokens": 2 * rows, "longest": 2, "lengths": [2] * rows}
+            event["args"] |= {"tokens": 2 * rows, "longest": 2, "lengths": [2] * rows, "waits": [0.5] * rows}
     (folder / "trace").mkdir(exist_ok=True)
     (folder / "trace" / f"rank-{rank}.json").write_text("[\n" + "".join(json.dumps(e) + ",\n" for e in events))
 
@@ -314,13 +314,14 @@ def test_a_profile_takes_from_traces_what_each_stage_took_without_waiting(tmp_pa
     spans = Spans()
     spans.add(RunDirectory(tmp_path), plan)
     assert spans.points == {
-        "rollout": [Point(4, 8, 2, 1.0, (2,) * 4), Point(8, 16, 2, 2.0, (2,) * 8)],
+        "rollout": [Point(4, 8, 2, 1.0, (2,) * 4, (0.5,) * 4), Point(8, 16, 2, 2.0, (2,) * 8, (0.5,) * 8)],
         "policy": [Point(8, 0, 0, 2.5)],
     }
-    assert spans.lengths == [2] * 12
+    assert (spans.lengths, spans.waits) == ([2] * 12, [0.5] * 12)
     assert spans.overheads == [pytest.approx(0.5)]
     profile = profile_of(spans, make_recipe(), 2)
     assert profile.stages["rollout"].of(16, 32, 2) == pytest.approx(4.0)
+    assert profile.waits == (0.5,) * 12
 
 
 def test_a_run_that_has_traced_nothing_is_no_profile():

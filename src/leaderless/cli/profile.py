@@ -37,6 +37,7 @@ def profile(
         parts = (
             f"{law.fixed_s:.3g} s + {law.row_s:.3g} s/row + {law.token_s:.3g} s/token + {law.longest_s:.3g} s/longest"
         )
+        parts += " + waits of episodes" * law.waits
         console.print(f"{name}: {parts} ±{law.error:.0%}", highlight=False)
     print_path("profile", output)
 

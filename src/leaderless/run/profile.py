@@ -39,6 +39,7 @@ class Spans:
         syncs: Seconds of each transfer of weights.
         overheads: Seconds of each step outside of its nodes.
         lengths: Tokens of responses.
+        waits: Seconds for which the episodes of the same responses have waited for their environments.
     """
 
     points: dict[str, list[Point]] = field(default_factory=lambda: defaultdict(list))
@@ -46,6 +47,7 @@ class Spans:
     syncs: list[float] = field(default_factory=list)
     overheads: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
 
     def add(self, directory: RunDirectory, plan: Plan) -> None:
         """Add what a run has traced."""
@@ -72,6 +74,7 @@ class Spans:
                 self.points[name] += points
                 spent[step] += max(point.seconds for point in points)
                 self.lengths += [length for point in points for length in point.lengths]
+                self.waits += [wait for point in points for wait in point.waits or (0.0,) * len(point.lengths)]
         if len({node.layout.ranks for node in plan.nodes}) == 1:
             ends = {line["step"]: line["time_s"] for line in directory.read_metrics()}
             whole = {step: ends[step] - ends[step - 1] for step in spent if {step, step - 1} <= ends.keys()}
@@ -93,8 +96,9 @@ def _spans_of(path: Path) -> Iterator[_Span]:
             event = json.loads(line.rstrip(","))
             facts = event["args"]
             rows, tokens, longest = (facts.get(name, 0) for name in ("rows", "tokens", "longest"))
-            lengths = tuple(facts.get("lengths", ()))
-            yield _Span(event["name"], facts["step"], Point(rows, tokens, longest, event["dur"] / 1e6, lengths))
+            lengths, waits = (tuple(facts.get(name, ())) for name in ("lengths", "waits"))
+            point = Point(rows, tokens, longest, event["dur"] / 1e6, lengths, waits)
+            yield _Span(event["name"], facts["step"], point)
 
 
 def measure(recipe: Recipe, source: Path, overrides: Sequence[str], workers: int) -> Profile:
@@ -177,6 +181,7 @@ def profile_of(spans: Spans, recipe: Recipe, workers: int) -> Profile:
         sync_s=median(spans.syncs or [0.0]),
         overhead_s=fmean(spans.overheads or [0.0]),
         lengths=tuple(spans.lengths[:MAX_LENGTHS]),
+        waits=tuple(spans.waits[:MAX_LENGTHS]) if any(spans.waits) else (),
     )
 
 

@@ -120,6 +120,7 @@ class StageContext:
         clock: Clock of the rank: `with context.clock.doing("environment")` says what time is spent on.
         progress: Function that takes the finished fraction of the node's work, for the progress line.
         doing: Function that takes a text to show in place of the node's name; it is a sign of life, too.
+        facts: What the trace says about the node's work, besides its rows and tokens.
     """
 
     recipe: Recipe
@@ -142,6 +143,7 @@ class StageContext:
     clock: Clock = field(default_factory=Clock)
     progress: Callable[[float], None] = field(default=lambda fraction: None)  # noqa: ARG005
     doing: Callable[[str], None] = field(default=lambda text: None)  # noqa: ARG005
+    facts: MutableMapping[str, object] = field(default_factory=dict)
 
     @property
     def role(self) -> ModelRole:

@@ -142,6 +142,15 @@ class Played:
         played = zip(self.episodes, self.seats, strict=True)
         return [None if episode.cause else has_drifted(episode, self.writers[seat.task]) for episode, seat in played]
 
+    def waits(self) -> list[float]:
+        """Seconds for which the episode of each sample has waited for its environment and its tools."""
+        played = zip(self.episodes, self.seats, strict=True)
+        waited = {
+            (seat.task, seat.place): episode.seconds["environment"] + episode.seconds["tools"]
+            for episode, seat in played
+        }
+        return [round(waited[row.task, row.place], 4) for row in self._rows]
+
     def journal(self) -> Iterator[str]:
         """The episodes that were played here, as lines of the journal."""
         for episode, drift in zip(self.episodes, self.drifts, strict=True):

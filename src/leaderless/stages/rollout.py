@@ -145,6 +145,7 @@ def _samples_of(played: Played, context: StageContext, seconds: float) -> Batch:
     if error is not None:
         context.run_directory.note_reward_error(context.step, context.process_group.rank, ENVIRONMENT, error)
     samples = played.samples()
+    context.facts["waits"] = played.waits()
     roles = [own] if config is None else [config.agents.get(agent, own) for agent in agents_of(config)]
     numbers = torch.tensor([context.agents.index(role) if role in context.agents else 0 for role in roles])
     return samples.with_columns(agent=numbers[samples.dense("actor")])

@@ -148,8 +148,10 @@ class Chain:
             case RunNode(name):
                 given = self.buffer.get(name)
                 with self._parts.turns.of(self._parts.plan[name]):
-                    made = self.stages[name](given, self._context(name))
+                    context = self._context(name)
+                    made = self.stages[name](given, context)
                 self.buffer.put(name, made)
+                facts.update(context.facts)
                 facts.update(sizes_of(made, given, are_lengths_shown=self._parts.plan[name].spec.samples))
             case Reshard():
                 self.buffer.reshard(action, self._parts.clock.doing("wait_rows"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 from typing import ClassVar
@@ -55,6 +56,15 @@ def played(texts: str, environment: type, siblings: int = 2, first: int = 0, scr
     return play_tasks(engine, play, tasks, data, recipe, Tokenizer(), lambda _: None)  # type: ignore[arg-type]
 
 
+class Unequal(Count):
+    """Takes its time for one of two tasks."""
+
+    def reset(self, task: Task, rng: Random) -> Observation:
+        if isinstance(task, Mapping) and task["text"] == "a":
+            time.sleep(0.1)
+        return super().reset(task, rng)
+
+
 def text_of(tokens: list[int]) -> str:
     return "".join("^" if token == 1 else chr(token) for token in tokens)
 
@@ -84,6 +94,14 @@ def test_agents_of_a_play_are_episodes_of_their_own() -> None:
     assert samples.dense("joint_ids").tolist() == [first + 4, first + 5] * 2
     assert samples.dense("environment_rewards").tolist() == [0.5, 0.5, 2.0, 2.0]
     assert samples.jagged("turns").to_lists() == [[0], [0], [1], [1]]
+
+
+def test_each_row_knows_how_long_its_episode_has_waited() -> None:
+    made = played("ab", Unequal)
+    assert [sample >> 16 for sample in made.samples().ids.tolist()] == [7, 7, 8, 8]
+    assert [wait > 0.09 for wait in made.waits()] == [True, True, False, False]
+    two_agents = played("a", Pair, siblings=2)
+    assert len(two_agents.waits()) == len(two_agents.samples()) == 4
 
 
 def test_the_prompt_of_a_task_is_what_all_its_conversations_begin_with() -> None:

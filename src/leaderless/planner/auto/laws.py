@@ -21,6 +21,8 @@ PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Times for which a response keeps its place without sampling, as multiples of the mean length."""
 LINEAR = ("token_s", "row_s", "fixed_s", "longest_s")
 """Terms of a law in the order in which they are preferred where several explain what was measured."""
+PACES = tuple(part / 8 for part in range(9))
+"""Seconds per token of the episode that ends last, as parts of the most that they can be."""
 
 
 class _Law(NamedTuple):
@@ -42,7 +44,9 @@ def fit_seconds(points: list[Point]) -> StageSeconds:
     best = _Law(StageSeconds(), float("inf"))
     for chosen in chain.from_iterable(combinations(LINEAR, size) for size in (1, 2, 3, 4)):
         best = _better(best, {name: terms[name] for name in chosen}, values[:, 3])
-    if all(point.lengths for point in points):
+    if any(any(point.waits) for point in points):
+        best = _with_waits(best, points, values[:, 3])
+    elif all(point.lengths for point in points):
         best = _with_places(best, points, values[:, 3])
     return best.stage
 
@@ -60,17 +64,42 @@ def _with_places(best: _Law, points: list[Point], seconds: Values) -> _Law:
     return best
 
 
+def _with_waits(best: _Law, points: list[Point], seconds: Values) -> _Law:
+    """A law of episodes that wait for their environments, if that is better.
+
+    The episode that ends last takes its waits, and each of its tokens takes what a step of the engine takes. Waits are
+    known, so that only the rest of the seconds is explained by other terms.
+    """
+    left = [point.seconds - max(point.waits, default=0.0) for point in points]
+    most = max(0.0, *(rest / max(1.0, point.longest) for rest, point in zip(left, points, strict=True)))
+    values = np.array([point[:2] for point in points], dtype=np.float64)
+    terms = {"token_s": values[:, 1], "fixed_s": np.ones(len(points))}
+    for pace in (most * share for share in PACES):
+        path = np.array([_slowest(point, pace) for point in points])
+        for names in ((), ("fixed_s",), ("token_s",), ("token_s", "fixed_s")):
+            facts = {"longest_s": pace, "waits": True}
+            best = _better(best, {name: terms[name] for name in names}, seconds, facts, path)
+    return best
+
+
+def _slowest(point: Point, token_s: float) -> float:
+    """Seconds of the episode that ends last."""
+    return max((wait + token_s * tokens for wait, tokens in zip(point.waits, point.lengths, strict=False)), default=0.0)
+
+
 def _better(
     best: _Law,
     terms: dict[str, Values],
     seconds: Values,
     facts: dict[str, float] | None = None,
+    known: Values | float = 0.0,
 ) -> _Law:
-    """The law of these terms, if it is clearly better than the best so far."""
+    """The law of these terms, if it is clearly better than the best so far; some of the seconds may be known."""
     weights = 1 / np.maximum(seconds, LEAST_S)
-    columns = np.column_stack(list(terms.values())) * weights[:, None]
-    solution = np.linalg.lstsq(columns, seconds * weights, rcond=None)[0]
-    off = columns @ solution - seconds * weights
+    columns = np.array(list(terms.values())).reshape(-1, len(seconds)).T * weights[:, None]
+    wanted = (seconds - known) * weights
+    solution = np.linalg.lstsq(columns, wanted, rcond=None)[0]
+    off = columns @ solution - wanted
     error = float(np.square(off).mean()) ** 0.5
     if (solution < 0).any() or error * ENOUGH + NOTHING >= best.error:
         return best

@@ -16,7 +16,8 @@ from leaderless.config.base import Section
 class Point(NamedTuple):
     """What a shard worked on in one run of a node, and the seconds that it took.
 
-    `lengths` are the tokens of each response in order, if the node has sampled them.
+    `lengths` are the tokens of each response in order, if the node has sampled them, and `waits` the seconds for which
+    its episode has waited for the environment, if it is one of an episode.
     """
 
     rows: float
@@ -24,6 +25,7 @@ class Point(NamedTuple):
     longest: float
     seconds: float
     lengths: Sequence[int] = ()
+    waits: Sequence[float] = ()
 
 
 class StageSeconds(Section):
@@ -43,6 +45,8 @@ class StageSeconds(Section):
     """Responses that are sampled at a time; the next one begins as soon as one has ended."""
     pause_tokens: float = Field(default=0.0, ge=0)
     """Time for which a response keeps its place without sampling, as when an environment answers, in tokens."""
+    waits: bool = False
+    """Whether the longest row is that of the episode that ends last: it waits for its environment, too."""
     error: float = Field(default=0.0, ge=0)
     """Mean relative error of the law over the measurements that it was made of."""
 
@@ -82,6 +86,9 @@ class Profile(Section):
     """Seconds of a step outside of all nodes."""
     lengths: tuple[int, ...] = ()
     """Tokens of sampled responses, those to one prompt next to each other."""
+    waits: tuple[float, ...] = ()
+    """Seconds for which the episodes of the same responses have waited for their environment and tools, if they are
+    episodes."""
 
     def digest(self) -> str:
         """Fingerprint of the content, which is part of the plan's."""

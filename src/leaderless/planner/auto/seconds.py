@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ MAX_DRAWN = 1 << 16
 
 Lengths = NDArray[np.int64]
 Seconds = NDArray[np.float64]
+Values = TypeVar("Values", Lengths, Seconds)
 
 
 class Rates(NamedTuple):
@@ -52,12 +53,13 @@ class StepSeconds:
         siblings = recipe.batch.responses_per_prompt
         self._prompts = recipe.batch.prompts_per_step
         self.num_draws = max(2, min(NUM_DRAWS, MAX_DRAWN // (self._prompts * siblings)))
-        known = np.array(profile.lengths or (1,), dtype=np.int64)
-        groups = known[: len(known) // siblings * siblings].reshape(-1, siblings)
-        if not len(groups):
-            groups = np.resize(known, (1, siblings))
+        lengths = np.array(profile.lengths or (1,), dtype=np.int64)
+        groups = _in_groups(lengths, siblings)
         chosen = np.random.default_rng(0).integers(len(groups), size=(self.num_draws, self._prompts))
         self._lengths: Lengths = groups[chosen]
+        waits = np.array(profile.waits or (0.0,) * len(lengths), dtype=np.float64)
+        self._waits: Seconds = _in_groups(waits, siblings)[chosen]
+        self._episodes = recipe.environment.concurrency if recipe.environment else 1
         self._known: dict[tuple[str, int, int, bool], Seconds] = {}
 
     def of(self, node: PlannedNode, num_shards: int, *, is_balanced: bool) -> Seconds:
@@ -109,6 +111,11 @@ class StepSeconds:
         longest = law.longest_s * np.maximum.reduceat(self._lengths.max(axis=2), begins, axis=1)
         linear = law.fixed_s + law.row_s * sizes + law.token_s * tokens
         alone, work = linear + longest, linear + law.longest_s * tokens / self._recipe.rollout.max_sequences
+        if law.waits:
+            paths = law.longest_s * self._lengths + self._waits
+            played = np.add.reduceat(paths.sum(axis=2), begins, axis=1) / self._episodes
+            alone = linear + np.maximum(np.maximum.reduceat(paths.max(axis=2), begins, axis=1), played)
+            work = np.maximum(work, played)
         if law.place_s:
             alone = alone + law.place_s * self._fullest(law, sizes)
             work = work + law.place_s * (tokens + law.pause_tokens * sizes) / law.places
@@ -127,6 +134,12 @@ class StepSeconds:
         """Rows of a step; [draws] tokens, and tokens of the longest row."""
         lengths = self._lengths.reshape(self.num_draws, -1)
         return lengths.shape[1], lengths.sum(axis=1), lengths.max(axis=1)
+
+
+def _in_groups(values: Values, siblings: int) -> Values:
+    """[groups, siblings] of values next to each other; of too few for a group they are repeated."""
+    groups = values[: len(values) // siblings * siblings].reshape(-1, siblings)
+    return groups if len(groups) else np.resize(values, (1, siblings))
 
 
 def has_own_rows(node: PlannedNode, plan: Plan) -> bool:
