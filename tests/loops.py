@@ -51,7 +51,7 @@ Stop = tuple[Literal["rollout", "policy"], int]
 """Loop, and the iteration at whose beginning the loop's last rank gets a signal."""
 
 Kill = tuple[Literal["before", "during", "after"], int]
-"""Phase of a switch in which a rank is killed, and the rank."""
+"""Phase of a switch in which a rank is killed, or two steps later, and the rank."""
 
 
 @dataclass
@@ -118,22 +118,34 @@ def watch(worker: Worker, seen: Seen, stop: Stop | None) -> None:
 
 
 def switching(worker: Worker, switches: Mapping[int, str], phase: str) -> Callable[[Replanner, int], Plan | None]:
-    """Stands in for `Replanner.look`: takes on the layout of a step, and lets this rank die in a phase of that."""
+    """Stands in for `Replanner.look`: takes on the layout of a step, and lets this rank die in a phase of that.
 
-    def look(self: Replanner, step: int) -> Plan | None:
+    A layout that is none of the recipe's is one that the planner has to find.
+    """
+    look = Replanner.look
+
+    def look_and_switch(self: Replanner, step: int) -> Plan | None:
         name = switches.get(step, self._current)
+        if phase == "after" and step - 2 in switches:
+            die()  # there is a checkpoint under the other plan
         if name == self._current:
             return None
         if phase == "before":
             die()
         elif phase == "during":
             worker.parts.roles.sync_all = die  # type: ignore[method-assign]
-        elif phase == "after":
-            worker._note_layout = die  # type: ignore[method-assign]
+        if name not in self.plans:
+            with patch("leaderless.worker.replanner.choose", partial(chosen, name)):
+                return look(self, step)
         self.choice = Choice(name, 2.0, 1.0, is_worth_it=True)
         return self.plans[name]
 
-    return look
+    return look_and_switch
+
+
+def chosen(name: str, expected: Mapping[str, float], current: str, *_: object) -> Choice:
+    """Stands in for `choose`: a layout, with the seconds that are expected of it."""
+    return Choice(name, expected[current], expected[name], is_worth_it=True)
 
 
 def slow_step(field: ResponseField) -> list[Advance]:

@@ -76,11 +76,11 @@ def die() -> None:
 
 
 def train(
-    recipe_file: str, overrides: Sequence[str], steps: int, switches: Mapping[int, Ranks], killed: str = ""
+    recipe_file: str, overrides: Sequence[str], steps: int, switches: Mapping[int, Ranks], is_killed: bool = False
 ) -> Seen:
     """Be one worker of a run, or of the rest of one, that goes on under other plans after some steps.
 
-    The second rank may be killed during a switch, when weights have been moved, or after the step that follows it.
+    The second rank may be killed during a switch, when weights have been moved.
     """
     loaded = load_recipe(recipe_file, overrides)
     place, seen = Place.from_environment(), Seen()
@@ -93,7 +93,7 @@ def train(
             if worker.progress.step in switches:
                 before = dict(worker.parts.roles.engines)
                 layout = layout_of(switches[worker.progress.step])
-                if killed == "during" and place.rank == 1:
+                if is_killed and place.rank == 1:
                     worker.parts.roles.sync_all = die  # type: ignore[method-assign]
                 worker.adopt(with_layout(loaded.recipe, layout, worker.parts.plan))
                 roles = worker.parts.roles.engines.items()
@@ -109,8 +109,6 @@ def train(
             stages = worker.chain.stages
             worker.chain.stages = {**stages, "policy": watched} if update else stages
             numbers = run_step()
-            if killed == "after" and place.rank == 1 and worker.progress.step == max(switches) + 2:
-                die()
             worker.chain.stages = stages
             steady = {name: value for name, value in numbers.items() if not name.startswith(UNSTEADY)}
             seen.numbers[worker.progress.step] = steady if place.rank == 0 else {}
@@ -159,13 +157,13 @@ class Runs:
         steps: int = NUM_STEPS,
         switches: Mapping[int, Ranks] | None = None,
         size: int = 2,
-        killed: str = "",
+        is_killed: bool = False,
     ) -> list[Seen]:
         layouts = {node: {"ranks": text} for node, text in layout.items()}
         recipe = write_recipe(self._folder, tiny_model(), {**self._changes, "layout": layouts})
         evaluation = [f"data.evaluation.{key}={value}" for key, value in self._held_out().items()]
         overrides = [f"name={name}", *evaluation]
-        arguments = str(recipe), overrides, steps, switches or {}, killed
+        arguments = str(recipe), overrides, steps, switches or {}, is_killed
         if self._chosen:
             return self._ranks.run(size, train_and_choose, self._chosen, *arguments, init_group=False)
         return self._ranks.run(size, train, *arguments, init_group=False)
@@ -285,15 +283,14 @@ def test_a_checkpoint_is_resumed_under_the_plan_that_it_was_made_under(ranks: Ra
     assert [bool(seen.state) for seen in moved] == [True, False]
 
 
-@pytest.mark.parametrize("killed", ["during", "after"])
-def test_a_run_that_is_killed_around_a_switch_is_resumed_exactly(ranks: RankPool, tmp_path: Path, killed: str) -> None:
+def test_a_run_that_is_killed_during_a_switch_is_resumed_exactly(ranks: RankPool, tmp_path: Path) -> None:
     runs = Runs(ranks, tmp_path, {**SETTINGS, "checkpoint.every_steps": 1, "evaluation.every_steps": 0})
     switches = {SWITCH: APART}
     whole = runs("whole", TOGETHER, switches=switches)
     with pytest.raises(RankError):
-        runs("killed", TOGETHER, switches=switches, killed=killed)
+        runs("killed", TOGETHER, switches=switches, is_killed=True)
     last = sorted(path.name for path in (tmp_path / "runs/killed/checkpoints").glob("step-*"))[-1]
-    assert last <= f"step-{SWITCH + (killed == 'after'):06d}"
+    assert last <= f"step-{SWITCH:06d}"
     assert_same(runs("killed", TOGETHER, switches=switches), whole, range(NUM_STEPS, NUM_STEPS + 1))
 
 

@@ -1,4 +1,4 @@
-"""A run that generates continuously goes on under another plan as if it had been stopped and resumed with it."""
+"""Runs whose ranks generate ahead take on other layouts, and are killed meanwhile, and lose nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from tests.distributed.ranks import RankError, RankPool
 from tests.loops import PROMPTS, RESPONSES, Kill, Runs, Seen, assert_same, beside, iterations, numbers
 
 CHANNEL = {"capacity": 2, "mode": "continuous"}
+KILLS: list[Kill] = [("before", 0), ("during", 2), ("after", 1)]
+EVERY_STEP = {"checkpoint.every_steps": 1, "checkpoint.asynchronous": False}
 STEPS = 7
-SWITCHES = {2: "other", 3: "other", 4: "layout"}
-"""Names of layouts, by step: a run that is killed in a switch has the checkpoint of that step, or of one before."""
+SWITCHES = {2: "other", 3: "other", 4: "layout", 5: "layout"}
+"""Names of layouts, by step: a run that is killed in a switch continues behind it, and switches in the next step."""
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +44,51 @@ def test_a_switch_is_like_stopping_and_resuming_with_the_other_layout(runs: Runs
     assert numbers(runs.directory("switched")) == numbers(runs.directory("resumed"))
 
 
-@pytest.mark.parametrize("kill", [("before", 0), ("during", 2), ("after", 1)])
-def test_a_run_that_is_killed_around_a_switch_loses_nothing(runs: Runs, kill: Kill) -> None:
+def test_layouts_are_found_by_the_seconds_of_ranks_that_generate_continuously(runs: Runs) -> None:
+    """The planner searches, by what is measured; only the choice does not depend on it."""
+    schedule = {"schedule": {"replan_every_steps": 5, "layouts": "auto"}}
+    found = "rollout on 0-1; reward, old, advantage, samples, policy on 2"
+    runs(1, 2, {**CHANNEL, "capacity": 1}, "found", steps=STEPS, switches={5: found}, **schedule)
+    (event,) = [json.loads(line) for line in runs.directory("found").events.open()]
+    assert (event["step"], event["to"]) == (5, found)
+    assert min(event["now_s"], event["expected_s"]) > 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs) -> Seen:
+    """A run with a fixed lag that keeps its layout."""
+    return runs(2, 1, 1, "undisturbed", steps=STEPS)
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_run_with_a_fixed_lag_that_is_killed_around_a_switch_is_resumed_exactly(
+    runs: Runs, undisturbed: Seen, kill: Kill
+) -> None:
+    moved = {"rollout": {"ranks": "1-2"}, "reward": {"ranks": "0"}, "policy": {"ranks": "0"}}
+    schedule = {"replan_every_steps": 1, "layouts": {"other": moved}}
+    scheduled = {"schedule": schedule, **EVERY_STEP}
+    name = f"lag-{kill[0]}"
+    with pytest.raises(RankError):
+        runs(2, 1, 1, name, None, STEPS, {2: "other"}, kill, **scheduled)
+    after = runs(2, 1, 1, name, None, STEPS, {2: "other"}, **scheduled)
+    first = min(after.trained)
+    assert first == (4 if kill[0] == "after" else 2), "it continues from the checkpoint of the step before"
+    rest = {step: rows for step, rows in undisturbed.trained.items() if step >= first}
+    assert_same(after, Seen(rest, undisturbed.weights))
+    lines = iterations(runs.directory(name), "rollout-to-reward.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_continuous_run_that_is_killed_around_a_switch_loses_nothing(runs: Runs, kill: Kill) -> None:
     name, schedule = kill[0], {"replan_every_steps": 1, "layouts": {"other": beside(1, 2)}}
-    scheduled = {"schedule": schedule, "checkpoint.every_steps": 1}
+    scheduled = {"schedule": schedule, **EVERY_STEP}
     with pytest.raises(RankError):
         runs(2, 1, CHANNEL, name, None, STEPS, SWITCHES, kill, **scheduled)
     after = runs(2, 1, CHANNEL, name, None, STEPS, SWITCHES, **scheduled)
     again = runs(2, 1, CHANNEL, f"{name}-again", None, STEPS, **scheduled, **{"run.follow": name})
     first = min(after.trained)
-    assert first > 1
+    assert first == (5 if name == "after" else 3), "it continues from the checkpoint of the step before"
     assert_same(Seen({step: rows for step, rows in again.trained.items() if step >= first}, again.weights), after)
     assert_all_trained_once(again)
     assert layouts(runs, name)[0]["layout"] == layouts(runs, name)[2]["layout"] != layouts(runs, name)[1]["layout"]
