@@ -13,7 +13,6 @@ from random import Random
 from leaderless import EngineSetup, Environment, RolloutSetup, Turn, rollout_engine, train_backend
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.causal_lm import load_causal_lm
-from leaderless.rewards.protocol import RewardInput
 from leaderless.rollout.engine import Completion, Delta, Request, SamplingParams
 from leaderless.training.engine import Result, UpdateInfo
 from leaderless.training.fsdp import FsdpEngine
@@ -24,12 +23,10 @@ STEP_S, SEQUENCE_S = float(os.environ.get("STEP_S", "0.005")), float(os.environ.
 """Seconds of a token of all sequences, and more for each of them."""
 SCORE_S, UPDATE_S = float(os.environ.get("SCORE_S", "0.00009")), float(os.environ.get("UPDATE_S", "0.00028"))
 """Seconds in which a rank scores a token, and trains on one."""
-MEDIAN_TOKENS, SIGMA = 60, 1.1
+MEDIAN_TOKENS, SIGMA = float(os.environ.get("MEDIAN_TOKENS", "60")), float(os.environ.get("SIGMA", "1.1"))
 """Median length of a response, and the spread of its logarithm."""
 DELAY_S = 0.5
 """Median time of an answer of the environment."""
-REWARD_S = 0.05
-"""Time in which a slow reward judges a response."""
 
 
 @dataclass
@@ -142,12 +139,6 @@ def _sleep_until(due: float) -> None:
 @train_backend(shards_weights=True)
 def make_trainer(setup: EngineSetup) -> TokenTrainer:
     return TokenTrainer(setup)
-
-
-def slow_reward(sample: RewardInput) -> float:
-    """Judge a response, slowly."""
-    time.sleep(REWARD_S)
-    return float(len(sample.response) % 2)
 
 
 class Tools(Environment):

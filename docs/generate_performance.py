@@ -55,7 +55,17 @@ def with_placement(page: str) -> str:
     results, content = load(), None
     if results is not None:
         content = f"{summary(results)}\n\n{table(results)}"
-    return _between(page, "placement", content)
+    return _between(_with_continuous_placement(page), "placement", content)
+
+
+def _with_continuous_placement(page: str) -> str:
+    """A page with the newest results of `benchmarks/continuous_placement.py` between its two marks."""
+    from benchmarks.continuous_placement_report import load, summary, table
+
+    results, content = load(), None
+    if results is not None:
+        content = f"{summary(results)}\n\n{table(results)}"
+    return _between(page, "continuous placement", content)
 
 
 def with_slow_host(page: str) -> str:

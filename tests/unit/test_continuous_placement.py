@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from benchmarks.continuous_placement_report import EVERYWHERE, Case, Results, summary, table
 from tests.unit.recipes import make_recipe
 from tests.unit.test_placement import GRPO, auto_recipe, make_profile
 
@@ -225,3 +226,19 @@ def test_episodes_that_wait_leave_their_engine_to_others() -> None:
     assert few.work.mean() == pytest.approx(played_s / 8, rel=0.2), "eight are played at a time"
     assert many.work.mean() == pytest.approx(law.fixed_s + law.token_s * num_rows * np.mean(lengths), rel=0.2)
     assert many.alone.mean() > 5 * many.work.mean()
+
+
+def test_the_report_says_what_the_choice_gains_and_how_far_predictions_are_off() -> None:
+    runs = {
+        EVERYWHERE: {"seconds": 3.0, "predicted": 3.0},
+        "0 and 1, fixed lag 2": {"seconds": 1.0, "predicted": 1.5},
+        "0 and 1, continuous, capacity 4": {"seconds": 1.2, "predicted": 0.9},
+    }
+    case = Case(workload="tail", workers=2, chosen="0 and 1, continuous, capacity 4", runs=runs)
+    results = Results(cores=2, steps=16, cases=[case])
+    text = summary(results)
+    assert "of the chosen layout is off by 25%" in text
+    assert "that of any by 25% (medians)" in text
+    assert "is 2.50 to 2.50 times as fast as all ranks in lockstep" in text
+    assert "at most 20% slower than the fastest" in text
+    assert "| tail | 2 | **0 and 1, continuous, capacity 4** | 0.90 | 1.20 | -25% |" in table(results)
