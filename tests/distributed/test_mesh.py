@@ -30,12 +30,12 @@ from leaderless.planner.backends import BUILTIN_BACKENDS
 from leaderless.training.engine import TrainEngine
 from leaderless.training.registry import make_train_engine
 
-REPEATING = "tests.distributed.test_mesh:repeats_over_tp"
+REPEATING = "tests.distributed.test_mesh:repeats_over_pp"
 
 
-@train_backend(shards_weights=True, axes=["tp"])
-def repeats_over_tp(setup: EngineSetup) -> TrainEngine:
-    """The built-in back end, whose ranks along `tp` all do the same."""
+@train_backend(shards_weights=True, axes=["pp"])
+def repeats_over_pp(setup: EngineSetup) -> TrainEngine:
+    """The built-in back end, whose ranks along `pp` all do the same."""
     (backend,) = BUILTIN_BACKENDS
     return make_train_engine(backend, setup)
 
@@ -49,7 +49,9 @@ def setup_of(transport: Transport, layout: Layout, path: str) -> EngineSetup:
         is_critic=False,
         layout=layout,
         process_group=transport.process_group(layout.ranks),
-        axis_groups={axis: transport.process_group(layout.peers(transport.rank, axis)) for axis in layout.axes},
+        axis_groups={
+            name: transport.process_group(peers) for name, peers in layout.named_peers(transport.rank).items()
+        },
         device=torch.device("cpu"),
         optimizer=OPTIMIZER,
         num_updates=4,
@@ -133,8 +135,8 @@ def test_a_rank_makes_the_groups_along_its_own_axes_only(ranks: RankPool) -> Non
 def save_and_load(folder: str, path: str) -> int:
     """The number of shards of a checkpoint; an engine that reads it has the weights of the one that wrote it."""
     transport = Transport(torch.device("cpu"), timeout_s=60)
-    setup = setup_of(transport, Layout((0, 1, 2, 3), dp=2, tp=2), path)
-    engine, other = (repeats_over_tp(setup) for _ in range(2))
+    setup = setup_of(transport, Layout((0, 1, 2, 3), dp=2, pp=2), path)
+    engine, other = (repeats_over_pp(setup) for _ in range(2))
     shard = torch.arange(len(LENGTHS)) % 2 == setup.layout.shard_of(transport.rank)
     add_gradients(engine, random_samples(LENGTHS).select(shard), lambda out, _: out.log_probs.sum() / 50)
     engine.optimizer_step()
@@ -164,7 +166,7 @@ def test_ranks_that_repeat_the_work_of_others_change_no_number(ranks: RankPool, 
     }
     recipe = write_recipe(tmp_path, tiny_model(), settings)
     expected = ranks.run(2, walk_steps, str(recipe), "two", 2, init_group=False)
-    changes = {"training.backend": REPEATING, "layout": {"policy": {"dp": 2, "tp": 2}}}
+    changes = {"training.backend": REPEATING, "layout": {"policy": {"dp": 2, "pp": 2}}}
     recipe = write_recipe(tmp_path, tiny_model(), {**settings, **changes})
     found = ranks.run(4, walk_steps, str(recipe), "four", 2, init_group=False)
     for step in range(2):
@@ -178,7 +180,7 @@ def test_ranks_that_repeat_the_work_of_others_change_no_number(ranks: RankPool, 
 
 
 def test_ranks_hold_a_model_in_one_layout() -> None:
-    layout = {"rollout": {"ranks": "0-3"}, "old": {"ranks": "0-3"}, "policy": {"dp": 2, "tp": 2}}
-    message = r"role 'policy' is divided as ranks 0-3 dp=4 for 'old' and as ranks 0-3 dp=2 tp=2 for 'policy'"
+    layout = {"rollout": {"ranks": "0-3"}, "old": {"ranks": "0-3"}, "policy": {"dp": 2, "pp": 2}}
+    message = r"role 'policy' is divided as ranks 0-3 dp=4 for 'old' and as ranks 0-3 dp=2 pp=2 for 'policy'"
     with pytest.raises(RecipeError, match=message):
         plan_of("grpo", 4, training={"backend": REPEATING}, layout=layout, batch={"updates_per_step": 2})

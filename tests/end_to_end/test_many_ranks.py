@@ -78,7 +78,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
         4,
         {"layout": {"rollout": {"ranks": "1-3"}, "policy": {"ranks": "0"}}},
     ),
-    "4 ranks, 2 for each pass": (4, {"layout": {"policy": {"cp": 2}, "reference": {"cp": 4}}}),
+    "4 ranks, all for each pass": (4, {"layout": {"policy": {"cp": 2, "tp": 2}, "reference": {"cp": 4}}}),
     "every node elsewhere": (
         4,
         {

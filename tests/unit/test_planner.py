@@ -374,7 +374,11 @@ def test_sequences_longer_than_the_context_of_a_model_are_refused(tmp_path):
         ({"reward": {"ranks": "2-1"}}, "layout.reward.ranks", "range '2-1' runs backwards"),
         ({"reward": {"ranks": "1,0-1"}}, "layout.reward.ranks", "names a rank twice"),
         ({"rewards": {}}, "layout.rewards", "has no such node (did you mean 'reward'?)"),
-        ({"policy": {"tp": 2}}, "layout.policy", "'fsdp' divides the ranks of a model by dp and cp only; leave out tp"),
+        (
+            {"policy": {"pp": 2}},
+            "layout.policy",
+            "'fsdp' divides the ranks of a model by dp and cp and tp only; leave out pp",
+        ),
         (
             {"rollout": {"pp": 2}, "policy": {}},
             "layout.rollout",
@@ -437,9 +441,12 @@ def test_a_stage_of_ones_own_with_a_role_divides_its_ranks_like_any_model(stages
     stages("scores", ["tokens"], roles={"model": "score"}, has_effect=True)
     stages("probe", ["tokens"], has_effect=True)
     workflow = end(begin(), "reward").node("probe", run="scores", role="policy", after="policy")
-    problem = refused(workflow, 4, layout={"probe": {"tp": 2}})
+    problem = refused(workflow, 4, layout={"probe": {"pp": 2}})
     assert problem.key == "layout.probe"
-    assert "ranks 0-3 dp=2 tp=2: the back end 'fsdp' divides the ranks of a model by dp and cp only" in problem.message
+    assert (
+        "ranks 0-3 dp=2 pp=2: the back end 'fsdp' divides the ranks of a model by dp and cp and tp only"
+        in problem.message
+    )
     plan = plan_of(end(begin(), "reward").node("probe", run="probe", after="policy"), 4, layout={"probe": {"tp": 2}})
     assert plan["probe"].layout.ranks_per_shard == 2
 

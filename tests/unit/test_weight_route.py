@@ -17,6 +17,7 @@ from leaderless.planner import Layout
 from leaderless.weights import route as routes
 from leaderless.weights.blocks import Block, Division, Placement, Pool, Shape, even_rows, everything, shard_rows
 from leaderless.weights.route import Leg, Piece, Route, Turn
+from leaderless.weights.tensor_parallel import tensor_rows
 
 
 def columns(name: str, shape: Shape, layout: Layout) -> Division:
@@ -29,6 +30,16 @@ def in_pairs(name: str, shape: Shape, layout: Layout) -> Division:
     return Division(shape, len(layout.ranks), ranks_per_block=2)
 
 
+def wide(name: str, shape: Shape, layout: Layout) -> Division:
+    """Parts of rows, of which each rank has some."""
+    return tensor_rows("layers.0.mlp.up_proj.weight", shape, layout)
+
+
+def narrow(name: str, shape: Shape, layout: Layout) -> Division:
+    """Parts of columns, of which each rank has some rows."""
+    return tensor_rows("layers.0.mlp.down_proj.weight", shape, layout)
+
+
 @dataclass(frozen=True)
 class Listed:
     """The ranks of a pool with the block of a weight that each has, one after the other, as `torch.chunk` cuts it."""
@@ -38,6 +49,9 @@ class Listed:
     @classmethod
     def of(cls, pool: Pool, shape: Shape) -> Listed:
         ranks, placement = pool.layout.ranks, pool.placement
+        tp, part_dim = pool.layout.tp, int(placement is narrow)
+        if placement in {wide, narrow} and len(shape) > part_dim and shape[part_dim] % tp == 0:
+            return cls({rank: part_of(shape, len(ranks) // tp, tp, part_dim, i) for i, rank in enumerate(ranks)})
         dim = int(placement is columns and len(shape) > 1)
         num_same = {even_rows: 1, columns: 1 if dim else len(ranks), in_pairs: 2, everything: len(ranks)}.get(
             placement, pool.layout.ranks_per_shard
@@ -58,6 +72,18 @@ class Listed:
         for rank, block in self.blocks.items():
             holders.setdefault(block, []).append(rank)
         return {block: ranks for block, ranks in holders.items() if block.numel}
+
+
+def part_of(shape: Shape, num_holders: int, tp: int, dim: int, place: int) -> Block:
+    """What a rank has of a part, as indices of a tensor that is cut twice."""
+    part = [torch.arange(size) for size in shape]
+    part[dim] = part[dim].chunk(tp)[place % tp]
+    begin, chunks = int(part[0][0]), part[0].chunk(num_holders)
+    number = place // tp
+    end = begin + len(part[0])
+    part[0] = chunks[number] if number < len(chunks) else part[0][:0]
+    offsets = tuple(int(indices[0]) if len(indices) else end for indices in part)
+    return Block(offsets, tuple(len(indices) for indices in part))
 
 
 def listed_leg(route: Route, bucket: Sequence[Turn]) -> Leg:
@@ -102,8 +128,8 @@ PAIR = Layout((0, 1), 2)
 @example([(20, 1)], Pool(PAIR, everything), Pool(PAIR, even_rows), 40)
 @given(
     shapes_drawn,
-    pools(even_rows, shard_rows, everything, columns, in_pairs),
-    pools(everything, everything, even_rows, shard_rows, columns, in_pairs),
+    pools(even_rows, shard_rows, everything, columns, in_pairs, wide, narrow),
+    pools(everything, everything, even_rows, shard_rows, columns, in_pairs, wide, narrow),
     st.sampled_from([1, 40, 400, 2000, 1 << 25]),
 )
 def test_each_rank_finds_its_part_of_the_way_without_a_list_of_all(

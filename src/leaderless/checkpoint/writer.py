@@ -310,12 +310,18 @@ def _place(process_group: ProcessGroup) -> int:
 
 
 def _own_shards(engine: Trainable) -> dict[str, Shard]:
-    """The shards that this rank writes, if it is no replica; the first rank also writes what all hold whole."""
+    """The shards that this rank writes, if it is no replica; of ranks that hold the same, the first one writes it."""
     if engine.is_replica:
         return {}
     is_first = _place(engine.process_group) == 0
-    state = engine.state().items()
-    return {name: Shard.of(value) for name, value in state if isinstance(value, DTensor) or is_first}
+
+    def is_own(value: Tensor) -> bool:
+        if not isinstance(value, DTensor):
+            return is_first
+        places = value.device_mesh.get_coordinate() or ()
+        return not any(place for place, along in zip(places, value.placements, strict=True) if along.is_replicate())
+
+    return {name: Shard.of(value) for name, value in engine.state().items() if is_own(value)}
 
 
 def _describe(engine: Trainable, tokenizer: Tokenizer) -> dict[str, bytes]:

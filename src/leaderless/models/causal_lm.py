@@ -13,6 +13,7 @@ from leaderless.models.attention import Attention
 from leaderless.models.decoder import Decoder, empty_decoder, load_decoder
 from leaderless.models.products import linear_in_float32
 from leaderless.models.scoring import Entropy, score_tokens
+from leaderless.models.sums import copied
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,13 @@ class CausalLM(Decoder):
         """
         hidden = self.hidden_states(tokens, positions, attention, select)
         head = cast("nn.Linear", self.model.get_output_embeddings())
+        part = self.vocabulary_part
         if targets is None:
+            assert part is None, "engines that generate have all words"
             return linear_in_float32(hidden, head.weight, head.bias)
-        return TokenOutputs(*score_tokens(hidden, head, targets, temperature, entropy))
+        if part is not None:
+            hidden = copied(hidden, part.peers)
+        return TokenOutputs(*score_tokens(hidden, head, targets, temperature, entropy, part))
 
 
 def load_causal_lm(config: ModelConfig, role: str) -> CausalLM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from leaderless.data.hub import unreachable_hub
 from leaderless.models.attention import ATTENTION_NAME, Attention, check_window
 from leaderless.models.recomputing import recompute_layers, recomputed_layers
 from leaderless.models.support import check_settings, check_supported
+from leaderless.models.vocabulary import VocabularyPart
+
+if TYPE_CHECKING:
+    from leaderless.models.tensor_parallel import TensorParallel
 
 ALIGNMENT_BYTES = 64
 """Addresses of tensors that torch allocates on the CPU are multiples of it."""
@@ -39,6 +43,12 @@ class Decoder(nn.Module):
         """Wrap a model that was loaded with this package's attention; weights keep their names."""
         super().__init__()
         self.model = model
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        """Number of tokens with an embedding, whatever part of them is here."""
+        self.vocabulary_part: VocabularyPart | None = None
+        """Words of which this rank has the embeddings for logits; all without it."""
+        self.tensor_parallel: TensorParallel | None = None
+        """How ranks divide the layers, if they do."""
         # Not every family passes its window on to its attention. Where layers have types, all have full attention.
         described = model.config.get_text_config()
         has_types = getattr(described, "layer_types", None) is not None
@@ -71,12 +81,6 @@ class Decoder(nn.Module):
     def float32_modules(self) -> list[nn.Module]:
         """List modules that always compute in float32."""
         return []
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens with an embedding."""
-        rows: int = self.model.get_input_embeddings().weight.shape[0]
-        return rows
 
     def write_description(self, folder: Path) -> None:
         """Write the files that `transformers` reads next to the weights."""

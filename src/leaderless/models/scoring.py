@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from leaderless.models.products import linear_in_float32
+from leaderless.models.vocabulary import VocabularyPart
 
 Entropy = Literal["none", "value", "gradient"]
 """Whether entropies are computed, and whether the loss depends on them."""
@@ -32,6 +33,8 @@ class _Settings(NamedTuple):
     is_training: bool  # whether a backward pass may follow
     rows: int  # tokens of one chunk
     num_kept: int  # chunks that are kept for the backward pass
+    part: VocabularyPart | None  # words that this rank has; all without it
+    are_here: Tensor | None  # [R] whether it has the targets
 
     def chunks(self, count: int) -> Iterator[slice]:
         """Give the tokens of each chunk."""
@@ -42,14 +45,32 @@ class _Settings(NamedTuple):
         """The temperature of the tokens of a chunk, one number or [rows]."""
         return self.temperature[chunk] if isinstance(self.temperature, Tensor) else self.temperature
 
+    def slope(self, probabilities: Tensor, targets: Tensor, chunk: slice) -> Tensor:
+        """Take 1 from the probability of each target, in place and before anything is rounded to bfloat16."""
+        target = targets[chunk].unsqueeze(1)
+        taken = probabilities.new_full(target.shape, -1.0)
+        return probabilities.scatter_add_(1, target, taken if self.are_here is None else taken * self.here(chunk))
+
+    def here(self, chunk: slice) -> Tensor:
+        """[rows, 1] 1 where this rank has the target of a token of a chunk, and else 0."""
+        assert self.are_here is not None
+        return self.are_here[chunk].unsqueeze(1)
+
 
 def score_tokens(
-    hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float | Tensor, entropy: Entropy
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    temperature: float | Tensor,
+    entropy: Entropy,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute [R] log-probabilities of tokens, and [R] entropies of the distributions they were drawn from.
 
     The tokens, targets [R] int64, are predicted at the hidden states [R, hidden_size]. The temperature is that of all
-    tokens, or [R] float32, above 0. Results are at least float32; without entropies the latter are [0].
+    tokens, or [R] float32, above 0. Results are at least float32; without entropies the latter are [0]. Where the head
+    has a part of the words only, so has each of the ranks with the others, and together they compute the same results.
+    A gradient of the hidden states is an addend of each rank then.
     """
     vocabulary = head.weight.shape[0]
     # Where weights are converted to float32 for each chunk, large chunks are the faster ones.
@@ -59,7 +80,10 @@ def score_tokens(
         temperature = temperature.to(torch.promote_types(hidden.dtype, torch.float32))
     is_training = torch.is_grad_enabled()
     num_kept = CHUNK_ELEMENTS // (rows * vocabulary) if is_training and entropy != "gradient" else 0
-    settings = _Settings(temperature, entropy, is_training, rows, num_kept)
+    are_here = None
+    if part is not None:
+        targets, are_here = part.locate(targets)
+    settings = _Settings(temperature, entropy, is_training, rows, num_kept, part, are_here)
     log_probs, entropies = _Scores.apply(hidden, head.weight, head.bias, targets, settings)  # type: ignore[no-untyped-call]
     return log_probs, entropies
 
@@ -90,15 +114,17 @@ class _Scores(torch.autograd.Function):
         kept: list[Tensor] = []
         for chunk in settings.chunks(len(hidden)):
             logits, target = _scaled_logits(hidden, weight, bias, settings, chunk), targets[chunk].unsqueeze(1)
-            probabilities = logits.softmax(dim=-1)
-            # The probability of the likeliest token is never rounded to 0.
-            normalizers[chunk] = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
-            log_probs[chunk] = logits.gather(1, target).squeeze(1) - normalizers[chunk]
+            part = settings.part
+            if part is None:
+                probabilities, normalizers[chunk], target_logits = _softmax(logits, target)
+            else:
+                probabilities, normalizers[chunk], target_logits = part.softmax(logits, target, settings.here(chunk))
+            log_probs[chunk] = target_logits - normalizers[chunk]
             if settings.entropy != "none":
-                mean_logit = torch.linalg.vecdot(probabilities, logits)
+                mean_logit = (torch.linalg.vecdot if part is None else part.mean)(probabilities, logits)
                 entropies[chunk] = normalizers[chunk] - mean_logit
             if len(kept) < settings.num_kept:
-                kept.append(_slope(probabilities, target).to(hidden.dtype))
+                kept.append(settings.slope(probabilities, targets, chunk).to(hidden.dtype))
         if settings.entropy != "gradient":
             ctx.mark_non_differentiable(entropies)
         if settings.is_training:
@@ -127,10 +153,10 @@ class _Scores(torch.autograd.Function):
                 slope = log_p.exp()
                 if settings.entropy == "gradient":
                     bend = slope * (log_p + entropies[chunk].unsqueeze(1)) * grad_entropies[chunk].unsqueeze(1)
-                    slope = _slope(slope, targets[chunk].unsqueeze(1)).mul_(grad_log_probs[chunk].unsqueeze(1)) + bend
+                    slope = settings.slope(slope, targets, chunk).mul_(grad_log_probs[chunk].unsqueeze(1)) + bend
                     factor = torch.zeros_like(factor) - 1 / divisor
                 else:
-                    slope = _slope(slope, targets[chunk].unsqueeze(1))
+                    slope = settings.slope(slope, targets, chunk)
                 slope = slope.to(hidden.dtype)
             factors = factor.to(hidden.dtype).unsqueeze(1)
             torch.mul(slope @ weight, factors, out=grad_hidden[chunk])
@@ -154,9 +180,12 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings
     return logits if divisor == 1 else logits.div_(divisor)
 
 
-def _slope(probabilities: Tensor, targets: Tensor) -> Tensor:
-    """Take 1 from the probability of each target, in place and before anything is rounded to bfloat16."""
-    return probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
+def _softmax(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities, the normalizers of the logits and the logits of the targets, [n, 1]."""
+    probabilities = logits.softmax(dim=-1)
+    # The probability of the likeliest token is never rounded to 0.
+    normalizers = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
+    return probabilities, normalizers, logits.gather(1, targets).squeeze(1)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

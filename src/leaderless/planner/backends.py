@@ -48,7 +48,9 @@ class BackendSpec:
 
 
 BACKENDS = Declarations("back end", BackendSpec, "@leaderless.train_backend(...)")
-BUILTIN_BACKENDS = {"fsdp": BackendSpec("leaderless.training.fsdp:make_engine", axes=("cp",), shards_along_axes=True)}
+BUILTIN_BACKENDS = {
+    "fsdp": BackendSpec("leaderless.training.fsdp:make_engine", axes=("cp", "tp"), shards_along_axes=True)
+}
 
 
 def train_backend(
@@ -138,21 +140,39 @@ def check_axes(recipe: Recipe, node: PlannedNode) -> None:
 def check_heads(
     nodes: Sequence[PlannedNode], instances: Sequence[RoleInstance], sizes: Mapping[str, ModelSize | None]
 ) -> None:
-    """Refuse context parallelism that does not divide the heads of a model whose size is known.
+    """Refuse tensor and context parallelism that do not divide the heads of a model whose size is known.
 
     Raises:
-        RecipeError: The number of heads is no multiple of `cp`.
+        RecipeError: A number of the model is no multiple of a size of its layout.
     """
     for instance in instances:
-        size, cp = sizes.get(instance.role), instance.layout.cp
-        if size is not None and size.num_heads % cp and not instance.is_engine_only:
-            node = next(one.name for one in nodes if one.layout == instance.layout and instance.role in dict(one.uses))
-            raise heads_do_not_divide(f"layout.{node}.cp", instance.role, size.num_heads, cp)
+        size, layout = sizes.get(instance.role), instance.layout
+        if size is None or instance.is_engine_only or layout.tp * layout.cp == 1:
+            continue
+        node = next(one.name for one in nodes if one.layout == layout and instance.role in dict(one.uses))
+        check_divides(
+            f"layout.{node}", instance.role, layout, (size.num_heads, size.num_kv_heads, size.intermediate_size)
+        )
 
 
-def heads_do_not_divide(key: str, role: str, num_heads: int, cp: int) -> RecipeError:
-    """Why a model cannot be computed with context parallelism of a size; the error is at a key."""
-    sizes = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
-    return RecipeError.at(
-        key, f"cp={cp} does not divide the {num_heads} attention heads of '{role}': it can be {sizes}"
-    )
+def check_divides(key: str, role: str, layout: Layout, sizes: tuple[int, int, int]) -> None:
+    """Refuse a layout whose ranks cannot divide attention heads, key heads and inner features of a model.
+
+    Raises:
+        RecipeError: `tp` does not divide one of these sizes, or `cp` the heads that it leaves to a rank; the error is
+            at the key of the layout.
+    """
+    names = "attention heads", "heads of keys", "inner features"
+    for name, size in zip(names, sizes, strict=True):
+        if size % layout.tp:
+            able = [tp for tp in range(1, min(sizes) + 1) if not any(one % tp for one in sizes)]
+            raise _does_not_divide(f"{key}.tp", f"tp={layout.tp}", f"{size} {name} of '{role}'", able)
+    heads = sizes[0] // layout.tp
+    if heads % layout.cp:
+        what = f"{heads} attention heads of '{role}'" + " that tp leaves to a rank" * (layout.tp > 1)
+        able = [cp for cp in range(1, heads + 1) if heads % cp == 0]
+        raise _does_not_divide(f"{key}.cp", f"cp={layout.cp}", what, able)
+
+
+def _does_not_divide(key: str, size: str, what: str, able: Sequence[int]) -> RecipeError:
+    return RecipeError.at(key, f"{size} does not divide the {what}: it can be {', '.join(map(str, able))}")

@@ -33,6 +33,8 @@ class Cluster:
 
 MODEL_AXES = ("pp", "cp", "tp")
 """Axes along which ranks hold the same rows, from the outermost: ranks of one `tp` are next to each other."""
+PART = "part"
+"""Name of the ranks with the same place along `tp`."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,24 @@ class Layout:
     def peer_groups(self) -> Sequence[Callable[[int], tuple[int, ...]]]:
         """From a rank to its peers, for each of its process groups in a mesh of several axes; empty for one axis.
 
-        These are the peers along each axis, and the shard, unless that is an axis, too.
+        These are the peers along each axis, the shard, and the ranks with the same place along `tp`, unless they are
+        those of an axis, too.
         """
         if len(self.axes) == 1:
             return ()
-        along = (partial(self.peers, axis=axis) for axis in self.axes)
-        return (*along, self.shard) if len(self.axes) > 2 else tuple(along)
+        along = tuple(partial(self.peers, axis=axis) for axis in self.axes)
+        if len(self.axes) == 2:
+            return along
+        return (*along, self.shard, self.part) if self.tp > 1 else (*along, self.shard)
+
+    def part(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same place along `tp` as a rank of the pool, it included, ascending."""
+        return self.ranks[self._position[rank] % self.tp :: self.tp]
+
+    def named_peers(self, rank: int) -> Mapping[str, tuple[int, ...]]:
+        """The peers of a rank along each axis, and, if there are several along `tp`, as `part` those at its place."""
+        along = {axis: self.peers(rank, axis) for axis in self.axes}
+        return along | {PART: self.part(rank)} if self.tp > 1 else along
 
     @cached_property
     def _position(self) -> dict[int, int]:

@@ -17,6 +17,7 @@ from leaderless.data.transport import ProcessGroup
 from leaderless.models.causal_lm import TokenOutputs
 from leaderless.models.scoring import Entropy
 from leaderless.planner import Layout
+from leaderless.planner.layout import PART
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.weights.blocks import LocalWeight
 
@@ -48,7 +49,8 @@ class EngineSetup:
         is_critic: Whether it is a value model instead of a language model.
         layout: Ranks that hold the model, and how they divide rows and weights.
         process_group: These ranks, for collectives.
-        axis_groups: The peers of this rank along each axis of the layout's mesh, itself included, by axis.
+        axis_groups: The peers of this rank along each axis of the layout's mesh, itself included, by axis. If there are
+            several along `tp`, also, as `part`, all ranks with the same place along it.
         device: Device that computes.
         optimizer: Settings of the optimizer; None for a model that is only scored.
         num_updates: Optimizer steps of the whole run, for the schedule of the learning rate.
@@ -74,6 +76,12 @@ class EngineSetup:
             return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=axes)
         ranks = torch.tensor(self.layout.ranks).reshape([self.layout.sizes[axis] for axis in axes])
         return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=axes)
+
+    def weight_mesh(self) -> DeviceMesh:
+        """The ranks of the layout as a mesh of two axes: `tp`, and `dp` with all ranks that divide a part's weights."""
+        groups = [self.axis_groups[name].torch_group for name in ("tp", PART)]
+        ranks = torch.tensor(self.layout.ranks).reshape(-1, self.layout.tp).t()
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=("tp", "dp"))
 
 
 class Trainable(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from leaderless.data.batch import Batch, Jagged
 from leaderless.models.attention import Attention
@@ -12,7 +13,8 @@ from leaderless.models.context_parallel import ContextParallel
 from leaderless.models.decoder import Decoder, ValueModel, load_value_model
 from leaderless.models.scoring import Entropy
 from leaderless.models.shared_prompts import attention_over
-from leaderless.planner.backends import heads_do_not_divide
+from leaderless.models.tensor_parallel import TensorParallel
+from leaderless.planner.backends import check_divides
 from leaderless.training.engine import EngineSetup
 from leaderless.training.micro_batches import MicroBatch
 from leaderless.training.sharded import Model_co, ShardedModel
@@ -86,30 +88,45 @@ class _Part:
 def make_engine(setup: EngineSetup) -> FsdpEngine | FsdpValueEngine:
     """Load a model and shard it over the ranks of its layout.
 
-    Ranks along `cp` divide weights like those along `dp`, and the tokens of a pass.
+    Ranks along `tp` divide layers, and all others the weights of such a part; ranks along `cp` divide the tokens of a
+    pass, too.
 
     Raises:
-        RecipeError: The model cannot be loaded, or its heads cannot be divided by the ranks along `cp`.
+        RecipeError: The model cannot be loaded, or ranks along `tp` or `cp` cannot divide it.
     """
-    where = setup.model, setup.process_group, setup.device, setup.micro_batch_tokens
-    mesh = setup.mesh() if set(setup.layout.axes) - {"dp", "cp"} else None
+    model = load_value_model(setup.model, setup.role) if setup.is_critic else load_causal_lm(setup.model, setup.role)
+    key, layout = f"models.{setup.role}", setup.layout
+    if layout.tp * layout.cp > 1:
+        check_divides(key, setup.role, layout, _sizes(model))
+    mesh: DeviceMesh | None = None
+    if layout.tp > 1:
+        TensorParallel.divide(model, setup.axis_groups["tp"], key)
+        mesh = setup.weight_mesh()
+    elif set(layout.axes) - {"dp", "cp"}:
+        mesh = setup.mesh()
     engine: FsdpEngine | FsdpValueEngine
-    if setup.is_critic:
-        critic = load_value_model(setup.model, setup.role)
-        engine = FsdpValueEngine(critic, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, mesh=mesh)
-    else:
-        model = load_causal_lm(setup.model, setup.role)
-        engine = FsdpEngine(model, *where, optimizer=setup.optimizer, num_updates=setup.num_updates, mesh=mesh)
-    if setup.layout.cp > 1:
-        _check_heads(engine.model, setup)
+    make = FsdpValueEngine if isinstance(model, ValueModel) else FsdpEngine
+    engine = make(
+        model,  # type: ignore[arg-type]
+        setup.model,
+        setup.process_group,
+        setup.device,
+        setup.micro_batch_tokens,
+        optimizer=setup.optimizer,
+        num_updates=setup.num_updates,
+        mesh=mesh,
+    )
+    if layout.cp > 1:
         engine.divide_passes(ContextParallel(setup.axis_groups["cp"]))
     return engine
 
 
-def _check_heads(model: Decoder, setup: EngineSetup) -> None:
-    heads, cp = model.model.config.get_text_config().num_attention_heads, setup.layout.cp
-    if heads % cp:
-        raise heads_do_not_divide(f"models.{setup.role}", setup.role, heads, cp)
+def _sizes(model: Decoder) -> tuple[int, int, int]:
+    """Attention heads, heads of keys and inner features, which some families divide as they like: then 1."""
+    described = model.model.config.get_text_config()
+    heads: int = described.num_attention_heads
+    inner = getattr(described, "intermediate_size", None)
+    return heads, getattr(described, "num_key_value_heads", None) or heads, inner if isinstance(inner, int) else 1
 
 
 def _at_least_one(indices: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from leaderless.config.models import ModelConfig, OptimizerConfig
 from leaderless.data.batch import Batch, Jagged
@@ -28,6 +28,7 @@ from leaderless.training.passes import BoundedPasses
 from leaderless.weights.blocks import HeldWeights, LocalWeight, Pool, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import receive_weights
+from leaderless.weights.tensor_parallel import tensor_rows
 
 Model_co = TypeVar("Model_co", bound=Decoder, covariant=True)
 
@@ -55,7 +56,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """Shard a model, which is whole and the same on every rank; without an optimizer it is frozen.
 
         A pass has at most `micro_batch_tokens`; `num_updates` are those of the whole run, for the schedule. Weights are
-        divided along the axis `dp` of the mesh, which has this axis alone by default, and are the same along others.
+        divided along the axis `dp` of the mesh, which has this axis alone by default, and are the same along others,
+        except that those of a divided model have parts along `tp`.
         """
         super().__init__(process_group, device, micro_batch_tokens)
         self.peers: ContextParallel | None = None
@@ -68,13 +70,17 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
             parameter.requires_grad_(optimizer is not None)
         self.units: list[FSDPModule] = []
         self.is_replica, self._num_shards = False, 1
-        if process_group.size > 1 or config.compute_dtype != "float32":
+        self._tensor, self._mesh = model.tensor_parallel, mesh
+        tensor = self._tensor
+        num_holders = process_group.size if tensor is None else process_group.size // tensor.peers.size
+        if num_holders > 1 or config.compute_dtype != "float32":
             # Each unit moves to the device as it is sharded, so that no device ever holds the whole model.
             if mesh is None:
                 mesh = DeviceMesh.from_group(process_group.torch_group, device.type, mesh_dim_names=("dp",))
             self._shard(mesh["dp"])
             self._num_shards = mesh["dp"].size()
-            self.is_replica = any(mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names or () if axis != "dp")
+            others = [axis for axis in mesh.mesh_dim_names or () if axis != "dp"]
+            self.is_replica = tensor is None and any(mesh.get_local_rank(axis) for axis in others)
             self.is_plain = False
         self.model.to(device)
         self._optimizer = make_optimizer(self.model.parameters(), optimizer) if optimizer else None
@@ -127,8 +133,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """See `Trainable`."""
         assert self._optimizer is not None
         assert self._optimizer_config is not None
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._optimizer_config.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = self._clip(self._optimizer_config.max_grad_norm)
         learning_rate = learning_rate_at(self._optimizer_config, self.policy_version, self._num_updates)
         if allow is not None and not allow(grad_norm):
             self.discard_gradient()
@@ -145,6 +150,19 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         self.policy_version += 1
         return UpdateInfo(grad_norm, learning_rate)
 
+    def _clip(self, max_norm: float) -> float:
+        """Scale the gradient down to a norm if it is longer; returns its norm before."""
+        if self._tensor is None:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+            return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        gradients = [(name, _local(p.grad)) for name, p in self.named_weights() if p.grad is not None]
+        self._tensor.sum_gradients(gradients)
+        counted = [one.square().sum() for one in self._tensor.counted(gradients)]
+        whole = self._process_group.sum(torch.stack(counted).sum(), "the norm of the gradient").sqrt()
+        for _, gradient in gradients:
+            gradient.mul_((max_norm / (whole + 1e-6)).clamp(max=1.0))
+        return float(whole)
+
     def _trim_memory(self) -> None:
         """Return what gathered units or gradients have freed on the host, which would lie next to all that follows."""
         if self.device.type == "cpu":
@@ -155,14 +173,14 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         held = HeldWeights.of(self.local_weights(), self.policy_version)
         ranks = self._process_group.ranks
         layout = Layout(ranks, self._num_shards, tp=len(ranks) // self._num_shards)
-        pools = Pool(layout, shard_rows), Pool(layout, everything)
+        pools = Pool(layout, shard_rows if self._tensor is None else tensor_rows), Pool(layout, everything)
         route = Route("trained", held.shapes, *pools, torch.float32, self._process_group.rank, is_gathered=True)
         yield from receive_weights(route, self._process_group, self._process_group, held)
 
     def local_weights(self) -> Iterator[LocalWeight]:
         """See `Trainable`."""
         for name, parameter in self.named_weights():
-            yield LocalWeight.of(name, parameter)
+            yield LocalWeight.of(name, self._whole(name, parameter))
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every weight by its name in `transformers`, as this rank holds it."""
@@ -170,7 +188,19 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
 
     def weight_shapes(self) -> Mapping[str, torch.Size]:
         """See `Trainable`."""
-        return {name: parameter.shape for name, parameter in self.named_weights()}
+        return {name: self._whole(name, parameter).shape for name, parameter in self.named_weights()}
+
+    def _whole(self, name: str, value: Tensor) -> Tensor:
+        """A weight, or what the optimizer keeps of it, as a part of the whole."""
+        if self._tensor is None:
+            return value
+        assert self._mesh is not None
+        dim, shape = self._tensor.dim_of(name), self._tensor.shapes[name]
+        along = [Replicate() if dim is None else Shard(dim), Shard(0)]
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            _local(value.detach()), self._mesh, along, run_check=False, shape=shape, stride=strides
+        )
 
     def write_description(self, folder: Path) -> None:
         """See `Trainable`."""
@@ -180,7 +210,7 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         """See `Trainable`."""
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_weights():
-            state[f"weights.{name}"] = parameter.detach()
+            state[f"weights.{name}"] = self._whole(name, parameter.detach())
             if self._optimizer is None:
                 continue
             moments = self._optimizer.state[parameter]
@@ -188,8 +218,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
                 moments["step"] = torch.zeros((), device=self.device)
                 moments["exp_avg"] = torch.zeros_like(parameter)
                 moments["exp_avg_sq"] = torch.zeros_like(parameter)
-            state[f"optimizer.exp_avg.{name}"] = moments["exp_avg"]
-            state[f"optimizer.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+            state[f"optimizer.exp_avg.{name}"] = self._whole(name, moments["exp_avg"])
+            state[f"optimizer.exp_avg_sq.{name}"] = self._whole(name, moments["exp_avg_sq"])
         return state
 
     def state_loaded(self, policy_version: int) -> None:
@@ -198,3 +228,8 @@ class ShardedModel(BoundedPasses, Generic[Model_co]):
         if self._optimizer is not None:
             for moments in self._optimizer.state.values():
                 moments["step"].fill_(float(policy_version))
+
+
+def _local(value: Tensor) -> Tensor:
+    """The memory of what this rank has of a tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -93,8 +93,8 @@ class Division:
         offsets = (*(0,) * dim, first, *(0,) * (len(self.shape) - dim - 1))
         return Block(offsets, (*self.shape[:dim], size, *self.shape[dim + 1 :]))
 
-    def touching(self, block: Block) -> range:
-        """The numbers of the blocks that share elements with another block of the weight."""
+    def touching(self, block: Block) -> Sequence[int]:
+        """The numbers of the blocks that share elements with another block of the weight, ascending."""
         if not block.numel:
             return range(0)
         first, size = block.offsets[self.dim], block.sizes[self.dim]

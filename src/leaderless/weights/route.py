@@ -189,7 +189,10 @@ class Route:
     def _receivers(self, held: Division, number: int, wanted: Division) -> Iterator[int]:
         """The ranks to which this rank sends from its block, and those that it would send to if they had none."""
         layout, places, numbers = self.receivers.layout, held.places(number), wanted.touching(held.block(number))
-        if numbers:
+        mine = places.index(self.holders.layout.place(self.rank))
+        if isinstance(numbers, range) and numbers:
             first, last = wanted.places(numbers[0])[0], wanted.places(numbers[-1])[-1]
-            turn = (places.index(self.holders.layout.place(self.rank)) - first) % len(places)
-            yield from layout.ranks[first + turn : last + 1 : len(places)]
+            yield from layout.ranks[first + (mine - first) % len(places) : last + 1 : len(places)]
+        else:
+            wanting = (place for number in numbers for place in wanted.places(number))
+            yield from (layout.ranks[place] for place in wanting if place % len(places) == mine)

@@ -29,9 +29,10 @@ from leaderless.supervision.limits import lower_limit, read_limits
 from leaderless.training.engine import EngineSetup, Trainable, TrainEngine, ValueEngine
 from leaderless.training.move import move_state
 from leaderless.training.registry import make_train_engine, make_value_engine
-from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, even_rows, everything, shard_rows
+from leaderless.weights.blocks import HeldWeights, Placement, Pool, Shape, everything, shard_rows
 from leaderless.weights.route import Route
 from leaderless.weights.stream import Probe, fill_weights, send_weights
+from leaderless.weights.tensor_parallel import tensor_rows
 from leaderless.worker.turns import Turns
 
 InstanceKey = tuple[str, tuple[int, ...]]
@@ -109,8 +110,8 @@ class Roles:
             layout=instance.layout,
             process_group=self._transport.process_group(ranks),
             axis_groups={
-                axis: self._transport.process_group(instance.layout.peers(self._transport.rank, axis))
-                for axis in instance.layout.axes
+                name: self._transport.process_group(peers)
+                for name, peers in instance.layout.named_peers(self._transport.rank).items()
             },
             device=self._device,
             optimizer=recipe.optimizer if instance.is_trained else None,
@@ -376,7 +377,7 @@ def _placement(recipe: Recipe) -> Placement:
     backend = backend_of(recipe.training.backend)
     if not backend.shards_weights:
         return everything
-    return even_rows if backend.shards_along_axes else shard_rows
+    return tensor_rows if backend.shards_along_axes else shard_rows
 
 
 def check_vocabulary(engine: Trainable, tokenizer: Tokenizer, role: str) -> None:

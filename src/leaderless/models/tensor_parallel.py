@@ -1,0 +1,156 @@
+"""Tensor parallelism: ranks divide the heads of attention, the inner features of a layer, and the words.
+
+What enters attention or a feed-forward part is the same on all ranks. Each rank computes some heads or features of it,
+and of what leaves the part, the ranks compute addends that they sum (Megatron-LM, arXiv 1909.08053). Norms and what
+enters the next part are again the same on all ranks, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+from transformers import PreTrainedModel
+
+from leaderless.config import RecipeError
+from leaderless.data.transport import ProcessGroup
+from leaderless.models.decoder import Decoder
+from leaderless.models.sums import ADDENDS, copied, summed
+from leaderless.models.vocabulary import VocabularyPart
+from leaderless.weights.tensor_parallel import NARROWING, WIDENING, WORDS, divided_dim
+
+HEAD_NORMS = {"q_norm", "k_norm"}
+"""Norms of single heads: all ranks have their weights, but each computes the gradient of its own heads."""
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks that divide the layers of a model.
+
+    Attributes:
+        peers: These ranks.
+        shapes: Shapes of the whole weights, by name.
+    """
+
+    peers: ProcessGroup
+    shapes: Mapping[str, torch.Size]
+
+    @classmethod
+    def divide(cls, decoder: Decoder, peers: ProcessGroup, key: str) -> None:
+        """Leave a rank only its part of a model that is whole, and have the ranks exchange what they compute.
+
+        Raises:
+            RecipeError: The model cannot be divided; the error is at its setting `key`.
+        """
+        model = decoder.model
+        _check_family(model, key, peers.size)
+        parallel = cls(peers, {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)})
+        for module in [*model.modules()]:
+            if any(name in WIDENING for name, _ in module.named_children()):
+                module.register_forward_pre_hook(parallel._copy_input, with_kwargs=True)
+        for name, module in [*model.named_modules()]:
+            kind = name.rpartition(".")[2]
+            if kind in NARROWING:
+                _SummedLinear.make(module, peers)
+            elif kind in WORDS and parallel.dim_of(f"{name}.weight") is not None:
+                part = VocabularyPart(peers, parallel.shapes[f"{name}.weight"][0] // peers.size)
+                if isinstance(module, nn.Embedding):
+                    _WordsPart.make(module, part)
+                else:
+                    decoder.vocabulary_part = part
+        for name, weight in model.named_parameters():  # tied weights come once
+            if (dim := parallel.dim_of(name)) is not None:
+                weight.data = weight.chunk(peers.size, dim)[parallel.place].clone()
+        decoder.tensor_parallel = parallel
+
+    @property
+    def place(self) -> int:
+        """The place of this rank's part."""
+        return self.peers.ranks.index(self.peers.rank)
+
+    def dim_of(self, name: str) -> int | None:
+        """The dimension along which the ranks divide a weight; None if all have the whole."""
+        return divided_dim(name, self.shapes[name], self.peers.size)
+
+    def sum_gradients(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Sum the gradients of weights of which each rank has computed an addend; others stay as they are."""
+        addends = [gradient for name, gradient in gradients if name.split(".")[-2] in HEAD_NORMS]
+        if addends:
+            total = self.peers.sum(torch.cat([gradient.flatten() for gradient in addends]), ADDENDS)
+            for gradient, values in zip(addends, torch.split(total, [one.numel() for one in addends]), strict=True):
+                gradient.copy_(values.view_as(gradient))
+
+    def counted(self, gradients: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
+        """Of gradients, those that count on this rank, so that each number of the whole counts once."""
+        for name, gradient in gradients:
+            if self.place == 0 or self.dim_of(name) is not None:
+                yield gradient
+
+    def _copy_input(
+        self, _: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        if arguments:
+            return (copied(arguments[0], self.peers), *arguments[1:]), named
+        return arguments, {**named, "hidden_states": copied(named["hidden_states"], self.peers)}
+
+
+def _check_family(model: PreTrainedModel, key: str, tp: int) -> None:
+    """Refuse a model whose layers are not those that can be divided, or are divided otherwise."""
+    plan = dict.fromkeys(WIDENING, "colwise") | dict.fromkeys(NARROWING, "rowwise")
+    plan |= dict.fromkeys(HEAD_NORMS, "replicated_with_grad_allreduce")
+    own = model.config.get_text_config().base_model_tp_plan or {}
+    found = {name.rpartition(".")[2]: kind for name, kind in own.items()}
+    family = f"models of type {model.config.model_type} cannot be divided by tp: "
+    for name, module in model.named_modules():
+        children = {child for child, _ in module.named_children()}
+        if not children & (WIDENING | NARROWING):
+            continue
+        other = {name.split(".")[0] for name, _ in module.named_parameters()} - set(plan)
+        wrong = sorted(other | {child for child in children & set(plan) if found.get(child) != plan[child]})
+        if wrong:
+            raise RecipeError.at(key, f"{family}it is not known how to divide {name}.{wrong[0]}; leave out tp")
+    matrices = {name: weight.shape for name, weight in model.base_model.named_parameters() if weight.ndim > 1}
+    layers = {name: shape for name, shape in matrices.items() if name.split(".")[-2] not in WORDS}
+    unknown = [name for name, shape in layers.items() if divided_dim(name, shape, tp) is None]
+    words = type(model.get_input_embeddings())
+    if unknown or words is not nn.Embedding:
+        what = unknown[0] if unknown else f"embeddings of type {words.__name__}"
+        raise RecipeError.at(key, f"{family}it is not known how to divide {what}; leave out tp")
+
+
+class _SummedLinear(nn.Linear):
+    """A linear layer whose inputs are divided over ranks."""
+
+    peers: ProcessGroup
+
+    @classmethod
+    def make(cls, module: nn.Module, peers: ProcessGroup) -> None:
+        """Make one of a linear layer."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.peers = peers
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        result = summed(linear(input, self.weight), self.peers)
+        return result if self.bias is None else result + self.bias
+
+
+class _WordsPart(nn.Embedding):
+    """Embeddings of words that are divided over ranks."""
+
+    part: VocabularyPart
+
+    @classmethod
+    def make(cls, module: nn.Embedding, part: VocabularyPart) -> None:
+        """Make one of an embedding."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.part, module.padding_idx = part, part.place_of(module.padding_idx)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        places, are_here = self.part.locate(input)
+        found = embedding(places, self.weight, self.padding_idx) * are_here.unsqueeze(-1)
+        return summed(found, self.part.peers)
