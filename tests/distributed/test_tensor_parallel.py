@@ -141,6 +141,23 @@ def test_sizes_that_do_not_divide_a_model_are_refused(tmp_path: Path) -> None:
         plan(tp=2, cp=2)
 
 
+def test_memory_counts_the_part_of_a_rank(tmp_path: Path) -> None:
+    def plan(vocab_size: int, **layout: int) -> dict[str, dict[str, int]]:
+        sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": vocab_size, "num_attention_heads": 8}
+        model = {"policy": write_model(tmp_path / "model", **sizes)}
+        memory = plan_of("grpo", 4, models=model, layout={"policy": layout}).memory
+        assert memory is not None
+        return {"resident": dict(memory.cpu.resident), **memory.cpu.phases}
+
+    divided, shared, odd = plan(10_000, tp=2), plan(10_000, dp=4), plan(10_001, tp=2)
+    assert divided["resident"]["policy weights"] == pytest.approx(shared["resident"]["policy weights"], rel=1e-3)
+    assert odd["resident"]["policy weights"] > 1.2 * shared["resident"]["policy weights"]
+    for name in ("gathered weights", "gradients being summed", "gradient of the head"):
+        here, there = (one["policy trains"].get(name, 0) for one in (divided, shared))
+        assert here == pytest.approx(there / 2, rel=0.01), name
+    assert divided["policy trains"]["activations"] < 0.8 * shared["policy trains"]["activations"]
+
+
 def test_families_that_are_divided_otherwise_are_refused() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     small = {**sizes, "intermediate_size": 48, "vocab_size": 88, "pad_token_id": None}

@@ -128,9 +128,13 @@ def estimate_memory(
         if size is None or config is None:
             return None
         own = recipe.as_seen_by(instance.role)
-        shards = backend_of(own.training.backend).num_shards(instance.layout)
+        backend = backend_of(own.training.backend)
+        tp = instance.layout.tp if backend.shards_along_axes and not instance.is_engine_only else 1
+        shards = backend.num_shards(instance.layout) // tp
         generates = instance.generates or (is_evaluated and instance == answering(instances, recipe.evaluation.role))
-        models.append(_Model(instance, size, config, number_bytes(config), shards, own.rollout, generates))
+        models.append(
+            _Model(instance, size, size.part(tp), config, number_bytes(config), shards, own.rollout, generates)
+        )
     if not models:
         return None
     # Ranks with the same models need the same: each combination of models is counted once.
@@ -159,11 +163,14 @@ def estimate_memory(
 class _Model:
     """A model with the bytes of a number as it computes, how many ranks divide its weights, and how it generates.
 
+    Ranks along `tp` have a part each, and others divide the weights of a part.
+
     It generates if a node does so with it, or if it is evaluated.
     """
 
     instance: RoleInstance
     size: ModelSize
+    part: ModelSize
     config: ModelConfig
     width: int
     shards: int
@@ -184,7 +191,7 @@ class _Model:
         """Copies that compute, where weights are sharded or of another type: two layers, and what is in no layer."""
         if self.shards == 1 and self.width == FLOAT32_BYTES:
             return 0
-        return (2 * self.size.num_parameters_per_layer + self.size.num_root_parameters) * self.width
+        return (2 * self.part.num_parameters_per_layer + self.part.num_root_parameters) * self.width
 
     def layer_values(self) -> int:
         """Numbers that a layer keeps of each token for its backward pass.
@@ -193,7 +200,7 @@ class _Model:
         these is a copy in float32. Attention keeps queries, keys, values and its output, the feed-forward part its gate
         before and after the activation, the other factor and their product.
         """
-        size, is_half = self.size, self.width != FLOAT32_BYTES
+        size, is_half = self.part, self.width != FLOAT32_BYTES
         attention = size.num_heads * size.head_dim + size.num_kv_heads * size.head_dim
         norms = 2 * (4 if is_half else 3) * size.hidden_size
         if size.has_head_norms:
@@ -202,7 +209,7 @@ class _Model:
 
     def kept_values(self) -> int:
         """Numbers of each token that are held when the backward pass begins, and those that its first layer makes."""
-        size, layer = self.size, self.layer_values()
+        size, layer = self.part, self.layer_values()
         kept = size.num_layers * (size.hidden_size if self.config.gradient_checkpointing else layer)
         return kept + layer * self.config.gradient_checkpointing + 3 * size.intermediate_size
 
@@ -222,7 +229,7 @@ class _Rank:
         loading = whole = copied = again = 0
         for model in self.models:
             role, weights = model.instance.role, model.size.num_parameters * FLOAT32_BYTES
-            share = -(-weights // model.shards)
+            share = -(-model.part.num_parameters * FLOAT32_BYTES // model.shards)
             if model.instance.is_engine_only:
                 resident[f"{role} engine's weights"] = model.engine_bytes()
             else:
@@ -266,7 +273,7 @@ class _Rank:
             if channel.sync is not None:
                 role = channel.sync.role
                 model = next(x for x in self.models if x.instance.role == role and x.instance.is_trained)
-                size = -(-model.size.num_parameters * FLOAT32_BYTES // model.shards)
+                size = -(-model.part.num_parameters * FLOAT32_BYTES // model.shards)
             name = f"{channel.kind} in flight"
             parts[name] = parts.get(name, 0) + channel.capacity * size
         arriving = [x for x in self.models if x.instance.is_engine_only and self._iterations() > 1]
@@ -299,7 +306,7 @@ class _Rank:
         decoding = self._decoding(model, num_sequences)
         if is_resident:
             return decoding
-        is_copied = model.shards > 1 or model.width != FLOAT32_BYTES
+        is_copied = model.shards > 1 or model.part != model.size or model.width != FLOAT32_BYTES
         return {"unsharded weights": own * is_copied, **decoding}
 
     def _decoding(self, model: _Model, num_sequences: int) -> dict[str, int]:
@@ -348,7 +355,7 @@ class _Rank:
 
     def _scoring(self, model: _Model) -> dict[str, int]:
         """A pass without gradient holds a layer's own values, and those of one chunk of logits."""
-        size, batch = model.size, self.recipe.batch
+        size, batch = model.part, self.recipe.batch
         tokens, _ = self._pass(model, -(-batch.prompts_per_step // batch.windows_per_step))
         held = 3 * size.intermediate_size + 3 * size.hidden_size + size.num_heads * size.head_dim
         return {
@@ -359,7 +366,7 @@ class _Rank:
 
     def _training(self, model: _Model) -> Iterator[dict[str, int]]:
         """Memory is fullest when the backward pass begins, or when it ends."""
-        batch, size, width = self.recipe.batch, model.size, model.width
+        batch, size, width = self.recipe.batch, model.part, model.width
         tokens, num_passes = self._pass(model, -(-batch.prompts_per_step // batch.updates_per_step))
         gradients = -(-size.num_parameters * FLOAT32_BYTES // model.shards)
         gathered, embedding = model.gathered_bytes(), size.vocab_size * size.hidden_size

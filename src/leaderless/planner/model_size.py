@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from leaderless.config.errors import RecipeError
@@ -65,6 +65,23 @@ class ModelSize:
     def kv_values_per_token(self) -> int:
         """Numbers in the keys and values of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def part(self, tp: int) -> ModelSize:
+        """What a rank has that divides the layers with others, and the words, if their number allows it."""
+        if tp == 1:
+            return self
+        layers = -(-self.num_layer_parameters // tp)
+        is_divided = self.vocab_size % tp == 0
+        root = -(-self.num_root_parameters // tp) if is_divided else self.num_root_parameters
+        return replace(
+            self,
+            num_parameters=layers + root,
+            num_layer_parameters=layers,
+            intermediate_size=-(-self.intermediate_size // tp),
+            vocab_size=self.vocab_size // tp if is_divided else self.vocab_size,
+            num_heads=-(-self.num_heads // tp),
+            num_kv_heads=-(-self.num_kv_heads // tp),
+        )
 
     def num_kv_parts(self, layout: Layout) -> int:
         """Parts into which an engine divides the keys and values of a token; a head is never divided."""

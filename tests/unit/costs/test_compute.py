@@ -34,10 +34,10 @@ SIZE = ModelSize(
 """A million weights; attention costs 200 operations for each token's square; 100 numbers per token in the cache."""
 
 
-def model(num_ranks=1, dtype="float32", *, checkpointing=False, batch=None, rollout=None, **constants):
+def model(num_ranks=1, dtype="float32", *, tp=1, checkpointing=False, batch=None, rollout=None, **constants):
     config = ModelConfig(path="m", compute_dtype=dtype, gradient_checkpointing=checkpointing)
     recipe = make_recipe(batch={"updates_per_step": 1, **(batch or {})}, rollout=rollout or {})
-    ranks = Layout(tuple(range(num_ranks)), num_ranks)
+    ranks = Layout(tuple(range(num_ranks)), num_ranks // tp, tp=tp)
     return ModelCost(SIZE, config, ranks, network(num_ranks, **constants), recipe)
 
 
@@ -63,6 +63,21 @@ def test_scoring_waits_for_weights_where_there_is_little_to_compute():
     rows = equal_rows(2, response=1)
     seconds = model(2, batch={"micro_batch_tokens": 4096}).scoring_seconds(rows, np.array([0, 1]))
     assert seconds == pytest.approx(4 * MILLION / 2 / 10e9)
+
+
+def test_ranks_that_divide_layers_divide_the_work_and_wait_for_their_sums():
+    rows, shards = equal_rows(1, response=1000), np.zeros(1, dtype=np.int64)
+    flops, divided = float(model().forward_flops(rows, shards)[0]), model(2, tp=2)
+    one_way = divided.sum_seconds(1000)
+    assert one_way == pytest.approx(2 * 2 * 2 * (1000 * 50 * 4 / 2) / 10e9), "two sums a layer, there and back"
+    assert divided.scoring_seconds(rows, shards) == pytest.approx(flops / (1e12 * 0.25 * 2) + one_way)
+    assert divided.part_seconds() == 0, "each rank has all of its part"
+    held = model(4, tp=2)
+    assert held.part_seconds() == pytest.approx(
+        held.network.gather_seconds(SIZE.part(2).num_parameters * 4, np.array([0, 2]))
+    )
+    training = divided.training_seconds(rows, shards)
+    assert training == pytest.approx(3 * flops / (1e12 * 0.5 * 2) + 2 * one_way)
 
 
 def test_training_takes_three_passes_or_four_where_activations_are_computed_again():

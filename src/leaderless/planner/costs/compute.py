@@ -38,6 +38,20 @@ class ModelCost:
         num_bytes = self.size.num_parameters * number_bytes(self.config)
         return self.network.gather_seconds(num_bytes, np.array(self.layout.ranks))
 
+    def part_seconds(self) -> float:
+        """Gathering the weights of this rank's part of the layers, from the ranks that divide it."""
+        part, ranks = self.size.part(self.layout.tp), np.array(self.layout.part(self.layout.ranks[0]))
+        return self.network.gather_seconds(part.num_parameters * number_bytes(self.config), ranks)
+
+    def sum_seconds(self, tokens: float) -> float:
+        """Summing the results of all layers over the ranks that divide them, for some tokens in one direction.
+
+        Attention and the feed-forward part each have a sum, which is a reduce-scatter and a gather.
+        """
+        ranks = np.array(self.layout.peers(self.layout.ranks[0], "tp"))
+        num_bytes = tokens / self.layout.cp * self.size.hidden_size * number_bytes(self.config)
+        return 2 * self.size.num_layers * 2 * self.network.gather_seconds(num_bytes, ranks)
+
     def forward_flops(self, rows: Rows, shards: Int) -> Float:
         """[n] operations of one pass: two per weight and token, and the square of the length for causal attention.
 
@@ -51,20 +65,23 @@ class ModelCost:
     def scoring_seconds(self, rows: Rows, shards: Int) -> float:
         """One forward pass over all rows, until the slowest shard is done, while weights are gathered.
 
-        The ranks of a shard divide the work, and are not charged for what they send to each other.
+        The ranks of a shard divide the work. Those that divide layers wait for their sums; what others send to each
+        other is not charged.
         """
         device = self.network.cluster.device
         rate = device.peak_tflops * TERA * device.scoring_utilization
         work = self._per_shard(shards, self.forward_flops(rows, shards)).max() / (rate * self.layout.ranks_per_shard)
-        return max(float(work), self._num_passes(rows, shards) * self.gather_seconds())
+        work += self._sums(rows, shards)
+        return max(float(work), self._num_passes(rows, shards) * self.part_seconds())
 
     def training_seconds(self, rows: Rows, shards: Int) -> float:
         """All updates of a step. Shards wait for each other at each of them, while weights and gradients are sent."""
         device = self.network.cluster.device
         passes = 1 + BACKWARD + self.config.gradient_checkpointing
         rate = device.peak_tflops * TERA * device.training_utilization / passes * self.layout.ranks_per_shard
-        gradients = self.size.num_parameters * GRADIENT_BYTES
-        pass_s = 2 * self.gather_seconds() + self.network.gather_seconds(gradients, np.array(self.layout.ranks))
+        gradients = self.size.part(self.layout.tp).num_parameters * GRADIENT_BYTES
+        holders = np.array(self.layout.part(self.layout.ranks[0]))
+        pass_s = 2 * self.part_seconds() + self.network.gather_seconds(gradients, holders)
         num_updates = self.recipe.batch.updates_per_step
         update_of_row = rows.groups * num_updates // (int(rows.groups[-1]) + 1)
         total = 0.0
@@ -72,6 +89,7 @@ class ModelCost:
             chosen = update_of_row == update
             part = Rows(rows.groups[chosen], rows.prompt_tokens[chosen], rows.response_tokens[chosen], rows.are_samples)
             work = self._per_shard(shards[chosen], self.forward_flops(part, shards[chosen])).max() / rate
+            work += (2 + self.config.gradient_checkpointing) * self._sums(part, shards[chosen])
             total += max(float(work), self._num_passes(part, shards[chosen]) * pass_s)
         return total
 
@@ -94,6 +112,14 @@ class ModelCost:
         prompts_s = self._per_shard(shards, 2 * weights * read_once) / rate
         own: Float = (prompts_s + np.maximum(memory_s, compute_s)) / self.layout.ranks_per_shard + self.gather_seconds()
         return own
+
+    def _sums(self, rows: Rows, shards: Int) -> float:
+        """Sums of the fullest shard's tokens over ranks that divide layers, in one direction, pass by pass."""
+        if self.layout.tp == 1:
+            return 0.0
+        tokens = self._per_shard(shards, rows.tokens - rows.shared_tokens(shards)).max()
+        num_passes = max(1, self._num_passes(rows, shards))
+        return num_passes * self.sum_seconds(float(tokens) / num_passes)
 
     def _num_passes(self, rows: Rows, shards: Int) -> int:
         """Micro-batches of the fullest shard, which all shards run."""
